@@ -4,7 +4,7 @@ PYTHON ?= python3
 # other releases of Python, what the compiler and its tests import, and those tests
 PYTHONS ?= python3.12 python3.13
 COMPILER := jinja2 pyyaml typer rich pytest pytest-xdist hypothesis
-TORCHLESS := tests/test_layout.py tests/test_bad_specs.py tests/test_progress.py -n 0
+TORCHLESS := tests/unit/test_layout.py tests/unit/test_bad_specs.py tests/unit/test_progress.py -n 0
 BIN := .venv/bin
 # llama.cpp's converter, in a source distribution that is not built: the release that the maps of GGUF files are recorded with
 LLAMA := 'llama-cpp-python==0.3.36'
@@ -51,22 +51,22 @@ mutants: .venv/ready         ## mistakes in the code of core modules, ten in eac
 	$(BIN)/python -m tests.code_mutants
 
 live: .venv-live/ready       ## with the packages of producers, in an environment of their own; then compares docs/compatibility.md
-	.venv-live/bin/python -m pytest --junitxml=build/live.xml tests/test_compressed_tensors.py tests/test_transformers.py \
-		tests/test_bitsandbytes.py tests/test_torchao_live.py tests/test_transformers_live.py tests/test_gguf_models.py \
-		tests/test_gguf_models_live.py tests/test_gguf_folder.py tests/test_evaluate_live.py tests/test_diffusers_live.py \
-		tests/test_mlx.py tests/test_other_programs_live.py
+	.venv-live/bin/python -m pytest --junitxml=build/live.xml tests/live/test_compressed_tensors.py tests/models/test_transformers.py \
+		tests/live/test_bitsandbytes.py tests/live/test_torchao_live.py tests/live/test_transformers_live.py tests/models/test_gguf_models.py \
+		tests/live/test_gguf_models_live.py tests/jobs/test_gguf_folder.py tests/live/test_evaluate_live.py tests/live/test_diffusers_live.py \
+		tests/live/test_mlx.py tests/live/test_other_programs_live.py
 	QDSL_LLAMA_CPP=$$(ls -d .venv-live/llama_cpp_python-*/vendor/llama.cpp) .venv-live/bin/python -m pytest \
-		--junitxml=build/live-llama.xml tests/test_mixes.py tests/test_programs_live.py
+		--junitxml=build/live-llama.xml tests/jobs/test_mixes.py tests/live/test_programs_live.py
 	.venv-live/bin/python -m tests.support.compatibility 'make live' build/live.xml build/live-llama.xml
 
 live-vllm: .venv-vllm/ready .venv-omni/ready  ## vLLM's engine on a CPU, one test of each part, and vllm-omni: some minutes, and the environments
-	.venv-vllm/bin/python -m pytest tests/test_vllm_live.py -n 0 -s
-	.venv-omni/bin/python -m pytest --junitxml=build/live-omni.xml tests/test_omni_live.py -n 0 -s
+	.venv-vllm/bin/python -m pytest tests/live/test_vllm_live.py -n 0 -s
+	.venv-omni/bin/python -m pytest --junitxml=build/live-omni.xml tests/live/test_omni_live.py -n 0 -s
 	.venv-omni/bin/python -m tests.support.compatibility 'make live-vllm' build/live-omni.xml
 
 live-vllm-all: .venv-vllm/ready  ## all tests of vLLM: the folders of all producers, torch.compile, gpt-oss, its own loaders over ours, ...
-	QDSL_TEST_ALL=1 .venv-vllm/bin/python -m pytest --junitxml=build/live-vllm.xml tests/test_vllm_live.py \
-		tests/test_vllm_loaders_live.py -n 0 -s
+	QDSL_TEST_ALL=1 .venv-vllm/bin/python -m pytest --junitxml=build/live-vllm.xml tests/live/test_vllm_live.py \
+		tests/live/test_vllm_loaders_live.py -n 0 -s
 	.venv-vllm/bin/python -m tests.support.compatibility 'make live-vllm-all' build/live-vllm.xml
 
 bench: .venv/ready           ## figures, as ratios taken in one run

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from bench.figure import Figure
 from bench.timing import ROOT, commands
-from qdsl.checkpoint.ggml_types import BY_NAME
-from qdsl.checkpoint.gguf_metadata import Value
-from qdsl.checkpoint.gguf_write import NewTensor, write
+from qdsl.checkpoint.files.ggml_types import BY_NAME
+from qdsl.checkpoint.files.gguf_metadata import Value
+from qdsl.checkpoint.files.gguf_write import NewTensor, write
 
 HEAVY = ("torch", "numpy", "triton")
 CHECK = ["-m", "qdsl", "check", "q4_0"]

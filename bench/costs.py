@@ -16,14 +16,15 @@ from pathlib import Path
 import torch
 import triton
 
-from qdsl import places
 from qdsl.analyze import AnalyzeError, report
 from qdsl.analyze.gpus import ARCHS as EVERY_ARCH
 from qdsl.analyze.gpus import arch_of
 from qdsl.analyze.predict import cost as cost_of
-from qdsl.runtime import FormatError, PackedWeight, configure, launch, streams
-from qdsl.runtime.call import Call
-from qdsl.runtime.gpu import costs, plan
+from qdsl.core import places
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.gpu import configure, costs, launch, plan
+from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.weight import streams
 
 SHAPE = (4096, 8192)                                             # several trips of every loop
 ARCHS = ("sm_90", "sm_80")
@@ -80,7 +81,8 @@ def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:
         yield from ({"R": r, "WN": 1, "WK": 4, "EVEN": True} for r in (1, 2))
         return
     for bm in (16, configure.most_columns(packed)):
-        yield from ({"R": r, "W": 4, "BM": bm, "STAGES": 3 if bm < 128 else 2, "UNROLL": 1, "WHOLE": 0} for r in (1, 2))
+        stages = 3 if bm < 128 else 2
+        yield from ({"R": r, "W": 4, "BM": bm, "STAGES": stages, "UNROLL": 1, "WHOLE": 0, "SPLIT": 1} for r in (1, 2))
 
 
 def _x(rows: int, columns: int) -> torch.Tensor:

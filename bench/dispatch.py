@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from bench.figure import Figure
-from qdsl import places
-from qdsl.runtime import FormatError, PackedWeight, configure, streams
-from qdsl.runtime.gpu import costs, plan
+from qdsl.core import places
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.gpu import configure, costs, plan
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu
+from qdsl.runtime.weight import streams
 
 SHAPES = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (152064, 4096))
 ROWS = (*range(1, 18), 24, 32, 33, 48, 64, 65, 96, 127, 128, 129, 160, 255, 256, 257, 300, 384, 385, 511, 512,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import qdsl
 from bench.figure import Figure
-from qdsl.emit.build import files_of
+from qdsl.compiler.emit.module.build import files_of
 
 SPEC = Path(__file__).with_name("w4.yaml")
 ROWS, COLUMNS = 256, 1024

@@ -18,7 +18,7 @@ from qdsl.analyze.compile import build
 from qdsl.analyze.execute import Execution, Options, execute_ptx
 from qdsl.analyze.execute.launch import arguments_of
 from qdsl.analyze.gpus import arch_of
-from qdsl.runtime import configure, launch
+from qdsl.runtime.gpu import configure, launch
 
 UNCHECKED: dict[str, Any] = {"races": False, "written": False, "asynchronous": False}
 WARP_GROUPS: dict[str, Any] = {"name": "q4_0", "planar": True, "rows": 33, "shape": (128, 512), "arch": "sm_90"}

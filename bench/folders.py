@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 from bench.timing import ROOT
-from qdsl.checkpoint.folder import INDEX, Folder
-from qdsl.checkpoint.safetensors import write
+from qdsl.checkpoint.files.folder import INDEX, Folder
+from qdsl.checkpoint.files.safetensors import write
 from qdsl.runtime import Format
 
 CONFIG = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False,

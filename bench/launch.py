@@ -18,7 +18,8 @@ from triton.backends.compiler import GPUTarget
 from bench.figure import Figure
 from bench.timing import Side, calls
 from bench.weights import format_of
-from qdsl.runtime import configure, linear, ops
+from qdsl.runtime.gpu import configure
+from qdsl.runtime.torch import linear, ops
 
 COUNT = 2000                                                     # calls that are timed together
 GOALS = {"linear": 5.0, "Linear": 6.0, "operation": 10.0}        # microseconds

@@ -108,7 +108,7 @@ def act_order(linear: bool) -> Callable[[], Tensor]:
 
 def ours(name: str, storage: str, params: dict[str, Any], rows: int, compiled: bool) -> Callable[[], Tensor]:
     """This project's linear."""
-    from qdsl.runtime import cpu
+    from qdsl.runtime.cpu import linear as cpu
 
     torch.set_num_threads(THREADS)
     cpu.compile_products(compiled)

@@ -19,7 +19,7 @@ from torch import nn
 import qdsl
 from bench.figure import Figure
 from bench.timing import WrongResult
-from qdsl.checkpoint.safetensors import laid_out
+from qdsl.checkpoint.files.safetensors import laid_out
 
 GIB = 1 << 30
 BLOCK = 128                                                      # rows and columns of a scale

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from bench.figure import Figure, rates, ratios
 from bench.timing import Side, WrongResult, calls
 from bench.weights import BF16_BYTES, SHAPE, floats
-from qdsl.compress import codecs
-from qdsl.entropy.huffman_windows import THREADS
+from qdsl.codecs.huffman_windows.reference import THREADS
+from qdsl.jobs.compress import codecs
 
 PACKAGE = 3.4                                                    # MB/s of dfloat11 0.5.0, elsewhere
 TIMES = 35.0

@@ -20,7 +20,7 @@ def counts(folder: str, arch: str) -> tuple[str, dict[str, str]]:
     """Triton's version, and what each gate came to: instructions per weight in the hot loop, spills where there are any."""
     path = os.pathsep.join(filter(None, (folder, str(ROOT))))
     environment = {**{key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}, "PYTHONPATH": path}
-    script = "import triton, sys; print(triton.__version__, file=sys.stderr); from tests.gate_kernels import main; main()"
+    script = "import triton, sys; print(triton.__version__, file=sys.stderr); from tests.kernels.gate_kernels import main; main()"
     made = subprocess.run([sys.executable, "-c", script, arch], cwd=ROOT, env=environment, capture_output=True, text=True)
     if made.returncode:
         raise SystemExit(made.stderr[-2000:])

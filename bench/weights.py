@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qdsl import places
-from qdsl.numbers import number
+from qdsl.core import places
+from qdsl.core.numbers import number
+from qdsl.core.shapes import extents
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.format import Format
-from qdsl.runtime.layout import PLANAR
-from qdsl.runtime.match import torch_dtype
-from qdsl.shapes import extents
+from qdsl.runtime.weight.format import Format
+from qdsl.runtime.weight.layout import PLANAR
+from qdsl.runtime.weight.match import torch_dtype
 
 SHAPE = (4096, 4096)
 DIGITS = {"tq1_0": "q"}                                          # fields of 2 bits that are digits of base 3

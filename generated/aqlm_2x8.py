@@ -17,7 +17,7 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, device, empty, entries, workspace
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, empty, entries, workspace
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -64,52 +64,19 @@ def decode(a: Tensor, b: Tensor, cb: Tensor, s: Tensor, out: Tensor | None = Non
 
 
 @triton.jit
-def _dequantize_aqlm(codes, codebooks, scales, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    codes += 2 * n.to(tl.int64) * (K // 8)
+def _decode_aqlm(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    codes, codebooks, scales = tensors
+    codes += 2 * (n * (K // 8))
     scales += n
     s = tl.load(scales, n < N, 0).to(tl.float32)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
     a = tl.load(codes + 2 * (k // 8), live, 0).to(tl.uint8, bitcast=True).to(tl.int32)
     b = tl.load(codes + 2 * (k // 8) + 1, live, 0).to(tl.uint8, bitcast=True).to(tl.int32)
     column = k % 8
     cb = tl.load(codebooks + 8 * a + column, live, 0).to(tl.float32)
     cb1 = tl.load(codebooks + 8 * b + column + 2048, live, 0).to(tl.float32)
-    w = (cb + cb1) * s
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_aqlm(codes, codebooks, scales, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    codes += 2 * n.to(tl.int64) * (K // 8)
-    scales += n
-    s = tl.load(scales, n < N, 0).to(tl.float32)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        a = tl.load(codes + 2 * (k // 8), live, 0).to(tl.uint8, bitcast=True).to(tl.int32)
-        b = tl.load(codes + 2 * (k // 8) + 1, live, 0).to(tl.uint8, bitcast=True).to(tl.int32)
-        column = k % 8
-        cb = tl.load(codebooks + 8 * a + column, live, 0).to(tl.float32)
-        cb1 = tl.load(codebooks + 8 * b + column + 2048, live, 0).to(tl.float32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (cb + cb1) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, (cb + cb1) * s, live)
+    return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -129,7 +96,7 @@ VARIANT = Variant(
                 "scales": Stored("real", "N", "1", "1", "1"),
             },
             unpack=unpack_aqlm, pack=pack_aqlm,
-            kernels=Kernels(_dequantize_aqlm, _linear_aqlm, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_aqlm, rows="N", units="K", last="k"),
         ),
     },
     decode=decode,

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import scaled_zero
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device,
-        lanes, pad, workspace)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, pad,
+        workspace)
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -96,109 +96,42 @@ def encode(weight: Tensor, *, group: int) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_gemv_fast(qweight, scales, qzeros, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+def _decode_gemv_fast(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    qweight, scales, qzeros = tensors
+    group, = sizes
     qzeros += n
     scales += n
-    qweight += 64 * (n // 4).to(tl.int64) * (K // 64)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
-    z = tl.load(qzeros + (k // group).to(tl.int64) * N, live, 0).to(tl.float32)
-    s = tl.load(scales + (k // group).to(tl.int64) * N, live, 0).to(tl.float32)
+    qweight += 64 * (n // 4 * (K // 64))
+    z = tl.load(qzeros + k // group * N, live, 0).to(tl.float32)
+    s = tl.load(scales + k // group * N, live, 0).to(tl.float32)
     q = tl.load(qweight + 64 * (k // 64) + 16 * (n % 4) + 8 * (k % 64 // 32)
         + k % 64 % 8, live, 0) >> 4 * (k % 64 // 8 % 4) & 15
-    w = q * s + z
-    tl.store(out + k, w, live)
+    state = use(state, k, q * s + z, live)
+    return state
 
 
 @triton.jit
-def _linear_gemv_fast(qweight, scales, qzeros, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    qzeros += n
-    scales += n
-    qweight += 64 * (n // 4).to(tl.int64) * (K // 64)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        z = tl.load(qzeros + (k // group).to(tl.int64) * N, live, 0).to(tl.float32)
-        s = tl.load(scales + (k // group).to(tl.int64) * N, live, 0).to(tl.float32)
-        q = tl.load(qweight + 64 * (k // 64) + 16 * (n % 4) + 8 * (k % 64 // 32)
-            + k % 64 % 8, live, 0) >> 4 * (k % 64 // 8 % 4) & 15
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (q * s + z) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    z += n.to(tl.int64) * tl.cdiv(K, group)
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    out += n.to(tl.int64) * K
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, s, z = tensors
+    group, = sizes
+    z += n * tl.cdiv(K, group)
+    s += n * tl.cdiv(K, group)
+    q += 16 * (n * tl.cdiv(K, 128))
     t = u // 16
     j = u // 4 % 4
     c = u % 4
-    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    live = live & (128 * t + 32 * j + 2 * c < K)
     z1 = tl.load(z + (4 * t + j) // (group // 32), live, 0).to(tl.float32)
     s1 = tl.load(s + (4 * t + j) // (group // 32), live, 0).to(tl.float32)
     q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
     for h in tl.static_range(4):
         for i in tl.static_range(2):
-            inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
+            inside = live & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
             q1 = q_word >> 16 * i + 4 * h & 15
-            w = q1 * s1 + z1
-            tl.store(out + 128 * t + 32 * j + 8 * h + 2 * c + i, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    z += n.to(tl.int64) * tl.cdiv(K, group)
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        j = u // 4 % 4
-        c = u % 4
-        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
-        z1 = tl.load(z + (4 * t + j) // (group // 32), live, 0).to(tl.float32)
-        s1 = tl.load(s + (4 * t + j) // (group // 32), live, 0).to(tl.float32)
-        q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
-        for h in tl.static_range(4):
-            for i in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
-                q1 = q_word >> 16 * i + 4 * h & 15
-                x_k = tl.load(x + 128 * t + 32 * j + 8 * h + 2 * c + i, inside, 0).to(tl.float32)
-                acc += (q1 * s1 + z1) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+            state = use(state, 128 * t + 32 * j + 8 * h + 2 * c + i, q1 * s1 + z1, inside)
+    return state
 
 
 @triton.jit
@@ -253,7 +186,7 @@ VARIANT = Variant(
                     bits=("z[1@1, 1@0]",)),
             },
             unpack=unpack_gemv_fast, pack=pack_gemv_fast, reads=("K", "group"), extents=("K", "group"),
-            kernels=Kernels(_dequantize_gemv_fast, _linear_gemv_fast, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_gemv_fast, rows="N", units="K", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -262,7 +195,7 @@ VARIANT = Variant(
                 "z": Stored("f16", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32,
                         sums_in_tile_gemm=True)),

@@ -14,7 +14,7 @@ Do not edit: change the spec and run `qdsl build`.
 from torch import Tensor
 
 from qdsl.encode import nearest
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, device
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -50,40 +50,13 @@ def encode(weight: Tensor) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_plain(weight, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight += n.to(tl.int64) * K
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_plain(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    weight, = tensors
+    weight += n * K
     v = tl.load(weight + k, live, 0)
-    w = v
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_plain(weight, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight += n.to(tl.int64) * K
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        v = tl.load(weight + k, live, 0).to(tl.float32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += v * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, v, live)
+    return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -98,7 +71,7 @@ VARIANT = Variant(
                 "weight": Stored("bf16", "N", "K"),
             },
             unpack=unpack_plain, pack=pack_plain,
-            kernels=Kernels(_dequantize_plain, _linear_plain, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_plain, rows="N", units="K", last="k"),
         ),
     },
     decode=decode, encode=encode, copies="v",

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import ternary
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes,
-        pad, spread)
-from qdsl.runtime.gpu.kernels import skinny, tile_gemm
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, pad, spread
+from qdsl.runtime.gpu.kernels import lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -85,100 +84,35 @@ def encode(weight: Tensor, *, scale_type: str) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_transformers(weight, weight_scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+def _decode_transformers(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    weight, weight_scale = tensors
     s = tl.load(weight_scale).to(tl.float32)
-    weight += (n % (N // 4)).to(tl.int64) * K
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+    weight += n % (N // 4) * K
     q = (tl.load(weight + k, live, 0) >> 2 * (n // (N // 4)) & 3).to(tl.int32)
-    w = (q - 1) * s
-    tl.store(out + k, w, live)
+    state = use(state, k, (q - 1) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_transformers(weight, weight_scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    s = tl.load(weight_scale).to(tl.float32)
-    weight += (n % (N // 4)).to(tl.int64) * K
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q = (tl.load(weight + k, live, 0) >> 2 * (n // (N // 4)) & 3).to(tl.int32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (q - 1) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, s, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 16 weights of unit u of row n, in float32."""
+    q, s = tensors
     s1 = tl.load(s).to(tl.float32)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    out += n.to(tl.int64) * K
+    q += 16 * (n * tl.cdiv(K, 256))
     t = u // 16
     b = u // 4 % 4
     a = u % 4
-    live = (n < N) & (256 * t + 32 * b + 2 * a < K)
+    live = live & (256 * t + 32 * b + 2 * a < K)
     q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
     for h in tl.static_range(2):
         for i in tl.static_range(2):
             for j in tl.static_range(2):
                 for c in tl.static_range(2):
-                    inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
+                    inside = live & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
                     q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
-                    w = (q1 - 1) * s1
-                    tl.store(out + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, s, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    s1 = tl.load(s).to(tl.float32)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 256), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        b = u // 4 % 4
-        a = u % 4
-        live = (n < N) & (256 * t + 32 * b + 2 * a < K)
-        q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
-        for h in tl.static_range(2):
-            for i in tl.static_range(2):
-                for j in tl.static_range(2):
-                    for c in tl.static_range(2):
-                        inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
-                        q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
-                        x_k = tl.load(x + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a
-                            + c, inside, 0).to(tl.float32)
-                        acc += (q1 - 1) * s1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+                    state = use(state, 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, (q1 - 1) * s1, inside)
+    return state
 
 
 @triton.jit
@@ -222,7 +156,7 @@ VARIANT = Variant(
                 "weight_scale": Stored("scale_type", "1", bits=("s[]",)),
             },
             unpack=unpack_transformers, pack=pack_transformers, whole=True,
-            kernels=Kernels(_dequantize_transformers, _linear_transformers, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_transformers, rows="N", units="K", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -230,7 +164,7 @@ VARIANT = Variant(
                 "s": Stored("scale_type", bits=("s[]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                     lanes=Lanes(skinny, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         finish=_finish_planar, width=2, bits=2, ones=True, zero=(-1, -129), exact=True, spans=(4,))),
         ),

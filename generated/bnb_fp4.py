@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device,
-        joined, lanes, pad, spread)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, joined, pad, spread
+from qdsl.runtime.gpu.kernels import codebook, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -91,103 +90,36 @@ def encode(weight: Tensor, *, block: int) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_bitsandbytes(weight, weight_absmax, levels, out, N, K, block, BN: tl.constexpr, BK: tl.constexpr,
-    LARGE: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    if LARGE:                                                    # positions n * K + k pass 2^31
-        K = tl.cast(K, tl.int64)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_bitsandbytes(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    weight, weight_absmax, levels = tensors
+    block, = sizes
     s = tl.load(weight_absmax + (k + n * K) // block, live, 0)
     q = (tl.load(weight + (k + n * K) // 2, live, 0) >> 4 - 4 * ((k + n * K) % 2) & 15).to(tl.int32)
-    w = tl.load(levels + q) * s
-    tl.store(out + k, w, live)
+    state = use(state, k, tl.load(levels + q) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_bitsandbytes(weight, weight_absmax, levels, x, bias, out, N, K, block, BN: tl.constexpr, BK: tl.constexpr,
-    LARGE: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    if LARGE:                                                    # positions n * K + k pass 2^31
-        K = tl.cast(K, tl.int64)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        s = tl.load(weight_absmax + (k + n * K) // block, live, 0)
-        q = (tl.load(weight + (k + n * K) // 2, live, 0) >> 4 - 4 * ((k + n * K) % 2) & 15).to(tl.int32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += tl.load(levels + q) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, s, levels, out, N, K, block, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    s += n.to(tl.int64) * (K // block)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    out += n.to(tl.int64) * K
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, s, levels = tensors
+    block, = sizes
+    s += n * (K // block)
+    q += 16 * (n * tl.cdiv(K, 128))
     t = u // 16
     c = u // 4 % 4
     b = u % 4
-    live = (n < N) & (128 * t + 32 * c + 2 * b < K)
+    live = live & (128 * t + 32 * c + 2 * b < K)
     s1 = tl.load(s + (4 * t + c) // (block // 32), live, 0)
     q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
     for h in tl.static_range(2):
         for i in tl.static_range(2):
             for j in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
+                inside = live & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
                 q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
-                w = tl.load(levels + q1) * s1
-                tl.store(out + 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, s, levels, x, bias, out, N, K, block, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    s += n.to(tl.int64) * (K // block)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        c = u // 4 % 4
-        b = u % 4
-        live = (n < N) & (128 * t + 32 * c + 2 * b < K)
-        s1 = tl.load(s + (4 * t + c) // (block // 32), live, 0)
-        q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
-        for h in tl.static_range(2):
-            for i in tl.static_range(2):
-                for j in tl.static_range(2):
-                    inside = live & (n < N) & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
-                    q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
-                    x_k = tl.load(x + 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, inside, 0).to(tl.float32)
-                    acc += tl.load(levels + q1) * s1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+                state = use(state, 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, tl.load(levels + q1) * s1, inside)
+    return state
 
 
 @triton.jit
@@ -246,8 +178,7 @@ VARIANT = Variant(
                 "weight_absmax": Stored("f32", "ceil(N*K/block)", aliases=("weight.absmax",), bits=("s[1@0]",)),
             },
             unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, reads=("N", "K"),
-            kernels=Kernels(_dequantize_bitsandbytes, _linear_bitsandbytes, rows="N", units="K", last="k",
-                tables=(LEVELS,)),
+            kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k", tables=(LEVELS,)),
         ),
         "planar": Storage(
             tensors={
@@ -255,8 +186,7 @@ VARIANT = Variant(
                 "s": Stored("f32", "N", "K/block"),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "block"),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
-                tables=(LEVELS,),
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         table=_table_planar, fields=_fields_planar, scale=_scale_planar, blocks=("block",), size=32,
                         width=8, bits=0, unit=(2.0, 1.0), base=(0, 0), zero=(0, 0))),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_absmax
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, device, workspace
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, workspace
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -57,44 +57,15 @@ def encode(weight: Tensor) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_bitsandbytes(weight, SCB, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+def _decode_bitsandbytes(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    weight, SCB = tensors
     SCB += n
     s = tl.load(SCB, n < N, 0)
-    weight += n.to(tl.int64) * K
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+    weight += n * K
     q = tl.load(weight + k, live, 0)
-    w = tl.div_rn(q * s, 127.0)
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_bitsandbytes(weight, SCB, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    SCB += n
-    s = tl.load(SCB, n < N, 0)
-    weight += n.to(tl.int64) * K
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q = tl.load(weight + k, live, 0)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += tl.where(live, tl.div_rn(q * s, 127.0), 0) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, tl.div_rn(q * s, 127.0), live)
+    return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -111,7 +82,7 @@ VARIANT = Variant(
                 "SCB": Stored("f32", "N", aliases=("weight.SCB",)),
             },
             unpack=unpack_bitsandbytes, pack=pack_bitsandbytes,
-            kernels=Kernels(_dequantize_bitsandbytes, _linear_bitsandbytes, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k"),
         ),
     },
     decode=decode, encode=encode,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nearest
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Stream, Variant, device
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Stream, Variant
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -60,48 +60,17 @@ def encode(weight: Tensor) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_df11(exponents, sign_mantissa, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    exponents += n.to(tl.int64) * K
-    sign_mantissa += n.to(tl.int64) * K
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_df11(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    exponents, sign_mantissa = tensors
+    exponents += n * K
+    sign_mantissa += n * K
     v_low = (tl.load(sign_mantissa + k, live, 0) & 127).to(tl.int32)
     v_high = (tl.load(exponents + k, live, 0)).to(tl.int32)
     v_high1 = (tl.load(sign_mantissa + k, live, 0) >> 7 & 1).to(tl.int32)
     v = (v_low | v_high << 7 | v_high1 << 15).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    w = v
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_df11(exponents, sign_mantissa, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    exponents += n.to(tl.int64) * K
-    sign_mantissa += n.to(tl.int64) * K
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        v_low = (tl.load(sign_mantissa + k, live, 0) & 127).to(tl.int32)
-        v_high = (tl.load(exponents + k, live, 0)).to(tl.int32)
-        v_high1 = (tl.load(sign_mantissa + k, live, 0) >> 7 & 1).to(tl.int32)
-        v = (v_low | v_high << 7 | v_high1 << 15).to(tl.uint16).to(tl.bfloat16, bitcast=True).to(tl.float32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += v * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, v, live)
+    return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -122,7 +91,7 @@ VARIANT = Variant(
             unpack=unpack_df11, pack=pack_df11, reads=("N", "K"),
             streams={"exponents": Stream("huffman_windows", Stored("u8", "N*K"), tables="luts",
                 data="encoded_exponent", positions="output_positions", gaps="gaps")},
-            kernels=Kernels(_dequantize_df11, _linear_df11, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_df11, rows="N", units="K", last="k"),
         ),
     },
     decode=decode, encode=encode, copies="v",

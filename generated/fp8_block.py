@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, device, lanes, pad
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm, w8a8
+from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
-from qdsl.runtime.numbers import e4m3
+from qdsl.runtime.weight.numbers import e4m3
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -100,44 +100,16 @@ def encode(weight: Tensor, *, bn: int, bk: int, scale_type: str, **options: Any)
 
 
 @triton.jit
-def _dequantize_safetensors(weight, weight_scale_inv, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight += n.to(tl.int64) * K
-    weight_scale_inv += (n // bn).to(tl.int64) * tl.cdiv(K, bk)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    weight, weight_scale_inv = tensors
+    bn, bk = sizes
+    weight += n * K
+    weight_scale_inv += n // bn * tl.cdiv(K, bk)
     q = device.e4m3(tl.load(weight + k, live, 0))
     s = device.scale(tl.load(weight_scale_inv + k // bk, live, 0))
-    w = q * s
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_safetensors(weight, weight_scale_inv, x, bias, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight += n.to(tl.int64) * K
-    weight_scale_inv += (n // bn).to(tl.int64) * tl.cdiv(K, bk)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q = device.e4m3(tl.load(weight + k, live, 0))
-        s = device.scale(tl.load(weight_scale_inv + k // bk, live, 0))
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += q * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, q * s, live)
+    return state
 
 
 @triton.jit
@@ -174,44 +146,16 @@ def _scale_safetensors(fields, sum, ones, BASE: tl.constexpr):
 
 
 @triton.jit
-def _dequantize_torchao(qdata, scale, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    qdata += n.to(tl.int64) * K
-    scale += (n // bn).to(tl.int64) * tl.cdiv(K, bk)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_torchao(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    qdata, scale = tensors
+    bn, bk = sizes
+    qdata += n * K
+    scale += n // bn * tl.cdiv(K, bk)
     q = device.e4m3(tl.load(qdata + k, live, 0))
     s = device.scale(tl.load(scale + k // bk, live, 0))
-    w = q * s
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_torchao(qdata, scale, x, bias, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    qdata += n.to(tl.int64) * K
-    scale += (n // bn).to(tl.int64) * tl.cdiv(K, bk)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q = device.e4m3(tl.load(qdata + k, live, 0))
-        s = device.scale(tl.load(scale + k // bk, live, 0))
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += q * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, q * s, live)
+    return state
 
 
 @triton.jit
@@ -248,58 +192,24 @@ def _scale_torchao(fields, sum, ones, BASE: tl.constexpr):
 
 
 @triton.jit
-def _dequantize_planar(q, s, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
-    s += (n // bn).to(tl.int64) * tl.cdiv(K, bk)
-    out += n.to(tl.int64) * K
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit u of row n, in float32."""
+    q, s = tensors
+    bn, bk = sizes
+    q += 32 * (n * tl.cdiv(K, 128))
+    s += n // bn * tl.cdiv(K, bk)
     t = u // 32
     j = u // 8 % 4
     c = u % 8
-    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    live = live & (128 * t + 32 * j + 2 * c < K)
     q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
     s1 = device.scale(tl.load(s + (4 * t + j) // (bk // 32), live, 0))
     for h in tl.static_range(2):
         for i in tl.static_range(2):
-            inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
+            inside = live & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
             q1 = device.e4m3(q_word >> 16 * i + 8 * h & 255)
-            w = q1 * s1
-            tl.store(out + 128 * t + 32 * j + 16 * h + 2 * c + i, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, s, x, bias, out, N, K, bn, bk, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
-    s += (n // bn).to(tl.int64) * tl.cdiv(K, bk)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 32 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 32
-        j = u // 8 % 4
-        c = u % 8
-        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
-        q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
-        s1 = device.scale(tl.load(s + (4 * t + j) // (bk // 32), live, 0))
-        for h in tl.static_range(2):
-            for i in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
-                q1 = device.e4m3(q_word >> 16 * i + 8 * h & 255)
-                x_k = tl.load(x + 128 * t + 32 * j + 16 * h + 2 * c + i, inside, 0).to(tl.float32)
-                acc += q1 * s1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+            state = use(state, 128 * t + 32 * j + 16 * h + 2 * c + i, q1 * s1, inside)
+    return state
 
 
 @triton.jit
@@ -349,7 +259,7 @@ VARIANT = Variant(
                     aliases=("weight_scale", "scale", "qscale_weight"), bits=("s[1@0, 1@1]",)),
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
-            kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_safetensors, numbers=_numbers_safetensors,
                         fields=_fields_safetensors, scale=_scale_safetensors, blocks=("bk",), in_order=True, width=8,
                         bits=0, unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127,
@@ -362,7 +272,7 @@ VARIANT = Variant(
                     bits=("s[1@0, 1@1]",)),
             },
             unpack=unpack_torchao, pack=pack_torchao,
-            kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_torchao, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_torchao, numbers=_numbers_torchao, fields=_fields_torchao,
                         scale=_scale_torchao, blocks=("bk",), in_order=True, width=8, bits=0, unit=(256.0, 1.0),
                         base=(0, 0), codes="qdata", special=127, narrow=Narrow(w8a8, "e4m3", "qdata", groups=True))),
@@ -373,7 +283,7 @@ VARIANT = Variant(
                 "s": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", bits=("s[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("bk",), size=32, width=8, bits=0,
                         unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127)),

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Stream, Variant, as_type, cdiv,
-        device, lanes, pad)
-from qdsl.runtime.gpu.kernels import skinny, tile_gemm, w8a8
+from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Stream, Variant, as_type, cdiv, pad
+from qdsl.runtime.gpu.kernels import device, lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
-from qdsl.runtime.numbers import e4m3
+from qdsl.runtime.weight.numbers import e4m3
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -144,44 +143,15 @@ def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tens
 
 
 @triton.jit
-def _dequantize_safetensors(weight, weight_scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight += n.to(tl.int64) * K
+def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    weight, weight_scale = tensors
+    weight += n * K
     weight_scale += n
     s = device.scale(tl.load(weight_scale, n < N, 0))
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
     q = device.e4m3(tl.load(weight + k, live, 0))
-    w = q * s
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_safetensors(weight, weight_scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight += n.to(tl.int64) * K
-    weight_scale += n
-    s = device.scale(tl.load(weight_scale, n < N, 0))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q = device.e4m3(tl.load(weight + k, live, 0))
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += q * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, q * s, live)
+    return state
 
 
 @triton.jit
@@ -210,44 +180,15 @@ def _finish_safetensors(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.c
 
 
 @triton.jit
-def _dequantize_torchao(qdata, scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    qdata += n.to(tl.int64) * K
+def _decode_torchao(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    qdata, scale = tensors
+    qdata += n * K
     scale += n
     s = device.scale(tl.load(scale, n < N, 0))
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
     q = device.e4m3(tl.load(qdata + k, live, 0))
-    w = q * s
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_torchao(qdata, scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    qdata += n.to(tl.int64) * K
-    scale += n
-    s = device.scale(tl.load(scale, n < N, 0))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q = device.e4m3(tl.load(qdata + k, live, 0))
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += q * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, q * s, live)
+    return state
 
 
 @triton.jit
@@ -276,44 +217,15 @@ def _finish_torchao(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.const
 
 
 @triton.jit
-def _dequantize_quanto(data, scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    data += n.to(tl.int64) * K
+def _decode_quanto(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    data, scale = tensors
+    data += n * K
     scale += n
     s = device.scale(tl.load(scale, n < N, 0))
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
     q = device.e4m3(tl.load(data + k, live, 0))
-    w = q * s
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_quanto(data, scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    data += n.to(tl.int64) * K
-    scale += n
-    s = device.scale(tl.load(scale, n < N, 0))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q = device.e4m3(tl.load(data + k, live, 0))
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += q * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, q * s, live)
+    return state
 
 
 @triton.jit
@@ -342,107 +254,39 @@ def _finish_quanto(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.conste
 
 
 @triton.jit
-def _dequantize_fp8_lane(exponents, sign_mantissa, weight_scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    exponents += n.to(tl.int64) * K
-    sign_mantissa += n.to(tl.int64) * tl.cdiv(K, 2)
+def _decode_fp8_lane(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    exponents, sign_mantissa, weight_scale = tensors
+    exponents += n * K
+    sign_mantissa += n * tl.cdiv(K, 2)
     weight_scale += n
     s = device.scale(tl.load(weight_scale, n < N, 0))
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
     q_low = tl.load(sign_mantissa + k // 2, live, 0) >> 4 * (k % 2) & 7
     q_high = tl.load(exponents + k, live, 0) & 15
     q_high1 = tl.load(sign_mantissa + k // 2, live, 0) >> 4 * (k % 2) + 3 & 1
     q = device.e4m3(q_low | q_high << 3 | q_high1 << 7)
-    w = q * s
-    tl.store(out + k, w, live)
+    state = use(state, k, q * s, live)
+    return state
 
 
 @triton.jit
-def _linear_fp8_lane(exponents, sign_mantissa, weight_scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    exponents += n.to(tl.int64) * K
-    sign_mantissa += n.to(tl.int64) * tl.cdiv(K, 2)
-    weight_scale += n
-    s = device.scale(tl.load(weight_scale, n < N, 0))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q_low = tl.load(sign_mantissa + k // 2, live, 0) >> 4 * (k % 2) & 7
-        q_high = tl.load(exponents + k, live, 0) & 15
-        q_high1 = tl.load(sign_mantissa + k // 2, live, 0) >> 4 * (k % 2) + 3 & 1
-        q = device.e4m3(q_low | q_high << 3 | q_high1 << 7)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += q * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, s, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit u of row n, in float32."""
+    q, s = tensors
+    q += 32 * (n * tl.cdiv(K, 128))
     s += n
     s1 = device.scale(tl.load(s, n < N, 0))
-    out += n.to(tl.int64) * K
     t = u // 32
     j = u // 8 % 4
     c = u % 8
-    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    live = live & (128 * t + 32 * j + 2 * c < K)
     q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
     for h in tl.static_range(2):
         for i in tl.static_range(2):
-            inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
+            inside = live & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
             q1 = device.e4m3(q_word >> 16 * i + 8 * h & 255)
-            w = q1 * s1
-            tl.store(out + 128 * t + 32 * j + 16 * h + 2 * c + i, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, s, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
-    s += n
-    s1 = device.scale(tl.load(s, n < N, 0))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 32 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 32
-        j = u // 8 % 4
-        c = u % 8
-        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
-        q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
-        for h in tl.static_range(2):
-            for i in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
-                q1 = device.e4m3(q_word >> 16 * i + 8 * h & 255)
-                x_k = tl.load(x + 128 * t + 32 * j + 16 * h + 2 * c + i, inside, 0).to(tl.float32)
-                acc += q1 * s1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+            state = use(state, 128 * t + 32 * j + 16 * h + 2 * c + i, q1 * s1, inside)
+    return state
 
 
 @triton.jit
@@ -484,7 +328,7 @@ VARIANT = Variant(
                     bits=("s[1@0]",)),
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
-            kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_safetensors, numbers=_numbers_safetensors,
                         finish=_finish_safetensors, in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0),
                         codes="weight", special=127, narrow=Narrow(w8a8, "e4m3", "weight"))),
@@ -495,7 +339,7 @@ VARIANT = Variant(
                 "scale": Stored("scale_type", "N", "1", aliases=("_weight_scale",), bits=("s[1@0]",)),
             },
             unpack=unpack_torchao, pack=pack_torchao,
-            kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_torchao, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_torchao, numbers=_numbers_torchao, finish=_finish_torchao,
                         in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127,
                         narrow=Narrow(w8a8, "e4m3", "qdata"))),
@@ -506,7 +350,7 @@ VARIANT = Variant(
                 "scale": Stored("scale_type", "N", "1", aliases=("weight._scale",), bits=("s[1@0]",)),
             },
             unpack=unpack_quanto, pack=pack_quanto,
-            kernels=Kernels(_dequantize_quanto, _linear_quanto, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_quanto, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_quanto, numbers=_numbers_quanto, finish=_finish_quanto,
                         in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="data", special=127,
                         narrow=Narrow(w8a8, "e4m3", "data"))),
@@ -525,7 +369,7 @@ VARIANT = Variant(
             streams={"exponents": Stream("huffman_lanes", Stored("u8", "N", "K"), words="words", starts="starts",
                 table="table")},
             shape="weight_shape",
-            kernels=Kernels(_dequantize_fp8_lane, _linear_fp8_lane, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_fp8_lane, rows="N", units="K", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -533,7 +377,7 @@ VARIANT = Variant(
                 "s": Stored("scale_type", "N", bits=("s[1@0]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         finish=_finish_planar, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q",
                         special=127)),

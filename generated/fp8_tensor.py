@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, device, lanes, pad
-from qdsl.runtime.gpu.kernels import skinny, tile_gemm, w8a8
+from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime.gpu.kernels import device, lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
-from qdsl.runtime.numbers import e4m3
+from qdsl.runtime.weight.numbers import e4m3
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -108,48 +108,17 @@ def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tens
 
 
 @triton.jit
-def _dequantize_safetensors(weight, weight_scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight += n.to(tl.int64) * K
+def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    weight, weight_scale = tensors
+    weight += n * K
     if weight_scale is None:
         s = 1
     else:
         s = device.scale(tl.load(weight_scale))
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
     q = device.e4m3(tl.load(weight + k, live, 0))
-    w = q * s
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_safetensors(weight, weight_scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight += n.to(tl.int64) * K
-    if weight_scale is None:
-        s = 1
-    else:
-        s = device.scale(tl.load(weight_scale))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q = device.e4m3(tl.load(weight + k, live, 0))
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += q * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, q * s, live)
+    return state
 
 
 @triton.jit
@@ -181,42 +150,14 @@ def _finish_safetensors(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.c
 
 
 @triton.jit
-def _dequantize_torchao(qdata, scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    qdata += n.to(tl.int64) * K
+def _decode_torchao(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    qdata, scale = tensors
+    qdata += n * K
     s = device.scale(tl.load(scale))
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
     q = device.e4m3(tl.load(qdata + k, live, 0))
-    w = q * s
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_torchao(qdata, scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    qdata += n.to(tl.int64) * K
-    s = device.scale(tl.load(scale))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q = device.e4m3(tl.load(qdata + k, live, 0))
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += q * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, q * s, live)
+    return state
 
 
 @triton.jit
@@ -245,62 +186,25 @@ def _finish_torchao(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.const
 
 
 @triton.jit
-def _dequantize_planar(q, s, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit u of row n, in float32."""
+    q, s = tensors
+    q += 32 * (n * tl.cdiv(K, 128))
     if s is None:
         s1 = 1
     else:
         s1 = device.scale(tl.load(s))
-    out += n.to(tl.int64) * K
     t = u // 32
     j = u // 8 % 4
     c = u % 8
-    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    live = live & (128 * t + 32 * j + 2 * c < K)
     q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
     for h in tl.static_range(2):
         for i in tl.static_range(2):
-            inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
+            inside = live & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
             q1 = device.e4m3(q_word >> 16 * i + 8 * h & 255)
-            w = q1 * s1
-            tl.store(out + 128 * t + 32 * j + 16 * h + 2 * c + i, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, s, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
-    if s is None:
-        s1 = 1
-    else:
-        s1 = device.scale(tl.load(s))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 32 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 32
-        j = u // 8 % 4
-        c = u % 8
-        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
-        q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
-        for h in tl.static_range(2):
-            for i in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
-                q1 = device.e4m3(q_word >> 16 * i + 8 * h & 255)
-                x_k = tl.load(x + 128 * t + 32 * j + 16 * h + 2 * c + i, inside, 0).to(tl.float32)
-                acc += q1 * s1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+            state = use(state, 128 * t + 32 * j + 16 * h + 2 * c + i, q1 * s1, inside)
+    return state
 
 
 @triton.jit
@@ -346,7 +250,7 @@ VARIANT = Variant(
                     bits=("s[]",)),
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
-            kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_safetensors, numbers=_numbers_safetensors,
                         finish=_finish_safetensors, in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0),
                         codes="weight", special=127, narrow=Narrow(w8a8, "e4m3", "weight"))),
@@ -357,7 +261,7 @@ VARIANT = Variant(
                 "scale": Stored("scale_type", "1", "1", aliases=("_weight_scale",), bits=("s[]",)),
             },
             unpack=unpack_torchao, pack=pack_torchao, always=("s",),
-            kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_torchao, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_torchao, numbers=_numbers_torchao, finish=_finish_torchao,
                         in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127,
                         narrow=Narrow(w8a8, "e4m3", "qdata"))),
@@ -368,7 +272,7 @@ VARIANT = Variant(
                 "s": Stored("scale_type", optional="s", bits=("s[]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         finish=_finish_planar, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q",
                         special=127)),

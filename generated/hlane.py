@@ -7,7 +7,7 @@
 
     hlane: 8 bits per weight, and what the code of exponents takes
 
-Built from the spec hlane (sha256 953a20db15ba95bf) by qdsl 0.1.0.
+Built from the spec hlane (sha256 df8f82558972e871) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nearest
-from qdsl.runtime import Field, Format, Kernels, Pairs, Storage, Stored, Stream, Variant, cdiv, device, pad
+from qdsl.runtime import Field, Format, Kernels, Pairs, Storage, Stored, Stream, Variant, cdiv, pad
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -62,52 +62,19 @@ def encode(weight: Tensor) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_hlane(exponents, sign_mantissa, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    exponents += n.to(tl.int64) * K
-    sign_mantissa += 8 * n.to(tl.int64) * tl.cdiv(K, 8)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_hlane(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    exponents, sign_mantissa = tensors
+    exponents += n * K
+    sign_mantissa += 8 * (n * tl.cdiv(K, 8))
     v_low = (tl.load(sign_mantissa + 8 * (k // 8) + 4 * (k % 8 // 4) + 2 * (k % 8 % 2) + k % 8 // 2 % 2, live, 0)
         & 127).to(tl.int32)
     v_high = (tl.load(exponents + k, live, 0)).to(tl.int32)
     v_high1 = (tl.load(sign_mantissa + 8 * (k // 8) + 4 * (k % 8 // 4) + 2 * (k % 8 % 2) + k % 8 // 2 % 2, live, 0)
         >> 7 & 1).to(tl.int32)
     v = (v_low | v_high << 7 | v_high1 << 15).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    w = v
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_hlane(exponents, sign_mantissa, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    exponents += n.to(tl.int64) * K
-    sign_mantissa += 8 * n.to(tl.int64) * tl.cdiv(K, 8)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        v_low = (tl.load(sign_mantissa + 8 * (k // 8) + 4 * (k % 8 // 4) + 2 * (k % 8 % 2) + k % 8 // 2 % 2, live, 0)
-            & 127).to(tl.int32)
-        v_high = (tl.load(exponents + k, live, 0)).to(tl.int32)
-        v_high1 = (tl.load(sign_mantissa + 8 * (k // 8) + 4 * (k % 8 // 4) + 2 * (k % 8 % 2) + k % 8 // 2 % 2, live, 0)
-            >> 7 & 1).to(tl.int32)
-        v = (v_low | v_high << 7 | v_high1 << 15).to(tl.uint16).to(tl.bfloat16, bitcast=True).to(tl.float32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += v * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, v, live)
+    return state
 
 
 @triton.jit
@@ -142,7 +109,7 @@ VARIANT = Variant(
             streams={"exponents": Stream("huffman_lanes", Stored("u8", "N", "K"), words="words", starts="starts",
                 table="table")},
             shape="weight_shape",
-            kernels=Kernels(_dequantize_hlane, _linear_hlane, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_hlane, rows="N", units="K", last="k",
                     pairs=Pairs(_pairs_hlane, "bf16", "exponents", 7, "sign_mantissa")),
         ),
     },
@@ -151,10 +118,10 @@ VARIANT = Variant(
 
 FORMAT = Format(
     name="hlane", title="bfloat16 without loss, exponents in a Huffman code of at most 8 bits, in lanes that are decoded side by side",
-    source="this project; the code is described in qdsl/entropy/huffman_lanes.py", formula="v",
+    source="this project; the code is described in qdsl/codecs/huffman_lanes/reference.py", formula="v",
     variants={(): VARIANT},
     detect={"config": {"quant_method": "qdsl", "format": "hlane", "version": 1}},
-    digest="953a20db15ba95bf",
+    digest="df8f82558972e871",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

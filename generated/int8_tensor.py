@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float, as_type, device,
-        lanes, pad)
-from qdsl.runtime.gpu.kernels import skinny, tile_gemm, w8a8
+from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float, as_type, pad
+from qdsl.runtime.gpu.kernels import lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -120,51 +119,18 @@ def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tens
 
 
 @triton.jit
-def _dequantize_safetensors(weight, weight_scale, weight_zero_point, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight += n.to(tl.int64) * K
+def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    weight, weight_scale, weight_zero_point = tensors
+    weight += n * K
     if weight_zero_point is None:
         z = 0
     else:
         z = tl.load(weight_zero_point).to(tl.int32)
     s = tl.load(weight_scale).to(tl.float32)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
     q = tl.load(weight + k, live, 0).to(tl.int32)
-    w = (q - z) * s
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_safetensors(weight, weight_scale, weight_zero_point, x, bias, out, N, K, BN: tl.constexpr,
-    BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight += n.to(tl.int64) * K
-    if weight_zero_point is None:
-        z = 0
-    else:
-        z = tl.load(weight_zero_point).to(tl.int32)
-    s = tl.load(weight_scale).to(tl.float32)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q = tl.load(weight + k, live, 0).to(tl.int32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, (q - z) * s, live)
+    return state
 
 
 @triton.jit
@@ -199,50 +165,18 @@ def _finish_safetensors(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.c
 
 
 @triton.jit
-def _dequantize_torchao(qdata, scale, zero_point, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    qdata += n.to(tl.int64) * K
+def _decode_torchao(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    qdata, scale, zero_point = tensors
+    qdata += n * K
     if zero_point is None:
         z = 0
     else:
         z = tl.load(zero_point).to(tl.int32)
     s = tl.load(scale).to(tl.float32)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
     q = tl.load(qdata + k, live, 0).to(tl.int32)
-    w = (q - z) * s
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_torchao(qdata, scale, zero_point, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    qdata += n.to(tl.int64) * K
-    if zero_point is None:
-        z = 0
-    else:
-        z = tl.load(zero_point).to(tl.int32)
-    s = tl.load(scale).to(tl.float32)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q = tl.load(qdata + k, live, 0).to(tl.int32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, (q - z) * s, live)
+    return state
 
 
 @triton.jit
@@ -277,64 +211,26 @@ def _finish_torchao(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.const
 
 
 @triton.jit
-def _dequantize_planar(q, s, z, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit u of row n, in float32."""
+    q, s, z = tensors
+    q += 32 * (n * tl.cdiv(K, 128))
     if z is None:
         z1 = 0
     else:
         z1 = tl.load(z).to(tl.int32)
     s1 = tl.load(s).to(tl.float32)
-    out += n.to(tl.int64) * K
     t = u // 32
     j = u // 8 % 4
     c = u % 8
-    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    live = live & (128 * t + 32 * j + 2 * c < K)
     q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
     for h in tl.static_range(2):
         for i in tl.static_range(2):
-            inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
+            inside = live & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
             q1 = ((q_word >> 16 * i + 8 * h & 255).to(tl.int32) ^ 128) - 128
-            w = (q1 - z1) * s1
-            tl.store(out + 128 * t + 32 * j + 16 * h + 2 * c + i, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, s, z, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
-    if z is None:
-        z1 = 0
-    else:
-        z1 = tl.load(z).to(tl.int32)
-    s1 = tl.load(s).to(tl.float32)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 32 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 32
-        j = u // 8 % 4
-        c = u % 8
-        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
-        q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
-        for h in tl.static_range(2):
-            for i in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
-                q1 = ((q_word >> 16 * i + 8 * h & 255).to(tl.int32) ^ 128) - 128
-                x_k = tl.load(x + 128 * t + 32 * j + 16 * h + 2 * c + i, inside, 0).to(tl.float32)
-                acc += (q1 - z1) * s1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+            state = use(state, 128 * t + 32 * j + 16 * h + 2 * c + i, (q1 - z1) * s1, inside)
+    return state
 
 
 @triton.jit
@@ -383,7 +279,7 @@ VARIANT = Variant(
                 "weight_zero_point": Stored("i8", "1", optional="z", bits=("z[]",)),
             },
             unpack=unpack_safetensors, pack=pack_safetensors,
-            kernels=Kernels(_dequantize_safetensors, _linear_safetensors, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_safetensors, numbers=_numbers_safetensors,
                         finish=_finish_safetensors, in_order=True, width=8, bits=8, signed=True, base=(128, 2304),
                         ones=True, double=True, narrow=Narrow(w8a8, "i8", "weight", sums=True))),
@@ -395,7 +291,7 @@ VARIANT = Variant(
                 "zero_point": Stored("i8", "1", "1", aliases=("_weight_zero_point",), optional="z", bits=("z[]",)),
             },
             unpack=unpack_torchao, pack=pack_torchao,
-            kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_torchao, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_torchao, numbers=_numbers_torchao, finish=_finish_torchao,
                         in_order=True, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
                         narrow=Narrow(w8a8, "i8", "qdata", sums=True))),
@@ -407,7 +303,7 @@ VARIANT = Variant(
                 "z": Stored("i8", optional="z", bits=("z[]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         finish=_finish_planar, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
                         zero=(-128, -128), sums_in_tile_gemm=True)),

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_shifts
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, device, integer
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, integer
+from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -222,16 +223,10 @@ def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Ten
 
 
 @triton.jit
-def _dequantize_gguf(blocks, grid, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    blocks += 56 * n.to(tl.int64) * (K // 256)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_gguf(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    blocks, grid = tensors
+    blocks += 56 * (n * (K // 256))
     d_low = (tl.load(blocks + 56 * (k // 256) + 49, live, 0) >> 4 & 15).to(tl.int32)
     d_high = (tl.load(blocks + 56 * (k // 256) + 51, live, 0) >> 4 & 15).to(tl.int32)
     d_high1 = (tl.load(blocks + 56 * (k // 256) + 53, live, 0) >> 4 & 15).to(tl.int32)
@@ -246,43 +241,8 @@ def _dequantize_gguf(blocks, grid, out, N, K, BN: tl.constexpr, BK: tl.constexpr
         & 7).to(tl.int32)
     g = (g_low | g_high << 8).to(tl.int32)
     column = k % 8
-    w = d * (2 * sc + 1) * (tl.load(grid + 8 * g + column) + 0.125 * (1 - 2 * down))
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_gguf(blocks, grid, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    blocks += 56 * n.to(tl.int64) * (K // 256)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        d_low = (tl.load(blocks + 56 * (k // 256) + 49, live, 0) >> 4 & 15).to(tl.int32)
-        d_high = (tl.load(blocks + 56 * (k // 256) + 51, live, 0) >> 4 & 15).to(tl.int32)
-        d_high1 = (tl.load(blocks + 56 * (k // 256) + 53, live, 0) >> 4 & 15).to(tl.int32)
-        d_high2 = (tl.load(blocks + 56 * (k // 256) + 55, live, 0) >> 4 & 15).to(tl.int32)
-        d = (d_low | d_high << 4 | d_high1 << 8 | d_high2
-            << 12).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        sc = device.stream(blocks + 56 * (k // 16 // 16), 1, 16 * (k // 16 % 16 // 4) + 3 * (k // 16 % 16 % 4)
-            + 384, 3, 8, live).to(tl.int32)
-        down = (tl.load(blocks + 56 * (k // 8 // 32) + k // 8 % 32 // 2 + 32, live, 0) >> 4 * (k // 8 % 32 % 2) + 3
-            & 1).to(tl.int32)
-        g_low = (tl.load(blocks + 56 * (k // 8 // 32) + k // 8 % 32, live, 0)).to(tl.int32)
-        g_high = (tl.load(blocks + 56 * (k // 8 // 32) + k // 8 % 32 // 2 + 32, live, 0) >> 4 * (k // 8 % 32 % 2)
-            & 7).to(tl.int32)
-        g = (g_low | g_high << 8).to(tl.int32)
-        column = k % 8
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += d * (2 * sc + 1) * (tl.load(grid + 8 * g + column) + 0.125 * (1 - 2 * down)) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, d * (2 * sc + 1) * (tl.load(grid + 8 * g + column) + 0.125 * (1 - 2 * down)), live)
+    return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -300,7 +260,7 @@ VARIANT = Variant(
                 "blocks": Stored("u8", "N", "56*K/256"),
             },
             unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K", last="k", tables=(GRID,)),
+            kernels=Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID,)),
         ),
     },
     decode=decode, encode=encode, importance=True,

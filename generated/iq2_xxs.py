@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, integer
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, integer
+from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -105,52 +106,20 @@ def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Ten
 
 
 @triton.jit
-def _dequantize_gguf(blocks, grid, sign, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    blocks += 66 * n.to(tl.int64) * (K // 256)
+def _decode_gguf(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    blocks, grid, sign = tensors
+    blocks += 66 * (n * (K // 256))
     blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
     d = tl.load(blocks_f16 + 33 * (k // 256), live, 0).to(tl.float32)
     sc = tl.load(blocks + 66 * (k // 32 // 8) + 8 * (k // 32 % 8) + 9, live, 0) >> 4 & 15
     g = tl.load(blocks + 66 * (k // 8 // 32) + 8 * (k // 8 % 32 // 4) + k // 8 % 32 % 4 + 2, live, 0).to(tl.int32)
     s = device.stream(blocks + 66 * (k // 8 // 32), 1, 64 * (k // 8 % 32 // 4) + 7 * (k // 8 % 32 % 4)
         + 48, 7, 8, live).to(tl.int32)
     column = k % 8
-    w = d * (sc + 0.5) * 0.25 * (tl.load(grid + 8 * g + column) * tl.load(sign + 8 * s + column))
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_gguf(blocks, grid, sign, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    blocks += 66 * n.to(tl.int64) * (K // 256)
-    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        d = tl.load(blocks_f16 + 33 * (k // 256), live, 0).to(tl.float32)
-        sc = tl.load(blocks + 66 * (k // 32 // 8) + 8 * (k // 32 % 8) + 9, live, 0) >> 4 & 15
-        g = tl.load(blocks + 66 * (k // 8 // 32) + 8 * (k // 8 % 32 // 4) + k // 8 % 32 % 4 + 2, live, 0).to(tl.int32)
-        s = device.stream(blocks + 66 * (k // 8 // 32), 1, 64 * (k // 8 % 32 // 4) + 7 * (k // 8 % 32 % 4)
-            + 48, 7, 8, live).to(tl.int32)
-        column = k % 8
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += d * (sc + 0.5) * 0.25 * (tl.load(grid + 8 * g + column) * tl.load(sign + 8 * s + column)) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, d * (sc + 0.5) * 0.25
+        * (tl.load(grid + 8 * g + column) * tl.load(sign + 8 * s + column)), live)
+    return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -168,7 +137,7 @@ VARIANT = Variant(
                 "blocks": Stored("u8", "N", "66*K/256"),
             },
             unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,)),
+            kernels=Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,)),
         ),
     },
     decode=decode, encode=encode, importance=True,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, device, empty,
-        joined, spread)
+from qdsl.runtime import (Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, empty, joined,
+        spread)
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -112,19 +112,13 @@ def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Ten
 
 
 @triton.jit
-def _dequantize_gguf(blocks, grid, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    blocks += 110 * n.to(tl.int64) * (K // 256)
+def _decode_gguf(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    blocks, grid = tensors
+    blocks += 110 * (n * (K // 256))
     blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    out += n.to(tl.int64) * K
     t = u // 32
     i = u % 32
-    live = (n < N) & (t < K // 256)
     d = tl.load(blocks_f16 + 55 * t, live, 0).to(tl.float32)
     sc = (tl.load(blocks + 110 * t + i // 4 // 2 + 106, live, 0) >> 4 * (i // 4 % 2) & 15).to(tl.int32)
     g_word = tl.load(blocks + 110 * t + i // 4 + 66, live, 0)
@@ -135,41 +129,8 @@ def _dequantize_gguf(blocks, grid, out, N, K, BN: tl.constexpr, BK: tl.constexpr
         g = (g_low | g_high << 8).to(tl.int32)
         s = (s_word >> h & 1).to(tl.int32)
         column = h % 4
-        w = d * (2 * sc + 1) * (tl.load(grid + 4 * g + column) * (1 - 2 * s))
-        tl.store(out + 256 * t + 8 * i + h, w, live)
-
-
-@triton.jit
-def _linear_gguf(blocks, grid, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    blocks += 110 * n.to(tl.int64) * (K // 256)
-    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 8, BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 32
-        i = u % 32
-        live = (n < N) & (t < K // 256)
-        d = tl.load(blocks_f16 + 55 * t, live, 0).to(tl.float32)
-        sc = (tl.load(blocks + 110 * t + i // 4 // 2 + 106, live, 0) >> 4 * (i // 4 % 2) & 15).to(tl.int32)
-        g_word = tl.load(blocks + 110 * t + i // 4 + 66, live, 0)
-        s_word = tl.load(blocks + 110 * t + i + 74, live, 0)
-        for h in tl.static_range(8):
-            g_low = (tl.load(blocks + 110 * t + 2 * i + h // 4 + 2, live, 0)).to(tl.int32)
-            g_high = (g_word >> 2 * (i % 4) + h // 4 & 1).to(tl.int32)
-            g = (g_low | g_high << 8).to(tl.int32)
-            s = (s_word >> h & 1).to(tl.int32)
-            column = h % 4
-            x_k = tl.load(x + 256 * t + 8 * i + h, live, 0).to(tl.float32)
-            acc += d * (2 * sc + 1) * (tl.load(grid + 4 * g + column) * (1 - 2 * s)) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+        state = use(state, 256 * t + 8 * i + h, d * (2 * sc + 1) * (tl.load(grid + 4 * g + column) * (1 - 2 * s)), live)
+    return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -187,7 +148,7 @@ VARIANT = Variant(
                 "blocks": Stored("u8", "N", "110*K/256"),
             },
             unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/8", last="k", tables=(GRID,)),
+            kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k", tables=(GRID,)),
         ),
     },
     decode=decode, encode=encode, importance=True,

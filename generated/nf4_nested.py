@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level_nested
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, device, joined, pad, spread
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, joined, pad, spread
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -138,50 +138,16 @@ def encode(weight: Tensor, *, block: int) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_bitsandbytes(weight, weight_absmax, weight_nested_absmax, weight_nested_offset, levels, steps, out, N,
-    K, block, BN: tl.constexpr, BK: tl.constexpr, LARGE: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    if LARGE:                                                    # positions n * K + k pass 2^31
-        K = tl.cast(K, tl.int64)
+def _decode_bitsandbytes(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    weight, weight_absmax, weight_nested_absmax, weight_nested_offset, levels, steps = tensors
+    block, = sizes
     o = tl.load(weight_nested_offset)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
     t = tl.load(weight_nested_absmax + (k + n * K) // (256 * block), live, 0)
     s = tl.load(weight_absmax + (k + n * K) // block, live, 0).to(tl.int32)
     q = (tl.load(weight + (k + n * K) // 2, live, 0) >> 4 - 4 * ((k + n * K) % 2) & 15).to(tl.int32)
-    w = tl.load(levels + q) * (tl.load(steps + s) * t + o)
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_bitsandbytes(weight, weight_absmax, weight_nested_absmax, weight_nested_offset, levels, steps, x, bias,
-    out, N, K, block, BN: tl.constexpr, BK: tl.constexpr, LARGE: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    if LARGE:                                                    # positions n * K + k pass 2^31
-        K = tl.cast(K, tl.int64)
-    o = tl.load(weight_nested_offset)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        t = tl.load(weight_nested_absmax + (k + n * K) // (256 * block), live, 0)
-        s = tl.load(weight_absmax + (k + n * K) // block, live, 0).to(tl.int32)
-        q = (tl.load(weight + (k + n * K) // 2, live, 0) >> 4 - 4 * ((k + n * K) % 2) & 15).to(tl.int32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += tl.load(levels + q) * (tl.load(steps + s) * t + o) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, tl.load(levels + q) * (tl.load(steps + s) * t + o), live)
+    return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -202,8 +168,7 @@ VARIANT = Variant(
                 "weight_nested_offset": Stored("f32", aliases=("nested_offset",)),
             },
             unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, reads=("N", "K"),
-            kernels=Kernels(_dequantize_bitsandbytes, _linear_bitsandbytes, rows="N", units="K", last="k",
-                    tables=(LEVELS, STEPS,)),
+            kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k", tables=(LEVELS, STEPS,)),
         ),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"),

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, codebook, device,
-        empty, lanes, pad, workspace)
-from qdsl.runtime.gpu.kernels import gemv, skinny
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty, pad, workspace
+from qdsl.runtime.gpu.kernels import codebook, device, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
-from qdsl.runtime.numbers import ue4m3
+from qdsl.runtime.weight.numbers import ue4m3
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -109,125 +108,49 @@ def encode(weight: Tensor) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_gguf(blocks, scale, level, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    blocks += 36 * n.to(tl.int64) * (K // 64)
+def _decode_gguf(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit u of row n, in float32."""
+    blocks, scale, level = tensors
+    blocks += 36 * (n * (K // 64))
     if scale is None:
         s = 1
     else:
         s = tl.load(scale)
-    out += n.to(tl.int64) * K
     t = u // 32
     i = u // 8 % 4
     j = u % 8
-    live = (n < N) & (t < K // 64)
     e = device.ue4m3(tl.load(blocks + 36 * t + i, live, 0))
     q_word = tl.load(blocks + 36 * t + 8 * i + j + 4, live, 0)
     for h in tl.static_range(2):
         q = (q_word >> 4 * h & 15).to(tl.int32)
-        w = e * 0.5 * tl.load(level + q) * s
-        tl.store(out + 64 * t + 16 * i + 8 * h + j, w, live)
+        state = use(state, 64 * t + 16 * i + 8 * h + j, e * 0.5 * tl.load(level + q) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_gguf(blocks, scale, level, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    blocks += 36 * n.to(tl.int64) * (K // 64)
-    if scale is None:
-        s = 1
-    else:
-        s = tl.load(scale)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 2, BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 32
-        i = u // 8 % 4
-        j = u % 8
-        live = (n < N) & (t < K // 64)
-        e = device.ue4m3(tl.load(blocks + 36 * t + i, live, 0))
-        q_word = tl.load(blocks + 36 * t + 8 * i + j + 4, live, 0)
-        for h in tl.static_range(2):
-            q = (q_word >> 4 * h & 15).to(tl.int32)
-            x_k = tl.load(x + 64 * t + 16 * i + 8 * h + j, live, 0).to(tl.float32)
-            acc += e * 0.5 * tl.load(level + q) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, e, s, level, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    e += n.to(tl.int64) * (K // 16)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, e, s, level = tensors
+    e += n * (K // 16)
+    q += 16 * (n * tl.cdiv(K, 128))
     if s is None:
         s1 = 1
     else:
         s1 = tl.load(s)
-    out += n.to(tl.int64) * K
     t = u // 16
     c = u // 4 % 4
     b = u % 4
-    live = (n < N) & (128 * t + 32 * c + 2 * b < K)
+    live = live & (128 * t + 32 * c + 2 * b < K)
     q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
     for h in tl.static_range(2):
         for i in tl.static_range(2):
             for j in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
+                inside = live & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
                 e1 = device.ue4m3(tl.load(e + 8 * t + 2 * c + h, inside, 0))
                 q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
-                w = e1 * 0.5 * tl.load(level + q1) * s1
-                tl.store(out + 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, e, s, level, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    e += n.to(tl.int64) * (K // 16)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    if s is None:
-        s1 = 1
-    else:
-        s1 = tl.load(s)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        c = u // 4 % 4
-        b = u % 4
-        live = (n < N) & (128 * t + 32 * c + 2 * b < K)
-        q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
-        for h in tl.static_range(2):
-            for i in tl.static_range(2):
-                for j in tl.static_range(2):
-                    inside = live & (n < N) & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
-                    e1 = device.ue4m3(tl.load(e + 8 * t + 2 * c + h, inside, 0))
-                    q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
-                    x_k = tl.load(x + 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, inside, 0).to(tl.float32)
-                    acc += e1 * 0.5 * tl.load(level + q1) * s1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+                state = use(state, 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, e1 * 0.5 * tl.load(level + q1)
+                    * s1, inside)
+    return state
 
 
 @triton.jit
@@ -302,7 +225,7 @@ VARIANT = Variant(
                 "scale": Stored("f32", optional="s", bits=("s[]",)),
             },
             unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/2", last="k", tables=(LEVEL,)),
+            kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", tables=(LEVEL,)),
         ),
         "planar": Storage(
             tensors={
@@ -311,8 +234,7 @@ VARIANT = Variant(
                 "s": Stored("f32", optional="s", bits=("s[]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
-                tables=(LEVEL,),
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
                     lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, table=_table_planar,
                         fields=_fields_planar, scale=_scale_planar, finish=_finish_planar, blocks=("16",), size=16,
                         width=8, bits=0, base=(12, 0))),

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nested_absmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, device, joined, lanes, pad,
-        spread)
-from qdsl.runtime.gpu.kernels import gemv, skinny
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, joined, pad, spread
+from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
-from qdsl.runtime.numbers import e2m1, e4m3
+from qdsl.runtime.weight.numbers import e2m1, e4m3
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -94,109 +93,39 @@ def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_compressed_tensors(weight_packed, weight_scale, weight_global_scale, out, N, K, BN: tl.constexpr,
-    BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_scale += n.to(tl.int64) * (K // 16)
+def _decode_compressed_tensors(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit t of row n, in float32."""
+    weight_packed, weight_scale, weight_global_scale = tensors
+    weight_scale += n * (K // 16)
     g = tl.load(weight_global_scale)
-    weight_packed += n.to(tl.int64) * (K // 2)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 2)
+    weight_packed += n * (K // 2)
     s = device.e4m3(tl.load(weight_scale + t // 8, live, 0))
     q_word = tl.load(weight_packed + t, live, 0)
     for h in tl.static_range(2):
         q = device.e2m1(q_word >> 4 * h & 15)
-        w = tl.div_rn(s, g) * q
-        tl.store(out + 2 * t + h, w, live)
+        state = use(state, 2 * t + h, tl.div_rn(s, g) * q, live)
+    return state
 
 
 @triton.jit
-def _linear_compressed_tensors(weight_packed, weight_scale, weight_global_scale, x, bias, out, N, K, BN: tl.constexpr,
-    BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_scale += n.to(tl.int64) * (K // 16)
-    g = tl.load(weight_global_scale)
-    weight_packed += n.to(tl.int64) * (K // 2)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 2, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 2)
-        s = device.e4m3(tl.load(weight_scale + t // 8, live, 0))
-        q_word = tl.load(weight_packed + t, live, 0)
-        for h in tl.static_range(2):
-            q = device.e2m1(q_word >> 4 * h & 15)
-            x_k = tl.load(x + 2 * t + h, live, 0).to(tl.float32)
-            acc += tl.where(live, tl.div_rn(s, g) * q, 0) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, g, s, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    s += n.to(tl.int64) * (K // 16)
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, g, s = tensors
+    s += n * (K // 16)
     g1 = tl.load(g)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    out += n.to(tl.int64) * K
+    q += 16 * (n * tl.cdiv(K, 128))
     t = u // 16
     j = u // 4 % 4
     c = u % 4
-    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    live = live & (128 * t + 32 * j + 2 * c < K)
     q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
     for h in tl.static_range(4):
         for i in tl.static_range(2):
-            inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
+            inside = live & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
             s1 = device.e4m3(tl.load(s + 8 * t + 2 * j + h // 2, inside, 0))
             q1 = device.e2m1(q_word >> 16 * i + 4 * h & 15)
-            w = tl.div_rn(s1, g1) * q1
-            tl.store(out + 128 * t + 32 * j + 8 * h + 2 * c + i, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, g, s, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    s += n.to(tl.int64) * (K // 16)
-    g1 = tl.load(g)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        j = u // 4 % 4
-        c = u % 4
-        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
-        q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
-        for h in tl.static_range(4):
-            for i in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
-                s1 = device.e4m3(tl.load(s + 8 * t + 2 * j + h // 2, inside, 0))
-                q1 = device.e2m1(q_word >> 16 * i + 4 * h & 15)
-                x_k = tl.load(x + 128 * t + 32 * j + 8 * h + 2 * c + i, inside, 0).to(tl.float32)
-                acc += tl.where(inside, tl.div_rn(s1, g1) * q1, 0) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+            state = use(state, 128 * t + 32 * j + 8 * h + 2 * c + i, tl.div_rn(s1, g1) * q1, inside)
+    return state
 
 
 @triton.jit
@@ -254,8 +183,7 @@ VARIANT = Variant(
                 "weight_global_scale": Stored("f32", "1", bits=("g[]",)),
             },
             unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,
-            kernels=Kernels(_dequantize_compressed_tensors, _linear_compressed_tensors, rows="N", units="K/2",
-                last="k"),
+            kernels=Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k", divides=True),
         ),
         "planar": Storage(
             tensors={
@@ -264,7 +192,7 @@ VARIANT = Variant(
                 "s": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", divides=True,
                     lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
                         scale=_scale_planar, finish=_finish_planar, blocks=("16",), size=16, width=8, bits=0,
                         unit=(16384.0, 1.0), base=(0, 0))),

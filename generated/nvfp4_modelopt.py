@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nested_absmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, device, joined, lanes,
-        pad, spread)
-from qdsl.runtime.gpu.kernels import gemv, skinny
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, joined, pad, spread
+from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
-from qdsl.runtime.numbers import e2m1, e4m3
+from qdsl.runtime.weight.numbers import e2m1, e4m3
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -176,270 +175,95 @@ def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_modelopt(weight, weight_scale, weight_scale_2, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_scale += n.to(tl.int64) * (K // 16)
+def _decode_modelopt(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit t of row n, in float32."""
+    weight, weight_scale, weight_scale_2 = tensors
+    weight_scale += n * (K // 16)
     g = tl.load(weight_scale_2)
-    weight += n.to(tl.int64) * (K // 2)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 2)
+    weight += n * (K // 2)
     s = device.e4m3(tl.load(weight_scale + t // 8, live, 0))
     q_word = tl.load(weight + t, live, 0)
     for h in tl.static_range(2):
         q = device.e2m1(q_word >> 4 * h & 15)
-        w = s * g * q
-        tl.store(out + 2 * t + h, w, live)
+        state = use(state, 2 * t + h, s * g * q, live)
+    return state
 
 
 @triton.jit
-def _linear_modelopt(weight, weight_scale, weight_scale_2, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_scale += n.to(tl.int64) * (K // 16)
-    g = tl.load(weight_scale_2)
-    weight += n.to(tl.int64) * (K // 2)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 2, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 2)
-        s = device.e4m3(tl.load(weight_scale + t // 8, live, 0))
-        q_word = tl.load(weight + t, live, 0)
-        for h in tl.static_range(2):
-            q = device.e2m1(q_word >> 4 * h & 15)
-            x_k = tl.load(x + 2 * t + h, live, 0).to(tl.float32)
-            acc += s * g * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_torchao(qdata, scale, per_tensor_scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    scale += n.to(tl.int64) * (K // 16)
+def _decode_torchao(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit t of row n, in float32."""
+    qdata, scale, per_tensor_scale = tensors
+    scale += n * (K // 16)
     if per_tensor_scale is None:
         g = 1
     else:
         g = tl.load(per_tensor_scale)
-    qdata += n.to(tl.int64) * (K // 2)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 2)
+    qdata += n * (K // 2)
     s = device.e4m3(tl.load(scale + t // 8, live, 0))
     q_word = tl.load(qdata + t, live, 0)
     for h in tl.static_range(2):
         q = device.e2m1(q_word >> 4 * h & 15)
-        w = s * g * q
-        tl.store(out + 2 * t + h, w, live)
+        state = use(state, 2 * t + h, s * g * q, live)
+    return state
 
 
 @triton.jit
-def _linear_torchao(qdata, scale, per_tensor_scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    scale += n.to(tl.int64) * (K // 16)
+def _decode_torchao_swizzled(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit u of row n, in float32."""
+    qdata, scale, per_tensor_scale = tensors
+    scale += 512 * (n // 128 * tl.cdiv(K, 64))
     if per_tensor_scale is None:
         g = 1
     else:
         g = tl.load(per_tensor_scale)
-    qdata += n.to(tl.int64) * (K // 2)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 2, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 2)
-        s = device.e4m3(tl.load(scale + t // 8, live, 0))
-        q_word = tl.load(qdata + t, live, 0)
-        for h in tl.static_range(2):
-            q = device.e2m1(q_word >> 4 * h & 15)
-            x_k = tl.load(x + 2 * t + h, live, 0).to(tl.float32)
-            acc += s * g * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_torchao_swizzled(qdata, scale, per_tensor_scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    scale += 512 * (n // 128).to(tl.int64) * tl.cdiv(K, 64)
-    if per_tensor_scale is None:
-        g = 1
-    else:
-        g = tl.load(per_tensor_scale)
-    qdata += 8 * n.to(tl.int64) * (K // 16)
-    out += n.to(tl.int64) * K
+    qdata += 8 * (n * (K // 16))
     t = u // 8
     i = u % 8
-    live = (n < N) & (t < K // 16)
     s = device.e4m3(tl.load(scale + 512 * (t // 4) + 16 * (n % 128 % 32) + 4 * (n % 128 // 32) + t % 4, live, 0))
     q_word = tl.load(qdata + 8 * t + i, live, 0)
     for h in tl.static_range(2):
         q = device.e2m1(q_word >> 4 * h & 15)
-        w = s * g * q
-        tl.store(out + 16 * t + 2 * i + h, w, live)
+        state = use(state, 16 * t + 2 * i + h, s * g * q, live)
+    return state
 
 
 @triton.jit
-def _linear_torchao_swizzled(qdata, scale, per_tensor_scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    scale += 512 * (n // 128).to(tl.int64) * tl.cdiv(K, 64)
-    if per_tensor_scale is None:
-        g = 1
-    else:
-        g = tl.load(per_tensor_scale)
-    qdata += 8 * n.to(tl.int64) * (K // 16)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 2, BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 8
-        i = u % 8
-        live = (n < N) & (t < K // 16)
-        s = device.e4m3(tl.load(scale + 512 * (t // 4) + 16 * (n % 128 % 32) + 4 * (n % 128 // 32) + t % 4, live, 0))
-        q_word = tl.load(qdata + 8 * t + i, live, 0)
-        for h in tl.static_range(2):
-            q = device.e2m1(q_word >> 4 * h & 15)
-            x_k = tl.load(x + 16 * t + 2 * i + h, live, 0).to(tl.float32)
-            acc += s * g * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_mlx(weight, scales, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    scales += n.to(tl.int64) * (K // 16)
+def _decode_mlx(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit t of row n, in float32."""
+    weight, scales = tensors
+    scales += n * (K // 16)
     g = 1
-    weight += n.to(tl.int64) * (K // 8)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 8)
+    weight += n * (K // 8)
     s = device.e4m3(tl.load(scales + t // 2, live, 0))
     q_word = tl.load(weight + t, live, 0)
     for h in tl.static_range(8):
         q = device.e2m1(q_word >> 4 * h & 15)
-        w = s * g * q
-        tl.store(out + 8 * t + h, w, live)
+        state = use(state, 8 * t + h, s * g * q, live)
+    return state
 
 
 @triton.jit
-def _linear_mlx(weight, scales, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    scales += n.to(tl.int64) * (K // 16)
-    g = 1
-    weight += n.to(tl.int64) * (K // 8)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 8, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 8)
-        s = device.e4m3(tl.load(scales + t // 2, live, 0))
-        q_word = tl.load(weight + t, live, 0)
-        for h in tl.static_range(8):
-            q = device.e2m1(q_word >> 4 * h & 15)
-            x_k = tl.load(x + 8 * t + h, live, 0).to(tl.float32)
-            acc += s * g * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, g, s, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    s += n.to(tl.int64) * (K // 16)
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, g, s = tensors
+    s += n * (K // 16)
     if g is None:
         g1 = 1
     else:
         g1 = tl.load(g)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    out += n.to(tl.int64) * K
+    q += 16 * (n * tl.cdiv(K, 128))
     t = u // 16
     j = u // 4 % 4
     c = u % 4
-    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    live = live & (128 * t + 32 * j + 2 * c < K)
     q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
     for h in tl.static_range(4):
         for i in tl.static_range(2):
-            inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
+            inside = live & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
             s1 = device.e4m3(tl.load(s + 8 * t + 2 * j + h // 2, inside, 0))
             q1 = device.e2m1(q_word >> 16 * i + 4 * h & 15)
-            w = s1 * g1 * q1
-            tl.store(out + 128 * t + 32 * j + 8 * h + 2 * c + i, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, g, s, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    s += n.to(tl.int64) * (K // 16)
-    if g is None:
-        g1 = 1
-    else:
-        g1 = tl.load(g)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        j = u // 4 % 4
-        c = u % 4
-        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
-        q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
-        for h in tl.static_range(4):
-            for i in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
-                s1 = device.e4m3(tl.load(s + 8 * t + 2 * j + h // 2, inside, 0))
-                q1 = device.e2m1(q_word >> 16 * i + 4 * h & 15)
-                x_k = tl.load(x + 128 * t + 32 * j + 8 * h + 2 * c + i, inside, 0).to(tl.float32)
-                acc += s1 * g1 * q1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+            state = use(state, 128 * t + 32 * j + 8 * h + 2 * c + i, s1 * g1 * q1, inside)
+    return state
 
 
 @triton.jit
@@ -500,7 +324,7 @@ VARIANT = Variant(
                 "weight_scale_2": Stored("f32", bits=("g[]",)),
             },
             unpack=unpack_modelopt, pack=pack_modelopt, always=("g",),
-            kernels=Kernels(_dequantize_modelopt, _linear_modelopt, rows="N", units="K/2", last="k"),
+            kernels=Kernels(_decode_modelopt, rows="N", units="K/2", last="k"),
         ),
         "torchao": Storage(
             tensors={
@@ -509,7 +333,7 @@ VARIANT = Variant(
                 "per_tensor_scale": Stored("f32", aliases=("_weight_per_tensor_scale",), optional="g", bits=("g[]",)),
             },
             unpack=unpack_torchao, pack=pack_torchao,
-            kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K/2", last="k"),
+            kernels=Kernels(_decode_torchao, rows="N", units="K/2", last="k"),
         ),
         "torchao_swizzled": Storage(
             tensors={
@@ -519,7 +343,7 @@ VARIANT = Variant(
                 "per_tensor_scale": Stored("f32", aliases=("_weight_per_tensor_scale",), optional="g", bits=("g[]",)),
             },
             unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
-            kernels=Kernels(_dequantize_torchao_swizzled, _linear_torchao_swizzled, rows="N", units="K/2", last="k"),
+            kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K/2", last="k"),
         ),
         "mlx": Storage(
             tensors={
@@ -527,7 +351,7 @@ VARIANT = Variant(
                 "scales": Stored("u8", "N", "K/16", bits=("s[1@0, 1@1]",)),
             },
             unpack=unpack_mlx, pack=pack_mlx, where=("g",), options={"amax": 2688},
-            kernels=Kernels(_dequantize_mlx, _linear_mlx, rows="N", units="K/8", last="k"),
+            kernels=Kernels(_decode_mlx, rows="N", units="K/8", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -536,7 +360,7 @@ VARIANT = Variant(
                 "s": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
                         scale=_scale_planar, finish=_finish_planar, blocks=("16",), size=16, width=8, bits=0,
                         unit=(16384.0, 1.0), base=(0, 0))),

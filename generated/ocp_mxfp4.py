@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, device, joined, lanes,
-        pad, spread)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, joined, pad, spread
+from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
-from qdsl.runtime.numbers import e2m1, e8m0
+from qdsl.runtime.weight.numbers import e2m1, e8m0
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -208,381 +207,125 @@ def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_compressed_tensors(weight_packed, weight_scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_scale += n.to(tl.int64) * (K // 32)
-    weight_packed += n.to(tl.int64) * (K // 2)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 2)
+def _decode_compressed_tensors(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit t of row n, in float32."""
+    weight_packed, weight_scale = tensors
+    weight_scale += n * (K // 32)
+    weight_packed += n * (K // 2)
     e = device.e8m0(tl.load(weight_scale + t // 16, live, 0))
     q_word = tl.load(weight_packed + t, live, 0)
     for h in tl.static_range(2):
         q = device.e2m1(q_word >> 4 * h & 15)
-        w = e * q
-        tl.store(out + 2 * t + h, w, live)
+        state = use(state, 2 * t + h, e * q, live)
+    return state
 
 
 @triton.jit
-def _linear_compressed_tensors(weight_packed, weight_scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_scale += n.to(tl.int64) * (K // 32)
-    weight_packed += n.to(tl.int64) * (K // 2)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 2, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 2)
-        e = device.e8m0(tl.load(weight_scale + t // 16, live, 0))
-        q_word = tl.load(weight_packed + t, live, 0)
-        for h in tl.static_range(2):
-            q = device.e2m1(q_word >> 4 * h & 15)
-            x_k = tl.load(x + 2 * t + h, live, 0).to(tl.float32)
-            acc += e * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_modelopt(weight, weight_scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_scale += n.to(tl.int64) * (K // 32)
-    weight += n.to(tl.int64) * (K // 2)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 2)
+def _decode_modelopt(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit t of row n, in float32."""
+    weight, weight_scale = tensors
+    weight_scale += n * (K // 32)
+    weight += n * (K // 2)
     e = device.e8m0(tl.load(weight_scale + t // 16, live, 0))
     q_word = tl.load(weight + t, live, 0)
     for h in tl.static_range(2):
         q = device.e2m1(q_word >> 4 * h & 15)
-        w = e * q
-        tl.store(out + 2 * t + h, w, live)
+        state = use(state, 2 * t + h, e * q, live)
+    return state
 
 
 @triton.jit
-def _linear_modelopt(weight, weight_scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_scale += n.to(tl.int64) * (K // 32)
-    weight += n.to(tl.int64) * (K // 2)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 2, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 2)
-        e = device.e8m0(tl.load(weight_scale + t // 16, live, 0))
-        q_word = tl.load(weight + t, live, 0)
-        for h in tl.static_range(2):
-            q = device.e2m1(q_word >> 4 * h & 15)
-            x_k = tl.load(x + 2 * t + h, live, 0).to(tl.float32)
-            acc += e * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_gpt_oss(blocks, scales, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    scales += n.to(tl.int64) * (K // 32)
-    blocks += 16 * n.to(tl.int64) * (K // 32)
-    out += n.to(tl.int64) * K
+def _decode_gpt_oss(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit u of row n, in float32."""
+    blocks, scales = tensors
+    scales += n * (K // 32)
+    blocks += 16 * (n * (K // 32))
     t = u // 16
     i = u % 16
-    live = (n < N) & (t < K // 32)
     e = device.e8m0(tl.load(scales + t, live, 0))
     q_word = tl.load(blocks + 16 * t + i, live, 0)
     for h in tl.static_range(2):
         q = device.e2m1(q_word >> 4 * h & 15)
-        w = e * q
-        tl.store(out + 32 * t + 2 * i + h, w, live)
+        state = use(state, 32 * t + 2 * i + h, e * q, live)
+    return state
 
 
 @triton.jit
-def _linear_gpt_oss(blocks, scales, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    scales += n.to(tl.int64) * (K // 32)
-    blocks += 16 * n.to(tl.int64) * (K // 32)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 2, BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        i = u % 16
-        live = (n < N) & (t < K // 32)
-        e = device.e8m0(tl.load(scales + t, live, 0))
-        q_word = tl.load(blocks + 16 * t + i, live, 0)
-        for h in tl.static_range(2):
-            q = device.e2m1(q_word >> 4 * h & 15)
-            x_k = tl.load(x + 32 * t + 2 * i + h, live, 0).to(tl.float32)
-            acc += e * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_deepseek(weight, weight_scale_inv, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_scale_inv += n.to(tl.int64) * (K // 32)
-    weight += n.to(tl.int64) * (K // 2)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 2)
+def _decode_deepseek(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit t of row n, in float32."""
+    weight, weight_scale_inv = tensors
+    weight_scale_inv += n * (K // 32)
+    weight += n * (K // 2)
     e = device.e8m0(tl.load(weight_scale_inv + t // 16, live, 0))
     q_word = tl.load(weight + t, live, 0)
     for h in tl.static_range(2):
         q = device.e2m1(q_word >> 4 * h & 15)
-        w = e * q
-        tl.store(out + 2 * t + h, w, live)
+        state = use(state, 2 * t + h, e * q, live)
+    return state
 
 
 @triton.jit
-def _linear_deepseek(weight, weight_scale_inv, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_scale_inv += n.to(tl.int64) * (K // 32)
-    weight += n.to(tl.int64) * (K // 2)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 2, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 2)
-        e = device.e8m0(tl.load(weight_scale_inv + t // 16, live, 0))
-        q_word = tl.load(weight + t, live, 0)
-        for h in tl.static_range(2):
-            q = device.e2m1(q_word >> 4 * h & 15)
-            x_k = tl.load(x + 2 * t + h, live, 0).to(tl.float32)
-            acc += e * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_torchao(qdata, scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    scale += n.to(tl.int64) * (K // 32)
-    qdata += n.to(tl.int64) * (K // 2)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 2)
+def _decode_torchao(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit t of row n, in float32."""
+    qdata, scale = tensors
+    scale += n * (K // 32)
+    qdata += n * (K // 2)
     e = device.e8m0(tl.load(scale + t // 16, live, 0))
     q_word = tl.load(qdata + t, live, 0)
     for h in tl.static_range(2):
         q = device.e2m1(q_word >> 4 * h & 15)
-        w = e * q
-        tl.store(out + 2 * t + h, w, live)
+        state = use(state, 2 * t + h, e * q, live)
+    return state
 
 
 @triton.jit
-def _linear_torchao(qdata, scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    scale += n.to(tl.int64) * (K // 32)
-    qdata += n.to(tl.int64) * (K // 2)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 2, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 2)
-        e = device.e8m0(tl.load(scale + t // 16, live, 0))
-        q_word = tl.load(qdata + t, live, 0)
-        for h in tl.static_range(2):
-            q = device.e2m1(q_word >> 4 * h & 15)
-            x_k = tl.load(x + 2 * t + h, live, 0).to(tl.float32)
-            acc += e * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_torchao_swizzled(qdata, scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    scale += 512 * (n // 128).to(tl.int64) * tl.cdiv(K, 128)
-    qdata += 16 * n.to(tl.int64) * (K // 32)
-    out += n.to(tl.int64) * K
+def _decode_torchao_swizzled(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit u of row n, in float32."""
+    qdata, scale = tensors
+    scale += 512 * (n // 128 * tl.cdiv(K, 128))
+    qdata += 16 * (n * (K // 32))
     t = u // 16
     i = u % 16
-    live = (n < N) & (t < K // 32)
     e = device.e8m0(tl.load(scale + 512 * (t // 4) + 16 * (n % 128 % 32) + 4 * (n % 128 // 32) + t % 4, live, 0))
     q_word = tl.load(qdata + 16 * t + i, live, 0)
     for h in tl.static_range(2):
         q = device.e2m1(q_word >> 4 * h & 15)
-        w = e * q
-        tl.store(out + 32 * t + 2 * i + h, w, live)
+        state = use(state, 32 * t + 2 * i + h, e * q, live)
+    return state
 
 
 @triton.jit
-def _linear_torchao_swizzled(qdata, scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    scale += 512 * (n // 128).to(tl.int64) * tl.cdiv(K, 128)
-    qdata += 16 * n.to(tl.int64) * (K // 32)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 2, BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        i = u % 16
-        live = (n < N) & (t < K // 32)
-        e = device.e8m0(tl.load(scale + 512 * (t // 4) + 16 * (n % 128 % 32) + 4 * (n % 128 // 32) + t % 4, live, 0))
-        q_word = tl.load(qdata + 16 * t + i, live, 0)
-        for h in tl.static_range(2):
-            q = device.e2m1(q_word >> 4 * h & 15)
-            x_k = tl.load(x + 32 * t + 2 * i + h, live, 0).to(tl.float32)
-            acc += e * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_mlx(weight, scales, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    scales += n.to(tl.int64) * (K // 32)
-    weight += n.to(tl.int64) * (K // 8)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 8)
+def _decode_mlx(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit t of row n, in float32."""
+    weight, scales = tensors
+    scales += n * (K // 32)
+    weight += n * (K // 8)
     e = device.e8m0(tl.load(scales + t // 4, live, 0))
     q_word = tl.load(weight + t, live, 0)
     for h in tl.static_range(8):
         q = device.e2m1(q_word >> 4 * h & 15)
-        w = e * q
-        tl.store(out + 8 * t + h, w, live)
+        state = use(state, 8 * t + h, e * q, live)
+    return state
 
 
 @triton.jit
-def _linear_mlx(weight, scales, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    scales += n.to(tl.int64) * (K // 32)
-    weight += n.to(tl.int64) * (K // 8)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 8, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 8)
-        e = device.e8m0(tl.load(scales + t // 4, live, 0))
-        q_word = tl.load(weight + t, live, 0)
-        for h in tl.static_range(8):
-            q = device.e2m1(q_word >> 4 * h & 15)
-            x_k = tl.load(x + 8 * t + h, live, 0).to(tl.float32)
-            acc += e * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, e, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    e += n.to(tl.int64) * (K // 32)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    out += n.to(tl.int64) * K
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, e = tensors
+    e += n * (K // 32)
+    q += 16 * (n * tl.cdiv(K, 128))
     t = u // 16
     j = u // 4 % 4
     c = u % 4
-    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    live = live & (128 * t + 32 * j + 2 * c < K)
     e1 = device.e8m0(tl.load(e + 4 * t + j, live, 0))
     q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
     for h in tl.static_range(4):
         for i in tl.static_range(2):
-            inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
+            inside = live & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
             q1 = device.e2m1(q_word >> 16 * i + 4 * h & 15)
-            w = e1 * q1
-            tl.store(out + 128 * t + 32 * j + 8 * h + 2 * c + i, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, e, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    e += n.to(tl.int64) * (K // 32)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        j = u // 4 % 4
-        c = u % 4
-        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
-        e1 = device.e8m0(tl.load(e + 4 * t + j, live, 0))
-        q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
-        for h in tl.static_range(4):
-            for i in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
-                q1 = device.e2m1(q_word >> 16 * i + 4 * h & 15)
-                x_k = tl.load(x + 128 * t + 32 * j + 8 * h + 2 * c + i, inside, 0).to(tl.float32)
-                acc += e1 * q1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+            state = use(state, 128 * t + 32 * j + 8 * h + 2 * c + i, e1 * q1, inside)
+    return state
 
 
 @triton.jit
@@ -629,8 +372,7 @@ VARIANT = Variant(
                 "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,
-            kernels=Kernels(_dequantize_compressed_tensors, _linear_compressed_tensors, rows="N", units="K/2",
-                last="k"),
+            kernels=Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k"),
         ),
         "modelopt": Storage(
             tensors={
@@ -638,7 +380,7 @@ VARIANT = Variant(
                 "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_modelopt, pack=pack_modelopt,
-            kernels=Kernels(_dequantize_modelopt, _linear_modelopt, rows="N", units="K/2", last="k"),
+            kernels=Kernels(_decode_modelopt, rows="N", units="K/2", last="k"),
         ),
         "gpt_oss": Storage(
             tensors={
@@ -648,7 +390,7 @@ VARIANT = Variant(
                     bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_gpt_oss, pack=pack_gpt_oss,
-            kernels=Kernels(_dequantize_gpt_oss, _linear_gpt_oss, rows="N", units="K/2", last="k"),
+            kernels=Kernels(_decode_gpt_oss, rows="N", units="K/2", last="k"),
         ),
         "deepseek": Storage(
             tensors={
@@ -656,7 +398,7 @@ VARIANT = Variant(
                 "weight_scale_inv": Stored("e8m0", "N", "K/32", aliases=("scale",), bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_deepseek, pack=pack_deepseek,
-            kernels=Kernels(_dequantize_deepseek, _linear_deepseek, rows="N", units="K/2", last="k"),
+            kernels=Kernels(_decode_deepseek, rows="N", units="K/2", last="k"),
         ),
         "torchao": Storage(
             tensors={
@@ -664,7 +406,7 @@ VARIANT = Variant(
                 "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_torchao, pack=pack_torchao,
-            kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K/2", last="k"),
+            kernels=Kernels(_decode_torchao, rows="N", units="K/2", last="k"),
         ),
         "torchao_swizzled": Storage(
             tensors={
@@ -673,7 +415,7 @@ VARIANT = Variant(
                     seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
             },
             unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
-            kernels=Kernels(_dequantize_torchao_swizzled, _linear_torchao_swizzled, rows="N", units="K/2", last="k"),
+            kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K/2", last="k"),
         ),
         "mlx": Storage(
             tensors={
@@ -681,7 +423,7 @@ VARIANT = Variant(
                 "scales": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_mlx, pack=pack_mlx,
-            kernels=Kernels(_dequantize_mlx, _linear_mlx, rows="N", units="K/8", last="k"),
+            kernels=Kernels(_decode_mlx, rows="N", units="K/8", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -689,7 +431,7 @@ VARIANT = Variant(
                 "e": Stored("e8m0", "N", "K/32", bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32, width=8, bits=0,
                         unit=(16384.0, 1.0), base=(0, 0), zero=(0, 0))),

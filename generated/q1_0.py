@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import meansign
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
-        joined, lanes, pad, spread)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty, joined,
+        pad, spread)
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -90,112 +90,42 @@ def encode(weight: Tensor) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    blocks += 18 * n.to(tl.int64) * (K // 128)
+def _decode_gguf(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    blocks, = tensors
+    blocks += 18 * (n * (K // 128))
     blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    out += n.to(tl.int64) * K
     t = u // 16
     i = u % 16
-    live = (n < N) & (t < K // 128)
     d = tl.load(blocks_f16 + 9 * t, live, 0).to(tl.float32)
     q_word = tl.load(blocks + 18 * t + i + 2, live, 0)
     for h in tl.static_range(8):
         q = (q_word >> h & 1).to(tl.int32)
-        w = d * (2 * q - 1)
-        tl.store(out + 128 * t + 8 * i + h, w, live)
+        state = use(state, 128 * t + 8 * i + h, d * (2 * q - 1), live)
+    return state
 
 
 @triton.jit
-def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    blocks += 18 * n.to(tl.int64) * (K // 128)
-    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 8, BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        i = u % 16
-        live = (n < N) & (t < K // 128)
-        d = tl.load(blocks_f16 + 9 * t, live, 0).to(tl.float32)
-        q_word = tl.load(blocks + 18 * t + i + 2, live, 0)
-        for h in tl.static_range(8):
-            q = (q_word >> h & 1).to(tl.int32)
-            x_k = tl.load(x + 128 * t + 8 * i + h, live, 0).to(tl.float32)
-            acc += d * (2 * q - 1) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, d, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 32 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * (K // 128)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
-    out += n.to(tl.int64) * K
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 32 weights of unit u of row n, in float32."""
+    q, d = tensors
+    d += n * (K // 128)
+    q += 16 * (n * tl.cdiv(K, 512))
     t = u // 16
     b = u // 4 % 4
     a = u % 4
-    live = (n < N) & (512 * t + 32 * b + 2 * a < K)
+    live = live & (512 * t + 32 * b + 2 * a < K)
     q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
     for h in tl.static_range(4):
         for i in tl.static_range(2):
             for j in tl.static_range(2):
                 for c in tl.static_range(2):
-                    inside = live & (n < N) & (512 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
+                    inside = live & (512 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
                     d1 = tl.load(d + 4 * t + h, inside, 0).to(tl.float32)
                     q1 = (q_word >> 16 * c + 8 * i + 2 * h + j & 1).to(tl.int32)
-                    w = d1 * (2 * q1 - 1)
-                    tl.store(out + 512 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, d, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 32 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * (K // 128)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 512), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        b = u // 4 % 4
-        a = u % 4
-        live = (n < N) & (512 * t + 32 * b + 2 * a < K)
-        q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
-        for h in tl.static_range(4):
-            for i in tl.static_range(2):
-                for j in tl.static_range(2):
-                    for c in tl.static_range(2):
-                        inside = live & (n < N) & (512 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
-                        d1 = tl.load(d + 4 * t + h, inside, 0).to(tl.float32)
-                        q1 = (q_word >> 16 * c + 8 * i + 2 * h + j & 1).to(tl.int32)
-                        x_k = tl.load(x + 512 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a
-                            + c, inside, 0).to(tl.float32)
-                        acc += d1 * (2 * q1 - 1) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+                    state = use(state, 512 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, d1
+                        * (2 * q1 - 1), inside)
+    return state
 
 
 @triton.jit
@@ -243,7 +173,7 @@ VARIANT = Variant(
                 "blocks": Stored("u8", "N", "18*K/128", bits=("d[1@0, 18@1]", "q+16[1@0, 8:1 16:1@1 18@1]")),
             },
             unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/8", last="k"),
+            kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -251,7 +181,7 @@ VARIANT = Variant(
                 "d": Stored("f16", "N", "K/128", bits=("d[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/512)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/512)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("128",), width=1, bits=1,
                         sums_in_tile_gemm=True, spans=(2,))),

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes,
-        workspace)
-from qdsl.runtime.gpu.kernels import gemv, skinny
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, workspace
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -118,20 +117,14 @@ def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Ten
 
 
 @triton.jit
-def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    blocks += 84 * n.to(tl.int64) * (K // 256)
+def _decode_gguf(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit u of row n, in float32."""
+    blocks, = tensors
+    blocks += 84 * (n * (K // 256))
     blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    out += n.to(tl.int64) * K
     t = u // 64
     i = u // 32 % 2
     j = u % 32
-    live = (n < N) & (t < K // 256)
     d = tl.load(blocks_f16 + 42 * t + 40, live, 0).to(tl.float32)
     dmin = tl.load(blocks_f16 + 42 * t + 41, live, 0).to(tl.float32)
     q_word = tl.load(blocks + 84 * t + 32 * i + j + 16, live, 0)
@@ -139,59 +132,22 @@ def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
         sc = tl.load(blocks + 84 * t + 8 * i + 2 * h + j // 16, live, 0) & 15
         mn = tl.load(blocks + 84 * t + 8 * i + 2 * h + j // 16, live, 0) >> 4 & 15
         q = q_word >> 2 * h & 3
-        w = d * sc * q - dmin * mn
-        tl.store(out + 256 * t + 128 * i + 32 * h + j, w, live)
+        state = use(state, 256 * t + 128 * i + 32 * h + j, d * sc * q - dmin * mn, live)
+    return state
 
 
 @triton.jit
-def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    blocks += 84 * n.to(tl.int64) * (K // 256)
-    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 4, BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 64
-        i = u // 32 % 2
-        j = u % 32
-        live = (n < N) & (t < K // 256)
-        d = tl.load(blocks_f16 + 42 * t + 40, live, 0).to(tl.float32)
-        dmin = tl.load(blocks_f16 + 42 * t + 41, live, 0).to(tl.float32)
-        q_word = tl.load(blocks + 84 * t + 32 * i + j + 16, live, 0)
-        for h in tl.static_range(4):
-            sc = tl.load(blocks + 84 * t + 8 * i + 2 * h + j // 16, live, 0) & 15
-            mn = tl.load(blocks + 84 * t + 8 * i + 2 * h + j // 16, live, 0) >> 4 & 15
-            q = q_word >> 2 * h & 3
-            x_k = tl.load(x + 256 * t + 128 * i + 32 * h + j, live, 0).to(tl.float32)
-            acc += (d * sc * q - dmin * mn) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, d, sc, dmin, mn, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * (K // 256)
-    dmin += n.to(tl.int64) * (K // 256)
-    sc += n.to(tl.int64) * (K // 16)
-    mn += n.to(tl.int64) * (K // 16)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    out += n.to(tl.int64) * K
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 16 weights of unit u of row n, in float32."""
+    q, d, sc, dmin, mn = tensors
+    d += n * (K // 256)
+    dmin += n * (K // 256)
+    sc += n * (K // 16)
+    mn += n * (K // 16)
+    q += 16 * (n * tl.cdiv(K, 256))
     t = u // 16
     b = u // 4 % 4
     a = u % 4
-    live = (n < N) & (t < tl.cdiv(K, 256))
     d1 = tl.load(d + t, live, 0).to(tl.float32)
     dmin1 = tl.load(dmin + t, live, 0).to(tl.float32)
     q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
@@ -202,46 +158,9 @@ def _dequantize_planar(q, d, sc, dmin, mn, out, N, K, BN: tl.constexpr, BK: tl.c
             for j in tl.static_range(2):
                 for c in tl.static_range(2):
                     q1 = q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3
-                    w = d1 * sc1 * q1 - dmin1 * mn1
-                    tl.store(out + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, w, live)
-
-
-@triton.jit
-def _linear_planar(q, d, sc, dmin, mn, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * (K // 256)
-    dmin += n.to(tl.int64) * (K // 256)
-    sc += n.to(tl.int64) * (K // 16)
-    mn += n.to(tl.int64) * (K // 16)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 256), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        b = u // 4 % 4
-        a = u % 4
-        live = (n < N) & (t < tl.cdiv(K, 256))
-        d1 = tl.load(d + t, live, 0).to(tl.float32)
-        dmin1 = tl.load(dmin + t, live, 0).to(tl.float32)
-        q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
-        for h in tl.static_range(2):
-            for i in tl.static_range(2):
-                sc1 = tl.load(sc + 16 * t + 8 * h + 2 * b + i, live, 0) & 15
-                mn1 = tl.load(mn + 16 * t + 8 * h + 2 * b + i, live, 0) & 15
-                for j in tl.static_range(2):
-                    for c in tl.static_range(2):
-                        q1 = q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3
-                        x_k = tl.load(x + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a
-                            + c, live, 0).to(tl.float32)
-                        acc += (d1 * sc1 * q1 - dmin1 * mn1) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+                    state = use(state, 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, d1 * sc1 * q1 - dmin1
+                        * mn1, live)
+    return state
 
 
 @triton.jit
@@ -296,7 +215,7 @@ VARIANT = Variant(
                     "d+640[1@0, 84@1]", "dmin+656[1@0, 84@1]")),
             },
             unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/4", last="k"),
+            kernels=Kernels(_decode_gguf, rows="N", units="K/4", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -307,7 +226,7 @@ VARIANT = Variant(
                 "mn": Stored("u8", "N", "K/16", bits=("mn[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar,
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
                         scale=_scale_planar, blocks=("256", "16"), size=16, width=2, bits=2)),
         ),

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
-        lanes, pad)
-from qdsl.runtime.gpu.kernels import gemv, skinny
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty, pad
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -128,19 +127,13 @@ def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Ten
 
 
 @triton.jit
-def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    blocks += 110 * n.to(tl.int64) * (K // 256)
+def _decode_gguf(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    blocks, = tensors
+    blocks += 110 * (n * (K // 256))
     blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    out += n.to(tl.int64) * K
     t = u // 32
     j = u % 32
-    live = (n < N) & (t < K // 256)
     d = tl.load(blocks_f16 + 55 * t + 54, live, 0).to(tl.float32)
     q_word1 = tl.load(blocks + 110 * t + j, live, 0)
     for h in tl.static_range(2):
@@ -152,58 +145,18 @@ def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
             q_low = q_word >> 2 * i & 3
             q_high = q_word1 >> 4 * h + i & 1
             q = (q_low | q_high << 2).to(tl.int32)
-            w = d * (sc - 32) * (q - 4)
-            tl.store(out + 256 * t + 128 * h + 32 * i + j, w, live)
+            state = use(state, 256 * t + 128 * h + 32 * i + j, d * (sc - 32) * (q - 4), live)
+    return state
 
 
 @triton.jit
-def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    blocks += 110 * n.to(tl.int64) * (K // 256)
-    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 8, BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 32
-        j = u % 32
-        live = (n < N) & (t < K // 256)
-        d = tl.load(blocks_f16 + 55 * t + 54, live, 0).to(tl.float32)
-        q_word1 = tl.load(blocks + 110 * t + j, live, 0)
-        for h in tl.static_range(2):
-            q_word = tl.load(blocks + 110 * t + 32 * h + j + 32, live, 0)
-            for i in tl.static_range(4):
-                sc_low = tl.load(blocks + 110 * t + 2 * i + j // 16 + 96, live, 0) >> 4 * h & 15
-                sc_high = tl.load(blocks + 110 * t + 2 * (i % 2) + j // 16 + 104, live, 0) >> 4 * h + 2 * (i // 2) & 3
-                sc = (sc_low | sc_high << 4).to(tl.int32)
-                q_low = q_word >> 2 * i & 3
-                q_high = q_word1 >> 4 * h + i & 1
-                q = (q_low | q_high << 2).to(tl.int32)
-                x_k = tl.load(x + 256 * t + 128 * h + 32 * i + j, live, 0).to(tl.float32)
-                acc += d * (sc - 32) * (q - 4) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q_0, q_1, d, sc, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * (K // 256)
-    sc += n.to(tl.int64) * (K // 16)
-    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    q_0, q_1, d, sc = tensors
+    d += n * (K // 256)
+    sc += n * (K // 16)
+    q_0 += 16 * (n * tl.cdiv(K, 256))
+    q_1 += 16 * (n * tl.cdiv(K, 512))
     d1 = tl.load(d + k // 256, live, 0).to(tl.float32)
     sc1 = (tl.load(sc + k // 16, live, 0) & 63).to(tl.int32)
     q_low = tl.load(q_0 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
@@ -213,40 +166,8 @@ def _dequantize_planar(q_0, q_1, d, sc, out, N, K, BN: tl.constexpr, BK: tl.cons
         + k % 512 // 32 % 4, live,
         0) >> 16 * (k % 512 % 2) + 8 * (k % 512 // 16 % 2) + 4 * (k % 512 // 128 % 2) + 2 * (k % 512 // 8 % 2) + k % 512 // 256 & 1
     q = (q_low | q_high << 2).to(tl.int32)
-    w = d1 * (sc1 - 32) * (q - 4)
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_planar(q_0, q_1, d, sc, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * (K // 256)
-    sc += n.to(tl.int64) * (K // 16)
-    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        d1 = tl.load(d + k // 256, live, 0).to(tl.float32)
-        sc1 = (tl.load(sc + k // 16, live, 0) & 63).to(tl.int32)
-        q_low = tl.load(q_0 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
-            + k % 256 // 32 % 4, live,
-            0) >> 16 * (k % 256 % 2) + 8 * (k % 256 // 16 % 2) + 4 * (k % 256 // 128) + 2 * (k % 256 // 8 % 2) & 3
-        q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
-            + k % 512 // 32 % 4, live,
-            0) >> 16 * (k % 512 % 2) + 8 * (k % 512 // 16 % 2) + 4 * (k % 512 // 128 % 2) + 2 * (k % 512 // 8 % 2) + k % 512 // 256 & 1
-        q = (q_low | q_high << 2).to(tl.int32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += d1 * (sc1 - 32) * (q - 4) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, d1 * (sc1 - 32) * (q - 4), live)
+    return state
 
 
 @triton.jit
@@ -299,7 +220,7 @@ VARIANT = Variant(
                     "d+864[1@0, 110@1]")),
             },
             unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/8", last="k"),
+            kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -311,7 +232,7 @@ VARIANT = Variant(
                 "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
                         scale=_scale_planar, blocks=("256", "16"), size=16, width=2, bits=3)),
         ),

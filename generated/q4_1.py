@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
-        lanes, pad, workspace)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty, pad,
+        workspace)
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -95,113 +95,42 @@ def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Ten
 
 
 @triton.jit
-def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    blocks += 20 * n.to(tl.int64) * (K // 32)
+def _decode_gguf(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit u of row n, in float32."""
+    blocks, = tensors
+    blocks += 20 * (n * (K // 32))
     blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    out += n.to(tl.int64) * K
     t = u // 16
     i = u % 16
-    live = (n < N) & (t < K // 32)
     d = tl.load(blocks_f16 + 10 * t, live, 0).to(tl.float32)
     m = tl.load(blocks_f16 + 10 * t + 1, live, 0).to(tl.float32)
     q_word = tl.load(blocks + 20 * t + i + 4, live, 0)
     for h in tl.static_range(2):
         q = q_word >> 4 * h & 15
-        w = d * q + m
-        tl.store(out + 32 * t + 16 * h + i, w, live)
+        state = use(state, 32 * t + 16 * h + i, d * q + m, live)
+    return state
 
 
 @triton.jit
-def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    blocks += 20 * n.to(tl.int64) * (K // 32)
-    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 2, BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        i = u % 16
-        live = (n < N) & (t < K // 32)
-        d = tl.load(blocks_f16 + 10 * t, live, 0).to(tl.float32)
-        m = tl.load(blocks_f16 + 10 * t + 1, live, 0).to(tl.float32)
-        q_word = tl.load(blocks + 20 * t + i + 4, live, 0)
-        for h in tl.static_range(2):
-            q = q_word >> 4 * h & 15
-            x_k = tl.load(x + 32 * t + 16 * h + i, live, 0).to(tl.float32)
-            acc += (d * q + m) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, d, m, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * (K // 32)
-    m += n.to(tl.int64) * (K // 32)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    out += n.to(tl.int64) * K
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, d, m = tensors
+    d += n * (K // 32)
+    m += n * (K // 32)
+    q += 16 * (n * tl.cdiv(K, 128))
     t = u // 16
     j = u // 4 % 4
     c = u % 4
-    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    live = live & (128 * t + 32 * j + 2 * c < K)
     d1 = tl.load(d + 4 * t + j, live, 0).to(tl.float32)
     m1 = tl.load(m + 4 * t + j, live, 0).to(tl.float32)
     q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
     for h in tl.static_range(4):
         for i in tl.static_range(2):
-            inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
+            inside = live & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
             q1 = q_word >> 16 * i + 4 * h & 15
-            w = d1 * q1 + m1
-            tl.store(out + 128 * t + 32 * j + 8 * h + 2 * c + i, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, d, m, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * (K // 32)
-    m += n.to(tl.int64) * (K // 32)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        j = u // 4 % 4
-        c = u % 4
-        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
-        d1 = tl.load(d + 4 * t + j, live, 0).to(tl.float32)
-        m1 = tl.load(m + 4 * t + j, live, 0).to(tl.float32)
-        q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
-        for h in tl.static_range(4):
-            for i in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
-                q1 = q_word >> 16 * i + 4 * h & 15
-                x_k = tl.load(x + 128 * t + 32 * j + 8 * h + 2 * c + i, inside, 0).to(tl.float32)
-                acc += (d1 * q1 + m1) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+            state = use(state, 128 * t + 32 * j + 8 * h + 2 * c + i, d1 * q1 + m1, inside)
+    return state
 
 
 @triton.jit
@@ -253,7 +182,7 @@ VARIANT = Variant(
                     bits=("d[1@0, 20@1]", "m+16[1@0, 20@1]", "q+32[1@0, 16:1@1 2:4 20@1]")),
             },
             unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/2", last="k"),
+            kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -262,7 +191,7 @@ VARIANT = Variant(
                 "m": Stored("f16", "N", "K/32", bits=("m[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32, sums_in_tile_gemm=True)),
         ),

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Records, Storage, Stored, Variant, as_float, as_type, device,
-        lanes, records, workspace)
-from qdsl.runtime.gpu.kernels import gemv, gemv_records, skinny, tile_gemm
+from qdsl.runtime import Field, Format, Kernels, Lanes, Records, Storage, Stored, Variant, as_float, as_type, workspace
+from qdsl.runtime.gpu.kernels import gemv, gemv_records, lanes, records, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -127,20 +126,14 @@ def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Ten
 
 
 @triton.jit
-def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    blocks += 144 * n.to(tl.int64) * (K // 256)
+def _decode_gguf(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit u of row n, in float32."""
+    blocks, = tensors
+    blocks += 144 * (n * (K // 256))
     blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    out += n.to(tl.int64) * K
     t = u // 128
     i = u // 32 % 4
     j = u % 32
-    live = (n < N) & (t < K // 256)
     d = tl.load(blocks_f16 + 72 * t, live, 0).to(tl.float32)
     dmin = tl.load(blocks_f16 + 72 * t + 1, live, 0).to(tl.float32)
     q_word = tl.load(blocks + 144 * t + 32 * i + j + 16, live, 0)
@@ -152,43 +145,8 @@ def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
         mn_high = tl.load(blocks + 144 * t + 2 * (i % 2) + h + 8, live, 0) >> 2 * (i // 2) + 4 & 3
         mn = mn_low | mn_high << 4
         q = q_word >> 4 * h & 15
-        w = d * sc * q - dmin * mn
-        tl.store(out + 256 * t + 64 * i + 32 * h + j, w, live)
-
-
-@triton.jit
-def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    blocks += 144 * n.to(tl.int64) * (K // 256)
-    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 2, BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 128
-        i = u // 32 % 4
-        j = u % 32
-        live = (n < N) & (t < K // 256)
-        d = tl.load(blocks_f16 + 72 * t, live, 0).to(tl.float32)
-        dmin = tl.load(blocks_f16 + 72 * t + 1, live, 0).to(tl.float32)
-        q_word = tl.load(blocks + 144 * t + 32 * i + j + 16, live, 0)
-        for h in tl.static_range(2):
-            sc_low = tl.load(blocks + 144 * t + 8 * (i // 2) + 2 * (i % 2) + h + 4, live, 0) & 15
-            sc_high = tl.load(blocks + 144 * t + 2 * (i % 2) + h + 4, live, 0) >> 2 * (i // 2) + 4 & 3
-            sc = sc_low | sc_high << 4
-            mn_low = tl.load(blocks + 144 * t + 4 * (i // 2) + 2 * (i % 2) + h + 8, live, 0) >> 4 * (i // 2) & 15
-            mn_high = tl.load(blocks + 144 * t + 2 * (i % 2) + h + 8, live, 0) >> 2 * (i // 2) + 4 & 3
-            mn = mn_low | mn_high << 4
-            q = q_word >> 4 * h & 15
-            x_k = tl.load(x + 256 * t + 64 * i + 32 * h + j, live, 0).to(tl.float32)
-            acc += (d * sc * q - dmin * mn) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+        state = use(state, 256 * t + 64 * i + 32 * h + j, d * sc * q - dmin * mn, live)
+    return state
 
 
 @triton.jit
@@ -232,23 +190,17 @@ def _scale_gguf(fields, sum, ones, BASE: tl.constexpr):
 
 
 @triton.jit
-def _dequantize_planar(q, d, sc, dmin, mn, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * (K // 256)
-    dmin += n.to(tl.int64) * (K // 256)
-    sc += n.to(tl.int64) * (K // 32)
-    mn += n.to(tl.int64) * (K // 32)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    out += n.to(tl.int64) * K
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, d, sc, dmin, mn = tensors
+    d += n * (K // 256)
+    dmin += n * (K // 256)
+    sc += n * (K // 32)
+    mn += n * (K // 32)
+    q += 16 * (n * tl.cdiv(K, 128))
     t = u // 16
     j = u // 4 % 4
     c = u % 4
-    live = (n < N) & (t < tl.cdiv(K, 128))
     d1 = tl.load(d + t // 2, live, 0).to(tl.float32)
     dmin1 = tl.load(dmin + t // 2, live, 0).to(tl.float32)
     sc1 = tl.load(sc + 4 * t + j, live, 0) & 63
@@ -257,43 +209,8 @@ def _dequantize_planar(q, d, sc, dmin, mn, out, N, K, BN: tl.constexpr, BK: tl.c
     for h in tl.static_range(4):
         for i in tl.static_range(2):
             q1 = q_word >> 16 * i + 4 * h & 15
-            w = d1 * sc1 * q1 - dmin1 * mn1
-            tl.store(out + 128 * t + 32 * j + 8 * h + 2 * c + i, w, live)
-
-
-@triton.jit
-def _linear_planar(q, d, sc, dmin, mn, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * (K // 256)
-    dmin += n.to(tl.int64) * (K // 256)
-    sc += n.to(tl.int64) * (K // 32)
-    mn += n.to(tl.int64) * (K // 32)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        j = u // 4 % 4
-        c = u % 4
-        live = (n < N) & (t < tl.cdiv(K, 128))
-        d1 = tl.load(d + t // 2, live, 0).to(tl.float32)
-        dmin1 = tl.load(dmin + t // 2, live, 0).to(tl.float32)
-        sc1 = tl.load(sc + 4 * t + j, live, 0) & 63
-        mn1 = tl.load(mn + 4 * t + j, live, 0) & 63
-        q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
-        for h in tl.static_range(4):
-            for i in tl.static_range(2):
-                q1 = q_word >> 16 * i + 4 * h & 15
-                x_k = tl.load(x + 128 * t + 32 * j + 8 * h + 2 * c + i, live, 0).to(tl.float32)
-                acc += (d1 * sc1 * q1 - dmin1 * mn1) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+            state = use(state, 128 * t + 32 * j + 8 * h + 2 * c + i, d1 * sc1 * q1 - dmin1 * mn1, live)
+    return state
 
 
 @triton.jit
@@ -346,7 +263,7 @@ VARIANT = Variant(
                 "blocks": Stored("u8", "N", "144*K/256"),
             },
             unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/2", last="k",
+            kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k",
                     lanes=Lanes(None, gemv=gemv_records, start=_start_gguf, numbers=_numbers_gguf, fields=_fields_gguf,
                         scale=_scale_gguf, blocks=("256", "32"),
                         records=Records("blocks", size=36, codes=4, head=(0,)))),
@@ -360,7 +277,7 @@ VARIANT = Variant(
                 "mn": Stored("u8", "N", "K/32", bits=("mn[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar,
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("256", "32"), size=32,
                         sums_in_tile_gemm=True)),

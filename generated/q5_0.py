@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import signmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
-        joined, lanes, pad, spread)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty, joined,
+        pad, spread)
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -108,19 +108,13 @@ def encode(weight: Tensor, *, importance: Tensor | None = None, **options: Any) 
 
 
 @triton.jit
-def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    blocks += 22 * n.to(tl.int64) * (K // 32)
+def _decode_gguf(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 16 weights of unit u of row n, in float32."""
+    blocks, = tensors
+    blocks += 22 * (n * (K // 32))
     blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    out += n.to(tl.int64) * K
     t = u // 2
     j = u % 2
-    live = (n < N) & (t < K // 32)
     d = tl.load(blocks_f16 + 11 * t, live, 0).to(tl.float32)
     for h in tl.static_range(2):
         q_word = tl.load(blocks + 22 * t + 2 * h + j + 2, live, 0)
@@ -128,89 +122,25 @@ def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
             q_low = tl.load(blocks + 22 * t + 8 * j + i + 6, live, 0) >> 4 * h & 15
             q_high = q_word >> i & 1
             q = (q_low | q_high << 4).to(tl.int32)
-            w = d * (q - 16)
-            tl.store(out + 32 * t + 16 * h + 8 * j + i, w, live)
+            state = use(state, 32 * t + 16 * h + 8 * j + i, d * (q - 16), live)
+    return state
 
 
 @triton.jit
-def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    blocks += 22 * n.to(tl.int64) * (K // 32)
-    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 16, BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 2
-        j = u % 2
-        live = (n < N) & (t < K // 32)
-        d = tl.load(blocks_f16 + 11 * t, live, 0).to(tl.float32)
-        for h in tl.static_range(2):
-            q_word = tl.load(blocks + 22 * t + 2 * h + j + 2, live, 0)
-            for i in tl.static_range(8):
-                q_low = tl.load(blocks + 22 * t + 8 * j + i + 6, live, 0) >> 4 * h & 15
-                q_high = q_word >> i & 1
-                q = (q_low | q_high << 4).to(tl.int32)
-                x_k = tl.load(x + 32 * t + 16 * h + 8 * j + i, live, 0).to(tl.float32)
-                acc += d * (q - 16) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q_0, q_1, d, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * (K // 32)
-    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    q_0, q_1, d = tensors
+    d += n * (K // 32)
+    q_0 += 16 * (n * tl.cdiv(K, 128))
+    q_1 += 16 * (n * tl.cdiv(K, 512))
     d1 = tl.load(d + k // 32, live, 0).to(tl.float32)
     q_low = tl.load(q_0 + 16 * (k // 128) + 4 * (k % 128 // 2 % 4)
         + k % 128 // 32, live, 0) >> 16 * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15
     q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
         + k % 512 // 32 % 4, live, 0) >> 16 * (k % 512 % 2) + 4 * (k % 512 // 8 % 4) + k % 512 // 128 & 1
     q = (q_low | q_high << 4).to(tl.int32)
-    w = d1 * (q - 16)
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_planar(q_0, q_1, d, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * (K // 32)
-    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        d1 = tl.load(d + k // 32, live, 0).to(tl.float32)
-        q_low = tl.load(q_0 + 16 * (k // 128) + 4 * (k % 128 // 2 % 4)
-            + k % 128 // 32, live, 0) >> 16 * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15
-        q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
-            + k % 512 // 32 % 4, live, 0) >> 16 * (k % 512 % 2) + 4 * (k % 512 // 8 % 4) + k % 512 // 128 & 1
-        q = (q_low | q_high << 4).to(tl.int32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += d1 * (q - 16) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, d1 * (q - 16), live)
+    return state
 
 
 @triton.jit
@@ -261,7 +191,7 @@ VARIANT = Variant(
                     bits=("d[1@0, 22@1]", "q.at(0):4+48[1@0, 16:1@1 2:4 22@1]", "q.at(4):1+16[1@0, 8:1 4:1@1 22@1]")),
             },
             unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/16", last="k"),
+            kernels=Kernels(_decode_gguf, rows="N", units="K/16", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -270,7 +200,7 @@ VARIANT = Variant(
                 "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32, width=4, bits=5,
                         zero=(-16, -144), exact=True, spans=(0, 1))),

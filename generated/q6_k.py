@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
-        lanes)
-from qdsl.runtime.gpu.kernels import gemv, skinny
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -114,20 +113,14 @@ def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Ten
 
 
 @triton.jit
-def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    blocks += 210 * n.to(tl.int64) * (K // 256)
+def _decode_gguf(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit u of row n, in float32."""
+    blocks, = tensors
+    blocks += 210 * (n * (K // 256))
     blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    out += n.to(tl.int64) * K
     t = u // 64
     j = u // 32 % 2
     c = u % 32
-    live = (n < N) & (t < K // 256)
     d = tl.load(blocks_f16 + 105 * t + 104, live, 0).to(tl.float32)
     q_word1 = tl.load(blocks + 210 * t + 32 * j + c + 128, live, 0)
     for h in tl.static_range(2):
@@ -137,58 +130,18 @@ def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
             q_low = q_word >> 4 * i & 15
             q_high = q_word1 >> 4 * i + 2 * h & 3
             q = (q_low | q_high << 4).to(tl.int32)
-            w = d * sc * (q - 32)
-            tl.store(out + 256 * t + 128 * j + 64 * i + 32 * h + c, w, live)
+            state = use(state, 256 * t + 128 * j + 64 * i + 32 * h + c, d * sc * (q - 32), live)
+    return state
 
 
 @triton.jit
-def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    blocks += 210 * n.to(tl.int64) * (K // 256)
-    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 4, BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 64
-        j = u // 32 % 2
-        c = u % 32
-        live = (n < N) & (t < K // 256)
-        d = tl.load(blocks_f16 + 105 * t + 104, live, 0).to(tl.float32)
-        q_word1 = tl.load(blocks + 210 * t + 32 * j + c + 128, live, 0)
-        for h in tl.static_range(2):
-            q_word = tl.load(blocks + 210 * t + 64 * j + 32 * h + c, live, 0)
-            for i in tl.static_range(2):
-                sc = tl.load(blocks + 210 * t + 8 * j + 4 * i + 2 * h + c // 16
-                    + 192, live, 0).to(tl.int8, bitcast=True)
-                q_low = q_word >> 4 * i & 15
-                q_high = q_word1 >> 4 * i + 2 * h & 3
-                q = (q_low | q_high << 4).to(tl.int32)
-                x_k = tl.load(x + 256 * t + 128 * j + 64 * i + 32 * h + c, live, 0).to(tl.float32)
-                acc += d * sc * (q - 32) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q_0, q_1, d, sc, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * (K // 256)
-    sc += n.to(tl.int64) * (K // 16)
-    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    q_0, q_1, d, sc = tensors
+    d += n * (K // 256)
+    sc += n * (K // 16)
+    q_0 += 16 * (n * tl.cdiv(K, 128))
+    q_1 += 16 * (n * tl.cdiv(K, 256))
     d1 = tl.load(d + k // 256, live, 0).to(tl.float32)
     sc1 = tl.load(sc + k // 16, live, 0)
     q_low = tl.load(q_0 + 16 * (k // 128) + 4 * (k % 128 // 2 % 4)
@@ -196,38 +149,8 @@ def _dequantize_planar(q_0, q_1, d, sc, out, N, K, BN: tl.constexpr, BK: tl.cons
     q_high = tl.load(q_1 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
         + k % 256 // 32 % 4, live, 0) >> 16 * (k % 256 % 2) + 4 * (k % 256 // 8 % 4) + 2 * (k % 256 // 128) & 3
     q = (q_low | q_high << 4).to(tl.int32)
-    w = d1 * sc1 * (q - 32)
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_planar(q_0, q_1, d, sc, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * (K // 256)
-    sc += n.to(tl.int64) * (K // 16)
-    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        d1 = tl.load(d + k // 256, live, 0).to(tl.float32)
-        sc1 = tl.load(sc + k // 16, live, 0)
-        q_low = tl.load(q_0 + 16 * (k // 128) + 4 * (k % 128 // 2 % 4)
-            + k % 128 // 32, live, 0) >> 16 * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15
-        q_high = tl.load(q_1 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
-            + k % 256 // 32 % 4, live, 0) >> 16 * (k % 256 % 2) + 4 * (k % 256 // 8 % 4) + 2 * (k % 256 // 128) & 3
-        q = (q_low | q_high << 4).to(tl.int32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += d1 * sc1 * (q - 32) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, d1 * sc1 * (q - 32), live)
+    return state
 
 
 @triton.jit
@@ -279,7 +202,7 @@ VARIANT = Variant(
                     "sc+1536[1@0, 16:1@1 210@1]", "d+1664[1@0, 210@1]")),
             },
             unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/4", last="k"),
+            kernels=Kernels(_decode_gguf, rows="N", units="K/4", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -289,7 +212,7 @@ VARIANT = Variant(
                 "sc": Stored("i8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar,
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
                         scale=_scale_planar, blocks=("256", "16"), size=16, width=4, bits=6)),
         ),

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
-        lanes, pad)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty, pad
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -87,103 +86,37 @@ def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    blocks += 34 * n.to(tl.int64) * (K // 32)
+def _decode_gguf(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    blocks, = tensors
+    blocks += 34 * (n * (K // 32))
     blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    out += n.to(tl.int64) * K
     t = k // 32
     h = k % 32
-    live = (n < N) & (t < K // 32)
     d = tl.load(blocks_f16 + 17 * t, live, 0).to(tl.float32)
     q = tl.load(blocks + 34 * t + h + 2, live, 0).to(tl.int8, bitcast=True)
-    w = d * q
-    tl.store(out + k, w, live)
+    state = use(state, k, d * q, live)
+    return state
 
 
 @triton.jit
-def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    blocks += 34 * n.to(tl.int64) * (K // 32)
-    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = k // 32
-        h = k % 32
-        live = (n < N) & (t < K // 32)
-        d = tl.load(blocks_f16 + 17 * t, live, 0).to(tl.float32)
-        q = tl.load(blocks + 34 * t + h + 2, live, 0).to(tl.int8, bitcast=True)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += d * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, d, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * (K // 32)
-    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
-    out += n.to(tl.int64) * K
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit u of row n, in float32."""
+    q, d = tensors
+    d += n * (K // 32)
+    q += 32 * (n * tl.cdiv(K, 128))
     t = u // 32
     j = u // 8 % 4
     c = u % 8
-    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    live = live & (128 * t + 32 * j + 2 * c < K)
     d1 = tl.load(d + 4 * t + j, live, 0).to(tl.float32)
     q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
     for h in tl.static_range(2):
         for i in tl.static_range(2):
-            inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
+            inside = live & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
             q1 = ((q_word >> 16 * i + 8 * h & 255).to(tl.int32) ^ 128) - 128
-            w = d1 * q1
-            tl.store(out + 128 * t + 32 * j + 16 * h + 2 * c + i, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, d, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * (K // 32)
-    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 32 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 32
-        j = u // 8 % 4
-        c = u % 8
-        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
-        d1 = tl.load(d + 4 * t + j, live, 0).to(tl.float32)
-        q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
-        for h in tl.static_range(2):
-            for i in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
-                q1 = ((q_word >> 16 * i + 8 * h & 255).to(tl.int32) ^ 128) - 128
-                x_k = tl.load(x + 128 * t + 32 * j + 16 * h + 2 * c + i, inside, 0).to(tl.float32)
-                acc += d1 * q1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+            state = use(state, 128 * t + 32 * j + 16 * h + 2 * c + i, d1 * q1, inside)
+    return state
 
 
 @triton.jit
@@ -232,7 +165,7 @@ VARIANT = Variant(
                 "blocks": Stored("u8", "N", "34*K/32", bits=("d[1@0, 34@1]", "q+16[1@0, 32:1@1 34@1]")),
             },
             unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_gguf, rows="N", units="K", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -240,7 +173,7 @@ VARIANT = Variant(
                 "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32, width=8, bits=8,
                         signed=True, base=(128, 2304), double=True, zero=(-128, -128))),

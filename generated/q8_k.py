@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import signmax
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, as_type, device, empty, integer
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, as_type, empty, integer
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -69,48 +69,17 @@ def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    blocks += 292 * n.to(tl.int64) * (K // 256)
+def _decode_gguf(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    blocks, = tensors
+    blocks += 292 * (n * (K // 256))
     blocks_f32 = blocks.to(tl.pointer_type(tl.float32))
-    out += n.to(tl.int64) * K
     t = k // 256
     h = k % 256
-    live = (n < N) & (t < K // 256)
     d = tl.load(blocks_f32 + 73 * t, live, 0)
     q = tl.load(blocks + 292 * t + h + 4, live, 0).to(tl.int8, bitcast=True)
-    w = d * q
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    blocks += 292 * n.to(tl.int64) * (K // 256)
-    blocks_f32 = blocks.to(tl.pointer_type(tl.float32))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = k // 256
-        h = k % 256
-        live = (n < N) & (t < K // 256)
-        d = tl.load(blocks_f32 + 73 * t, live, 0)
-        q = tl.load(blocks + 292 * t + h + 4, live, 0).to(tl.int8, bitcast=True)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += d * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, d * q, live)
+    return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -127,7 +96,7 @@ VARIANT = Variant(
                 "blocks": Stored("u8", "N", "292*K/256"),
             },
             unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_gguf, rows="N", units="K", last="k"),
         ),
     },
     decode=decode, encode=encode,

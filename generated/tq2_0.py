@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, empty,
-        lanes)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -92,71 +91,31 @@ def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_gguf(blocks, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    blocks += 66 * n.to(tl.int64) * (K // 256)
+def _decode_gguf(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit u of row n, in float32."""
+    blocks, = tensors
+    blocks += 66 * (n * (K // 256))
     blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    out += n.to(tl.int64) * K
     t = u // 64
     i = u // 32 % 2
     j = u % 32
-    live = (n < N) & (t < K // 256)
     d = tl.load(blocks_f16 + 33 * t + 32, live, 0).to(tl.float32)
     q_word = tl.load(blocks + 66 * t + 32 * i + j, live, 0)
     for h in tl.static_range(4):
         q = (q_word >> 2 * h & 3).to(tl.int32)
-        w = d * (q - 1)
-        tl.store(out + 256 * t + 128 * i + 32 * h + j, w, live)
+        state = use(state, 256 * t + 128 * i + 32 * h + j, d * (q - 1), live)
+    return state
 
 
 @triton.jit
-def _linear_gguf(blocks, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    blocks += 66 * n.to(tl.int64) * (K // 256)
-    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 4, BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 64
-        i = u // 32 % 2
-        j = u % 32
-        live = (n < N) & (t < K // 256)
-        d = tl.load(blocks_f16 + 33 * t + 32, live, 0).to(tl.float32)
-        q_word = tl.load(blocks + 66 * t + 32 * i + j, live, 0)
-        for h in tl.static_range(4):
-            q = (q_word >> 2 * h & 3).to(tl.int32)
-            x_k = tl.load(x + 256 * t + 128 * i + 32 * h + j, live, 0).to(tl.float32)
-            acc += d * (q - 1) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, d, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    d += n.to(tl.int64) * (K // 256)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    out += n.to(tl.int64) * K
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 16 weights of unit u of row n, in float32."""
+    q, d = tensors
+    d += n * (K // 256)
+    q += 16 * (n * tl.cdiv(K, 256))
     t = u // 16
     b = u // 4 % 4
     a = u % 4
-    live = (n < N) & (t < tl.cdiv(K, 256))
     d1 = tl.load(d + t, live, 0).to(tl.float32)
     q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
     for h in tl.static_range(2):
@@ -164,40 +123,8 @@ def _dequantize_planar(q, d, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
             for j in tl.static_range(2):
                 for c in tl.static_range(2):
                     q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
-                    w = d1 * (q1 - 1)
-                    tl.store(out + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, w, live)
-
-
-@triton.jit
-def _linear_planar(q, d, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    d += n.to(tl.int64) * (K // 256)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 256), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        b = u // 4 % 4
-        a = u % 4
-        live = (n < N) & (t < tl.cdiv(K, 256))
-        d1 = tl.load(d + t, live, 0).to(tl.float32)
-        q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
-        for h in tl.static_range(2):
-            for i in tl.static_range(2):
-                for j in tl.static_range(2):
-                    for c in tl.static_range(2):
-                        q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
-                        x_k = tl.load(x + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a
-                            + c, live, 0).to(tl.float32)
-                        acc += d1 * (q1 - 1) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+                    state = use(state, 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, d1 * (q1 - 1), live)
+    return state
 
 
 @triton.jit
@@ -246,7 +173,7 @@ VARIANT = Variant(
                 "blocks": Stored("u8", "N", "66*K/256", bits=("q[1@0, 32:1@1 4:2 2:32@1 66@1]", "d+512[1@0, 66@1]")),
             },
             unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_dequantize_gguf, _linear_gguf, rows="N", units="K/4", last="k"),
+            kernels=Kernels(_decode_gguf, rows="N", units="K/4", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -254,7 +181,7 @@ VARIANT = Variant(
                 "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar,
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("256",), width=2, bits=2, zero=(-1, -129),
                         exact=True, spans=(4,))),

@@ -6,7 +6,7 @@ from types import ModuleType
 
 TYPE_CHECKING = False                                            # `typing` takes longer to import than all of this
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
     from typing import Any
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from qdsl.checkpoint.checkpoint import Checkpoint
     from qdsl.models.load import LoadReport
     from qdsl.models.save import SaveReport
-    from qdsl.runtime.model import Report
+    from qdsl.runtime.torch.model import Report
+    from qdsl.runtime.weight.packed import PackedWeight
 
 __version__ = "0.1.0"
 
@@ -25,10 +26,10 @@ def load(spec: Path | str) -> ModuleType:
     """The generated module of a spec, a file or the name of one that ships, built into a cache folder and imported.
 
     The same spec gives the same module object; what was pickled of it opens in a process that has loaded the spec.
-    Raises qdsl.spec.source.SpecError with everything that is wrong, qdsl.places.UnknownSpec, or OSError.
+    Raises qdsl.compiler.spec.source.SpecError with everything that is wrong, qdsl.core.places.UnknownSpec, or OSError.
     """
-    from qdsl.loading import load as load_spec
-    from qdsl.places import find
+    from qdsl.compiler.load import load as load_spec
+    from qdsl.core.places import find
 
     return load_spec(find(str(spec)))
 
@@ -41,7 +42,7 @@ def quantize_(model: nn.Module, format: ModuleType | Path | str, filter: Callabl
     without it.  options: those of the format's `quantize`.  Returns what was replaced, and what was left and why.  Raises
     qdsl.runtime.FormatError for options that the format does not have, before anything changes.
     """
-    from qdsl.runtime.model import quantize_model
+    from qdsl.runtime.torch.model import quantize_model
 
     module = format if isinstance(format, ModuleType) else _module(str(format))
     return quantize_model(model, module.FORMAT, filter, **options)
@@ -53,7 +54,7 @@ def planar_(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = 
     filter: whether a layer, given with its name, is looked at; all are without it.  Returns what was stored anew, and what was
     left and why.
     """
-    from qdsl.runtime.model import planar_model
+    from qdsl.runtime.torch.model import planar_model
 
     return planar_model(model, filter)
 
@@ -73,9 +74,27 @@ def fuse_(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = No
     return fuse_model(model, filter)
 
 
+def tune(packed: PackedWeight, rows: Iterable[int] = (1, 8, 16), dtype: torch.dtype | None = None) -> dict[str, dict[str, Any]]:
+    """Time the ways to multiply by a weight on its GPU for these numbers of rows of x, and keep the fastest for each number.
+
+    A number stands for those down to half of it, 8 for 2 to 8.  dtype: of x, torch.float16 by default.  Returns kind,
+    configuration and milliseconds, as the cache folder keeps them.  Raises MissingTriton where Triton is not installed.
+    """
+    from qdsl.runtime.gpu.tune import tune as tune_weight
+
+    return tune_weight(packed, rows) if dtype is None else tune_weight(packed, rows, dtype)
+
+
+def compile_products(on: bool = True) -> None:
+    """Compile products on a CPU, or stop doing so; compiling takes some seconds for each new format and shape."""
+    from qdsl.runtime.cpu.linear import compile_products as compile_on_cpu
+
+    compile_on_cpu(on)
+
+
 def packed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The stored tensors of a model's qdsl layers, by their names in the model; a tied one under every name."""
-    from qdsl.runtime.distributed import packed_parameters as find_packed
+    from qdsl.runtime.torch.distributed import packed_parameters as find_packed
 
     return find_packed(model)
 
@@ -85,7 +104,7 @@ def ignore_packed_(model: nn.Module) -> set[nn.Parameter]:
 
     Call it before the model is wrapped.  Every rank then holds all packed tensors itself: load the same checkpoint on each.
     """
-    from qdsl.runtime.distributed import ignore_packed_ as ignore
+    from qdsl.runtime.torch.distributed import ignore_packed_ as ignore
 
     return ignore(model)
 
@@ -96,10 +115,10 @@ def open(path: Path | str, shapes: Mapping[str, Sequence[int]] | None = None, ve
     Its `.layers`, `.layer(name)`, `.weight(name)`, `.weights()` and `.report()` read weights as they are packed, mapped and not
     copied.  shapes: (N, K), or (E, N, K) of experts, by the names of modules whose tensors do not state them.
     verify: read all files first, and compare them with the checksums that qdsl wrote with them.  Raises
-    qdsl.checkpoint.safetensors.CheckpointError for anything that is wrong in the files, OSError where they cannot be read.
+    qdsl.checkpoint.files.safetensors.CheckpointError for anything that is wrong in the files, OSError where they cannot be read.
     """
     from qdsl.checkpoint.checkpoint import open_checkpoint
-    from qdsl.checkpoint.references import local_path
+    from qdsl.checkpoint.files.references import local_path
 
     return open_checkpoint(local_path(path), shapes, verify)
 
@@ -137,7 +156,7 @@ def load_weights_(model: nn.Module, path: Path | str, rename: Callable[[str], st
     qdsl.models.plan.LoadError, with the model unchanged, where a parameter has no weight or shapes differ; CheckpointError for
     files that are wrong.
     """
-    from qdsl.checkpoint.references import local_path
+    from qdsl.checkpoint.files.references import local_path
     from qdsl.models.load import load_weights
 
     return load_weights(model, local_path(path), rename, device, dtype, verify, copy, format, skip, **options)
@@ -172,7 +191,7 @@ def _module(spec: str) -> ModuleType:
     from importlib import import_module
     from pathlib import Path
 
-    from qdsl.places import shipped
+    from qdsl.core.places import shipped
 
     if not Path(spec).is_file() and spec in [path.stem for path in shipped()]:
         return import_module(f"qdsl.generated.{spec}")

@@ -30,35 +30,36 @@ from select import select
 from types import CodeType, FunctionType
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from tests.support.paths import ROOT
+
 PER_MODULE = 10
 PER_KIND = 3
 # Core modules, and the test files that matter for each.
 TESTS: dict[str, tuple[str, ...]] = {
-    "qdsl/layout.py": ("test_layout", "test_program"),
-    "qdsl/numbers.py": ("test_numbers",),
-    "qdsl/stored.py": ("test_stored_tables", "test_detect", "test_wrap"),
-    "qdsl/ir/index.py": ("test_index", "test_program"),
-    "qdsl/spec/grammar.py": ("test_bad_specs", "test_program"),
-    "qdsl/passes/read_records.py": ("test_records", "test_bad_specs", "test_program"),
+    "qdsl/core/layout.py": ("test_layout", "test_program"),
+    "qdsl/core/numbers.py": ("test_numbers",),
+    "qdsl/core/stored.py": ("test_stored_tables", "test_detect", "test_wrap"),
+    "qdsl/compiler/ir/index.py": ("test_index", "test_program"),
+    "qdsl/compiler/spec/grammar.py": ("test_bad_specs", "test_program"),
+    "qdsl/compiler/passes/read_records.py": ("test_records", "test_bad_specs", "test_program"),
     "qdsl/encode/absmax.py": ("test_goldens", "test_encode"),
-    "qdsl/checkpoint/safetensors.py": ("test_safetensors", "test_jobs"),
-    "qdsl/checkpoint/gguf.py": ("test_gguf", "test_verify_gguf"),
-    "qdsl/rewrite/stage.py": ("test_jobs", "test_disks"),
-    "qdsl/entropy/huffman_windows.py": ("test_entropy", "test_streams"),
-    "qdsl/runtime/convert.py": ("test_runtime", "test_convert"),
-    "qdsl/runtime/format.py": ("test_runtime", "test_wrap", "test_robust_arguments"),
+    "qdsl/checkpoint/files/safetensors.py": ("test_safetensors", "test_jobs"),
+    "qdsl/checkpoint/files/gguf.py": ("test_gguf", "test_verify_gguf"),
+    "qdsl/jobs/engine/stage.py": ("test_jobs", "test_disks"),
+    "qdsl/codecs/huffman_windows/reference.py": ("test_entropy", "test_streams"),
+    "qdsl/runtime/weight/convert.py": ("test_runtime", "test_convert"),
+    "qdsl/runtime/weight/format.py": ("test_runtime", "test_wrap", "test_robust_arguments"),
 }
 # Mutants that are tried besides those that are drawn: both once survived.
 NAMED: dict[str, tuple[str, ...]] = {
-    "qdsl/layout.py": ("split: stride * period -> stride + period",),
-    "qdsl/runtime/format.py": ("Format._dequantized_in_order: stop - start -> stop + start",),
+    "qdsl/core/layout.py": ("split: stride * period -> stride + period",),
+    "qdsl/runtime/weight/format.py": ("Format._dequantized_in_order: stop - start -> stop + start",),
 }
 # Mutants that do what the code does, and why: path -> name -> proof.
 EQUAL: dict[str, dict[str, str]] = {
-    "qdsl/layout.py": {"_ranges: 0 -> 1": "an element without coordinates is the only one of its field: no line follows"},
+    "qdsl/core/layout.py": {"_ranges: 0 -> 1": "an element without coordinates is the only one of its field: no line follows"},
     "qdsl/encode/absmax.py": {"signmax: -low > high -> -low >= high": "where both are equal, the next statements choose"},
-    "qdsl/passes/read_records.py": {"_TensorReader.part: 0 -> 1": "the width of a gap that fits is never 0"},
+    "qdsl/compiler/passes/read_records.py": {"_TensorReader.part: 0 -> 1": "the width of a gap that fits is never 0"},
 }
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -317,7 +318,8 @@ def run_module(name: str) -> int:
 
     trial = Trial(name)
     options = ["-p", "no:cacheprovider", "-p", "no:terminal", "-s", "-o", "addopts="]
-    code = pytest.main([*options, *(f"tests/{test}.py" for test in TESTS[name])], plugins=[trial])
+    paths = [str(path) for test in TESTS[name] for path in (ROOT / "tests").glob(f"*/{test}.py")]
+    code = pytest.main([*options, *paths], plugins=[trial])
     print(f"{name}: {trial.results.total()} mutants, "
           f"{', '.join(f'{count} {result}' for result, count in sorted(trial.results.items()))}", flush=True)
     return int(bool(code) or bool(trial.results["SURVIVED"]) or not trial.results)

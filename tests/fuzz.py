@@ -24,17 +24,18 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from qdsl.checkpoint import checksums, crc, gguf, gguf_metadata, groups, ignored, layers, quantization, resume, safetensors
-from qdsl.checkpoint import contents as inspecting
-from qdsl.checkpoint import folder as folders
-from qdsl.checkpoint.ggml_types import BY_NAME
-from qdsl.checkpoint.safetensors import CheckpointError
-from qdsl.compress import original
-from qdsl.places import shipped
-from qdsl.quantize import imatrix
-from qdsl.rewrite import stage
-from qdsl.spec import grammar, marked, schema
-from qdsl.spec.source import SpecError
+from qdsl.checkpoint.detect import groups, ignored, layers, quantization
+from qdsl.checkpoint.files import checksums, crc, gguf, gguf_metadata, resume, safetensors
+from qdsl.checkpoint.files import folder as folders
+from qdsl.checkpoint.files.ggml_types import BY_NAME
+from qdsl.checkpoint.files.safetensors import CheckpointError
+from qdsl.checkpoint.report import contents as inspecting
+from qdsl.compiler.spec import grammar, marked, schema
+from qdsl.compiler.spec.source import SpecError
+from qdsl.core.places import shipped
+from qdsl.jobs.compress import original
+from qdsl.jobs.engine import stage
+from qdsl.jobs.gguf import imatrix
 from tests.support.ggufs import array, framed, info, pair, text
 from tests.support.jobs import command, job_inputs, succeed
 

@@ -15,14 +15,14 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from qdsl.emit.lanes import FUNCTIONS
-from qdsl.emit.module import module as module_text
-from qdsl.ir.program import Program
-from qdsl.passes import compile_spec
-from qdsl.runtime import ops
-from qdsl.runtime.format import Format
-from qdsl.spec.model import Spec
-from qdsl.spec.source import SpecError
+from qdsl.compiler.emit.module.module import module as module_text
+from qdsl.compiler.emit.triton.lanes import FUNCTIONS
+from qdsl.compiler.ir.program import Program
+from qdsl.compiler.passes import compile_spec
+from qdsl.compiler.spec.model import Spec
+from qdsl.compiler.spec.source import SpecError
+from qdsl.runtime.torch import ops
+from qdsl.runtime.weight.format import Format
 from tests.support.answers import Answers, differences, kept, told_lacking, told_params
 from tests.support.covering import ALL
 from tests.support.formats import SPECS, spec
@@ -264,12 +264,12 @@ def caught_whole(found: Spec, answers: Answers) -> str:
 def text_of(found: Spec) -> Mapping[str, str]:
     """Its module; of the kernels, the most of the text, the names alone, because nothing calls them (`make test-all`: whole)."""
     programs = compile_spec(found)
-    with patch("qdsl.emit.module.kernels", names_of_kernels) if not ALL else nullcontext():
+    with patch("qdsl.compiler.emit.module.module.kernels", names_of_kernels) if not ALL else nullcontext():
         return module_text(programs)
 
 
 def names_of_kernels(program: Program) -> list[str]:
-    return [f"_{kind}_{program.storage} = None" for kind in ("dequantize", "linear", "pairs", *FUNCTIONS)]
+    return [f"_{kind}_{program.storage} = None" for kind in ("decode", "pairs", *FUNCTIONS)]
 
 
 def built(files: Mapping[str, str]) -> Format:

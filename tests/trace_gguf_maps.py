@@ -22,7 +22,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from qdsl.checkpoint.gguf import GgufFile
+from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.models.gguf_maps import (
     FOLDER,
     INVERSE,

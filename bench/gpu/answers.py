@@ -17,9 +17,9 @@ from bench.gpu.device import Facts, clock_rate, launches_for
 from bench.gpu.report import say
 from bench.gpu.weights import DTYPES, Weight, clones, every, large
 from bench.weights import format_of
-from qdsl.runtime import PackedWeight, launch
-from qdsl.runtime.call import Call
-from qdsl.runtime.gpu import plan
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import launch, plan
+from qdsl.runtime.gpu.call import Call
 
 Answer = dict[str, Any]
 SCHEDULERS = 4                                                   # of a multiprocessor

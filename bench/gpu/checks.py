@@ -14,10 +14,11 @@ from bench.gpu.budget import Part
 from bench.gpu.plan import INVARIANT, Case, Check
 from bench.gpu.report import say
 from bench.gpu.weights import DTYPES, packed
-from qdsl.runtime import PackedWeight, launch
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu import product as gpu_product
 from qdsl.runtime.gpu.costs import Candidate
-from qdsl.runtime.linear import as_stored
+from qdsl.runtime.torch.linear import as_stored
 
 COMPILE = 2.0                                                    # seconds per launch that was not compiled ahead, assumed
 STUCK = 120.0                                                    # seconds for which a process that compiles is waited for

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from qdsl.analyze.gpus import GPUS
-from qdsl.runtime import configure
+from qdsl.runtime.gpu import configure
 from qdsl.runtime.gpu.devices import of_device
 
 

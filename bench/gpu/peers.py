@@ -18,9 +18,9 @@ import torch
 
 from bench.gpu import clock
 from bench.gpu.weights import ROWS, normal
-from qdsl.entropy.huffman_windows import THREADS, shared_memory
+from qdsl.codecs.huffman_windows.reference import THREADS, shared_memory
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.arrays import cdiv
+from qdsl.runtime.weight.arrays import cdiv
 
 DFLOAT11 = "dfloat11"
 TOLERANCE = 0.03                                                 # of the result's norm

@@ -10,12 +10,12 @@ import torch
 from bench.gpu import regimes
 from bench.gpu.weights import DTYPES, Weight, every, fits
 from bench.weights import format_of
-from qdsl.runtime import Lanes, PackedWeight, launch
-from qdsl.runtime.call import Call
-from qdsl.runtime.gpu import plan
+from qdsl.runtime import Lanes, PackedWeight
+from qdsl.runtime.gpu import launch, plan
+from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
-from qdsl.runtime.linear import tile_weights
-from qdsl.runtime.tiles import row_tiles
+from qdsl.runtime.torch.linear import tile_weights
+from qdsl.runtime.weight.tiles import row_tiles
 
 INVARIANT = (1, 3, 8)                                            # rows of x that the kernel for few must not tell apart
 # Candidates for N and K; the first pair that a storage can hold is taken.  Tall ones reach tiles of two and eight warps along K.

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from qdsl.runtime import lanes
+from qdsl.runtime.gpu.kernels import lanes
 
 
 @triton.jit

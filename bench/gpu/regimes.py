@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from qdsl.runtime import PackedWeight, configure, launch, streams
-from qdsl.runtime.gpu import plan
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import configure, launch, plan
 from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.weight import streams
 
 FEWER = 16                                                       # rows of x that kernels are checked with, without 'tile_gemm'
 

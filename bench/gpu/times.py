@@ -22,7 +22,7 @@ from bench.gpu.probes import Launched
 from bench.gpu.report import say
 from bench.gpu.weights import DTYPES, Weight, clones, fits, large
 from bench.weights import format_of
-from qdsl.runtime import launch
+from qdsl.runtime.gpu import launch
 
 SHAPES = ((8192, 8192), (4096, 4096), (28672, 8192), (4096, 14336))             # N out features x K in features, by value
 ROWS = (1, 16, 8, 64, 4, 2, 256, 4096)                                          # M, by value

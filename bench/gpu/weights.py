@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from bench.weights import DIGITS, choices, format_of
-from qdsl.numbers import number
-from qdsl.runtime import PackedWeight, streams
-from qdsl.runtime.match import torch_dtype
-from qdsl.shapes import extents
+from qdsl.core.numbers import number
+from qdsl.core.shapes import extents
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.weight import streams
+from qdsl.runtime.weight.match import torch_dtype
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 ROWS = 256                                                       # of which a large weight consists; whole blocks and words

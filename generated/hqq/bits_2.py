@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, lanes, pad,
-        workspace)
-from qdsl.runtime.gpu.kernels import gemv, skinny
+from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, pad, workspace
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -99,112 +98,41 @@ def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_hqq(W_q, scale, zero, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr, LARGE: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    if LARGE:                                                    # positions n * K + k pass 2^31
-        K = tl.cast(K, tl.int64)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_hqq(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    W_q, scale, zero = tensors
+    group, = sizes
     z = tl.load(zero + (k + n * K) // group, live, 0).to(tl.float32)
     s = tl.load(scale + (k + n * K) // group, live, 0).to(tl.float32)
-    q = tl.load(W_q + (k + n * K) % group + ((k + n * K) // group % (N * K // (4 * group))).to(tl.int64)
+    q = tl.load(W_q + (k + n * K) % group + (k + n * K) // group % (N * K // (4 * group))
         * group, live, 0) >> 6 - 2 * ((k + n * K) // group // (N * K // (4 * group))) & 3
-    w = (q - z) * s
-    tl.store(out + k, w, live)
+    state = use(state, k, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_hqq(W_q, scale, zero, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr, LARGE: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    if LARGE:                                                    # positions n * K + k pass 2^31
-        K = tl.cast(K, tl.int64)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        z = tl.load(zero + (k + n * K) // group, live, 0).to(tl.float32)
-        s = tl.load(scale + (k + n * K) // group, live, 0).to(tl.float32)
-        q = tl.load(W_q + (k + n * K) % group + ((k + n * K) // group % (N * K // (4 * group))).to(tl.int64)
-            * group, live, 0) >> 6 - 2 * ((k + n * K) // group // (N * K // (4 * group))) & 3
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    z += n.to(tl.int64) * (K // group)
-    s += n.to(tl.int64) * (K // group)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    out += n.to(tl.int64) * K
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 16 weights of unit u of row n, in float32."""
+    q, s, z = tensors
+    group, = sizes
+    z += n * (K // group)
+    s += n * (K // group)
+    q += 16 * (n * tl.cdiv(K, 256))
     t = u // 16
     b = u // 4 % 4
     a = u % 4
-    live = (n < N) & (256 * t + 32 * b + 2 * a < K)
+    live = live & (256 * t + 32 * b + 2 * a < K)
     q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
     for h in tl.static_range(2):
         for i in tl.static_range(2):
             for j in tl.static_range(2):
                 for c in tl.static_range(2):
-                    inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
+                    inside = live & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
                     z1 = tl.load(z + (16 * t + 8 * h + 2 * b + i) // (group // 16), inside, 0).to(tl.float32)
                     s1 = tl.load(s + (16 * t + 8 * h + 2 * b + i) // (group // 16), inside, 0).to(tl.float32)
                     q1 = q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3
-                    w = (q1 - z1) * s1
-                    tl.store(out + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    z += n.to(tl.int64) * (K // group)
-    s += n.to(tl.int64) * (K // group)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 256), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        b = u // 4 % 4
-        a = u % 4
-        live = (n < N) & (256 * t + 32 * b + 2 * a < K)
-        q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
-        for h in tl.static_range(2):
-            for i in tl.static_range(2):
-                for j in tl.static_range(2):
-                    for c in tl.static_range(2):
-                        inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
-                        z1 = tl.load(z + (16 * t + 8 * h + 2 * b + i) // (group // 16), inside, 0).to(tl.float32)
-                        s1 = tl.load(s + (16 * t + 8 * h + 2 * b + i) // (group // 16), inside, 0).to(tl.float32)
-                        q1 = q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3
-                        x_k = tl.load(x + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a
-                            + c, inside, 0).to(tl.float32)
-                        acc += (q1 - z1) * s1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+                    state = use(state, 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, (q1 - z1) * s1, inside)
+    return state
 
 
 @triton.jit
@@ -256,7 +184,7 @@ VARIANT = Variant(
                 "zero": Stored("scale_type", "N*K/group", "1", bits=("z[1@0]",)),
             },
             unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
-            kernels=Kernels(_dequantize_hqq, _linear_hqq, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_hqq, rows="N", units="K", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -265,7 +193,7 @@ VARIANT = Variant(
                 "z": Stored("scale_type", "N", "K/group"),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "group"),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
                         scale=_scale_planar, blocks=("group",), size=16, width=2, bits=2)),
         ),

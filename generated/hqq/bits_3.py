@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, integer,
-        lanes, pad, workspace)
-from qdsl.runtime.gpu.kernels import gemv, skinny
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, integer, pad,
+        workspace)
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -122,65 +122,27 @@ def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_hqq_3bit(W_q, scale, zero, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr, LARGE: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    if LARGE:                                                    # positions n * K + k pass 2^31
-        K = tl.cast(K, tl.int64)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_hqq_3bit(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    W_q, scale, zero = tensors
+    group, = sizes
     z = tl.load(zero + (k + n * K) // group, live, 0).to(tl.float32)
     s = tl.load(scale + (k + n * K) // group, live, 0).to(tl.float32)
-    q = tl.load(W_q + (k + n * K) % group + ((k + n * K) // group % tl.cdiv(N * K // group, 10)).to(tl.int64)
+    q = tl.load(W_q + (k + n * K) % group + (k + n * K) // group % tl.cdiv(N * K // group, 10)
         * group, live, 0) >> 27 - 3 * ((k + n * K) // group // tl.cdiv(N * K // group, 10)) & 7
-    w = (q - z) * s
-    tl.store(out + k, w, live)
+    state = use(state, k, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_hqq_3bit(W_q, scale, zero, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr,
-    LARGE: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    if LARGE:                                                    # positions n * K + k pass 2^31
-        K = tl.cast(K, tl.int64)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        z = tl.load(zero + (k + n * K) // group, live, 0).to(tl.float32)
-        s = tl.load(scale + (k + n * K) // group, live, 0).to(tl.float32)
-        q = tl.load(W_q + (k + n * K) % group + ((k + n * K) // group % tl.cdiv(N * K // group, 10)).to(tl.int64)
-            * group, live, 0) >> 27 - 3 * ((k + n * K) // group // tl.cdiv(N * K // group, 10)) & 7
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q_0, q_1, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    z += n.to(tl.int64) * (K // group)
-    s += n.to(tl.int64) * (K // group)
-    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    q_0, q_1, s, z = tensors
+    group, = sizes
+    z += n * (K // group)
+    s += n * (K // group)
+    q_0 += 16 * (n * tl.cdiv(K, 256))
+    q_1 += 16 * (n * tl.cdiv(K, 512))
     z1 = tl.load(z + k // group, live, 0).to(tl.float32)
     s1 = tl.load(s + k // group, live, 0).to(tl.float32)
     q_low = tl.load(q_0 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
@@ -190,40 +152,8 @@ def _dequantize_planar(q_0, q_1, s, z, out, N, K, group, BN: tl.constexpr, BK: t
         + k % 512 // 32 % 4, live,
         0) >> 16 * (k % 512 % 2) + 8 * (k % 512 // 16 % 2) + 4 * (k % 512 // 128 % 2) + 2 * (k % 512 // 8 % 2) + k % 512 // 256 & 1
     q = q_low | q_high << 2
-    w = (q - z1) * s1
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_planar(q_0, q_1, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    z += n.to(tl.int64) * (K // group)
-    s += n.to(tl.int64) * (K // group)
-    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        z1 = tl.load(z + k // group, live, 0).to(tl.float32)
-        s1 = tl.load(s + k // group, live, 0).to(tl.float32)
-        q_low = tl.load(q_0 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
-            + k % 256 // 32 % 4, live,
-            0) >> 16 * (k % 256 % 2) + 8 * (k % 256 // 16 % 2) + 4 * (k % 256 // 128) + 2 * (k % 256 // 8 % 2) & 3
-        q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
-            + k % 512 // 32 % 4, live,
-            0) >> 16 * (k % 512 % 2) + 8 * (k % 512 // 16 % 2) + 4 * (k % 512 // 128 % 2) + 2 * (k % 512 // 8 % 2) + k % 512 // 256 & 1
-        q = q_low | q_high << 2
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (q - z1) * s1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, (q - z1) * s1, live)
+    return state
 
 
 @triton.jit
@@ -276,7 +206,7 @@ VARIANT = Variant(
                 "zero": Stored("scale_type", "N*K/group", "1", bits=("z[1@0]",)),
             },
             unpack=unpack_hqq_3bit, pack=pack_hqq_3bit, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
-            kernels=Kernels(_dequantize_hqq_3bit, _linear_hqq_3bit, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_hqq_3bit, rows="N", units="K", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -288,7 +218,7 @@ VARIANT = Variant(
                 "z": Stored("scale_type", "N", "K/group"),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "group"),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
                         scale=_scale_planar, blocks=("group",), size=16, width=2, bits=3)),
         ),

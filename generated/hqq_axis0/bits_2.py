@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_float, device, workspace
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_float, workspace
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -72,49 +72,16 @@ def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_hqq(W_q, scale, zero, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr, LARGE: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    if LARGE:                                                    # positions n * K + k pass 2^31
-        K = tl.cast(K, tl.int64)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_hqq(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    W_q, scale, zero = tensors
+    group, = sizes
     z = tl.load(zero + (k + n * K) % (N * K // group), live, 0).to(tl.float32)
     s = tl.load(scale + (k + n * K) % (N * K // group), live, 0).to(tl.float32)
-    q = tl.load(W_q + (k + n * K) % (N * K // group) + ((k + n * K) // (N * K // group) % (group // 4)).to(tl.int64)
+    q = tl.load(W_q + (k + n * K) % (N * K // group) + (k + n * K) // (N * K // group) % (group // 4)
         * (N * K // group), live, 0) >> 6 - 2 * ((k + n * K) // (N * K // group) // (group // 4)) & 3
-    w = (q - z) * s
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_hqq(W_q, scale, zero, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr, LARGE: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    if LARGE:                                                    # positions n * K + k pass 2^31
-        K = tl.cast(K, tl.int64)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        z = tl.load(zero + (k + n * K) % (N * K // group), live, 0).to(tl.float32)
-        s = tl.load(scale + (k + n * K) % (N * K // group), live, 0).to(tl.float32)
-        q = tl.load(W_q + (k + n * K) % (N * K // group)
-            + ((k + n * K) // (N * K // group) % (group // 4)).to(tl.int64)
-            * (N * K // group), live, 0) >> 6 - 2 * ((k + n * K) // (N * K // group) // (group // 4)) & 3
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, (q - z) * s, live)
+    return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -133,7 +100,7 @@ VARIANT = Variant(
                 "zero": Stored("scale_type", "1", "N*K/group"),
             },
             unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
-            kernels=Kernels(_dequantize_hqq, _linear_hqq, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_hqq, rows="N", units="K", last="k"),
         ),
     },
     decode=decode, encode=encode, cuts=("1", "1"),

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, empty,
-        lanes, pad, spread, workspace)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, empty, pad, spread,
+        workspace)
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -170,252 +170,89 @@ def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_cpu_avx512(weight, scales_and_zeros, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+def _decode_cpu_avx512(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    weight, scales_and_zeros = tensors
+    group, = sizes
     scales_and_zeros += 2 * n
-    weight += 32 * (n // 64).to(tl.int64) * K
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+    weight += 32 * (n // 64 * K)
     g = k // group
-    z = tl.load(scales_and_zeros + 128 * g.to(tl.int64) * tl.cdiv(N, 64) + 1, live, 0).to(tl.float32)
-    s = tl.load(scales_and_zeros + 128 * g.to(tl.int64) * tl.cdiv(N, 64), live, 0).to(tl.float32)
+    z = tl.load(scales_and_zeros + 128 * (g * tl.cdiv(N, 64)) + 1, live, 0).to(tl.float32)
+    s = tl.load(scales_and_zeros + 128 * (g * tl.cdiv(N, 64)), live, 0).to(tl.float32)
     q = (tl.load(weight + 32 * k + n % 64 % 32, live, 0) >> 4 * (n % 64 // 32) & 15).to(tl.int32)
-    w = (q - 8) * s + z
-    tl.store(out + k, w, live)
+    state = use(state, k, (q - 8) * s + z, live)
+    return state
 
 
 @triton.jit
-def _linear_cpu_avx512(weight, scales_and_zeros, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
+def _decode_cpu_avx2(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    weight, scales_and_zeros = tensors
+    group, = sizes
     scales_and_zeros += 2 * n
-    weight += 32 * (n // 64).to(tl.int64) * K
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        g = k // group
-        z = tl.load(scales_and_zeros + 128 * g.to(tl.int64) * tl.cdiv(N, 64) + 1, live, 0).to(tl.float32)
-        s = tl.load(scales_and_zeros + 128 * g.to(tl.int64) * tl.cdiv(N, 64), live, 0).to(tl.float32)
-        q = (tl.load(weight + 32 * k + n % 64 % 32, live, 0) >> 4 * (n % 64 // 32) & 15).to(tl.int32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += ((q - 8) * s + z) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_cpu_avx2(weight, scales_and_zeros, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    scales_and_zeros += 2 * n
-    weight += 16 * (n // 32).to(tl.int64) * K
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+    weight += 16 * (n // 32 * K)
     g = k // group
-    z = tl.load(scales_and_zeros + 64 * g.to(tl.int64) * tl.cdiv(N, 32) + 1, live, 0).to(tl.float32)
-    s = tl.load(scales_and_zeros + 64 * g.to(tl.int64) * tl.cdiv(N, 32), live, 0).to(tl.float32)
+    z = tl.load(scales_and_zeros + 64 * (g * tl.cdiv(N, 32)) + 1, live, 0).to(tl.float32)
+    s = tl.load(scales_and_zeros + 64 * (g * tl.cdiv(N, 32)), live, 0).to(tl.float32)
     q = (tl.load(weight + 16 * k + n % 32 % 16, live, 0) >> 4 * (n % 32 // 16) & 15).to(tl.int32)
-    w = (q - 8) * s + z
-    tl.store(out + k, w, live)
+    state = use(state, k, (q - 8) * s + z, live)
+    return state
 
 
 @triton.jit
-def _linear_cpu_avx2(weight, scales_and_zeros, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
+def _decode_cpu_scalar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    weight, scales_and_zeros = tensors
+    group, = sizes
     scales_and_zeros += 2 * n
-    weight += 16 * (n // 32).to(tl.int64) * K
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        g = k // group
-        z = tl.load(scales_and_zeros + 64 * g.to(tl.int64) * tl.cdiv(N, 32) + 1, live, 0).to(tl.float32)
-        s = tl.load(scales_and_zeros + 64 * g.to(tl.int64) * tl.cdiv(N, 32), live, 0).to(tl.float32)
-        q = (tl.load(weight + 16 * k + n % 32 % 16, live, 0) >> 4 * (n % 32 // 16) & 15).to(tl.int32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += ((q - 8) * s + z) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_cpu_scalar(weight, scales_and_zeros, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    scales_and_zeros += 2 * n
-    weight += 16 * (n // 32).to(tl.int64) * K
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+    weight += 16 * (n // 32 * K)
     g = k // group
-    z = tl.load(scales_and_zeros + 64 * g.to(tl.int64) * tl.cdiv(N, 32) + 1, live, 0).to(tl.float32)
-    s = tl.load(scales_and_zeros + 64 * g.to(tl.int64) * tl.cdiv(N, 32), live, 0).to(tl.float32)
+    z = tl.load(scales_and_zeros + 64 * (g * tl.cdiv(N, 32)) + 1, live, 0).to(tl.float32)
+    s = tl.load(scales_and_zeros + 64 * (g * tl.cdiv(N, 32)), live, 0).to(tl.float32)
     q = (tl.load(weight + 16 * k + n % 32 // 2, live, 0) >> 4 * (n % 32 % 2) & 15).to(tl.int32)
-    w = (q - 8) * s + z
-    tl.store(out + k, w, live)
+    state = use(state, k, (q - 8) * s + z, live)
+    return state
 
 
 @triton.jit
-def _linear_cpu_scalar(weight, scales_and_zeros, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    scales_and_zeros += 2 * n
-    weight += 16 * (n // 32).to(tl.int64) * K
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        g = k // group
-        z = tl.load(scales_and_zeros + 64 * g.to(tl.int64) * tl.cdiv(N, 32) + 1, live, 0).to(tl.float32)
-        s = tl.load(scales_and_zeros + 64 * g.to(tl.int64) * tl.cdiv(N, 32), live, 0).to(tl.float32)
-        q = (tl.load(weight + 16 * k + n % 32 // 2, live, 0) >> 4 * (n % 32 % 2) & 15).to(tl.int32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += ((q - 8) * s + z) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_cpu_rest(weight, scales_and_zeros, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 2 weights.
-    """
-    r = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
+def _decode_cpu_rest(tensors, r, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit k of row r, in float32."""
+    weight, scales_and_zeros = tensors
+    group, = sizes
     scales_and_zeros += 4 * r
     weight += r
-    live = (r < N // 2) & (k < K)
     g = k // group
-    q_word = tl.load(weight + k.to(tl.int64) * (N // 2), live, 0)
+    q_word = tl.load(weight + k * (N // 2), live, 0)
     for h in tl.static_range(2):
-        z = tl.load(scales_and_zeros + 2 * h + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
-        s = tl.load(scales_and_zeros + 2 * h + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
+        z = tl.load(scales_and_zeros + 2 * h + 2 * (g * N) + 1, live, 0).to(tl.float32)
+        s = tl.load(scales_and_zeros + 2 * h + 2 * (g * N), live, 0).to(tl.float32)
         q = (q_word >> 4 * h & 15).to(tl.int32)
-        w = (q - 8) * s + z
-        tl.store(out + (2 * r + h).to(tl.int64) * K + k, w, live)
+        state = use(state, k, (q - 8) * s + z, live, h)
+    return state
 
 
 @triton.jit
-def _linear_cpu_rest(weight, scales_and_zeros, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
-    """
-    r = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    scales_and_zeros += 4 * r
-    weight += r
-    acc0 = tl.zeros((BK, BN), tl.float32)
-    acc1 = tl.zeros((BK, BN), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
-        live = (r < N // 2) & (k < K)
-        g = k // group
-        z = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
-        s = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N, live, 0).to(tl.float32)
-        q_word = tl.load(weight + k.to(tl.int64) * (N // 2), live, 0)
-        q = (q_word & 15).to(tl.int32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        z1 = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 3, live, 0).to(tl.float32)
-        s1 = tl.load(scales_and_zeros + 2 * g.to(tl.int64) * N + 2, live, 0).to(tl.float32)
-        q1 = (q_word >> 4 & 15).to(tl.int32)
-        acc0 += ((q - 8) * s + z) * x_k
-        acc1 += ((q1 - 8) * s1 + z1) * x_k
-    r = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, 2 * r, N, tl.sum(acc0, 0))
-    device.store_sums(out, bias, 2 * r + 1, N, tl.sum(acc1, 0))
-
-
-@triton.jit
-def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    z += n.to(tl.int64) * tl.cdiv(K, group)
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    out += n.to(tl.int64) * K
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, s, z = tensors
+    group, = sizes
+    z += n * tl.cdiv(K, group)
+    s += n * tl.cdiv(K, group)
+    q += 16 * (n * tl.cdiv(K, 128))
     t = u // 16
     j = u // 4 % 4
     c = u % 4
-    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    live = live & (128 * t + 32 * j + 2 * c < K)
     g = (4 * t + j) // (group // 32)
     z1 = tl.load(z + g, live, 0).to(tl.float32)
     s1 = tl.load(s + g, live, 0).to(tl.float32)
     q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
     for h in tl.static_range(4):
         for i in tl.static_range(2):
-            inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
+            inside = live & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
             q1 = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
-            w = (q1 - 8) * s1 + z1
-            tl.store(out + 128 * t + 32 * j + 8 * h + 2 * c + i, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    z += n.to(tl.int64) * tl.cdiv(K, group)
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        j = u // 4 % 4
-        c = u % 4
-        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
-        g = (4 * t + j) // (group // 32)
-        z1 = tl.load(z + g, live, 0).to(tl.float32)
-        s1 = tl.load(s + g, live, 0).to(tl.float32)
-        q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
-        for h in tl.static_range(4):
-            for i in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
-                q1 = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
-                x_k = tl.load(x + 128 * t + 32 * j + 8 * h + 2 * c + i, inside, 0).to(tl.float32)
-                acc += ((q1 - 8) * s1 + z1) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+            state = use(state, 128 * t + 32 * j + 8 * h + 2 * c + i, (q1 - 8) * s1 + z1, inside)
+    return state
 
 
 @triton.jit
@@ -471,7 +308,7 @@ VARIANT = Variant(
                 "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
             unpack=unpack_cpu_avx512, pack=pack_cpu_avx512, where=("g",), reads=("N",), extents=("N",), order="ret_idx",
-            kernels=Kernels(_dequantize_cpu_avx512, _linear_cpu_avx512, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_cpu_avx512, rows="N", units="K", last="k"),
         ),
         "cpu_avx2": Storage(
             tensors={
@@ -481,7 +318,7 @@ VARIANT = Variant(
                 "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
             unpack=unpack_cpu_avx2, pack=pack_cpu_avx2, where=("g",), reads=("N",), extents=("N",), order="ret_idx",
-            kernels=Kernels(_dequantize_cpu_avx2, _linear_cpu_avx2, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_cpu_avx2, rows="N", units="K", last="k"),
         ),
         "cpu_scalar": Storage(
             tensors={
@@ -491,7 +328,7 @@ VARIANT = Variant(
                 "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
             unpack=unpack_cpu_scalar, pack=pack_cpu_scalar, where=("g",), reads=("N",), extents=("N",), order="ret_idx",
-            kernels=Kernels(_dequantize_cpu_scalar, _linear_cpu_scalar, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_cpu_scalar, rows="N", units="K", last="k"),
         ),
         "cpu_rest": Storage(
             tensors={
@@ -500,7 +337,7 @@ VARIANT = Variant(
                 "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
             unpack=unpack_cpu_rest, pack=pack_cpu_rest, where=("g",), order="ret_idx",
-            kernels=Kernels(_dequantize_cpu_rest, _linear_cpu_rest, rows="N/2", units="K", last="n", sums=2),
+            kernels=Kernels(_decode_cpu_rest, rows="N/2", units="K", last="n", sums=2),
         ),
         "planar": Storage(
             tensors={
@@ -510,7 +347,7 @@ VARIANT = Variant(
                 "order": Stored("i32", "K", optional="order"),
             },
             unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32,
                         sums_in_tile_gemm=True)),

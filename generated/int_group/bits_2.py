@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, integer,
-        joined, lanes, pad, spread)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, integer, joined,
+        pad, spread)
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -216,148 +216,64 @@ def encode(weight: Tensor, *, group: int, scale_type: str, **options: Any) -> di
 
 
 @triton.jit
-def _dequantize_gptq_v2(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
+def _decode_gptq_v2(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 16 weights of unit t of row n, in float32."""
+    qweight, qzeros, scales, g_idx = tensors
+    group, = sizes
     qweight += n
     qzeros += n // 16
     scales += n
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 16)
-    q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
+    q_word = tl.load(qweight + t * N, live, 0)
     if g_idx is None:
         g = t // (group // 16)
-        z = (tl.load(qzeros + g.to(tl.int64) * (N // 16), live, 0) >> 2 * (n % 16) & 3).to(tl.int32)
-        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        z = (tl.load(qzeros + g * (N // 16), live, 0) >> 2 * (n % 16) & 3).to(tl.int32)
+        s = tl.load(scales + g * N, live, 0).to(tl.float32)
     for h in tl.static_range(16):
         q = (q_word >> 2 * h & 3).to(tl.int32)
         if g_idx is not None:
             g = tl.load(g_idx + 16 * t + h, live, 0)
-            z = (tl.load(qzeros + g.to(tl.int64) * (N // 16), live, 0) >> 2 * (n % 16) & 3).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + 16 * t + h, w, live)
+            z = (tl.load(qzeros + g * (N // 16), live, 0) >> 2 * (n % 16) & 3).to(tl.int32)
+            s = tl.load(scales + g * N, live, 0).to(tl.float32)
+        state = use(state, 16 * t + h, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_gptq_v2(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
+def _decode_gptq_v1(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 16 weights of unit t of row n, in float32."""
+    qweight, qzeros, scales, g_idx = tensors
+    group, = sizes
     qweight += n
     qzeros += n // 16
     scales += n
-    acc = tl.zeros((BK, BN), tl.float32)
-    for start in range(0, K // 16, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
-        live = (n < N) & (t < K // 16)
-        q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
-        if g_idx is None:
-            g = t // (group // 16)
-            z = (tl.load(qzeros + g.to(tl.int64) * (N // 16), live, 0) >> 2 * (n % 16) & 3).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        for h in tl.static_range(16):
-            q = (q_word >> 2 * h & 3).to(tl.int32)
-            if g_idx is not None:
-                g = tl.load(g_idx + 16 * t + h, live, 0)
-                z = (tl.load(qzeros + g.to(tl.int64) * (N // 16), live, 0) >> 2 * (n % 16) & 3).to(tl.int32)
-                s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-            x_k = tl.load(x + 16 * t + h, live, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 0))
-
-
-@triton.jit
-def _dequantize_gptq_v1(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
-    qweight += n
-    qzeros += n // 16
-    scales += n
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 16)
-    q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
+    q_word = tl.load(qweight + t * N, live, 0)
     if g_idx is None:
         g = t // (group // 16)
-        z_word = tl.load(qzeros + g.to(tl.int64) * (N // 16), live, 0) + 0x55555555
+        z_word = tl.load(qzeros + g * (N // 16), live, 0) + 0x55555555
         z = (z_word >> 2 * (n % 16) & 3).to(tl.int32)
-        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        s = tl.load(scales + g * N, live, 0).to(tl.float32)
     for h in tl.static_range(16):
         q = (q_word >> 2 * h & 3).to(tl.int32)
         if g_idx is not None:
             g = tl.load(g_idx + 16 * t + h, live, 0)
-            z_word = tl.load(qzeros + g.to(tl.int64) * (N // 16), live, 0) + 0x55555555
+            z_word = tl.load(qzeros + g * (N // 16), live, 0) + 0x55555555
             z = (z_word >> 2 * (n % 16) & 3).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + 16 * t + h, w, live)
+            s = tl.load(scales + g * N, live, 0).to(tl.float32)
+        state = use(state, 16 * t + h, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_gptq_v1(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    qweight += n
-    qzeros += n // 16
-    scales += n
-    acc = tl.zeros((BK, BN), tl.float32)
-    for start in range(0, K // 16, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
-        live = (n < N) & (t < K // 16)
-        q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
-        if g_idx is None:
-            g = t // (group // 16)
-            z_word = tl.load(qzeros + g.to(tl.int64) * (N // 16), live, 0) + 0x55555555
-            z = (z_word >> 2 * (n % 16) & 3).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        for h in tl.static_range(16):
-            q = (q_word >> 2 * h & 3).to(tl.int32)
-            if g_idx is not None:
-                g = tl.load(g_idx + 16 * t + h, live, 0)
-                z_word = tl.load(qzeros + g.to(tl.int64) * (N // 16), live, 0) + 0x55555555
-                z = (z_word >> 2 * (n % 16) & 3).to(tl.int32)
-                s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-            x_k = tl.load(x + 16 * t + h, live, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 0))
-
-
-@triton.jit
-def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, out, N, K, group,
-    BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_packed += n.to(tl.int64) * tl.cdiv(K, 16)
+def _decode_pack_quantized(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 16 weights of unit t of row n, in float32."""
+    weight_packed, weight_scale, weight_zero_point, weight_g_idx = tensors
+    group, = sizes
+    weight_packed += n * tl.cdiv(K, 16)
     if weight_zero_point is None:
         z = 2
     else:
-        weight_zero_point += (n // 16).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < tl.cdiv(K, 16))
+        weight_zero_point += n // 16 * tl.cdiv(K, group)
+    weight_scale += n * tl.cdiv(K, group)
     q_word = tl.load(weight_packed + t, live, 0)
     if weight_g_idx is None:
         g = 16 * t // group
@@ -367,7 +283,7 @@ def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, w
     if weight_g_idx is None:
         s = tl.load(weight_scale + g, live, 0).to(tl.float32)
     for h in tl.static_range(16):
-        inside = live & (n < N) & (16 * t + h < K)
+        inside = live & (16 * t + h < K)
         q = (q_word >> 2 * h & 3).to(tl.int32)
         if weight_g_idx is not None:
             g = tl.load(weight_g_idx + 16 * t + h, inside, 0)
@@ -376,70 +292,21 @@ def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, w
                 z = (tl.load(weight_zero_point + g, inside, 0) >> 2 * (n % 16) & 3).to(tl.int32)
         if weight_g_idx is not None:
             s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + 16 * t + h, w, inside)
+        state = use(state, 16 * t + h, (q - z) * s, inside)
+    return state
 
 
 @triton.jit
-def _linear_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, x, bias, out, N, K, group,
-    BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_packed += n.to(tl.int64) * tl.cdiv(K, 16)
-    if weight_zero_point is None:
-        z = 2
-    else:
-        weight_zero_point += (n // 16).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, tl.cdiv(K, 16), BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < tl.cdiv(K, 16))
-        q_word = tl.load(weight_packed + t, live, 0)
-        if weight_g_idx is None:
-            g = 16 * t // group
-        if weight_zero_point is not None:
-            if weight_g_idx is None:
-                z = (tl.load(weight_zero_point + g, live, 0) >> 2 * (n % 16) & 3).to(tl.int32)
-        if weight_g_idx is None:
-            s = tl.load(weight_scale + g, live, 0).to(tl.float32)
-        for h in tl.static_range(16):
-            inside = live & (n < N) & (16 * t + h < K)
-            q = (q_word >> 2 * h & 3).to(tl.int32)
-            if weight_g_idx is not None:
-                g = tl.load(weight_g_idx + 16 * t + h, inside, 0)
-            if weight_zero_point is not None:
-                if weight_g_idx is not None:
-                    z = (tl.load(weight_zero_point + g, inside, 0) >> 2 * (n % 16) & 3).to(tl.int32)
-            if weight_g_idx is not None:
-                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-            x_k = tl.load(x + 16 * t + h, inside, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_onnx_matmul_nbits(B, scales, zero_points, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    B += n.to(tl.int64) * (K // 4)
+def _decode_onnx_matmul_nbits(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit t of row n, in float32."""
+    B, scales, zero_points = tensors
+    group, = sizes
+    B += n * (K // 4)
     if zero_points is None:
         z = 2
     else:
-        zero_points += n.to(tl.int64) * tl.cdiv(K, 4 * group)
-    scales += n.to(tl.int64) * (K // group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 4)
+        zero_points += n * tl.cdiv(K, 4 * group)
+    scales += n * (K // group)
     q_word = tl.load(B + t, live, 0)
     g = t // (group // 4)
     if zero_points is not None:
@@ -447,114 +314,38 @@ def _dequantize_onnx_matmul_nbits(B, scales, zero_points, out, N, K, group, BN: 
     s = tl.load(scales + g, live, 0).to(tl.float32)
     for h in tl.static_range(4):
         q = (q_word >> 2 * h & 3).to(tl.int32)
-        w = (q - z) * s
-        tl.store(out + 4 * t + h, w, live)
+        state = use(state, 4 * t + h, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_onnx_matmul_nbits(B, scales, zero_points, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    B += n.to(tl.int64) * (K // 4)
-    if zero_points is None:
-        z = 2
-    else:
-        zero_points += n.to(tl.int64) * tl.cdiv(K, 4 * group)
-    scales += n.to(tl.int64) * (K // group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 4, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 4)
-        q_word = tl.load(B + t, live, 0)
-        g = t // (group // 4)
-        if zero_points is not None:
-            z = (tl.load(zero_points + g // 4, live, 0) >> 2 * (g % 4) & 3).to(tl.int32)
-        s = tl.load(scales + g, live, 0).to(tl.float32)
-        for h in tl.static_range(4):
-            q = (q_word >> 2 * h & 3).to(tl.int32)
-            x_k = tl.load(x + 4 * t + h, live, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 16 weights of unit u of row n, in float32."""
+    q, s, z = tensors
+    group, = sizes
+    q += 16 * (n * tl.cdiv(K, 256))
     if z is None:
         z1 = 2
     else:
-        z += n.to(tl.int64) * tl.cdiv(K, group)
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
+        z += n * tl.cdiv(K, group)
+    s += n * tl.cdiv(K, group)
     t = u // 16
     b = u // 4 % 4
     a = u % 4
-    live = (n < N) & (256 * t + 32 * b + 2 * a < K)
+    live = live & (256 * t + 32 * b + 2 * a < K)
     q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
     for h in tl.static_range(2):
         for i in tl.static_range(2):
             for j in tl.static_range(2):
                 for c in tl.static_range(2):
-                    inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
+                    inside = live & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
                     q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
                     g = (256 * t + 128 * h + 32 * b) // group
                     if z is not None:
                         z1 = (tl.load(z + g, inside, 0) & 3).to(tl.int32)
                     s1 = tl.load(s + g, inside, 0).to(tl.float32)
-                    w = (q1 - z1) * s1
-                    tl.store(out + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    if z is None:
-        z1 = 2
-    else:
-        z += n.to(tl.int64) * tl.cdiv(K, group)
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 256), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        b = u // 4 % 4
-        a = u % 4
-        live = (n < N) & (256 * t + 32 * b + 2 * a < K)
-        q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
-        for h in tl.static_range(2):
-            for i in tl.static_range(2):
-                for j in tl.static_range(2):
-                    for c in tl.static_range(2):
-                        inside = live & (n < N) & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
-                        q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
-                        g = (256 * t + 128 * h + 32 * b) // group
-                        if z is not None:
-                            z1 = (tl.load(z + g, inside, 0) & 3).to(tl.int32)
-                        s1 = tl.load(s + g, inside, 0).to(tl.float32)
-                        x_k = tl.load(x + 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a
-                            + c, inside, 0).to(tl.float32)
-                        acc += (q1 - z1) * s1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+                    state = use(state, 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, (q1 - z1) * s1, inside)
+    return state
 
 
 @triton.jit
@@ -612,7 +403,7 @@ VARIANT = Variant(
                 "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             },
             unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",),
-            kernels=Kernels(_dequantize_gptq_v2, _linear_gptq_v2, rows="N", units="K/16", last="n"),
+            kernels=Kernels(_decode_gptq_v2, rows="N", units="K/16", last="n"),
         ),
         "gptq_v1": Storage(
             tensors={
@@ -622,7 +413,7 @@ VARIANT = Variant(
                 "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             },
             unpack=unpack_gptq_v1, pack=pack_gptq_v1, always=("z",),
-            kernels=Kernels(_dequantize_gptq_v1, _linear_gptq_v1, rows="N", units="K/16", last="n"),
+            kernels=Kernels(_decode_gptq_v1, rows="N", units="K/16", last="n"),
         ),
         "pack_quantized": Storage(
             tensors={
@@ -636,7 +427,7 @@ VARIANT = Variant(
             unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
                 "span": "full"},
             reads=("N", "K"), shape="weight_shape",
-            kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="ceil(K/16)", last="k"),
+            kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/16)", last="k"),
         ),
         "onnx_matmul_nbits": Storage(
             tensors={
@@ -645,7 +436,7 @@ VARIANT = Variant(
                 "zero_points": Stored("u8", "N", "ceil(K/4*group)", optional="z", bits=("z[1@0, 4:2 1@1]",)),
             },
             unpack=unpack_onnx_matmul_nbits, pack=pack_onnx_matmul_nbits, where=("g",), reads=("K", "group"),
-            kernels=Kernels(_dequantize_onnx_matmul_nbits, _linear_onnx_matmul_nbits, rows="N", units="K/4", last="k"),
+            kernels=Kernels(_decode_onnx_matmul_nbits, rows="N", units="K/4", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -655,7 +446,7 @@ VARIANT = Variant(
                 "order": Stored("i32", "K", optional="order"),
             },
             unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32, width=2, bits=2,
                         sums_in_tile_gemm=True, spans=(4,))),

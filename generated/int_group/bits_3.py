@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, empty,
-        integer, joined, lanes, pad, spread)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, empty, integer,
+        joined, pad, spread)
+from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -311,238 +311,99 @@ def encode(weight: Tensor, *, group: int, scale_type: str, **options: Any) -> di
 
 
 @triton.jit
-def _dequantize_gptq_v2(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 32 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
+def _decode_gptq_v2(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 32 weights of unit t of row n, in float32."""
+    qweight, qzeros, scales, g_idx = tensors
+    group, = sizes
     qweight += n
     qzeros += 3 * (n // 32)
     scales += n
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 32)
-    q_0 = tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0)
-    q_1 = tl.load(qweight + 3 * t.to(tl.int64) * N + N, live, 0)
-    q_2 = tl.load(qweight + 3 * t.to(tl.int64) * N + 2 * N, live, 0)
+    q_0 = tl.load(qweight + 3 * (t * N), live, 0)
+    q_1 = tl.load(qweight + 3 * (t * N) + N, live, 0)
+    q_2 = tl.load(qweight + 3 * (t * N) + 2 * N, live, 0)
     q_words = (q_0, q_1, q_2)
     if g_idx is None:
         g = t // (group // 32)
-        z = device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live).to(tl.int32)
-        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        z = device.stream(qzeros + 3 * (g * (N // 32)), 1, 3 * (n % 32), 3, 32, live).to(tl.int32)
+        s = tl.load(scales + g * N, live, 0).to(tl.float32)
     for h in tl.static_range(32):
         q = device.bits(q_words, 3 * h, 3).to(tl.int32)
         if g_idx is not None:
             g = tl.load(g_idx + 32 * t + h, live, 0)
-            z = device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + 32 * t + h, w, live)
+            z = device.stream(qzeros + 3 * (g * (N // 32)), 1, 3 * (n % 32), 3, 32, live).to(tl.int32)
+            s = tl.load(scales + g * N, live, 0).to(tl.float32)
+        state = use(state, 32 * t + h, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_gptq_v2(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 32 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
+def _decode_gptq_v1(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 32 weights of unit t of row n, in float32."""
+    qweight, qzeros, scales, g_idx = tensors
+    group, = sizes
     qweight += n
     qzeros += 3 * (n // 32)
     scales += n
-    acc = tl.zeros((BK, BN), tl.float32)
-    for start in range(0, K // 32, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
-        live = (n < N) & (t < K // 32)
-        q_0 = tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0)
-        q_1 = tl.load(qweight + 3 * t.to(tl.int64) * N + N, live, 0)
-        q_2 = tl.load(qweight + 3 * t.to(tl.int64) * N + 2 * N, live, 0)
-        q_words = (q_0, q_1, q_2)
-        if g_idx is None:
-            g = t // (group // 32)
-            z = device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        for h in tl.static_range(32):
-            q = device.bits(q_words, 3 * h, 3).to(tl.int32)
-            if g_idx is not None:
-                g = tl.load(g_idx + 32 * t + h, live, 0)
-                z = device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live).to(tl.int32)
-                s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-            x_k = tl.load(x + 32 * t + h, live, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 0))
-
-
-@triton.jit
-def _dequantize_gptq_v1(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 32 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
-    qweight += n
-    qzeros += 3 * (n // 32)
-    scales += n
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 32)
-    q_0 = tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0)
-    q_1 = tl.load(qweight + 3 * t.to(tl.int64) * N + N, live, 0)
-    q_2 = tl.load(qweight + 3 * t.to(tl.int64) * N + 2 * N, live, 0)
+    q_0 = tl.load(qweight + 3 * (t * N), live, 0)
+    q_1 = tl.load(qweight + 3 * (t * N) + N, live, 0)
+    q_2 = tl.load(qweight + 3 * (t * N) + 2 * N, live, 0)
     q_words = (q_0, q_1, q_2)
     if g_idx is None:
         g = t // (group // 32)
-        z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live) + 1 & 7).to(tl.int32)
-        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        z = (device.stream(qzeros + 3 * (g * (N // 32)), 1, 3 * (n % 32), 3, 32, live) + 1 & 7).to(tl.int32)
+        s = tl.load(scales + g * N, live, 0).to(tl.float32)
     for h in tl.static_range(32):
         q = device.bits(q_words, 3 * h, 3).to(tl.int32)
         if g_idx is not None:
             g = tl.load(g_idx + 32 * t + h, live, 0)
-            z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live) + 1
-                & 7).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + 32 * t + h, w, live)
+            z = (device.stream(qzeros + 3 * (g * (N // 32)), 1, 3 * (n % 32), 3, 32, live) + 1 & 7).to(tl.int32)
+            s = tl.load(scales + g * N, live, 0).to(tl.float32)
+        state = use(state, 32 * t + h, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_gptq_v1(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 32 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
+def _decode_gptq_p(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 32 weights of unit t of row n, in float32."""
+    qweight, qzeros, scales, g_idx = tensors
+    group, = sizes
     qweight += n
     qzeros += 3 * (n // 32)
     scales += n
-    acc = tl.zeros((BK, BN), tl.float32)
-    for start in range(0, K // 32, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
-        live = (n < N) & (t < K // 32)
-        q_0 = tl.load(qweight + 3 * t.to(tl.int64) * N, live, 0)
-        q_1 = tl.load(qweight + 3 * t.to(tl.int64) * N + N, live, 0)
-        q_2 = tl.load(qweight + 3 * t.to(tl.int64) * N + 2 * N, live, 0)
-        q_words = (q_0, q_1, q_2)
-        if g_idx is None:
-            g = t // (group // 32)
-            z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live) + 1
-                & 7).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        for h in tl.static_range(32):
-            q = device.bits(q_words, 3 * h, 3).to(tl.int32)
-            if g_idx is not None:
-                g = tl.load(g_idx + 32 * t + h, live, 0)
-                z = (device.stream(qzeros + 3 * g.to(tl.int64) * (N // 32), 1, 3 * (n % 32), 3, 32, live) + 1
-                    & 7).to(tl.int32)
-                s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-            x_k = tl.load(x + 32 * t + h, live, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 0))
-
-
-@triton.jit
-def _dequantize_gptq_p(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 32 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
-    qweight += n
-    qzeros += 3 * (n // 32)
-    scales += n
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 32)
-    q_word1 = tl.load(qweight + 3 * t.to(tl.int64) * N + 2 * N, live, 0)
+    q_word1 = tl.load(qweight + 3 * (t * N) + 2 * N, live, 0)
     if g_idx is None:
         g = t // (group // 32)
-        z_low = tl.load(qzeros + 3 * g.to(tl.int64) * (N // 32) + n % 32 // 16, live, 0) >> 2 * (n % 32 % 16) & 3
-        z_high = tl.load(qzeros + 3 * g.to(tl.int64) * (N // 32) + 2, live, 0) >> n % 32 & 1
+        z_low = tl.load(qzeros + 3 * (g * (N // 32)) + n % 32 // 16, live, 0) >> 2 * (n % 32 % 16) & 3
+        z_high = tl.load(qzeros + 3 * (g * (N // 32)) + 2, live, 0) >> n % 32 & 1
         z = (z_low | z_high << 2).to(tl.int32)
-        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        s = tl.load(scales + g * N, live, 0).to(tl.float32)
     for h in tl.static_range(2):
-        q_word = tl.load(qweight + 3 * t.to(tl.int64) * N + h * N, live, 0)
+        q_word = tl.load(qweight + 3 * (t * N) + h * N, live, 0)
         for i in tl.static_range(16):
             q_low = q_word >> 2 * i & 3
             q_high = q_word1 >> 16 * h + i & 1
             q = (q_low | q_high << 2).to(tl.int32)
             if g_idx is not None:
                 g = tl.load(g_idx + 32 * t + 16 * h + i, live, 0)
-                z_low = tl.load(qzeros + 3 * g.to(tl.int64) * (N // 32)
-                    + n % 32 // 16, live, 0) >> 2 * (n % 32 % 16) & 3
-                z_high = tl.load(qzeros + 3 * g.to(tl.int64) * (N // 32) + 2, live, 0) >> n % 32 & 1
+                z_low = tl.load(qzeros + 3 * (g * (N // 32)) + n % 32 // 16, live, 0) >> 2 * (n % 32 % 16) & 3
+                z_high = tl.load(qzeros + 3 * (g * (N // 32)) + 2, live, 0) >> n % 32 & 1
                 z = (z_low | z_high << 2).to(tl.int32)
-                s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-            w = (q - z) * s
-            tl.store(out + 32 * t + 16 * h + i, w, live)
+                s = tl.load(scales + g * N, live, 0).to(tl.float32)
+            state = use(state, 32 * t + 16 * h + i, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_gptq_p(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 32 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    qweight += n
-    qzeros += 3 * (n // 32)
-    scales += n
-    acc = tl.zeros((BK, BN), tl.float32)
-    for start in range(0, K // 32, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
-        live = (n < N) & (t < K // 32)
-        q_word1 = tl.load(qweight + 3 * t.to(tl.int64) * N + 2 * N, live, 0)
-        if g_idx is None:
-            g = t // (group // 32)
-            z_low = tl.load(qzeros + 3 * g.to(tl.int64) * (N // 32) + n % 32 // 16, live, 0) >> 2 * (n % 32 % 16) & 3
-            z_high = tl.load(qzeros + 3 * g.to(tl.int64) * (N // 32) + 2, live, 0) >> n % 32 & 1
-            z = (z_low | z_high << 2).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        for h in tl.static_range(2):
-            q_word = tl.load(qweight + 3 * t.to(tl.int64) * N + h * N, live, 0)
-            for i in tl.static_range(16):
-                q_low = q_word >> 2 * i & 3
-                q_high = q_word1 >> 16 * h + i & 1
-                q = (q_low | q_high << 2).to(tl.int32)
-                if g_idx is not None:
-                    g = tl.load(g_idx + 32 * t + 16 * h + i, live, 0)
-                    z_low = tl.load(qzeros + 3 * g.to(tl.int64) * (N // 32)
-                        + n % 32 // 16, live, 0) >> 2 * (n % 32 % 16) & 3
-                    z_high = tl.load(qzeros + 3 * g.to(tl.int64) * (N // 32) + 2, live, 0) >> n % 32 & 1
-                    z = (z_low | z_high << 2).to(tl.int32)
-                    s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-                x_k = tl.load(x + 32 * t + 16 * h + i, live, 0).to(tl.float32)
-                acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 0))
-
-
-@triton.jit
-def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, out, N, K, group,
-    BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 32 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_packed += n.to(tl.int64) * tl.cdiv(3 * K, 32)
+def _decode_pack_quantized(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 32 weights of unit t of row n, in float32."""
+    weight_packed, weight_scale, weight_zero_point, weight_g_idx = tensors
+    group, = sizes
+    weight_packed += n * tl.cdiv(3 * K, 32)
     if weight_zero_point is None:
         z = 4
     else:
-        weight_zero_point += 3 * (n // 32).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < tl.cdiv(K, 32))
+        weight_zero_point += 3 * (n // 32 * tl.cdiv(K, group))
+    weight_scale += n * tl.cdiv(K, group)
     q_0 = tl.load(weight_packed + 3 * t, live, 0)
     q_1 = tl.load(weight_packed + 3 * t + 1, live & (3 * t + 1 < tl.cdiv(3 * K, 32)), 0)
     q_2 = tl.load(weight_packed + 3 * t + 2, live & (3 * t + 2 < tl.cdiv(3 * K, 32)), 0)
@@ -555,7 +416,7 @@ def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, w
     if weight_g_idx is None:
         s = tl.load(weight_scale + g, live, 0).to(tl.float32)
     for h in tl.static_range(32):
-        inside = live & (n < N) & (32 * t + h < K)
+        inside = live & (32 * t + h < K)
         q = device.bits(q_words, 3 * h, 3).to(tl.int32)
         if weight_g_idx is not None:
             g = tl.load(weight_g_idx + 32 * t + h, inside, 0)
@@ -564,78 +425,24 @@ def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, w
                 z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 3 * (n % 32), 3, 32, inside).to(tl.int32)
         if weight_g_idx is not None:
             s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + 32 * t + h, w, inside)
+        state = use(state, 32 * t + h, (q - z) * s, inside)
+    return state
 
 
 @triton.jit
-def _linear_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, x, bias, out, N, K, group,
-    BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 32 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_packed += n.to(tl.int64) * tl.cdiv(3 * K, 32)
+def _decode_pack_quantized_0_17(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 10 weights of unit t of row n, in float32."""
+    weight_packed, weight_scale, weight_zero_point, weight_g_idx = tensors
+    group, = sizes
+    weight_packed += n * tl.cdiv(K, 10)
     if weight_zero_point is None:
         z = 4
     else:
-        weight_zero_point += 3 * (n // 32).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, tl.cdiv(K, 32), BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < tl.cdiv(K, 32))
-        q_0 = tl.load(weight_packed + 3 * t, live, 0)
-        q_1 = tl.load(weight_packed + 3 * t + 1, live & (3 * t + 1 < tl.cdiv(3 * K, 32)), 0)
-        q_2 = tl.load(weight_packed + 3 * t + 2, live & (3 * t + 2 < tl.cdiv(3 * K, 32)), 0)
-        q_words = (q_0, q_1, q_2)
-        if weight_g_idx is None:
-            g = 32 * t // group
-        if weight_zero_point is not None:
-            if weight_g_idx is None:
-                z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 3 * (n % 32), 3, 32, live).to(tl.int32)
-        if weight_g_idx is None:
-            s = tl.load(weight_scale + g, live, 0).to(tl.float32)
-        for h in tl.static_range(32):
-            inside = live & (n < N) & (32 * t + h < K)
-            q = device.bits(q_words, 3 * h, 3).to(tl.int32)
-            if weight_g_idx is not None:
-                g = tl.load(weight_g_idx + 32 * t + h, inside, 0)
-            if weight_zero_point is not None:
-                if weight_g_idx is not None:
-                    z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 3
-                        * (n % 32), 3, 32, inside).to(tl.int32)
-            if weight_g_idx is not None:
-                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-            x_k = tl.load(x + 32 * t + h, inside, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_pack_quantized_0_17(weight_packed, weight_scale, weight_zero_point, weight_g_idx, out, N, K, group,
-    BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 10 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_packed += n.to(tl.int64) * tl.cdiv(K, 10)
-    if weight_zero_point is None:
-        z = 4
-    else:
-        weight_zero_point += (n // 10).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < tl.cdiv(K, 10))
+        weight_zero_point += n // 10 * tl.cdiv(K, group)
+    weight_scale += n * tl.cdiv(K, group)
     q_word = tl.load(weight_packed + t, live, 0)
     for h in tl.static_range(10):
-        inside = live & (n < N) & (10 * t + h < K)
+        inside = live & (10 * t + h < K)
         q = (q_word >> 3 * h & 7).to(tl.int32)
         if weight_g_idx is None:
             g = (10 * t + h) // group
@@ -651,71 +458,22 @@ def _dequantize_pack_quantized_0_17(weight_packed, weight_scale, weight_zero_poi
             s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
         else:
             s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + 10 * t + h, w, inside)
+        state = use(state, 10 * t + h, (q - z) * s, inside)
+    return state
 
 
 @triton.jit
-def _linear_pack_quantized_0_17(weight_packed, weight_scale, weight_zero_point, weight_g_idx, x, bias, out, N, K,
-    group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 10 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_packed += n.to(tl.int64) * tl.cdiv(K, 10)
-    if weight_zero_point is None:
-        z = 4
-    else:
-        weight_zero_point += (n // 10).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, tl.cdiv(K, 10), BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < tl.cdiv(K, 10))
-        q_word = tl.load(weight_packed + t, live, 0)
-        for h in tl.static_range(10):
-            inside = live & (n < N) & (10 * t + h < K)
-            q = (q_word >> 3 * h & 7).to(tl.int32)
-            if weight_g_idx is None:
-                g = (10 * t + h) // group
-            if weight_zero_point is not None:
-                if weight_g_idx is None:
-                    z = (tl.load(weight_zero_point + g, inside, 0) >> 3 * (n % 10) & 7).to(tl.int32)
-            if weight_g_idx is not None:
-                g = tl.load(weight_g_idx + 10 * t + h, inside, 0)
-            if weight_zero_point is not None:
-                if weight_g_idx is not None:
-                    z = (tl.load(weight_zero_point + g, inside, 0) >> 3 * (n % 10) & 7).to(tl.int32)
-            if weight_g_idx is None:
-                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-            else:
-                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-            x_k = tl.load(x + 10 * t + h, inside, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q_0, q_1, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
+def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    q_0, q_1, s, z = tensors
+    group, = sizes
+    q_0 += 16 * (n * tl.cdiv(K, 256))
+    q_1 += 16 * (n * tl.cdiv(K, 512))
     if z is None:
         z1 = 4
     else:
-        z += n.to(tl.int64) * tl.cdiv(K, group)
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+        z += n * tl.cdiv(K, group)
+    s += n * tl.cdiv(K, group)
     q_low = tl.load(q_0 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
         + k % 256 // 32 % 4, live,
         0) >> 16 * (k % 256 % 2) + 8 * (k % 256 // 16 % 2) + 4 * (k % 256 // 128) + 2 * (k % 256 // 8 % 2) & 3
@@ -727,45 +485,8 @@ def _dequantize_planar(q_0, q_1, s, z, out, N, K, group, BN: tl.constexpr, BK: t
     if z is not None:
         z1 = (tl.load(z + g, live, 0) & 7).to(tl.int32)
     s1 = tl.load(s + g, live, 0).to(tl.float32)
-    w = (q - z1) * s1
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_planar(q_0, q_1, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
-    if z is None:
-        z1 = 4
-    else:
-        z += n.to(tl.int64) * tl.cdiv(K, group)
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q_low = tl.load(q_0 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
-            + k % 256 // 32 % 4, live,
-            0) >> 16 * (k % 256 % 2) + 8 * (k % 256 // 16 % 2) + 4 * (k % 256 // 128) + 2 * (k % 256 // 8 % 2) & 3
-        q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
-            + k % 512 // 32 % 4, live,
-            0) >> 16 * (k % 512 % 2) + 8 * (k % 512 // 16 % 2) + 4 * (k % 512 // 128 % 2) + 2 * (k % 512 // 8 % 2) + k % 512 // 256 & 1
-        q = (q_low | q_high << 2).to(tl.int32)
-        g = k // group
-        if z is not None:
-            z1 = (tl.load(z + g, live, 0) & 7).to(tl.int32)
-        s1 = tl.load(s + g, live, 0).to(tl.float32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (q - z1) * s1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, (q - z1) * s1, live)
+    return state
 
 
 @triton.jit
@@ -824,7 +545,7 @@ VARIANT = Variant(
                 "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             },
             unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",),
-            kernels=Kernels(_dequantize_gptq_v2, _linear_gptq_v2, rows="N", units="K/32", last="n"),
+            kernels=Kernels(_decode_gptq_v2, rows="N", units="K/32", last="n"),
         ),
         "gptq_v1": Storage(
             tensors={
@@ -834,7 +555,7 @@ VARIANT = Variant(
                 "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             },
             unpack=unpack_gptq_v1, pack=pack_gptq_v1, always=("z",),
-            kernels=Kernels(_dequantize_gptq_v1, _linear_gptq_v1, rows="N", units="K/32", last="n"),
+            kernels=Kernels(_decode_gptq_v1, rows="N", units="K/32", last="n"),
         ),
         "gptq_p": Storage(
             tensors={
@@ -845,7 +566,7 @@ VARIANT = Variant(
                 "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             },
             unpack=unpack_gptq_p, pack=pack_gptq_p, always=("z",),
-            kernels=Kernels(_dequantize_gptq_p, _linear_gptq_p, rows="N", units="K/32", last="n"),
+            kernels=Kernels(_decode_gptq_p, rows="N", units="K/32", last="n"),
         ),
         "pack_quantized": Storage(
             tensors={
@@ -858,7 +579,7 @@ VARIANT = Variant(
             unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
                 "span": "full"},
             reads=("N", "K"), shape="weight_shape",
-            kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="ceil(K/32)", last="k"),
+            kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/32)", last="k"),
         ),
         "pack_quantized_0_17": Storage(
             tensors={
@@ -871,8 +592,7 @@ VARIANT = Variant(
             },
             unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17, omits=("z", "g"),
             options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape",
-            kernels=Kernels(_dequantize_pack_quantized_0_17, _linear_pack_quantized_0_17, rows="N", units="ceil(K/10)",
-                    last="k"),
+            kernels=Kernels(_decode_pack_quantized_0_17, rows="N", units="ceil(K/10)", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -885,7 +605,7 @@ VARIANT = Variant(
                 "order": Stored("i32", "K", optional="order"),
             },
             unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32, width=2, bits=3,
                         sums_in_tile_gemm=True, spans=(4, 4))),

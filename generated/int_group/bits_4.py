@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, integer,
-        joined, lanes, pad, spread)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, integer, joined,
+        pad, spread)
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -388,293 +388,102 @@ def encode(weight: Tensor, *, group: int, scale_type: str, **options: Any) -> di
 
 
 @triton.jit
-def _dequantize_gptq_v2(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
+def _decode_gptq_v2(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit t of row n, in float32."""
+    qweight, qzeros, scales, g_idx = tensors
+    group, = sizes
     qweight += n
     qzeros += n // 8
     scales += n
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 8)
-    q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
+    q_word = tl.load(qweight + t * N, live, 0)
     if g_idx is None:
         g = t // (group // 8)
-        z = (tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0) >> 4 * (n % 8) & 15).to(tl.int32)
-        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        z = (tl.load(qzeros + g * (N // 8), live, 0) >> 4 * (n % 8) & 15).to(tl.int32)
+        s = tl.load(scales + g * N, live, 0).to(tl.float32)
     for h in tl.static_range(8):
         q = (q_word >> 4 * h & 15).to(tl.int32)
         if g_idx is not None:
             g = tl.load(g_idx + 8 * t + h, live, 0)
-            z = (tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0) >> 4 * (n % 8) & 15).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + 8 * t + h, w, live)
+            z = (tl.load(qzeros + g * (N // 8), live, 0) >> 4 * (n % 8) & 15).to(tl.int32)
+            s = tl.load(scales + g * N, live, 0).to(tl.float32)
+        state = use(state, 8 * t + h, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_gptq_v2(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
+def _decode_gptq_v1(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit t of row n, in float32."""
+    qweight, qzeros, scales, g_idx = tensors
+    group, = sizes
     qweight += n
     qzeros += n // 8
     scales += n
-    acc = tl.zeros((BK, BN), tl.float32)
-    for start in range(0, K // 8, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
-        live = (n < N) & (t < K // 8)
-        q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
-        if g_idx is None:
-            g = t // (group // 8)
-            z = (tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0) >> 4 * (n % 8) & 15).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        for h in tl.static_range(8):
-            q = (q_word >> 4 * h & 15).to(tl.int32)
-            if g_idx is not None:
-                g = tl.load(g_idx + 8 * t + h, live, 0)
-                z = (tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0) >> 4 * (n % 8) & 15).to(tl.int32)
-                s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-            x_k = tl.load(x + 8 * t + h, live, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 0))
-
-
-@triton.jit
-def _dequantize_gptq_v1(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
-    qweight += n
-    qzeros += n // 8
-    scales += n
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 8)
-    q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
+    q_word = tl.load(qweight + t * N, live, 0)
     if g_idx is None:
         g = t // (group // 8)
-        z_word = tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0) + 0x11111111
+        z_word = tl.load(qzeros + g * (N // 8), live, 0) + 0x11111111
         z = (z_word >> 4 * (n % 8) & 15).to(tl.int32)
-        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        s = tl.load(scales + g * N, live, 0).to(tl.float32)
     for h in tl.static_range(8):
         q = (q_word >> 4 * h & 15).to(tl.int32)
         if g_idx is not None:
             g = tl.load(g_idx + 8 * t + h, live, 0)
-            z_word = tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0) + 0x11111111
+            z_word = tl.load(qzeros + g * (N // 8), live, 0) + 0x11111111
             z = (z_word >> 4 * (n % 8) & 15).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + 8 * t + h, w, live)
+            s = tl.load(scales + g * N, live, 0).to(tl.float32)
+        state = use(state, 8 * t + h, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_gptq_v1(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    qweight += n
-    qzeros += n // 8
-    scales += n
-    acc = tl.zeros((BK, BN), tl.float32)
-    for start in range(0, K // 8, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
-        live = (n < N) & (t < K // 8)
-        q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
-        if g_idx is None:
-            g = t // (group // 8)
-            z_word = tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0) + 0x11111111
-            z = (z_word >> 4 * (n % 8) & 15).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        for h in tl.static_range(8):
-            q = (q_word >> 4 * h & 15).to(tl.int32)
-            if g_idx is not None:
-                g = tl.load(g_idx + 8 * t + h, live, 0)
-                z_word = tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0) + 0x11111111
-                z = (z_word >> 4 * (n % 8) & 15).to(tl.int32)
-                s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-            x_k = tl.load(x + 8 * t + h, live, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 0))
-
-
-@triton.jit
-def _dequantize_awq(qweight, qzeros, scales, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    r = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
+def _decode_awq(tensors, r, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit k of row r, in float32."""
+    qweight, qzeros, scales = tensors
+    group, = sizes
     qweight += r
     qzeros += r
     scales += 8 * r
-    live = (r < N // 8) & (k < K)
-    q_word = tl.load(qweight + k.to(tl.int64) * (N // 8), live, 0)
+    q_word = tl.load(qweight + k * (N // 8), live, 0)
     g = k // group
-    z_word = tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0)
+    z_word = tl.load(qzeros + g * (N // 8), live, 0)
     for h in tl.static_range(4):
         for i in tl.static_range(2):
             q = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
             z = (z_word >> 16 * i + 4 * h & 15).to(tl.int32)
-            s = tl.load(scales + 2 * h + i + g.to(tl.int64) * N, live, 0).to(tl.float32)
-            w = (q - z) * s
-            tl.store(out + (8 * r + 2 * h + i).to(tl.int64) * K + k, w, live)
+            s = tl.load(scales + 2 * h + i + g * N, live, 0).to(tl.float32)
+            state = use(state, k, (q - z) * s, live, 2 * h + i)
+    return state
 
 
 @triton.jit
-def _linear_awq(qweight, qzeros, scales, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    r = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    qweight += r
-    qzeros += r
-    scales += 8 * r
-    acc0 = tl.zeros((BK, BN), tl.float32)
-    acc1 = tl.zeros((BK, BN), tl.float32)
-    acc2 = tl.zeros((BK, BN), tl.float32)
-    acc3 = tl.zeros((BK, BN), tl.float32)
-    acc4 = tl.zeros((BK, BN), tl.float32)
-    acc5 = tl.zeros((BK, BN), tl.float32)
-    acc6 = tl.zeros((BK, BN), tl.float32)
-    acc7 = tl.zeros((BK, BN), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
-        live = (r < N // 8) & (k < K)
-        q_word = tl.load(qweight + k.to(tl.int64) * (N // 8), live, 0)
-        q = (q_word & 15).to(tl.int32)
-        g = k // group
-        z_word = tl.load(qzeros + g.to(tl.int64) * (N // 8), live, 0)
-        z = (z_word & 15).to(tl.int32)
-        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        q1 = (q_word >> 16 & 15).to(tl.int32)
-        z1 = (z_word >> 16 & 15).to(tl.int32)
-        s1 = tl.load(scales + g.to(tl.int64) * N + 1, live, 0).to(tl.float32)
-        q2 = (q_word >> 4 & 15).to(tl.int32)
-        z2 = (z_word >> 4 & 15).to(tl.int32)
-        s2 = tl.load(scales + g.to(tl.int64) * N + 2, live, 0).to(tl.float32)
-        q3 = (q_word >> 20 & 15).to(tl.int32)
-        z3 = (z_word >> 20 & 15).to(tl.int32)
-        s3 = tl.load(scales + g.to(tl.int64) * N + 3, live, 0).to(tl.float32)
-        q4 = (q_word >> 8 & 15).to(tl.int32)
-        z4 = (z_word >> 8 & 15).to(tl.int32)
-        s4 = tl.load(scales + g.to(tl.int64) * N + 4, live, 0).to(tl.float32)
-        q5 = (q_word >> 24 & 15).to(tl.int32)
-        z5 = (z_word >> 24 & 15).to(tl.int32)
-        s5 = tl.load(scales + g.to(tl.int64) * N + 5, live, 0).to(tl.float32)
-        q6 = (q_word >> 12 & 15).to(tl.int32)
-        z6 = (z_word >> 12 & 15).to(tl.int32)
-        s6 = tl.load(scales + g.to(tl.int64) * N + 6, live, 0).to(tl.float32)
-        q7 = (q_word >> 28 & 15).to(tl.int32)
-        z7 = (z_word >> 28 & 15).to(tl.int32)
-        s7 = tl.load(scales + g.to(tl.int64) * N + 7, live, 0).to(tl.float32)
-        acc0 += (q - z) * s * x_k
-        acc1 += (q1 - z1) * s1 * x_k
-        acc2 += (q2 - z2) * s2 * x_k
-        acc3 += (q3 - z3) * s3 * x_k
-        acc4 += (q4 - z4) * s4 * x_k
-        acc5 += (q5 - z5) * s5 * x_k
-        acc6 += (q6 - z6) * s6 * x_k
-        acc7 += (q7 - z7) * s7 * x_k
-    r = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, 8 * r, N, tl.sum(acc0, 0))
-    device.store_sums(out, bias, 8 * r + 1, N, tl.sum(acc1, 0))
-    device.store_sums(out, bias, 8 * r + 2, N, tl.sum(acc2, 0))
-    device.store_sums(out, bias, 8 * r + 3, N, tl.sum(acc3, 0))
-    device.store_sums(out, bias, 8 * r + 4, N, tl.sum(acc4, 0))
-    device.store_sums(out, bias, 8 * r + 5, N, tl.sum(acc5, 0))
-    device.store_sums(out, bias, 8 * r + 6, N, tl.sum(acc6, 0))
-    device.store_sums(out, bias, 8 * r + 7, N, tl.sum(acc7, 0))
-
-
-@triton.jit
-def _dequantize_awq_gemv(qweight, qzeros, scales, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    qweight += n.to(tl.int64) * (K // 8)
-    qzeros += n.to(tl.int64) * (128 * tl.cdiv(K, 1024) // group)
-    scales += n.to(tl.int64) * (1024 * tl.cdiv(K, 1024) // group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 8)
+def _decode_awq_gemv(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit t of row n, in float32."""
+    qweight, qzeros, scales = tensors
+    group, = sizes
+    qweight += n * (K // 8)
+    qzeros += n * (128 * tl.cdiv(K, 1024) // group)
+    scales += n * (1024 * tl.cdiv(K, 1024) // group)
     q_word = tl.load(qweight + t, live, 0)
     g = t // (group // 8)
     z = (tl.load(qzeros + g // 8, live, 0) >> 4 * (g % 8) & 15).to(tl.int32)
     s = tl.load(scales + g, live, 0).to(tl.float32)
     for h in tl.static_range(8):
         q = (q_word >> 4 * h & 15).to(tl.int32)
-        w = (q - z) * s
-        tl.store(out + 8 * t + h, w, live)
+        state = use(state, 8 * t + h, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_awq_gemv(qweight, qzeros, scales, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    qweight += n.to(tl.int64) * (K // 8)
-    qzeros += n.to(tl.int64) * (128 * tl.cdiv(K, 1024) // group)
-    scales += n.to(tl.int64) * (1024 * tl.cdiv(K, 1024) // group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 8, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 8)
-        q_word = tl.load(qweight + t, live, 0)
-        g = t // (group // 8)
-        z = (tl.load(qzeros + g // 8, live, 0) >> 4 * (g % 8) & 15).to(tl.int32)
-        s = tl.load(scales + g, live, 0).to(tl.float32)
-        for h in tl.static_range(8):
-            q = (q_word >> 4 * h & 15).to(tl.int32)
-            x_k = tl.load(x + 8 * t + h, live, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, out, N, K, group,
-    BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_packed += n.to(tl.int64) * tl.cdiv(K, 8)
+def _decode_pack_quantized(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit t of row n, in float32."""
+    weight_packed, weight_scale, weight_zero_point, weight_g_idx = tensors
+    group, = sizes
+    weight_packed += n * tl.cdiv(K, 8)
     if weight_zero_point is None:
         z = 8
     else:
-        weight_zero_point += (n // 8).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < tl.cdiv(K, 8))
+        weight_zero_point += n // 8 * tl.cdiv(K, group)
+    weight_scale += n * tl.cdiv(K, group)
     q_word = tl.load(weight_packed + t, live, 0)
     if weight_g_idx is None:
         g = 8 * t // group
@@ -684,7 +493,7 @@ def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, w
     if weight_g_idx is None:
         s = tl.load(weight_scale + g, live, 0).to(tl.float32)
     for h in tl.static_range(8):
-        inside = live & (n < N) & (8 * t + h < K)
+        inside = live & (8 * t + h < K)
         q = (q_word >> 4 * h & 15).to(tl.int32)
         if weight_g_idx is not None:
             g = tl.load(weight_g_idx + 8 * t + h, inside, 0)
@@ -693,329 +502,110 @@ def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, w
                 z = (tl.load(weight_zero_point + g, inside, 0) >> 4 * (n % 8) & 15).to(tl.int32)
         if weight_g_idx is not None:
             s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + 8 * t + h, w, inside)
+        state = use(state, 8 * t + h, (q - z) * s, inside)
+    return state
 
 
 @triton.jit
-def _linear_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, x, bias, out, N, K, group,
-    BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_packed += n.to(tl.int64) * tl.cdiv(K, 8)
-    if weight_zero_point is None:
-        z = 8
-    else:
-        weight_zero_point += (n // 8).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, tl.cdiv(K, 8), BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < tl.cdiv(K, 8))
-        q_word = tl.load(weight_packed + t, live, 0)
-        if weight_g_idx is None:
-            g = 8 * t // group
-        if weight_zero_point is not None:
-            if weight_g_idx is None:
-                z = (tl.load(weight_zero_point + g, live, 0) >> 4 * (n % 8) & 15).to(tl.int32)
-        if weight_g_idx is None:
-            s = tl.load(weight_scale + g, live, 0).to(tl.float32)
-        for h in tl.static_range(8):
-            inside = live & (n < N) & (8 * t + h < K)
-            q = (q_word >> 4 * h & 15).to(tl.int32)
-            if weight_g_idx is not None:
-                g = tl.load(weight_g_idx + 8 * t + h, inside, 0)
-            if weight_zero_point is not None:
-                if weight_g_idx is not None:
-                    z = (tl.load(weight_zero_point + g, inside, 0) >> 4 * (n % 8) & 15).to(tl.int32)
-            if weight_g_idx is not None:
-                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-            x_k = tl.load(x + 8 * t + h, inside, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_pack_quantized_0_8(weight_packed, weight_scale, weight_zero_point, out, N, K, group, BN: tl.constexpr,
-    BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_packed += n.to(tl.int64) * tl.cdiv(K, 8)
-    weight_zero_point += n.to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < tl.cdiv(K, 8))
+def _decode_pack_quantized_0_8(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit t of row n, in float32."""
+    weight_packed, weight_scale, weight_zero_point = tensors
+    group, = sizes
+    weight_packed += n * tl.cdiv(K, 8)
+    weight_zero_point += n * tl.cdiv(K, group)
+    weight_scale += n * tl.cdiv(K, group)
     q_word = tl.load(weight_packed + t, live, 0)
     g = 8 * t // group
     z_word = tl.load(weight_zero_point + g, live, 0).to(tl.int32) + 0x8
     z = (z_word & 15).to(tl.int32)
     s = tl.load(weight_scale + g, live, 0).to(tl.float32)
     for h in tl.static_range(8):
-        inside = live & (n < N) & (8 * t + h < K)
+        inside = live & (8 * t + h < K)
         q = (q_word >> 4 * h & 15).to(tl.int32)
-        w = (q - z) * s
-        tl.store(out + 8 * t + h, w, inside)
+        state = use(state, 8 * t + h, (q - z) * s, inside)
+    return state
 
 
 @triton.jit
-def _linear_pack_quantized_0_8(weight_packed, weight_scale, weight_zero_point, x, bias, out, N, K, group,
-    BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_packed += n.to(tl.int64) * tl.cdiv(K, 8)
-    weight_zero_point += n.to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, tl.cdiv(K, 8), BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < tl.cdiv(K, 8))
-        q_word = tl.load(weight_packed + t, live, 0)
-        g = 8 * t // group
-        z_word = tl.load(weight_zero_point + g, live, 0).to(tl.int32) + 0x8
-        z = (z_word & 15).to(tl.int32)
-        s = tl.load(weight_scale + g, live, 0).to(tl.float32)
-        for h in tl.static_range(8):
-            inside = live & (n < N) & (8 * t + h < K)
-            q = (q_word >> 4 * h & 15).to(tl.int32)
-            x_k = tl.load(x + 8 * t + h, inside, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_marlin(qweight, scales, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
+def _decode_marlin(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    qweight, scales = tensors
+    group, = sizes
     qweight += 128 * (n // 64)
     z = 8
     scales += 64 * (n // 64)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
-    q = (tl.load(qweight + 128 * (k // 16).to(tl.int64) * (N // 64) + 16 * (n % 64 % 8) + 4 * (k % 16 // 2 % 4)
+    q = (tl.load(qweight + 128 * (k // 16 * (N // 64)) + 16 * (n % 64 % 8) + 4 * (k % 16 // 2 % 4)
         + n % 64 // 16, live, 0) >> 16 * (k % 16 % 2) + 8 * (n % 64 // 8 % 2) + 4 * (k % 16 // 8) & 15).to(tl.int32)
     g = k // group
-    s = tl.load(scales + 64 * g.to(tl.int64) * (N // 64) + 8 * (n % 64 % 8) + n % 64 // 8, live, 0).to(tl.float32)
-    w = (q - z) * s
-    tl.store(out + k, w, live)
+    s = tl.load(scales + 64 * (g * (N // 64)) + 8 * (n % 64 % 8) + n % 64 // 8, live, 0).to(tl.float32)
+    state = use(state, k, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_marlin(qweight, scales, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    qweight += 128 * (n // 64)
+def _decode_modelopt(tensors, r, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit k of row r, in float32."""
+    weight, weight_scale = tensors
+    group, = sizes
+    weight += r * K
     z = 8
-    scales += 64 * (n // 64)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q = (tl.load(qweight + 128 * (k // 16).to(tl.int64) * (N // 64) + 16 * (n % 64 % 8) + 4 * (k % 16 // 2 % 4)
-            + n % 64 // 16, live, 0) >> 16 * (k % 16 % 2) + 8 * (n % 64 // 8 % 2) + 4 * (k % 16 // 8) & 15).to(tl.int32)
-        g = k // group
-        s = tl.load(scales + 64 * g.to(tl.int64) * (N // 64) + 8 * (n % 64 % 8) + n % 64 // 8, live, 0).to(tl.float32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_modelopt(weight, weight_scale, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 2 weights.
-    """
-    r = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight += r.to(tl.int64) * K
-    z = 8
-    weight_scale += 2 * r.to(tl.int64) * tl.cdiv(K, group)
-    live = (r < N // 2) & (k < K)
+    weight_scale += 2 * (r * tl.cdiv(K, group))
     q_word = tl.load(weight + k, live, 0).to(tl.int32)
     g = k // group
     for h in tl.static_range(2):
         q = ((q_word >> 4 * h & 15) + 8 & 15).to(tl.int32)
         s = tl.load(weight_scale + g + h * tl.cdiv(K, group), live, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + (2 * r + h).to(tl.int64) * K + k, w, live)
+        state = use(state, k, (q - z) * s, live, h)
+    return state
 
 
 @triton.jit
-def _linear_modelopt(weight, weight_scale, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
-    """
-    r = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight += r.to(tl.int64) * K
-    z = 8
-    weight_scale += 2 * r.to(tl.int64) * tl.cdiv(K, group)
-    acc0 = tl.zeros((BN, BK), tl.float32)
-    acc1 = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (r < N // 2) & (k < K)
-        q_word = tl.load(weight + k, live, 0).to(tl.int32)
-        q = ((q_word & 15) + 8 & 15).to(tl.int32)
-        g = k // group
-        s = tl.load(weight_scale + g, live, 0).to(tl.float32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        q1 = ((q_word >> 4 & 15) + 8 & 15).to(tl.int32)
-        s1 = tl.load(weight_scale + g + tl.cdiv(K, group), live, 0).to(tl.float32)
-        acc0 += (q - z) * s * x_k
-        acc1 += (q1 - z) * s1 * x_k
-    r = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, 2 * r, N, tl.sum(acc0, 1))
-    device.store_sums(out, bias, 2 * r + 1, N, tl.sum(acc1, 1))
-
-
-@triton.jit
-def _dequantize_xpu_int4pack(qweight, scales, qzeros, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    qweight += n.to(tl.int64) * (K // 8)
+def _decode_xpu_int4pack(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit t of row n, in float32."""
+    qweight, scales, qzeros = tensors
+    group, = sizes
+    qweight += n * (K // 8)
     qzeros += n
     scales += n
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 8)
     q_word = tl.load(qweight + t, live, 0)
     g = t // (group // 8)
-    z = (tl.load(qzeros + g.to(tl.int64) * N, live, 0) & 15).to(tl.int32)
-    s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+    z = (tl.load(qzeros + g * N, live, 0) & 15).to(tl.int32)
+    s = tl.load(scales + g * N, live, 0).to(tl.float32)
     for h in tl.static_range(8):
         q = (q_word >> 4 * h & 15).to(tl.int32)
-        w = (q - z) * s
-        tl.store(out + 8 * t + h, w, live)
+        state = use(state, 8 * t + h, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_xpu_int4pack(qweight, scales, qzeros, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    qweight += n.to(tl.int64) * (K // 8)
-    qzeros += n
-    scales += n
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 8, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 8)
-        q_word = tl.load(qweight + t, live, 0)
-        g = t // (group // 8)
-        z = (tl.load(qzeros + g.to(tl.int64) * N, live, 0) & 15).to(tl.int32)
-        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        for h in tl.static_range(8):
-            q = (q_word >> 4 * h & 15).to(tl.int32)
-            x_k = tl.load(x + 8 * t + h, live, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_torchao_plain_int32(qdata, scale, zero_point, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    qdata += n.to(tl.int64) * (K // 8)
+def _decode_torchao_plain_int32(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit t of row n, in float32."""
+    qdata, scale, zero_point = tensors
+    group, = sizes
+    qdata += n * (K // 8)
     zero_point += n
     scale += n
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 8)
     q_word = tl.load(qdata + t, live, 0)
     g = t // (group // 8)
-    z = (tl.load(zero_point + g.to(tl.int64) * N, live, 0) & 15).to(tl.int32)
-    s = tl.load(scale + g.to(tl.int64) * N, live, 0).to(tl.float32)
+    z = (tl.load(zero_point + g * N, live, 0) & 15).to(tl.int32)
+    s = tl.load(scale + g * N, live, 0).to(tl.float32)
     for h in tl.static_range(8):
         q = (q_word >> 4 * h & 15).to(tl.int32)
-        w = (q - z) * s
-        tl.store(out + 8 * t + h, w, live)
+        state = use(state, 8 * t + h, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_torchao_plain_int32(qdata, scale, zero_point, x, bias, out, N, K, group, BN: tl.constexpr,
-    BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    qdata += n.to(tl.int64) * (K // 8)
-    zero_point += n
-    scale += n
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 8, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 8)
-        q_word = tl.load(qdata + t, live, 0)
-        g = t // (group // 8)
-        z = (tl.load(zero_point + g.to(tl.int64) * N, live, 0) & 15).to(tl.int32)
-        s = tl.load(scale + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        for h in tl.static_range(8):
-            q = (q_word >> 4 * h & 15).to(tl.int32)
-            x_k = tl.load(x + 8 * t + h, live, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_onnx_matmul_nbits(B, scales, zero_points, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    B += n.to(tl.int64) * (K // 2)
+def _decode_onnx_matmul_nbits(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit t of row n, in float32."""
+    B, scales, zero_points = tensors
+    group, = sizes
+    B += n * (K // 2)
     if zero_points is None:
         z = 8
     else:
-        zero_points += n.to(tl.int64) * tl.cdiv(K, 2 * group)
-    scales += n.to(tl.int64) * (K // group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 2)
+        zero_points += n * tl.cdiv(K, 2 * group)
+    scales += n * (K // group)
     q_word = tl.load(B + t, live, 0)
     g = t // (group // 2)
     if zero_points is not None:
@@ -1023,61 +613,25 @@ def _dequantize_onnx_matmul_nbits(B, scales, zero_points, out, N, K, group, BN: 
     s = tl.load(scales + g, live, 0).to(tl.float32)
     for h in tl.static_range(2):
         q = (q_word >> 4 * h & 15).to(tl.int32)
-        w = (q - z) * s
-        tl.store(out + 2 * t + h, w, live)
+        state = use(state, 2 * t + h, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_onnx_matmul_nbits(B, scales, zero_points, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 2 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    B += n.to(tl.int64) * (K // 2)
-    if zero_points is None:
-        z = 8
-    else:
-        zero_points += n.to(tl.int64) * tl.cdiv(K, 2 * group)
-    scales += n.to(tl.int64) * (K // group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 2, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 2)
-        q_word = tl.load(B + t, live, 0)
-        g = t // (group // 2)
-        if zero_points is not None:
-            z = (tl.load(zero_points + g // 2, live, 0) >> 4 * (g % 2) & 15).to(tl.int32)
-        s = tl.load(scales + g, live, 0).to(tl.float32)
-        for h in tl.static_range(2):
-            q = (q_word >> 4 * h & 15).to(tl.int32)
-            x_k = tl.load(x + 2 * t + h, live, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, s, z = tensors
+    group, = sizes
+    q += 16 * (n * tl.cdiv(K, 128))
     if z is None:
         z1 = 8
     else:
-        z += n.to(tl.int64) * tl.cdiv(K, group)
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
+        z += n * tl.cdiv(K, group)
+    s += n * tl.cdiv(K, group)
     t = u // 16
     j = u // 4 % 4
     c = u % 4
-    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    live = live & (128 * t + 32 * j + 2 * c < K)
     q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
     g = (128 * t + 32 * j) // group
     if z is not None:
@@ -1085,47 +639,10 @@ def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.const
     s1 = tl.load(s + g, live, 0).to(tl.float32)
     for h in tl.static_range(4):
         for i in tl.static_range(2):
-            inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
+            inside = live & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
             q1 = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
-            w = (q1 - z1) * s1
-            tl.store(out + 128 * t + 32 * j + 8 * h + 2 * c + i, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    if z is None:
-        z1 = 8
-    else:
-        z += n.to(tl.int64) * tl.cdiv(K, group)
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        j = u // 4 % 4
-        c = u % 4
-        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
-        q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
-        g = (128 * t + 32 * j) // group
-        if z is not None:
-            z1 = (tl.load(z + g, live, 0) & 15).to(tl.int32)
-        s1 = tl.load(s + g, live, 0).to(tl.float32)
-        for h in tl.static_range(4):
-            for i in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
-                q1 = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
-                x_k = tl.load(x + 128 * t + 32 * j + 8 * h + 2 * c + i, inside, 0).to(tl.float32)
-                acc += (q1 - z1) * s1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+            state = use(state, 128 * t + 32 * j + 8 * h + 2 * c + i, (q1 - z1) * s1, inside)
+    return state
 
 
 @triton.jit
@@ -1183,7 +700,7 @@ VARIANT = Variant(
                 "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             },
             unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",),
-            kernels=Kernels(_dequantize_gptq_v2, _linear_gptq_v2, rows="N", units="K/8", last="n"),
+            kernels=Kernels(_decode_gptq_v2, rows="N", units="K/8", last="n"),
         ),
         "gptq_v1": Storage(
             tensors={
@@ -1193,7 +710,7 @@ VARIANT = Variant(
                 "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             },
             unpack=unpack_gptq_v1, pack=pack_gptq_v1, always=("z",),
-            kernels=Kernels(_dequantize_gptq_v1, _linear_gptq_v1, rows="N", units="K/8", last="n"),
+            kernels=Kernels(_decode_gptq_v1, rows="N", units="K/8", last="n"),
         ),
         "awq": Storage(
             tensors={
@@ -1202,7 +719,7 @@ VARIANT = Variant(
                 "scales": Stored("scale_type", "K/group", "N", bits=("s[1@1, 1@0]",)),
             },
             unpack=unpack_awq, pack=pack_awq, where=("g",), always=("z",), options={"span": "tight", "by": "exact"},
-            kernels=Kernels(_dequantize_awq, _linear_awq, rows="N/8", units="K", last="n", sums=8),
+            kernels=Kernels(_decode_awq, rows="N/8", units="K", last="n", sums=8),
         ),
         "awq_gemv": Storage(
             tensors={
@@ -1213,7 +730,7 @@ VARIANT = Variant(
             unpack=unpack_awq_gemv, pack=pack_awq_gemv, where=("g",), always=("z",), options={"span": "tight",
                 "by": "exact"},
             reads=("K", "group"), extents=("K", "group"),
-            kernels=Kernels(_dequantize_awq_gemv, _linear_awq_gemv, rows="N", units="K/8", last="k"),
+            kernels=Kernels(_decode_awq_gemv, rows="N", units="K/8", last="k"),
         ),
         "pack_quantized": Storage(
             tensors={
@@ -1227,7 +744,7 @@ VARIANT = Variant(
             unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
                 "span": "full"},
             reads=("N", "K"), shape="weight_shape",
-            kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="ceil(K/8)", last="k"),
+            kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/8)", last="k"),
         ),
         "pack_quantized_0_8": Storage(
             tensors={
@@ -1238,8 +755,7 @@ VARIANT = Variant(
             },
             unpack=unpack_pack_quantized_0_8, pack=pack_pack_quantized_0_8, where=("g",), always=("z",),
             options={"rounds": "sum", "span": "full"}, reads=("K",), shape="weight_shape",
-            kernels=Kernels(_dequantize_pack_quantized_0_8, _linear_pack_quantized_0_8, rows="N", units="ceil(K/8)",
-                last="k"),
+            kernels=Kernels(_decode_pack_quantized_0_8, rows="N", units="ceil(K/8)", last="k"),
         ),
         "marlin": Storage(
             tensors={
@@ -1250,7 +766,7 @@ VARIANT = Variant(
             },
             unpack=unpack_marlin, pack=pack_marlin, where=("z",
                 "g"), least={"ceil(K/group)": 2}, options={"symmetric": True},
-            kernels=Kernels(_dequantize_marlin, _linear_marlin, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_marlin, rows="N", units="K", last="k"),
         ),
         "modelopt": Storage(
             tensors={
@@ -1259,7 +775,7 @@ VARIANT = Variant(
             },
             unpack=unpack_modelopt, pack=pack_modelopt, where=("z", "g"),
             options={"symmetric": True, "span": "tight", "by": "exact"},
-            kernels=Kernels(_dequantize_modelopt, _linear_modelopt, rows="N/2", units="K", last="k", sums=2),
+            kernels=Kernels(_decode_modelopt, rows="N/2", units="K", last="k", sums=2),
         ),
         "xpu_int4pack": Storage(
             tensors={
@@ -1269,7 +785,7 @@ VARIANT = Variant(
                 "ret_idx": Stored("i32", "K", optional="ret_idx"),
             },
             unpack=unpack_xpu_int4pack, pack=pack_xpu_int4pack, where=("g",), always=("z",), order="ret_idx",
-            kernels=Kernels(_dequantize_xpu_int4pack, _linear_xpu_int4pack, rows="N", units="K/8", last="k"),
+            kernels=Kernels(_decode_xpu_int4pack, rows="N", units="K/8", last="k"),
         ),
         "torchao_plain_int32": Storage(
             tensors={
@@ -1278,8 +794,7 @@ VARIANT = Variant(
                 "zero_point": Stored("i8", "K/group", "N", aliases=("_weight_zero_point",), bits=("z[1@1, 1@0]",)),
             },
             unpack=unpack_torchao_plain_int32, pack=pack_torchao_plain_int32, where=("g",), always=("z",),
-            kernels=Kernels(_dequantize_torchao_plain_int32, _linear_torchao_plain_int32, rows="N", units="K/8",
-                last="k"),
+            kernels=Kernels(_decode_torchao_plain_int32, rows="N", units="K/8", last="k"),
         ),
         "onnx_matmul_nbits": Storage(
             tensors={
@@ -1288,7 +803,7 @@ VARIANT = Variant(
                 "zero_points": Stored("u8", "N", "ceil(K/2*group)", optional="z", bits=("z[1@0, 2:4 1@1]",)),
             },
             unpack=unpack_onnx_matmul_nbits, pack=pack_onnx_matmul_nbits, where=("g",), reads=("K", "group"),
-            kernels=Kernels(_dequantize_onnx_matmul_nbits, _linear_onnx_matmul_nbits, rows="N", units="K/2", last="k"),
+            kernels=Kernels(_decode_onnx_matmul_nbits, rows="N", units="K/2", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -1298,7 +813,7 @@ VARIANT = Variant(
                 "order": Stored("i32", "K", optional="order"),
             },
             unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32,
                         sums_in_tile_gemm=True)),

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, empty,
-        integer, joined, lanes, pad, spread)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, empty, integer,
+        joined, pad, spread)
+from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -230,107 +230,49 @@ def encode(weight: Tensor, *, group: int, scale_type: str, **options: Any) -> di
 
 
 @triton.jit
-def _dequantize_gptq_p(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
+def _decode_gptq_p(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 16 weights of unit u of row n, in float32."""
+    qweight, qzeros, scales, g_idx = tensors
+    group, = sizes
     qweight += n
     qzeros += 6 * (n // 32)
     scales += n
-    out += n.to(tl.int64) * K
     t = u // 2
     j = u % 2
-    live = (n < N) & (t < K // 32)
-    q_word1 = tl.load(qweight + 6 * t.to(tl.int64) * N + 4 * N + j.to(tl.int64) * N, live, 0)
+    q_word1 = tl.load(qweight + 6 * (t * N) + 4 * N + j * N, live, 0)
     if g_idx is None:
         g = t // (group // 32)
-        z_low = tl.load(qzeros + 6 * g.to(tl.int64) * (N // 32) + n % 32 // 8, live, 0) >> 4 * (n % 32 % 8) & 15
-        z_high = tl.load(qzeros + 6 * g.to(tl.int64) * (N // 32) + n % 32 // 16 + 4, live, 0) >> 2 * (n % 32 % 16) & 3
+        z_low = tl.load(qzeros + 6 * (g * (N // 32)) + n % 32 // 8, live, 0) >> 4 * (n % 32 % 8) & 15
+        z_high = tl.load(qzeros + 6 * (g * (N // 32)) + n % 32 // 16 + 4, live, 0) >> 2 * (n % 32 % 16) & 3
         z = (z_low | z_high << 4).to(tl.int32)
-        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        s = tl.load(scales + g * N, live, 0).to(tl.float32)
     for h in tl.static_range(2):
-        q_word = tl.load(qweight + 6 * t.to(tl.int64) * N + 2 * j.to(tl.int64) * N + h * N, live, 0)
+        q_word = tl.load(qweight + 6 * (t * N) + 2 * (j * N) + h * N, live, 0)
         for i in tl.static_range(8):
             q_low = q_word >> 4 * i & 15
             q_high = q_word1 >> 16 * h + 2 * i & 3
             q = (q_low | q_high << 4).to(tl.int32)
             if g_idx is not None:
                 g = tl.load(g_idx + 32 * t + 16 * j + 8 * h + i, live, 0)
-                z_low = tl.load(qzeros + 6 * g.to(tl.int64) * (N // 32) + n % 32 // 8, live, 0) >> 4 * (n % 32 % 8) & 15
-                z_high = tl.load(qzeros + 6 * g.to(tl.int64) * (N // 32) + n % 32 // 16
-                    + 4, live, 0) >> 2 * (n % 32 % 16) & 3
+                z_low = tl.load(qzeros + 6 * (g * (N // 32)) + n % 32 // 8, live, 0) >> 4 * (n % 32 % 8) & 15
+                z_high = tl.load(qzeros + 6 * (g * (N // 32)) + n % 32 // 16 + 4, live, 0) >> 2 * (n % 32 % 16) & 3
                 z = (z_low | z_high << 4).to(tl.int32)
-                s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-            w = (q - z) * s
-            tl.store(out + 32 * t + 16 * j + 8 * h + i, w, live)
+                s = tl.load(scales + g * N, live, 0).to(tl.float32)
+            state = use(state, 32 * t + 16 * j + 8 * h + i, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_gptq_p(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    qweight += n
-    qzeros += 6 * (n // 32)
-    scales += n
-    acc = tl.zeros((BK, BN), tl.float32)
-    for start in range(0, K // 16, BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
-        t = u // 2
-        j = u % 2
-        live = (n < N) & (t < K // 32)
-        q_word1 = tl.load(qweight + 6 * t.to(tl.int64) * N + 4 * N + j.to(tl.int64) * N, live, 0)
-        if g_idx is None:
-            g = t // (group // 32)
-            z_low = tl.load(qzeros + 6 * g.to(tl.int64) * (N // 32) + n % 32 // 8, live, 0) >> 4 * (n % 32 % 8) & 15
-            z_high = tl.load(qzeros + 6 * g.to(tl.int64) * (N // 32) + n % 32 // 16
-                + 4, live, 0) >> 2 * (n % 32 % 16) & 3
-            z = (z_low | z_high << 4).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        for h in tl.static_range(2):
-            q_word = tl.load(qweight + 6 * t.to(tl.int64) * N + 2 * j.to(tl.int64) * N + h * N, live, 0)
-            for i in tl.static_range(8):
-                q_low = q_word >> 4 * i & 15
-                q_high = q_word1 >> 16 * h + 2 * i & 3
-                q = (q_low | q_high << 4).to(tl.int32)
-                if g_idx is not None:
-                    g = tl.load(g_idx + 32 * t + 16 * j + 8 * h + i, live, 0)
-                    z_low = tl.load(qzeros + 6 * g.to(tl.int64) * (N // 32)
-                        + n % 32 // 8, live, 0) >> 4 * (n % 32 % 8) & 15
-                    z_high = tl.load(qzeros + 6 * g.to(tl.int64) * (N // 32) + n % 32 // 16
-                        + 4, live, 0) >> 2 * (n % 32 % 16) & 3
-                    z = (z_low | z_high << 4).to(tl.int32)
-                    s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-                x_k = tl.load(x + 32 * t + 16 * j + 8 * h + i, live, 0).to(tl.float32)
-                acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 0))
-
-
-@triton.jit
-def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, out, N, K, group,
-    BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_packed += n.to(tl.int64) * tl.cdiv(3 * K, 16)
+def _decode_pack_quantized(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 16 weights of unit t of row n, in float32."""
+    weight_packed, weight_scale, weight_zero_point, weight_g_idx = tensors
+    group, = sizes
+    weight_packed += n * tl.cdiv(3 * K, 16)
     if weight_zero_point is None:
         z = 32
     else:
-        weight_zero_point += 3 * (n // 16).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < tl.cdiv(K, 16))
+        weight_zero_point += 3 * (n // 16 * tl.cdiv(K, group))
+    weight_scale += n * tl.cdiv(K, group)
     q_0 = tl.load(weight_packed + 3 * t, live, 0)
     q_1 = tl.load(weight_packed + 3 * t + 1, live & (3 * t + 1 < tl.cdiv(3 * K, 16)), 0)
     q_2 = tl.load(weight_packed + 3 * t + 2, live & (3 * t + 2 < tl.cdiv(3 * K, 16)), 0)
@@ -343,7 +285,7 @@ def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, w
     if weight_g_idx is None:
         s = tl.load(weight_scale + g, live, 0).to(tl.float32)
     for h in tl.static_range(16):
-        inside = live & (n < N) & (16 * t + h < K)
+        inside = live & (16 * t + h < K)
         q = device.bits(q_words, 6 * h, 6).to(tl.int32)
         if weight_g_idx is not None:
             g = tl.load(weight_g_idx + 16 * t + h, inside, 0)
@@ -352,78 +294,24 @@ def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, w
                 z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 6 * (n % 16), 6, 32, inside).to(tl.int32)
         if weight_g_idx is not None:
             s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + 16 * t + h, w, inside)
+        state = use(state, 16 * t + h, (q - z) * s, inside)
+    return state
 
 
 @triton.jit
-def _linear_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, x, bias, out, N, K, group,
-    BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_packed += n.to(tl.int64) * tl.cdiv(3 * K, 16)
+def _decode_pack_quantized_0_17(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 5 weights of unit t of row n, in float32."""
+    weight_packed, weight_scale, weight_zero_point, weight_g_idx = tensors
+    group, = sizes
+    weight_packed += n * tl.cdiv(K, 5)
     if weight_zero_point is None:
         z = 32
     else:
-        weight_zero_point += 3 * (n // 16).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, tl.cdiv(K, 16), BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < tl.cdiv(K, 16))
-        q_0 = tl.load(weight_packed + 3 * t, live, 0)
-        q_1 = tl.load(weight_packed + 3 * t + 1, live & (3 * t + 1 < tl.cdiv(3 * K, 16)), 0)
-        q_2 = tl.load(weight_packed + 3 * t + 2, live & (3 * t + 2 < tl.cdiv(3 * K, 16)), 0)
-        q_words = (q_0, q_1, q_2)
-        if weight_g_idx is None:
-            g = 16 * t // group
-        if weight_zero_point is not None:
-            if weight_g_idx is None:
-                z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 6 * (n % 16), 6, 32, live).to(tl.int32)
-        if weight_g_idx is None:
-            s = tl.load(weight_scale + g, live, 0).to(tl.float32)
-        for h in tl.static_range(16):
-            inside = live & (n < N) & (16 * t + h < K)
-            q = device.bits(q_words, 6 * h, 6).to(tl.int32)
-            if weight_g_idx is not None:
-                g = tl.load(weight_g_idx + 16 * t + h, inside, 0)
-            if weight_zero_point is not None:
-                if weight_g_idx is not None:
-                    z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 6
-                        * (n % 16), 6, 32, inside).to(tl.int32)
-            if weight_g_idx is not None:
-                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-            x_k = tl.load(x + 16 * t + h, inside, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_pack_quantized_0_17(weight_packed, weight_scale, weight_zero_point, weight_g_idx, out, N, K, group,
-    BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 5 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_packed += n.to(tl.int64) * tl.cdiv(K, 5)
-    if weight_zero_point is None:
-        z = 32
-    else:
-        weight_zero_point += (n // 5).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < tl.cdiv(K, 5))
+        weight_zero_point += n // 5 * tl.cdiv(K, group)
+    weight_scale += n * tl.cdiv(K, group)
     q_word = tl.load(weight_packed + t, live, 0)
     for h in tl.static_range(5):
-        inside = live & (n < N) & (5 * t + h < K)
+        inside = live & (5 * t + h < K)
         q = (q_word >> 6 * h & 63).to(tl.int32)
         if weight_g_idx is None:
             g = (5 * t + h) // group
@@ -439,71 +327,22 @@ def _dequantize_pack_quantized_0_17(weight_packed, weight_scale, weight_zero_poi
             s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
         else:
             s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + 5 * t + h, w, inside)
+        state = use(state, 5 * t + h, (q - z) * s, inside)
+    return state
 
 
 @triton.jit
-def _linear_pack_quantized_0_17(weight_packed, weight_scale, weight_zero_point, weight_g_idx, x, bias, out, N, K,
-    group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 5 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_packed += n.to(tl.int64) * tl.cdiv(K, 5)
-    if weight_zero_point is None:
-        z = 32
-    else:
-        weight_zero_point += (n // 5).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, tl.cdiv(K, 5), BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < tl.cdiv(K, 5))
-        q_word = tl.load(weight_packed + t, live, 0)
-        for h in tl.static_range(5):
-            inside = live & (n < N) & (5 * t + h < K)
-            q = (q_word >> 6 * h & 63).to(tl.int32)
-            if weight_g_idx is None:
-                g = (5 * t + h) // group
-            if weight_zero_point is not None:
-                if weight_g_idx is None:
-                    z = (tl.load(weight_zero_point + g, inside, 0) >> 6 * (n % 5) & 63).to(tl.int32)
-            if weight_g_idx is not None:
-                g = tl.load(weight_g_idx + 5 * t + h, inside, 0)
-            if weight_zero_point is not None:
-                if weight_g_idx is not None:
-                    z = (tl.load(weight_zero_point + g, inside, 0) >> 6 * (n % 5) & 63).to(tl.int32)
-            if weight_g_idx is None:
-                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-            else:
-                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-            x_k = tl.load(x + 5 * t + h, inside, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q_0, q_1, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
+def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    q_0, q_1, s, z = tensors
+    group, = sizes
+    q_0 += 16 * (n * tl.cdiv(K, 128))
+    q_1 += 16 * (n * tl.cdiv(K, 256))
     if z is None:
         z1 = 32
     else:
-        z += n.to(tl.int64) * tl.cdiv(K, group)
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+        z += n * tl.cdiv(K, group)
+    s += n * tl.cdiv(K, group)
     q_low = tl.load(q_0 + 16 * (k // 128) + 4 * (k % 128 // 2 % 4)
         + k % 128 // 32, live, 0) >> 16 * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15
     q_high = tl.load(q_1 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
@@ -513,43 +352,8 @@ def _dequantize_planar(q_0, q_1, s, z, out, N, K, group, BN: tl.constexpr, BK: t
     if z is not None:
         z1 = (tl.load(z + g, live, 0) & 63).to(tl.int32)
     s1 = tl.load(s + g, live, 0).to(tl.float32)
-    w = (q - z1) * s1
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_planar(q_0, q_1, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    if z is None:
-        z1 = 32
-    else:
-        z += n.to(tl.int64) * tl.cdiv(K, group)
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q_low = tl.load(q_0 + 16 * (k // 128) + 4 * (k % 128 // 2 % 4)
-            + k % 128 // 32, live, 0) >> 16 * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15
-        q_high = tl.load(q_1 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
-            + k % 256 // 32 % 4, live, 0) >> 16 * (k % 256 % 2) + 4 * (k % 256 // 8 % 4) + 2 * (k % 256 // 128) & 3
-        q = (q_low | q_high << 4).to(tl.int32)
-        g = k // group
-        if z is not None:
-            z1 = (tl.load(z + g, live, 0) & 63).to(tl.int32)
-        s1 = tl.load(s + g, live, 0).to(tl.float32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (q - z1) * s1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, (q - z1) * s1, live)
+    return state
 
 
 @triton.jit
@@ -609,7 +413,7 @@ VARIANT = Variant(
                 "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             },
             unpack=unpack_gptq_p, pack=pack_gptq_p, always=("z",),
-            kernels=Kernels(_dequantize_gptq_p, _linear_gptq_p, rows="N", units="K/16", last="n"),
+            kernels=Kernels(_decode_gptq_p, rows="N", units="K/16", last="n"),
         ),
         "pack_quantized": Storage(
             tensors={
@@ -622,7 +426,7 @@ VARIANT = Variant(
             unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
                 "span": "full"},
             reads=("N", "K"), shape="weight_shape",
-            kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="ceil(K/16)", last="k"),
+            kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/16)", last="k"),
         ),
         "pack_quantized_0_17": Storage(
             tensors={
@@ -635,8 +439,7 @@ VARIANT = Variant(
             },
             unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17, omits=("z", "g"),
             options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape",
-            kernels=Kernels(_dequantize_pack_quantized_0_17, _linear_pack_quantized_0_17, rows="N", units="ceil(K/5)",
-                    last="k"),
+            kernels=Kernels(_decode_pack_quantized_0_17, rows="N", units="ceil(K/5)", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -647,7 +450,7 @@ VARIANT = Variant(
                 "order": Stored("i32", "K", optional="order"),
             },
             unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32, width=4, bits=6,
                         sums_in_tile_gemm=True, spans=(0, 2))),

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, device, empty,
-        integer, joined, lanes, pad, spread)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, empty, integer,
+        joined, pad, spread)
+from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -248,30 +248,25 @@ def encode(weight: Tensor, *, group: int, scale_type: str, **options: Any) -> di
 
 
 @triton.jit
-def _dequantize_gptq_p(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 32 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
+def _decode_gptq_p(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 32 weights of unit t of row n, in float32."""
+    qweight, qzeros, scales, g_idx = tensors
+    group, = sizes
     qweight += n
     qzeros += 7 * (n // 32)
     scales += n
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 32)
-    q_word2 = tl.load(qweight + 7 * t.to(tl.int64) * N + 6 * N, live, 0)
+    q_word2 = tl.load(qweight + 7 * (t * N) + 6 * N, live, 0)
     if g_idx is None:
         g = t // (group // 32)
-        z_low = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + n % 32 // 8, live, 0) >> 4 * (n % 32 % 8) & 15
-        z_high = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + n % 32 // 16 + 4, live, 0) >> 2 * (n % 32 % 16) & 3
-        z_high1 = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + 6, live, 0) >> n % 32 & 1
+        z_low = tl.load(qzeros + 7 * (g * (N // 32)) + n % 32 // 8, live, 0) >> 4 * (n % 32 % 8) & 15
+        z_high = tl.load(qzeros + 7 * (g * (N // 32)) + n % 32 // 16 + 4, live, 0) >> 2 * (n % 32 % 16) & 3
+        z_high1 = tl.load(qzeros + 7 * (g * (N // 32)) + 6, live, 0) >> n % 32 & 1
         z = (z_low | z_high << 4 | z_high1 << 6).to(tl.int32)
-        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        s = tl.load(scales + g * N, live, 0).to(tl.float32)
     for h in tl.static_range(2):
-        q_word1 = tl.load(qweight + 7 * t.to(tl.int64) * N + 4 * N + h * N, live, 0)
+        q_word1 = tl.load(qweight + 7 * (t * N) + 4 * N + h * N, live, 0)
         for i in tl.static_range(2):
-            q_word = tl.load(qweight + 7 * t.to(tl.int64) * N + 2 * (h * N) + i * N, live, 0)
+            q_word = tl.load(qweight + 7 * (t * N) + 2 * (h * N) + i * N, live, 0)
             for j in tl.static_range(8):
                 q_low = q_word >> 4 * j & 15
                 q_high = q_word1 >> 16 * i + 2 * j & 3
@@ -279,83 +274,26 @@ def _dequantize_gptq_p(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.
                 q = (q_low | q_high << 4 | q_high1 << 6).to(tl.int32)
                 if g_idx is not None:
                     g = tl.load(g_idx + 32 * t + 16 * h + 8 * i + j, live, 0)
-                    z_low = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32)
-                        + n % 32 // 8, live, 0) >> 4 * (n % 32 % 8) & 15
-                    z_high = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + n % 32 // 16
-                        + 4, live, 0) >> 2 * (n % 32 % 16) & 3
-                    z_high1 = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + 6, live, 0) >> n % 32 & 1
+                    z_low = tl.load(qzeros + 7 * (g * (N // 32)) + n % 32 // 8, live, 0) >> 4 * (n % 32 % 8) & 15
+                    z_high = tl.load(qzeros + 7 * (g * (N // 32)) + n % 32 // 16 + 4, live, 0) >> 2 * (n % 32 % 16) & 3
+                    z_high1 = tl.load(qzeros + 7 * (g * (N // 32)) + 6, live, 0) >> n % 32 & 1
                     z = (z_low | z_high << 4 | z_high1 << 6).to(tl.int32)
-                    s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-                w = (q - z) * s
-                tl.store(out + 32 * t + 16 * h + 8 * i + j, w, live)
+                    s = tl.load(scales + g * N, live, 0).to(tl.float32)
+                state = use(state, 32 * t + 16 * h + 8 * i + j, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_gptq_p(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 32 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    qweight += n
-    qzeros += 7 * (n // 32)
-    scales += n
-    acc = tl.zeros((BK, BN), tl.float32)
-    for start in range(0, K // 32, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
-        live = (n < N) & (t < K // 32)
-        q_word2 = tl.load(qweight + 7 * t.to(tl.int64) * N + 6 * N, live, 0)
-        if g_idx is None:
-            g = t // (group // 32)
-            z_low = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + n % 32 // 8, live, 0) >> 4 * (n % 32 % 8) & 15
-            z_high = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + n % 32 // 16
-                + 4, live, 0) >> 2 * (n % 32 % 16) & 3
-            z_high1 = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + 6, live, 0) >> n % 32 & 1
-            z = (z_low | z_high << 4 | z_high1 << 6).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        for h in tl.static_range(2):
-            q_word1 = tl.load(qweight + 7 * t.to(tl.int64) * N + 4 * N + h * N, live, 0)
-            for i in tl.static_range(2):
-                q_word = tl.load(qweight + 7 * t.to(tl.int64) * N + 2 * (h * N) + i * N, live, 0)
-                for j in tl.static_range(8):
-                    q_low = q_word >> 4 * j & 15
-                    q_high = q_word1 >> 16 * i + 2 * j & 3
-                    q_high1 = q_word2 >> 16 * h + 8 * i + j & 1
-                    q = (q_low | q_high << 4 | q_high1 << 6).to(tl.int32)
-                    if g_idx is not None:
-                        g = tl.load(g_idx + 32 * t + 16 * h + 8 * i + j, live, 0)
-                        z_low = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32)
-                            + n % 32 // 8, live, 0) >> 4 * (n % 32 % 8) & 15
-                        z_high = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + n % 32 // 16
-                            + 4, live, 0) >> 2 * (n % 32 % 16) & 3
-                        z_high1 = tl.load(qzeros + 7 * g.to(tl.int64) * (N // 32) + 6, live, 0) >> n % 32 & 1
-                        z = (z_low | z_high << 4 | z_high1 << 6).to(tl.int32)
-                        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-                    x_k = tl.load(x + 32 * t + 16 * h + 8 * i + j, live, 0).to(tl.float32)
-                    acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 0))
-
-
-@triton.jit
-def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, out, N, K, group,
-    BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 32 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_packed += n.to(tl.int64) * tl.cdiv(7 * K, 32)
+def _decode_pack_quantized(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 32 weights of unit t of row n, in float32."""
+    weight_packed, weight_scale, weight_zero_point, weight_g_idx = tensors
+    group, = sizes
+    weight_packed += n * tl.cdiv(7 * K, 32)
     if weight_zero_point is None:
         z = 64
     else:
-        weight_zero_point += 7 * (n // 32).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < tl.cdiv(K, 32))
+        weight_zero_point += 7 * (n // 32 * tl.cdiv(K, group))
+    weight_scale += n * tl.cdiv(K, group)
     q_0 = tl.load(weight_packed + 7 * t, live, 0)
     q_1 = tl.load(weight_packed + 7 * t + 1, live & (7 * t + 1 < tl.cdiv(7 * K, 32)), 0)
     q_2 = tl.load(weight_packed + 7 * t + 2, live & (7 * t + 2 < tl.cdiv(7 * K, 32)), 0)
@@ -372,7 +310,7 @@ def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, w
     if weight_g_idx is None:
         s = tl.load(weight_scale + g, live, 0).to(tl.float32)
     for h in tl.static_range(32):
-        inside = live & (n < N) & (32 * t + h < K)
+        inside = live & (32 * t + h < K)
         q = device.bits(q_words, 7 * h, 7).to(tl.int32)
         if weight_g_idx is not None:
             g = tl.load(weight_g_idx + 32 * t + h, inside, 0)
@@ -381,79 +319,21 @@ def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, w
                 z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 7 * (n % 32), 7, 32, inside).to(tl.int32)
         if weight_g_idx is not None:
             s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + 32 * t + h, w, inside)
+        state = use(state, 32 * t + h, (q - z) * s, inside)
+    return state
 
 
 @triton.jit
-def _linear_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, x, bias, out, N, K, group,
-    BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 32 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_packed += n.to(tl.int64) * tl.cdiv(7 * K, 32)
+def _decode_pack_quantized_0_17(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit t of row n, in float32."""
+    weight_packed, weight_scale, weight_zero_point, weight_g_idx = tensors
+    group, = sizes
+    weight_packed += n * tl.cdiv(K, 4)
     if weight_zero_point is None:
         z = 64
     else:
-        weight_zero_point += 7 * (n // 32).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, tl.cdiv(K, 32), BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < tl.cdiv(K, 32))
-        q_0 = tl.load(weight_packed + 7 * t, live, 0)
-        q_1 = tl.load(weight_packed + 7 * t + 1, live & (7 * t + 1 < tl.cdiv(7 * K, 32)), 0)
-        q_2 = tl.load(weight_packed + 7 * t + 2, live & (7 * t + 2 < tl.cdiv(7 * K, 32)), 0)
-        q_3 = tl.load(weight_packed + 7 * t + 3, live & (7 * t + 3 < tl.cdiv(7 * K, 32)), 0)
-        q_4 = tl.load(weight_packed + 7 * t + 4, live & (7 * t + 4 < tl.cdiv(7 * K, 32)), 0)
-        q_5 = tl.load(weight_packed + 7 * t + 5, live & (7 * t + 5 < tl.cdiv(7 * K, 32)), 0)
-        q_6 = tl.load(weight_packed + 7 * t + 6, live & (7 * t + 6 < tl.cdiv(7 * K, 32)), 0)
-        q_words = (q_0, q_1, q_2, q_3, q_4, q_5, q_6)
-        if weight_g_idx is None:
-            g = 32 * t // group
-        if weight_zero_point is not None:
-            if weight_g_idx is None:
-                z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 7 * (n % 32), 7, 32, live).to(tl.int32)
-        if weight_g_idx is None:
-            s = tl.load(weight_scale + g, live, 0).to(tl.float32)
-        for h in tl.static_range(32):
-            inside = live & (n < N) & (32 * t + h < K)
-            q = device.bits(q_words, 7 * h, 7).to(tl.int32)
-            if weight_g_idx is not None:
-                g = tl.load(weight_g_idx + 32 * t + h, inside, 0)
-            if weight_zero_point is not None:
-                if weight_g_idx is not None:
-                    z = device.stream(weight_zero_point + g, tl.cdiv(K, group), 7
-                        * (n % 32), 7, 32, inside).to(tl.int32)
-            if weight_g_idx is not None:
-                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-            x_k = tl.load(x + 32 * t + h, inside, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_pack_quantized_0_17(weight_packed, weight_scale, weight_zero_point, weight_g_idx, out, N, K, group,
-    BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_packed += n.to(tl.int64) * tl.cdiv(K, 4)
-    if weight_zero_point is None:
-        z = 64
-    else:
-        weight_zero_point += (n // 4).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < tl.cdiv(K, 4))
+        weight_zero_point += n // 4 * tl.cdiv(K, group)
+    weight_scale += n * tl.cdiv(K, group)
     q_word = tl.load(weight_packed + t, live, 0)
     if weight_g_idx is None:
         g = 4 * t // group
@@ -463,7 +343,7 @@ def _dequantize_pack_quantized_0_17(weight_packed, weight_scale, weight_zero_poi
     if weight_g_idx is None:
         s = tl.load(weight_scale + g, live, 0).to(tl.float32)
     for h in tl.static_range(4):
-        inside = live & (n < N) & (4 * t + h < K)
+        inside = live & (4 * t + h < K)
         q = (q_word >> 7 * h & 127).to(tl.int32)
         if weight_g_idx is not None:
             g = tl.load(weight_g_idx + 4 * t + h, inside, 0)
@@ -472,72 +352,23 @@ def _dequantize_pack_quantized_0_17(weight_packed, weight_scale, weight_zero_poi
                 z = (tl.load(weight_zero_point + g, inside, 0) >> 7 * (n % 4) & 127).to(tl.int32)
         if weight_g_idx is not None:
             s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + 4 * t + h, w, inside)
+        state = use(state, 4 * t + h, (q - z) * s, inside)
+    return state
 
 
 @triton.jit
-def _linear_pack_quantized_0_17(weight_packed, weight_scale, weight_zero_point, weight_g_idx, x, bias, out, N, K,
-    group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_packed += n.to(tl.int64) * tl.cdiv(K, 4)
-    if weight_zero_point is None:
-        z = 64
-    else:
-        weight_zero_point += (n // 4).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, tl.cdiv(K, 4), BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < tl.cdiv(K, 4))
-        q_word = tl.load(weight_packed + t, live, 0)
-        if weight_g_idx is None:
-            g = 4 * t // group
-        if weight_zero_point is not None:
-            if weight_g_idx is None:
-                z = (tl.load(weight_zero_point + g, live, 0) >> 7 * (n % 4) & 127).to(tl.int32)
-        if weight_g_idx is None:
-            s = tl.load(weight_scale + g, live, 0).to(tl.float32)
-        for h in tl.static_range(4):
-            inside = live & (n < N) & (4 * t + h < K)
-            q = (q_word >> 7 * h & 127).to(tl.int32)
-            if weight_g_idx is not None:
-                g = tl.load(weight_g_idx + 4 * t + h, inside, 0)
-            if weight_zero_point is not None:
-                if weight_g_idx is not None:
-                    z = (tl.load(weight_zero_point + g, inside, 0) >> 7 * (n % 4) & 127).to(tl.int32)
-            if weight_g_idx is not None:
-                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-            x_k = tl.load(x + 4 * t + h, inside, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q_0, q_1, q_2, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    q_2 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
+def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    q_0, q_1, q_2, s, z = tensors
+    group, = sizes
+    q_0 += 16 * (n * tl.cdiv(K, 128))
+    q_1 += 16 * (n * tl.cdiv(K, 256))
+    q_2 += 16 * (n * tl.cdiv(K, 512))
     if z is None:
         z1 = 64
     else:
-        z += n.to(tl.int64) * tl.cdiv(K, group)
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+        z += n * tl.cdiv(K, group)
+    s += n * tl.cdiv(K, group)
     q_low = tl.load(q_0 + 16 * (k // 128) + 4 * (k % 128 // 2 % 4)
         + k % 128 // 32, live, 0) >> 16 * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15
     q_high = tl.load(q_1 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
@@ -549,46 +380,8 @@ def _dequantize_planar(q_0, q_1, q_2, s, z, out, N, K, group, BN: tl.constexpr, 
     if z is not None:
         z1 = (tl.load(z + g, live, 0) & 127).to(tl.int32)
     s1 = tl.load(s + g, live, 0).to(tl.float32)
-    w = (q - z1) * s1
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_planar(q_0, q_1, q_2, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    q_2 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
-    if z is None:
-        z1 = 64
-    else:
-        z += n.to(tl.int64) * tl.cdiv(K, group)
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q_low = tl.load(q_0 + 16 * (k // 128) + 4 * (k % 128 // 2 % 4)
-            + k % 128 // 32, live, 0) >> 16 * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15
-        q_high = tl.load(q_1 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
-            + k % 256 // 32 % 4, live, 0) >> 16 * (k % 256 % 2) + 4 * (k % 256 // 8 % 4) + 2 * (k % 256 // 128) & 3
-        q_high1 = tl.load(q_2 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
-            + k % 512 // 32 % 4, live, 0) >> 16 * (k % 512 % 2) + 4 * (k % 512 // 8 % 4) + k % 512 // 128 & 1
-        q = (q_low | q_high << 4 | q_high1 << 6).to(tl.int32)
-        g = k // group
-        if z is not None:
-            z1 = (tl.load(z + g, live, 0) & 127).to(tl.int32)
-        s1 = tl.load(s + g, live, 0).to(tl.float32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (q - z1) * s1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, (q - z1) * s1, live)
+    return state
 
 
 @triton.jit
@@ -651,7 +444,7 @@ VARIANT = Variant(
                 "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             },
             unpack=unpack_gptq_p, pack=pack_gptq_p, always=("z",),
-            kernels=Kernels(_dequantize_gptq_p, _linear_gptq_p, rows="N", units="K/32", last="n"),
+            kernels=Kernels(_decode_gptq_p, rows="N", units="K/32", last="n"),
         ),
         "pack_quantized": Storage(
             tensors={
@@ -664,7 +457,7 @@ VARIANT = Variant(
             unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
                 "span": "full"},
             reads=("N", "K"), shape="weight_shape",
-            kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="ceil(K/32)", last="k"),
+            kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/32)", last="k"),
         ),
         "pack_quantized_0_17": Storage(
             tensors={
@@ -677,8 +470,7 @@ VARIANT = Variant(
             },
             unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17, omits=("z", "g"),
             options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape",
-            kernels=Kernels(_dequantize_pack_quantized_0_17, _linear_pack_quantized_0_17, rows="N", units="ceil(K/4)",
-                    last="k"),
+            kernels=Kernels(_decode_pack_quantized_0_17, rows="N", units="ceil(K/4)", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -690,7 +482,7 @@ VARIANT = Variant(
                 "order": Stored("i32", "K", optional="order"),
             },
             unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32, width=4, bits=7,
                         sums_in_tile_gemm=True, spans=(0, 2, 1))),

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, integer, lanes, pad
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, integer, pad
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -270,148 +270,64 @@ def encode(weight: Tensor, *, group: int, scale_type: str, **options: Any) -> di
 
 
 @triton.jit
-def _dequantize_gptq_v2(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
+def _decode_gptq_v2(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit t of row n, in float32."""
+    qweight, qzeros, scales, g_idx = tensors
+    group, = sizes
     qweight += n
     qzeros += n // 4
     scales += n
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 4)
-    q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
+    q_word = tl.load(qweight + t * N, live, 0)
     if g_idx is None:
         g = t // (group // 4)
-        z = (tl.load(qzeros + g.to(tl.int64) * (N // 4), live, 0) >> 8 * (n % 4) & 255).to(tl.int32)
-        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        z = (tl.load(qzeros + g * (N // 4), live, 0) >> 8 * (n % 4) & 255).to(tl.int32)
+        s = tl.load(scales + g * N, live, 0).to(tl.float32)
     for h in tl.static_range(4):
         q = (q_word >> 8 * h & 255).to(tl.int32)
         if g_idx is not None:
             g = tl.load(g_idx + 4 * t + h, live, 0)
-            z = (tl.load(qzeros + g.to(tl.int64) * (N // 4), live, 0) >> 8 * (n % 4) & 255).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + 4 * t + h, w, live)
+            z = (tl.load(qzeros + g * (N // 4), live, 0) >> 8 * (n % 4) & 255).to(tl.int32)
+            s = tl.load(scales + g * N, live, 0).to(tl.float32)
+        state = use(state, 4 * t + h, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_gptq_v2(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
+def _decode_gptq_v1(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit t of row n, in float32."""
+    qweight, qzeros, scales, g_idx = tensors
+    group, = sizes
     qweight += n
     qzeros += n // 4
     scales += n
-    acc = tl.zeros((BK, BN), tl.float32)
-    for start in range(0, K // 4, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
-        live = (n < N) & (t < K // 4)
-        q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
-        if g_idx is None:
-            g = t // (group // 4)
-            z = (tl.load(qzeros + g.to(tl.int64) * (N // 4), live, 0) >> 8 * (n % 4) & 255).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        for h in tl.static_range(4):
-            q = (q_word >> 8 * h & 255).to(tl.int32)
-            if g_idx is not None:
-                g = tl.load(g_idx + 4 * t + h, live, 0)
-                z = (tl.load(qzeros + g.to(tl.int64) * (N // 4), live, 0) >> 8 * (n % 4) & 255).to(tl.int32)
-                s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-            x_k = tl.load(x + 4 * t + h, live, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 0))
-
-
-@triton.jit
-def _dequantize_gptq_v1(qweight, qzeros, scales, g_idx, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[:, None], (BK, BN))
-    qweight += n
-    qzeros += n // 4
-    scales += n
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 4)
-    q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
+    q_word = tl.load(qweight + t * N, live, 0)
     if g_idx is None:
         g = t // (group // 4)
-        z_word = tl.load(qzeros + g.to(tl.int64) * (N // 4), live, 0) + 0x1010101
+        z_word = tl.load(qzeros + g * (N // 4), live, 0) + 0x1010101
         z = (z_word >> 8 * (n % 4) & 255).to(tl.int32)
-        s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
+        s = tl.load(scales + g * N, live, 0).to(tl.float32)
     for h in tl.static_range(4):
         q = (q_word >> 8 * h & 255).to(tl.int32)
         if g_idx is not None:
             g = tl.load(g_idx + 4 * t + h, live, 0)
-            z_word = tl.load(qzeros + g.to(tl.int64) * (N // 4), live, 0) + 0x1010101
+            z_word = tl.load(qzeros + g * (N // 4), live, 0) + 0x1010101
             z = (z_word >> 8 * (n % 4) & 255).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + 4 * t + h, w, live)
+            s = tl.load(scales + g * N, live, 0).to(tl.float32)
+        state = use(state, 4 * t + h, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_gptq_v1(qweight, qzeros, scales, g_idx, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[None, :], (BK, BN))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    qweight += n
-    qzeros += n // 4
-    scales += n
-    acc = tl.zeros((BK, BN), tl.float32)
-    for start in range(0, K // 4, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[:, None], (BK, BN))
-        live = (n < N) & (t < K // 4)
-        q_word = tl.load(qweight + t.to(tl.int64) * N, live, 0)
-        if g_idx is None:
-            g = t // (group // 4)
-            z_word = tl.load(qzeros + g.to(tl.int64) * (N // 4), live, 0) + 0x1010101
-            z = (z_word >> 8 * (n % 4) & 255).to(tl.int32)
-            s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-        for h in tl.static_range(4):
-            q = (q_word >> 8 * h & 255).to(tl.int32)
-            if g_idx is not None:
-                g = tl.load(g_idx + 4 * t + h, live, 0)
-                z_word = tl.load(qzeros + g.to(tl.int64) * (N // 4), live, 0) + 0x1010101
-                z = (z_word >> 8 * (n % 4) & 255).to(tl.int32)
-                s = tl.load(scales + g.to(tl.int64) * N, live, 0).to(tl.float32)
-            x_k = tl.load(x + 4 * t + h, live, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 0))
-
-
-@triton.jit
-def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, out, N, K, group,
-    BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_packed += n.to(tl.int64) * tl.cdiv(K, 4)
+def _decode_pack_quantized(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit t of row n, in float32."""
+    weight_packed, weight_scale, weight_zero_point, weight_g_idx = tensors
+    group, = sizes
+    weight_packed += n * tl.cdiv(K, 4)
     if weight_zero_point is None:
         z = 128
     else:
-        weight_zero_point += (n // 4).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < tl.cdiv(K, 4))
+        weight_zero_point += n // 4 * tl.cdiv(K, group)
+    weight_scale += n * tl.cdiv(K, group)
     q_word = tl.load(weight_packed + t, live, 0)
     if weight_g_idx is None:
         g = 4 * t // group
@@ -421,7 +337,7 @@ def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, w
     if weight_g_idx is None:
         s = tl.load(weight_scale + g, live, 0).to(tl.float32)
     for h in tl.static_range(4):
-        inside = live & (n < N) & (4 * t + h < K)
+        inside = live & (4 * t + h < K)
         q = (q_word >> 8 * h & 255).to(tl.int32)
         if weight_g_idx is not None:
             g = tl.load(weight_g_idx + 4 * t + h, inside, 0)
@@ -430,128 +346,41 @@ def _dequantize_pack_quantized(weight_packed, weight_scale, weight_zero_point, w
                 z = (tl.load(weight_zero_point + g, inside, 0) >> 8 * (n % 4) & 255).to(tl.int32)
         if weight_g_idx is not None:
             s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-        w = (q - z) * s
-        tl.store(out + 4 * t + h, w, inside)
+        state = use(state, 4 * t + h, (q - z) * s, inside)
+    return state
 
 
 @triton.jit
-def _linear_pack_quantized(weight_packed, weight_scale, weight_zero_point, weight_g_idx, x, bias, out, N, K, group,
-    BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_packed += n.to(tl.int64) * tl.cdiv(K, 4)
-    if weight_zero_point is None:
-        z = 128
-    else:
-        weight_zero_point += (n // 4).to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, tl.cdiv(K, 4), BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < tl.cdiv(K, 4))
-        q_word = tl.load(weight_packed + t, live, 0)
-        if weight_g_idx is None:
-            g = 4 * t // group
-        if weight_zero_point is not None:
-            if weight_g_idx is None:
-                z = (tl.load(weight_zero_point + g, live, 0) >> 8 * (n % 4) & 255).to(tl.int32)
-        if weight_g_idx is None:
-            s = tl.load(weight_scale + g, live, 0).to(tl.float32)
-        for h in tl.static_range(4):
-            inside = live & (n < N) & (4 * t + h < K)
-            q = (q_word >> 8 * h & 255).to(tl.int32)
-            if weight_g_idx is not None:
-                g = tl.load(weight_g_idx + 4 * t + h, inside, 0)
-            if weight_zero_point is not None:
-                if weight_g_idx is not None:
-                    z = (tl.load(weight_zero_point + g, inside, 0) >> 8 * (n % 4) & 255).to(tl.int32)
-            if weight_g_idx is not None:
-                s = tl.load(weight_scale + g, inside, 0).to(tl.float32)
-            x_k = tl.load(x + 4 * t + h, inside, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_pack_quantized_0_8(weight_packed, weight_scale, weight_zero_point, out, N, K, group, BN: tl.constexpr,
-    BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_packed += n.to(tl.int64) * tl.cdiv(K, 4)
-    weight_zero_point += n.to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < tl.cdiv(K, 4))
+def _decode_pack_quantized_0_8(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit t of row n, in float32."""
+    weight_packed, weight_scale, weight_zero_point = tensors
+    group, = sizes
+    weight_packed += n * tl.cdiv(K, 4)
+    weight_zero_point += n * tl.cdiv(K, group)
+    weight_scale += n * tl.cdiv(K, group)
     q_word = tl.load(weight_packed + t, live, 0)
     g = 4 * t // group
     z_word = tl.load(weight_zero_point + g, live, 0).to(tl.int32) + 0x80
     z = (z_word & 255).to(tl.int32)
     s = tl.load(weight_scale + g, live, 0).to(tl.float32)
     for h in tl.static_range(4):
-        inside = live & (n < N) & (4 * t + h < K)
+        inside = live & (4 * t + h < K)
         q = (q_word >> 8 * h & 255).to(tl.int32)
-        w = (q - z) * s
-        tl.store(out + 4 * t + h, w, inside)
+        state = use(state, 4 * t + h, (q - z) * s, inside)
+    return state
 
 
 @triton.jit
-def _linear_pack_quantized_0_8(weight_packed, weight_scale, weight_zero_point, x, bias, out, N, K, group,
-    BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_packed += n.to(tl.int64) * tl.cdiv(K, 4)
-    weight_zero_point += n.to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, tl.cdiv(K, 4), BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < tl.cdiv(K, 4))
-        q_word = tl.load(weight_packed + t, live, 0)
-        g = 4 * t // group
-        z_word = tl.load(weight_zero_point + g, live, 0).to(tl.int32) + 0x80
-        z = (z_word & 255).to(tl.int32)
-        s = tl.load(weight_scale + g, live, 0).to(tl.float32)
-        for h in tl.static_range(4):
-            inside = live & (n < N) & (4 * t + h < K)
-            q = (q_word >> 8 * h & 255).to(tl.int32)
-            x_k = tl.load(x + 4 * t + h, inside, 0).to(tl.float32)
-            acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_int_quantized(weight, weight_scale, weight_zero_point, out, N, K, group, BN: tl.constexpr,
-    BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight += n.to(tl.int64) * K
+def _decode_int_quantized(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    weight, weight_scale, weight_zero_point = tensors
+    group, = sizes
+    weight += n * K
     if weight_zero_point is None:
         z = 128
     else:
-        weight_zero_point += n.to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+        weight_zero_point += n * tl.cdiv(K, group)
+    weight_scale += n * tl.cdiv(K, group)
     q_word = tl.load(weight + k, live, 0).to(tl.int32)
     q = ((q_word) + 128 & 255).to(tl.int32)
     g = k // group
@@ -559,59 +388,21 @@ def _dequantize_int_quantized(weight, weight_scale, weight_zero_point, out, N, K
         z_word = tl.load(weight_zero_point + g, live, 0).to(tl.int32)
         z = ((z_word) + 128 & 255).to(tl.int32)
     s = tl.load(weight_scale + g, live, 0).to(tl.float32)
-    w = (q - z) * s
-    tl.store(out + k, w, live)
+    state = use(state, k, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_int_quantized(weight, weight_scale, weight_zero_point, x, bias, out, N, K, group, BN: tl.constexpr,
-    BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight += n.to(tl.int64) * K
-    if weight_zero_point is None:
-        z = 128
-    else:
-        weight_zero_point += n.to(tl.int64) * tl.cdiv(K, group)
-    weight_scale += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q_word = tl.load(weight + k, live, 0).to(tl.int32)
-        q = ((q_word) + 128 & 255).to(tl.int32)
-        g = k // group
-        if weight_zero_point is not None:
-            z_word = tl.load(weight_zero_point + g, live, 0).to(tl.int32)
-            z = ((z_word) + 128 & 255).to(tl.int32)
-        s = tl.load(weight_scale + g, live, 0).to(tl.float32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_torchao_int8(qdata, scale, zero_point, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    qdata += n.to(tl.int64) * K
+def _decode_torchao_int8(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    qdata, scale, zero_point = tensors
+    group, = sizes
+    qdata += n * K
     if zero_point is None:
         z = 128
     else:
-        zero_point += n.to(tl.int64) * tl.cdiv(K, group)
-    scale += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+        zero_point += n * tl.cdiv(K, group)
+    scale += n * tl.cdiv(K, group)
     q_word = tl.load(qdata + k, live, 0).to(tl.int32)
     q = ((q_word) + 128 & 255).to(tl.int32)
     g = k // group
@@ -619,95 +410,28 @@ def _dequantize_torchao_int8(qdata, scale, zero_point, out, N, K, group, BN: tl.
         z_word = tl.load(zero_point + g, live, 0).to(tl.int32)
         z = ((z_word) + 128 & 255).to(tl.int32)
     s = tl.load(scale + g, live, 0).to(tl.float32)
-    w = (q - z) * s
-    tl.store(out + k, w, live)
+    state = use(state, k, (q - z) * s, live)
+    return state
 
 
 @triton.jit
-def _linear_torchao_int8(qdata, scale, zero_point, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    qdata += n.to(tl.int64) * K
-    if zero_point is None:
-        z = 128
-    else:
-        zero_point += n.to(tl.int64) * tl.cdiv(K, group)
-    scale += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q_word = tl.load(qdata + k, live, 0).to(tl.int32)
-        q = ((q_word) + 128 & 255).to(tl.int32)
-        g = k // group
-        if zero_point is not None:
-            z_word = tl.load(zero_point + g, live, 0).to(tl.int32)
-            z = ((z_word) + 128 & 255).to(tl.int32)
-        s = tl.load(scale + g, live, 0).to(tl.float32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_onnx_matmul_nbits(B, scales, zero_points, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    B += n.to(tl.int64) * K
+def _decode_onnx_matmul_nbits(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    B, scales, zero_points = tensors
+    group, = sizes
+    B += n * K
     if zero_points is None:
         z = 128
     else:
-        zero_points += n.to(tl.int64) * tl.cdiv(K, group)
-    scales += n.to(tl.int64) * (K // group)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+        zero_points += n * tl.cdiv(K, group)
+    scales += n * (K // group)
     q = tl.load(B + k, live, 0).to(tl.int32)
     g = k // group
     if zero_points is not None:
         z = tl.load(zero_points + g, live, 0).to(tl.int32)
     s = tl.load(scales + g, live, 0).to(tl.float32)
-    w = (q - z) * s
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_onnx_matmul_nbits(B, scales, zero_points, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    B += n.to(tl.int64) * K
-    if zero_points is None:
-        z = 128
-    else:
-        zero_points += n.to(tl.int64) * tl.cdiv(K, group)
-    scales += n.to(tl.int64) * (K // group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        q = tl.load(B + k, live, 0).to(tl.int32)
-        g = k // group
-        if zero_points is not None:
-            z = tl.load(zero_points + g, live, 0).to(tl.int32)
-        s = tl.load(scales + g, live, 0).to(tl.float32)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (q - z) * s * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, (q - z) * s, live)
+    return state
 
 
 @triton.jit
@@ -748,24 +472,20 @@ def _scale_onnx_matmul_nbits(fields, sum, ones, BASE: tl.constexpr):
 
 
 @triton.jit
-def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit u of row n, in float32."""
+    q, s, z = tensors
+    group, = sizes
+    q += 32 * (n * tl.cdiv(K, 128))
     if z is None:
         z1 = 128
     else:
-        z += n.to(tl.int64) * tl.cdiv(K, group)
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    out += n.to(tl.int64) * K
+        z += n * tl.cdiv(K, group)
+    s += n * tl.cdiv(K, group)
     t = u // 32
     j = u // 8 % 4
     c = u % 8
-    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    live = live & (128 * t + 32 * j + 2 * c < K)
     q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
     g = (128 * t + 32 * j) // group
     if z is not None:
@@ -773,47 +493,10 @@ def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.const
     s1 = tl.load(s + g, live, 0).to(tl.float32)
     for h in tl.static_range(2):
         for i in tl.static_range(2):
-            inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
+            inside = live & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
             q1 = (q_word >> 16 * i + 8 * h & 255).to(tl.int32)
-            w = (q1 - z1) * s1
-            tl.store(out + 128 * t + 32 * j + 16 * h + 2 * c + i, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
-    if z is None:
-        z1 = 128
-    else:
-        z += n.to(tl.int64) * tl.cdiv(K, group)
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 32 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 32
-        j = u // 8 % 4
-        c = u % 8
-        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
-        q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
-        g = (128 * t + 32 * j) // group
-        if z is not None:
-            z1 = tl.load(z + g, live, 0).to(tl.int32)
-        s1 = tl.load(s + g, live, 0).to(tl.float32)
-        for h in tl.static_range(2):
-            for i in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
-                q1 = (q_word >> 16 * i + 8 * h & 255).to(tl.int32)
-                x_k = tl.load(x + 128 * t + 32 * j + 16 * h + 2 * c + i, inside, 0).to(tl.float32)
-                acc += (q1 - z1) * s1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+            state = use(state, 128 * t + 32 * j + 16 * h + 2 * c + i, (q1 - z1) * s1, inside)
+    return state
 
 
 @triton.jit
@@ -871,7 +554,7 @@ VARIANT = Variant(
                 "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             },
             unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",),
-            kernels=Kernels(_dequantize_gptq_v2, _linear_gptq_v2, rows="N", units="K/4", last="n"),
+            kernels=Kernels(_decode_gptq_v2, rows="N", units="K/4", last="n"),
         ),
         "gptq_v1": Storage(
             tensors={
@@ -881,7 +564,7 @@ VARIANT = Variant(
                 "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             },
             unpack=unpack_gptq_v1, pack=pack_gptq_v1, always=("z",),
-            kernels=Kernels(_dequantize_gptq_v1, _linear_gptq_v1, rows="N", units="K/4", last="n"),
+            kernels=Kernels(_decode_gptq_v1, rows="N", units="K/4", last="n"),
         ),
         "pack_quantized": Storage(
             tensors={
@@ -895,7 +578,7 @@ VARIANT = Variant(
             unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
                 "span": "full"},
             reads=("N", "K"), shape="weight_shape",
-            kernels=Kernels(_dequantize_pack_quantized, _linear_pack_quantized, rows="N", units="ceil(K/4)", last="k"),
+            kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/4)", last="k"),
         ),
         "pack_quantized_0_8": Storage(
             tensors={
@@ -906,8 +589,7 @@ VARIANT = Variant(
             },
             unpack=unpack_pack_quantized_0_8, pack=pack_pack_quantized_0_8, where=("g",), always=("z",),
             options={"rounds": "sum", "span": "full"}, reads=("K",), shape="weight_shape",
-            kernels=Kernels(_dequantize_pack_quantized_0_8, _linear_pack_quantized_0_8, rows="N", units="ceil(K/4)",
-                last="k"),
+            kernels=Kernels(_decode_pack_quantized_0_8, rows="N", units="ceil(K/4)", last="k"),
         ),
         "int_quantized": Storage(
             tensors={
@@ -917,7 +599,7 @@ VARIANT = Variant(
             },
             unpack=unpack_int_quantized, pack=pack_int_quantized, where=("g",), omits=("z",),
             options={"rounds": "sum", "span": "full"},
-            kernels=Kernels(_dequantize_int_quantized, _linear_int_quantized, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_int_quantized, rows="N", units="K", last="k"),
         ),
         "torchao_int8": Storage(
             tensors={
@@ -926,7 +608,7 @@ VARIANT = Variant(
                 "zero_point": Stored("i8", "N", "ceil(K/group)", aliases=("_weight_zero_point",), optional="z"),
             },
             unpack=unpack_torchao_int8, pack=pack_torchao_int8, where=("g",),
-            kernels=Kernels(_dequantize_torchao_int8, _linear_torchao_int8, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_torchao_int8, rows="N", units="K", last="k"),
         ),
         "onnx_matmul_nbits": Storage(
             tensors={
@@ -935,7 +617,7 @@ VARIANT = Variant(
                 "zero_points": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
             },
             unpack=unpack_onnx_matmul_nbits, pack=pack_onnx_matmul_nbits, where=("g",),
-            kernels=Kernels(_dequantize_onnx_matmul_nbits, _linear_onnx_matmul_nbits, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_onnx_matmul_nbits, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_onnx_matmul_nbits, numbers=_numbers_onnx_matmul_nbits,
                         fields=_fields_onnx_matmul_nbits, scale=_scale_onnx_matmul_nbits, blocks=("group",),
                         in_order=True, width=8, bits=8, base=(0, 2176), double=True)),
@@ -948,7 +630,7 @@ VARIANT = Variant(
                 "order": Stored("i32", "K", optional="order"),
             },
             unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32, width=8, bits=8,
                         base=(0, 2176), double=True, zero=(0, 0), sums_in_tile_gemm=True)),

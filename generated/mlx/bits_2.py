@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import edge_affine
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, joined, lanes,
-        pad, spread, workspace)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, joined, pad, spread,
+        workspace)
+from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -95,116 +95,45 @@ def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_mlx(weight, scales, biases, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    scales += n.to(tl.int64) * (K // group)
-    biases += n.to(tl.int64) * (K // group)
-    weight += n.to(tl.int64) * (K // 16)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 16)
+def _decode_mlx(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 16 weights of unit t of row n, in float32."""
+    weight, scales, biases = tensors
+    group, = sizes
+    scales += n * (K // group)
+    biases += n * (K // group)
+    weight += n * (K // 16)
     s = tl.load(scales + t // (group // 16), live, 0).to(tl.float32)
     b = tl.load(biases + t // (group // 16), live, 0).to(tl.float32)
     q_word = tl.load(weight + t, live, 0)
     for h in tl.static_range(16):
         q = q_word >> 2 * h & 3
-        w = q * s + b
-        tl.store(out + 16 * t + h, w, live)
+        state = use(state, 16 * t + h, q * s + b, live)
+    return state
 
 
 @triton.jit
-def _linear_mlx(weight, scales, biases, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    scales += n.to(tl.int64) * (K // group)
-    biases += n.to(tl.int64) * (K // group)
-    weight += n.to(tl.int64) * (K // 16)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 16, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 16)
-        s = tl.load(scales + t // (group // 16), live, 0).to(tl.float32)
-        b = tl.load(biases + t // (group // 16), live, 0).to(tl.float32)
-        q_word = tl.load(weight + t, live, 0)
-        for h in tl.static_range(16):
-            q = q_word >> 2 * h & 3
-            x_k = tl.load(x + 16 * t + h, live, 0).to(tl.float32)
-            acc += (q * s + b) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, s, b, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    b += n.to(tl.int64) * tl.cdiv(K, group)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    out += n.to(tl.int64) * K
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 16 weights of unit u of row n, in float32."""
+    q, s, b = tensors
+    group, = sizes
+    s += n * tl.cdiv(K, group)
+    b += n * tl.cdiv(K, group)
+    q += 16 * (n * tl.cdiv(K, 256))
     t = u // 16
     a = u // 4 % 4
     e = u % 4
-    live = (n < N) & (256 * t + 32 * a + 2 * e < K)
+    live = live & (256 * t + 32 * a + 2 * e < K)
     q_word = tl.load(q + 16 * t + 4 * e + a, live, 0)
     for h in tl.static_range(2):
         for i in tl.static_range(2):
             for j in tl.static_range(2):
                 for c in tl.static_range(2):
-                    inside = live & (n < N) & (256 * t + 128 * h + 32 * a + 16 * i + 8 * j + 2 * e + c < K)
+                    inside = live & (256 * t + 128 * h + 32 * a + 16 * i + 8 * j + 2 * e + c < K)
                     s1 = tl.load(s + (8 * t + 4 * h + a) // (group // 32), inside, 0).to(tl.float32)
                     b1 = tl.load(b + (8 * t + 4 * h + a) // (group // 32), inside, 0).to(tl.float32)
                     q1 = q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3
-                    w = q1 * s1 + b1
-                    tl.store(out + 256 * t + 128 * h + 32 * a + 16 * i + 8 * j + 2 * e + c, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, s, b, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 16 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    b += n.to(tl.int64) * tl.cdiv(K, group)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 256), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        a = u // 4 % 4
-        e = u % 4
-        live = (n < N) & (256 * t + 32 * a + 2 * e < K)
-        q_word = tl.load(q + 16 * t + 4 * e + a, live, 0)
-        for h in tl.static_range(2):
-            for i in tl.static_range(2):
-                for j in tl.static_range(2):
-                    for c in tl.static_range(2):
-                        inside = live & (n < N) & (256 * t + 128 * h + 32 * a + 16 * i + 8 * j + 2 * e + c < K)
-                        s1 = tl.load(s + (8 * t + 4 * h + a) // (group // 32), inside, 0).to(tl.float32)
-                        b1 = tl.load(b + (8 * t + 4 * h + a) // (group // 32), inside, 0).to(tl.float32)
-                        q1 = q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3
-                        x_k = tl.load(x + 256 * t + 128 * h + 32 * a + 16 * i + 8 * j + 2 * e
-                            + c, inside, 0).to(tl.float32)
-                        acc += (q1 * s1 + b1) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+                    state = use(state, 256 * t + 128 * h + 32 * a + 16 * i + 8 * j + 2 * e + c, q1 * s1 + b1, inside)
+    return state
 
 
 @triton.jit
@@ -258,7 +187,7 @@ VARIANT = Variant(
                 "biases": Stored("scale_type", "N", "K/group", bits=("b[1@0, 1@1]",)),
             },
             unpack=unpack_mlx, pack=pack_mlx,
-            kernels=Kernels(_dequantize_mlx, _linear_mlx, rows="N", units="K/16", last="k"),
+            kernels=Kernels(_decode_mlx, rows="N", units="K/16", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -267,7 +196,7 @@ VARIANT = Variant(
                 "b": Stored("scale_type", "N", "ceil(K/group)", bits=("b[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/256)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32, width=2, bits=2,
                         sums_in_tile_gemm=True, spans=(4,))),

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import edge_affine
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, device, integer, lanes,
-        pad, workspace)
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, integer, pad, workspace
+from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -113,18 +112,13 @@ def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_mlx(weight, scales, biases, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 32 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    scales += n.to(tl.int64) * (K // group)
-    biases += n.to(tl.int64) * (K // group)
-    weight += 3 * n.to(tl.int64) * (K // 32)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 32)
+def _decode_mlx(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 32 weights of unit t of row n, in float32."""
+    weight, scales, biases = tensors
+    group, = sizes
+    scales += n * (K // group)
+    biases += n * (K // group)
+    weight += 3 * (n * (K // 32))
     s = tl.load(scales + t // (group // 32), live, 0).to(tl.float32)
     b = tl.load(biases + t // (group // 32), live, 0).to(tl.float32)
     q_0 = tl.load(weight + 3 * t, live, 0)
@@ -133,54 +127,19 @@ def _dequantize_mlx(weight, scales, biases, out, N, K, group, BN: tl.constexpr, 
     q_words = (q_0, q_1, q_2)
     for h in tl.static_range(32):
         q = device.bits(q_words, 3 * h, 3)
-        w = q * s + b
-        tl.store(out + 32 * t + h, w, live)
+        state = use(state, 32 * t + h, q * s + b, live)
+    return state
 
 
 @triton.jit
-def _linear_mlx(weight, scales, biases, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 32 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    scales += n.to(tl.int64) * (K // group)
-    biases += n.to(tl.int64) * (K // group)
-    weight += 3 * n.to(tl.int64) * (K // 32)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 32, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 32)
-        s = tl.load(scales + t // (group // 32), live, 0).to(tl.float32)
-        b = tl.load(biases + t // (group // 32), live, 0).to(tl.float32)
-        q_0 = tl.load(weight + 3 * t, live, 0)
-        q_1 = tl.load(weight + 3 * t + 1, live, 0)
-        q_2 = tl.load(weight + 3 * t + 2, live, 0)
-        q_words = (q_0, q_1, q_2)
-        for h in tl.static_range(32):
-            q = device.bits(q_words, 3 * h, 3)
-            x_k = tl.load(x + 32 * t + h, live, 0).to(tl.float32)
-            acc += (q * s + b) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q_0, q_1, s, b, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    b += n.to(tl.int64) * tl.cdiv(K, group)
-    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    q_0, q_1, s, b = tensors
+    group, = sizes
+    s += n * tl.cdiv(K, group)
+    b += n * tl.cdiv(K, group)
+    q_0 += 16 * (n * tl.cdiv(K, 256))
+    q_1 += 16 * (n * tl.cdiv(K, 512))
     s1 = tl.load(s + k // group, live, 0).to(tl.float32)
     b1 = tl.load(b + k // group, live, 0).to(tl.float32)
     q_low = tl.load(q_0 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
@@ -190,40 +149,8 @@ def _dequantize_planar(q_0, q_1, s, b, out, N, K, group, BN: tl.constexpr, BK: t
         + k % 512 // 32 % 4, live,
         0) >> 16 * (k % 512 % 2) + 8 * (k % 512 // 16 % 2) + 4 * (k % 512 // 128 % 2) + 2 * (k % 512 // 8 % 2) + k % 512 // 256 & 1
     q = q_low | q_high << 2
-    w = q * s1 + b1
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_planar(q_0, q_1, s, b, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    b += n.to(tl.int64) * tl.cdiv(K, group)
-    q_0 += 16 * n.to(tl.int64) * tl.cdiv(K, 256)
-    q_1 += 16 * n.to(tl.int64) * tl.cdiv(K, 512)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        s1 = tl.load(s + k // group, live, 0).to(tl.float32)
-        b1 = tl.load(b + k // group, live, 0).to(tl.float32)
-        q_low = tl.load(q_0 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
-            + k % 256 // 32 % 4, live,
-            0) >> 16 * (k % 256 % 2) + 8 * (k % 256 // 16 % 2) + 4 * (k % 256 // 128) + 2 * (k % 256 // 8 % 2) & 3
-        q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
-            + k % 512 // 32 % 4, live,
-            0) >> 16 * (k % 512 % 2) + 8 * (k % 512 // 16 % 2) + 4 * (k % 512 // 128 % 2) + 2 * (k % 512 // 8 % 2) + k % 512 // 256 & 1
-        q = q_low | q_high << 2
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (q * s1 + b1) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, q * s1 + b1, live)
+    return state
 
 
 @triton.jit
@@ -278,7 +205,7 @@ VARIANT = Variant(
                 "biases": Stored("scale_type", "N", "K/group", bits=("b[1@0, 1@1]",)),
             },
             unpack=unpack_mlx, pack=pack_mlx,
-            kernels=Kernels(_dequantize_mlx, _linear_mlx, rows="N", units="K/32", last="k"),
+            kernels=Kernels(_decode_mlx, rows="N", units="K/32", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -290,7 +217,7 @@ VARIANT = Variant(
                 "b": Stored("scale_type", "N", "ceil(K/group)", bits=("b[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="K", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32, width=2, bits=3,
                         sums_in_tile_gemm=True, spans=(4, 4))),

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, cdiv, device, integer, pad
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, cdiv, integer, pad
+from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
-from qdsl.runtime.numbers import e2m3, e8m0
+from qdsl.runtime.weight.numbers import e2m3, e8m0
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -109,128 +110,40 @@ def encode(weight: Tensor, *, code: str, **options: Any) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_compressed_tensors(weight_packed, weight_scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_scale += n.to(tl.int64) * (K // 32)
-    weight_packed += 24 * n.to(tl.int64) * (K // 32)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_compressed_tensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    weight_packed, weight_scale = tensors
+    weight_scale += n * (K // 32)
+    weight_packed += 24 * (n * (K // 32))
     e = device.e8m0(tl.load(weight_scale + k // 32, live, 0))
     q = device.e2m3(device.stream(weight_packed + 24 * (k // 32), 1, 6 * (k % 32), 6, 8, live))
-    w = e * q
-    tl.store(out + k, w, live)
+    state = use(state, k, e * q, live)
+    return state
 
 
 @triton.jit
-def _linear_compressed_tensors(weight_packed, weight_scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_scale += n.to(tl.int64) * (K // 32)
-    weight_packed += 24 * n.to(tl.int64) * (K // 32)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        e = device.e8m0(tl.load(weight_scale + k // 32, live, 0))
-        q = device.e2m3(device.stream(weight_packed + 24 * (k // 32), 1, 6 * (k % 32), 6, 8, live))
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += e * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_torchao(qdata, scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    scale += n.to(tl.int64) * (K // 32)
-    qdata += n.to(tl.int64) * K
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_torchao(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    qdata, scale = tensors
+    scale += n * (K // 32)
+    qdata += n * K
     e = device.e8m0(tl.load(scale + k // 32, live, 0))
     q = device.e2m3(tl.load(qdata + k, live, 0) & 63)
-    w = e * q
-    tl.store(out + k, w, live)
+    state = use(state, k, e * q, live)
+    return state
 
 
 @triton.jit
-def _linear_torchao(qdata, scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    scale += n.to(tl.int64) * (K // 32)
-    qdata += n.to(tl.int64) * K
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        e = device.e8m0(tl.load(scale + k // 32, live, 0))
-        q = device.e2m3(tl.load(qdata + k, live, 0) & 63)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += e * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_torchao_swizzled(qdata, scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    scale += 512 * (n // 128).to(tl.int64) * tl.cdiv(K, 128)
-    qdata += n.to(tl.int64) * K
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_torchao_swizzled(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    qdata, scale = tensors
+    scale += 512 * (n // 128 * tl.cdiv(K, 128))
+    qdata += n * K
     e = device.e8m0(tl.load(scale + 512 * (k // 32 // 4) + 16 * (n % 128 % 32) + 4 * (n % 128 // 32)
         + k // 32 % 4, live, 0))
     q = device.e2m3(tl.load(qdata + k, live, 0) & 63)
-    w = e * q
-    tl.store(out + k, w, live)
-
-
-@triton.jit
-def _linear_torchao_swizzled(qdata, scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    scale += 512 * (n // 128).to(tl.int64) * tl.cdiv(K, 128)
-    qdata += n.to(tl.int64) * K
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        e = device.e8m0(tl.load(scale + 512 * (k // 32 // 4) + 16 * (n % 128 % 32) + 4 * (n % 128 // 32)
-            + k // 32 % 4, live, 0))
-        q = device.e2m3(tl.load(qdata + k, live, 0) & 63)
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += e * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+    state = use(state, k, e * q, live)
+    return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -247,7 +160,7 @@ VARIANT = Variant(
                 "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,
-            kernels=Kernels(_dequantize_compressed_tensors, _linear_compressed_tensors, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_compressed_tensors, rows="N", units="K", last="k"),
         ),
         "torchao": Storage(
             tensors={
@@ -255,7 +168,7 @@ VARIANT = Variant(
                 "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_torchao, pack=pack_torchao,
-            kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_torchao, rows="N", units="K", last="k"),
         ),
         "torchao_swizzled": Storage(
             tensors={
@@ -264,7 +177,7 @@ VARIANT = Variant(
                     seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
             },
             unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
-            kernels=Kernels(_dequantize_torchao_swizzled, _linear_torchao_swizzled, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K", last="k"),
         ),
     },
     decode=decode, encode=encode,

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, device, lanes, pad
-from qdsl.runtime.gpu.kernels import gemv, skinny, tile_gemm
+from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, pad
+from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
-from qdsl.runtime.numbers import e4m3, e8m0
+from qdsl.runtime.weight.numbers import e4m3, e8m0
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -140,228 +140,74 @@ def encode(weight: Tensor, *, code: str, **options: Any) -> dict[str, Tensor]:
 
 
 @triton.jit
-def _dequantize_compressed_tensors(weight, weight_scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    weight_scale += n.to(tl.int64) * (K // 32)
-    weight += n.to(tl.int64) * K
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_compressed_tensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    weight, weight_scale = tensors
+    weight_scale += n * (K // 32)
+    weight += n * K
     e = device.e8m0(tl.load(weight_scale + k // 32, live, 0))
     q = device.e4m3(tl.load(weight + k, live, 0))
-    w = e * q
-    tl.store(out + k, w, live)
+    state = use(state, k, e * q, live)
+    return state
 
 
 @triton.jit
-def _linear_compressed_tensors(weight, weight_scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    weight_scale += n.to(tl.int64) * (K // 32)
-    weight += n.to(tl.int64) * K
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        e = device.e8m0(tl.load(weight_scale + k // 32, live, 0))
-        q = device.e4m3(tl.load(weight + k, live, 0))
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += e * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_torchao(qdata, scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    scale += n.to(tl.int64) * (K // 32)
-    qdata += n.to(tl.int64) * K
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_torchao(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    qdata, scale = tensors
+    scale += n * (K // 32)
+    qdata += n * K
     e = device.e8m0(tl.load(scale + k // 32, live, 0))
     q = device.e4m3(tl.load(qdata + k, live, 0))
-    w = e * q
-    tl.store(out + k, w, live)
+    state = use(state, k, e * q, live)
+    return state
 
 
 @triton.jit
-def _linear_torchao(qdata, scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    scale += n.to(tl.int64) * (K // 32)
-    qdata += n.to(tl.int64) * K
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        e = device.e8m0(tl.load(scale + k // 32, live, 0))
-        q = device.e4m3(tl.load(qdata + k, live, 0))
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += e * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_torchao_swizzled(qdata, scale, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    scale += 512 * (n // 128).to(tl.int64) * tl.cdiv(K, 128)
-    qdata += n.to(tl.int64) * K
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_torchao_swizzled(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    qdata, scale = tensors
+    scale += 512 * (n // 128 * tl.cdiv(K, 128))
+    qdata += n * K
     e = device.e8m0(tl.load(scale + 512 * (k // 32 // 4) + 16 * (n % 128 % 32) + 4 * (n % 128 // 32)
         + k // 32 % 4, live, 0))
     q = device.e4m3(tl.load(qdata + k, live, 0))
-    w = e * q
-    tl.store(out + k, w, live)
+    state = use(state, k, e * q, live)
+    return state
 
 
 @triton.jit
-def _linear_torchao_swizzled(qdata, scale, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    scale += 512 * (n // 128).to(tl.int64) * tl.cdiv(K, 128)
-    qdata += n.to(tl.int64) * K
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        e = device.e8m0(tl.load(scale + 512 * (k // 32 // 4) + 16 * (n % 128 % 32) + 4 * (n % 128 // 32)
-            + k // 32 % 4, live, 0))
-        q = device.e4m3(tl.load(qdata + k, live, 0))
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += e * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_mlx(weight, scales, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    t = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    scales += n.to(tl.int64) * (K // 32)
-    weight += n.to(tl.int64) * (K // 4)
-    out += n.to(tl.int64) * K
-    live = (n < N) & (t < K // 4)
+def _decode_mlx(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit t of row n, in float32."""
+    weight, scales = tensors
+    scales += n * (K // 32)
+    weight += n * (K // 4)
     e = device.e8m0(tl.load(scales + t // 8, live, 0))
     q_word = tl.load(weight + t, live, 0)
     for h in tl.static_range(4):
         q = device.e4m3(q_word >> 8 * h & 255)
-        w = e * q
-        tl.store(out + 4 * t + h, w, live)
+        state = use(state, 4 * t + h, e * q, live)
+    return state
 
 
 @triton.jit
-def _linear_mlx(weight, scales, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    scales += n.to(tl.int64) * (K // 32)
-    weight += n.to(tl.int64) * (K // 4)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K // 4, BK):
-        t = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (t < K // 4)
-        e = device.e8m0(tl.load(scales + t // 8, live, 0))
-        q_word = tl.load(weight + t, live, 0)
-        for h in tl.static_range(4):
-            q = device.e4m3(q_word >> 8 * h & 255)
-            x_k = tl.load(x + 4 * t + h, live, 0).to(tl.float32)
-            acc += e * q * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, e, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    e += n.to(tl.int64) * tl.cdiv(K, 32)
-    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
-    out += n.to(tl.int64) * K
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit u of row n, in float32."""
+    q, e = tensors
+    e += n * tl.cdiv(K, 32)
+    q += 32 * (n * tl.cdiv(K, 128))
     t = u // 32
     j = u // 8 % 4
     c = u % 8
-    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    live = live & (128 * t + 32 * j + 2 * c < K)
     e1 = device.e8m0(tl.load(e + 4 * t + j, live, 0))
     q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
     for h in tl.static_range(2):
         for i in tl.static_range(2):
-            inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
+            inside = live & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
             q1 = device.e4m3(q_word >> 16 * i + 8 * h & 255)
-            w = e1 * q1
-            tl.store(out + 128 * t + 32 * j + 16 * h + 2 * c + i, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, e, x, bias, out, N, K, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 4 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    e += n.to(tl.int64) * tl.cdiv(K, 32)
-    q += 32 * n.to(tl.int64) * tl.cdiv(K, 128)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 32 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 32
-        j = u // 8 % 4
-        c = u % 8
-        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
-        e1 = device.e8m0(tl.load(e + 4 * t + j, live, 0))
-        q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
-        for h in tl.static_range(2):
-            for i in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
-                q1 = device.e4m3(q_word >> 16 * i + 8 * h & 255)
-                x_k = tl.load(x + 128 * t + 32 * j + 16 * h + 2 * c + i, inside, 0).to(tl.float32)
-                acc += e1 * q1 * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+            state = use(state, 128 * t + 32 * j + 16 * h + 2 * c + i, e1 * q1, inside)
+    return state
 
 
 @triton.jit
@@ -408,7 +254,7 @@ VARIANT = Variant(
                 "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,
-            kernels=Kernels(_dequantize_compressed_tensors, _linear_compressed_tensors, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_compressed_tensors, rows="N", units="K", last="k"),
         ),
         "torchao": Storage(
             tensors={
@@ -416,7 +262,7 @@ VARIANT = Variant(
                 "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_torchao, pack=pack_torchao,
-            kernels=Kernels(_dequantize_torchao, _linear_torchao, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_torchao, rows="N", units="K", last="k"),
         ),
         "torchao_swizzled": Storage(
             tensors={
@@ -425,7 +271,7 @@ VARIANT = Variant(
                     seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
             },
             unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
-            kernels=Kernels(_dequantize_torchao_swizzled, _linear_torchao_swizzled, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K", last="k"),
         ),
         "mlx": Storage(
             tensors={
@@ -433,7 +279,7 @@ VARIANT = Variant(
                 "scales": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_mlx, pack=pack_mlx,
-            kernels=Kernels(_dequantize_mlx, _linear_mlx, rows="N", units="K/4", last="k"),
+            kernels=Kernels(_decode_mlx, rows="N", units="K/4", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -441,7 +287,7 @@ VARIANT = Variant(
                 "e": Stored("e8m0", "N", "ceil(K/32)", bits=("e[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="32*ceil(K/128)", last="k",
+            kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32, width=8, bits=0,
                         unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127)),

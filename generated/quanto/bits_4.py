@@ -17,7 +17,7 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_float, as_type, device, pad, spread, workspace
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_float, as_type, pad, spread, workspace
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -83,107 +83,41 @@ def decode(s: Tensor, z: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor
 
 
 @triton.jit
-def _dequantize_quanto(data, scale, shift, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    k = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    scale += n.to(tl.int64) * (K // group)
-    shift += n.to(tl.int64) * (K // group)
-    data += (n % (N // 2)).to(tl.int64) * K
-    out += n.to(tl.int64) * K
-    live = (n < N) & (k < K)
+def _decode_quanto(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    data, scale, shift = tensors
+    group, = sizes
+    scale += n * (K // group)
+    shift += n * (K // group)
+    data += n % (N // 2) * K
     s = tl.load(scale + k // group, live, 0).to(tl.float32)
     z = tl.load(shift + k // group, live, 0).to(tl.float32)
     q = tl.load(data + k, live, 0) >> 4 * (n // (N // 2)) & 15
-    w = q * s - z
-    tl.store(out + k, w, live)
+    state = use(state, k, q * s - z, live)
+    return state
 
 
 @triton.jit
-def _linear_quanto(data, scale, shift, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    scale += n.to(tl.int64) * (K // group)
-    shift += n.to(tl.int64) * (K // group)
-    data += (n % (N // 2)).to(tl.int64) * K
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, K, BK):
-        k = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        live = (n < N) & (k < K)
-        s = tl.load(scale + k // group, live, 0).to(tl.float32)
-        z = tl.load(shift + k // group, live, 0).to(tl.float32)
-        q = tl.load(data + k, live, 0) >> 4 * (n // (N // 2)) & 15
-        x_k = tl.load(x + k, live, 0).to(tl.float32)
-        acc += (q * s - z) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
-
-
-@triton.jit
-def _dequantize_planar(q, s, z, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out.
-
-    A program makes BN rows by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    u = tl.broadcast_to(tl.program_id(1) * BK + tl.arange(0, BK)[None, :], (BN, BK))
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    z += n.to(tl.int64) * tl.cdiv(K, group)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    out += n.to(tl.int64) * K
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, s, z = tensors
+    group, = sizes
+    s += n * tl.cdiv(K, group)
+    z += n * tl.cdiv(K, group)
+    q += 16 * (n * tl.cdiv(K, 128))
     t = u // 16
     j = u // 4 % 4
     c = u % 4
-    live = (n < N) & (128 * t + 32 * j + 2 * c < K)
+    live = live & (128 * t + 32 * j + 2 * c < K)
     s1 = tl.load(s + (128 * t + 32 * j) // group, live, 0).to(tl.float32)
     z1 = tl.load(z + (128 * t + 32 * j) // group, live, 0).to(tl.float32)
     q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
     for h in tl.static_range(4):
         for i in tl.static_range(2):
-            inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
+            inside = live & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
             q1 = q_word >> 16 * i + 4 * h & 15
-            w = q1 * s1 - z1
-            tl.store(out + 128 * t + 32 * j + 8 * h + 2 * c + i, w, inside)
-
-
-@triton.jit
-def _linear_planar(q, s, z, x, bias, out, N, K, group, BN: tl.constexpr, BK: tl.constexpr):
-    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
-
-    A program takes one row of x and BN rows of w, and steps along K by BK units of 8 weights.
-    """
-    n = tl.broadcast_to(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], (BN, BK))
-    x += tl.program_id(1).to(tl.int64) * K
-    out += tl.program_id(1).to(tl.int64) * N
-    s += n.to(tl.int64) * tl.cdiv(K, group)
-    z += n.to(tl.int64) * tl.cdiv(K, group)
-    q += 16 * n.to(tl.int64) * tl.cdiv(K, 128)
-    acc = tl.zeros((BN, BK), tl.float32)
-    for start in range(0, 16 * tl.cdiv(K, 128), BK):
-        u = tl.broadcast_to(start + tl.arange(0, BK)[None, :], (BN, BK))
-        t = u // 16
-        j = u // 4 % 4
-        c = u % 4
-        live = (n < N) & (128 * t + 32 * j + 2 * c < K)
-        s1 = tl.load(s + (128 * t + 32 * j) // group, live, 0).to(tl.float32)
-        z1 = tl.load(z + (128 * t + 32 * j) // group, live, 0).to(tl.float32)
-        q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
-        for h in tl.static_range(4):
-            for i in tl.static_range(2):
-                inside = live & (n < N) & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
-                q1 = q_word >> 16 * i + 4 * h & 15
-                x_k = tl.load(x + 128 * t + 32 * j + 8 * h + 2 * c + i, inside, 0).to(tl.float32)
-                acc += (q1 * s1 - z1) * x_k
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    device.store_sums(out, bias, n, N, tl.sum(acc, 1))
+            state = use(state, 128 * t + 32 * j + 8 * h + 2 * c + i, q1 * s1 - z1, inside)
+    return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -205,7 +139,7 @@ VARIANT = Variant(
                     bits=("z[1@0, 1@1]",)),
             },
             unpack=unpack_quanto, pack=pack_quanto, whole=True,
-            kernels=Kernels(_dequantize_quanto, _linear_quanto, rows="N", units="K", last="k"),
+            kernels=Kernels(_decode_quanto, rows="N", units="K", last="k"),
         ),
         "planar": Storage(
             tensors={
@@ -214,7 +148,7 @@ VARIANT = Variant(
                 "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
             },
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_dequantize_planar, _linear_planar, rows="N", units="16*ceil(K/128)", last="k"),
+            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k"),
         ),
     },
     decode=decode, cuts=("N", "ceil(K/group)"),

@@ -10,13 +10,13 @@ import torch
 
 from qdsl.analyze.gpus import Gpu, arch_of
 from qdsl.analyze.launches import TYPES
-from qdsl.runtime import PackedWeight, configure
-from qdsl.runtime.gpu import plan
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import configure, plan
 from qdsl.runtime.gpu.costs import Candidate
 
 META = torch.device("meta")
 HEADS = ["kernel", "configuration", "programs", "us", "of the best"]
-SHOWN = ("R", "W", "WN", "WK", "BM", "BLOCKS", "STAGES", "UNROLL", "BN", "BK")
+SHOWN = ("R", "W", "WN", "WK", "BM", "BLOCKS", "STAGES", "UNROLL", "SPLIT", "BN", "BK")
 FUSED = ("gemv", "skinny", "tile_gemm")
 WORK = {"gemv": "one row of x, in matrix units", "skinny": "blocks of 8 rows of x, in matrix units",
         "tile_gemm": "tiles of 16 to 128 rows of x, in Hopper's warp groups", "matvec": "one row of x, decoded weight by weight",

@@ -15,14 +15,14 @@ from qdsl.analyze.chains import Chain
 from qdsl.analyze.gpus import WARP, AnalyzeError, arch_of
 from qdsl.analyze.registers import following
 from qdsl.analyze.sass import Code, Instruction
-from qdsl.runtime.private_apis import allocation
+from qdsl.runtime.torch.private_apis import allocation
 
 if TYPE_CHECKING:
     from qdsl.analyze.compile import Compiled
-    from qdsl.runtime.call import Call
+    from qdsl.runtime.gpu.call import Call
 
 MOST_UNROLLED = 64
-ACTIVATIONS = ("x", "bias", "out", "tiles")                      # arguments of kernels that are no part of a weight
+ACTIVATIONS = ("x", "bias", "out", "tiles", "parts", "arrivals")       # arguments of kernels that are no part of a weight
 MATRIX_COLUMNS = 8                                               # of x, the fewest that a matrix instruction has
 LEAST_LOADED = 0.9                                               # of a weight's bytes that every kernel has to load
 

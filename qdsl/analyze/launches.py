@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 import qdsl
-from qdsl import places
-from qdsl.runtime import PackedWeight, launch, streams
-from qdsl.runtime.call import Call
+from qdsl.core import places
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import launch
+from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.weight import streams
 
 KERNELS = ("linear", "dequantize")
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}

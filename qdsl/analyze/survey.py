@@ -10,7 +10,8 @@ from qdsl.analyze.counts import Report, report
 from qdsl.analyze.gpus import GPUS, AnalyzeError, Gpu, arch_of, gpu_of
 from qdsl.analyze.launches import TYPES, calls, title
 from qdsl.analyze.predict import Prediction, predict
-from qdsl.runtime import FormatError, PackedWeight, configure
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.gpu import configure
 
 ARCHS = ("sm_80", "sm_90")                                       # that are shown unless others are asked for
 REFUSALS = (AnalyzeError, FormatError)                           # what a survey raises about what it is asked for

@@ -10,19 +10,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdsl.checkpoint import checksums, components
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.groups import Group
-from qdsl.checkpoint.headers import Headers
-from qdsl.checkpoint.layers import Layer
-from qdsl.checkpoint.safetensors import CheckpointError, shown
-from qdsl.checkpoint.sources import FolderSource, GgufSource, Shapes, Source
+from qdsl.checkpoint.detect.groups import Group
+from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.sources import FolderSource, GgufSource, Shapes, Source
+from qdsl.checkpoint.files import checksums, components
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.headers import Headers
+from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from qdsl.runtime.packed import PackedWeight
+    from qdsl.runtime.weight.packed import PackedWeight
 
 SHOWN = 20                                                       # problems that a report prints
 

@@ -95,7 +95,7 @@ def _options(version: Annotated[bool, typer.Option("--version", "-V", callback=_
 
 def fail(message: str, code: int = 1, head: str = "error: ") -> NoReturn:
     """End the command with a message, what a terminal would obey escaped.  code: 1 for a wrong input, 2 for a wrong command."""
-    from qdsl.checkpoint.contents import escaped
+    from qdsl.checkpoint.report.contents import escaped
 
     raise Failure("\n".join("\t".join(map(escaped, line.split("\t"))) for line in message.split("\n")), code, head)
 
@@ -103,12 +103,12 @@ def fail(message: str, code: int = 1, head: str = "error: ") -> NoReturn:
 @contextmanager
 def reported(code: int = 1) -> Iterator[None]:
     """Make errors of specs and files failures of the command.  code: 2 where only the command's words are read."""
-    from qdsl.checkpoint.safetensors import CheckpointError
-    from qdsl.files import OutputError
-    from qdsl.places import UnknownSpec
-    from qdsl.quantize import QuantizeError
-    from qdsl.rewrite import RewriteError
-    from qdsl.spec.source import SpecError
+    from qdsl.checkpoint.files.safetensors import CheckpointError
+    from qdsl.compiler.spec.source import SpecError
+    from qdsl.core.places import UnknownSpec
+    from qdsl.host.files import OutputError
+    from qdsl.jobs.engine import RewriteError
+    from qdsl.jobs.gguf import QuantizeError
 
     try:
         yield
@@ -145,7 +145,7 @@ def exit_on_sigterm() -> Iterator[None]:
 
 def _local(ref: str) -> Path:
     """The local path of a file, a folder, a URL or a repository."""
-    from qdsl.checkpoint.references import local_path
+    from qdsl.checkpoint.files.references import local_path
 
     with reported():
         return local_path(ref)

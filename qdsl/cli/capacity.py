@@ -22,8 +22,8 @@ def plan(model: Annotated[str, typer.Argument(metavar="REF", show_default=False,
 
     Exit code 1 where none fit.
     """
-    from qdsl.checkpoint.references import local_headers
-    from qdsl.convert.capacity import CHOICES, capacity
+    from qdsl.checkpoint.files.references import local_headers
+    from qdsl.jobs.convert.capacity import CHOICES, capacity
 
     limit = read_size(vram)
     with reported(), local_headers(model) as path:

@@ -25,10 +25,10 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
 
     Exit code 1 where tensors cannot be read.
     """
-    from qdsl.checkpoint.contents import contents, lines
-    from qdsl.checkpoint.groups import SHARED_MEMORY
-    from qdsl.checkpoint.references import local_headers
-    from qdsl.checkpoint.survey import fits
+    from qdsl.checkpoint.detect.groups import SHARED_MEMORY
+    from qdsl.checkpoint.files.references import local_headers
+    from qdsl.checkpoint.report.contents import contents, lines
+    from qdsl.checkpoint.report.survey import fits
 
     limit = SHARED_MEMORY if shared_memory is None else read_size(shared_memory)
     with reported(), local_headers(file) as path:
@@ -52,8 +52,8 @@ def dequantize(file: Annotated[Path, input_argument("A GGUF file, or the first o
 
     Run the same command again to resume.
     """
-    from qdsl.checkpoint.dequantize import DTYPES, dequantize_file
-    from qdsl.files import check_output
+    from qdsl.host.files import check_output
+    from qdsl.jobs.gguf.dequantize import DTYPES, dequantize_file
 
     if dtype not in DTYPES:
         fail(f"no '{dtype}': expected one of {', '.join(DTYPES)}", 2)
@@ -80,9 +80,9 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
     A GGUF file is compared with the model that it was made of: errors must be those of its types.  A checkpoint alone is
     compared with the checksums that qdsl wrote with it.
     """
-    from qdsl.checkpoint import verify as verifying
+    from qdsl.checkpoint.report import verify as verifying
+    from qdsl.host.progress import progress
     from qdsl.host.system import processors
-    from qdsl.progress import progress
 
     if b is None:
         if decoded or tolerance:
@@ -102,7 +102,7 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
         jobs = jobs or min(processors(), 1 + total // verifying.WORTH)
         with progress(total, "B") as tell:
             if decoded:
-                from qdsl.checkpoint.verify_decoded import decoded_differences
+                from qdsl.checkpoint.report.verify_decoded import decoded_differences
 
                 differences = verifying.of_models(
                     a, b, lambda x, y, told: decoded_differences(x, y, tolerance, jobs=jobs, tell=told), tell)
@@ -114,8 +114,8 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
 
 def _verify_checksums(path: Path, as_json: bool) -> None:
     """Print which tensors of a checkpoint are damaged.  Raises typer.Exit where there are any."""
-    from qdsl.checkpoint import checksums
-    from qdsl.progress import progress
+    from qdsl.checkpoint.files import checksums
+    from qdsl.host.progress import progress
 
     with reported(), progress(checksums.size(path), "B") as tell:
         problems = checksums.damaged(path, tell)
@@ -130,9 +130,9 @@ def _verify_checksums(path: Path, as_json: bool) -> None:
 
 def _gguf_differences(file: Path, other: Path) -> list[Any]:
     """Where a GGUF file is not the model that it was made of: another GGUF file, or a folder."""
-    from qdsl.progress import progress
-    from qdsl.quantize.compare import differences
-    from qdsl.quantize.source import Gguf, Weights, open_source
+    from qdsl.host.progress import progress
+    from qdsl.jobs.gguf.compare import differences
+    from qdsl.jobs.gguf.source import Gguf, Weights, open_source
 
     with reported():
         quantized: Weights
@@ -178,7 +178,7 @@ def _diffusers_pair(file: Path, folder: Path) -> Any:
 
 def _print_differences(differences: list[Any], equal: str, as_json: bool) -> None:
     """Print differences.  Raises typer.Exit where there are any."""
-    from qdsl.checkpoint.contents import escaped
+    from qdsl.checkpoint.report.contents import escaped
 
     if as_json:
         data = [difference.data() for difference in differences]

@@ -29,7 +29,7 @@ Like = Annotated[str | None, typer.Option("--like", metavar="REF", help="A check
 
 def model_shapes(folder: Any) -> Any:
     """The shapes of the parameters of a folder's model, as the class of its library has them."""
-    from qdsl.rewrite import RewriteError
+    from qdsl.jobs.engine import RewriteError
 
     try:
         from qdsl.models.shapes import model_shapes
@@ -40,7 +40,7 @@ def model_shapes(folder: Any) -> Any:
 
 def layer_shapes(folder: Any) -> dict[str, Any]:
     """The same by the names of modules, and nothing where the model is not known."""
-    from qdsl.rewrite import RewriteError
+    from qdsl.jobs.engine import RewriteError
 
     try:
         return {name.removesuffix(".weight"): shape for name, shape in model_shapes(folder).items()}
@@ -72,11 +72,11 @@ def compress(folder: Annotated[Path, input_argument("A folder of safetensors fil
     """
     from functools import partial
 
-    from qdsl.compress import patterns as reading
-    from qdsl.compress import run
-    from qdsl.compress.units import FORMATS, THREAD_COUNTS, Aim
-    from qdsl.entropy.huffman_windows import THREADS
-    from qdsl.progress import progress
+    from qdsl.codecs.huffman_windows.reference import THREADS
+    from qdsl.host.progress import progress
+    from qdsl.jobs.compress import patterns as reading
+    from qdsl.jobs.compress import run
+    from qdsl.jobs.compress.units import FORMATS, THREAD_COUNTS, Aim
 
     part = None if shard is None else read_part(shard)
     if format not in FORMATS:
@@ -123,8 +123,8 @@ def decompress(folder: Annotated[Path, input_argument("What `compress`, or for D
     """
     from functools import partial
 
-    from qdsl.compress import restore
-    from qdsl.progress import progress
+    from qdsl.host.progress import progress
+    from qdsl.jobs.compress import restore
 
     part = None if shard is None else read_part(shard)
     with reported(), exit_on_sigterm():

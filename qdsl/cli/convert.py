@@ -49,12 +49,12 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
     """
     from functools import partial
 
-    from qdsl.checkpoint.folder import Folder
-    from qdsl.checkpoint.shaped import shaped_layers
-    from qdsl.convert import run
-    from qdsl.convert.aim import aimed
+    from qdsl.checkpoint.detect.shaped import shaped_layers
+    from qdsl.checkpoint.files.folder import Folder
+    from qdsl.host.progress import progress
     from qdsl.host.system import processors
-    from qdsl.progress import progress
+    from qdsl.jobs.convert import run
+    from qdsl.jobs.convert.aim import aimed
 
     part = None if shard is None else read_part(shard)
     if (to is None) == (requantize is None) or (param and to):
@@ -76,8 +76,8 @@ def merge_index(out: Annotated[Path, typer.Argument(help="The folder that all pa
     """Complete a folder whose parts were written with --shard: the index, the config, and all other files."""
     from functools import partial
 
-    from qdsl.progress import progress
-    from qdsl.rewrite import stage
+    from qdsl.host.progress import progress
+    from qdsl.jobs.engine import stage
 
     with reported(), exit_on_sigterm():
         if stage.was_merged(out):
@@ -85,15 +85,15 @@ def merge_index(out: Annotated[Path, typer.Argument(help="The folder that all pa
             return
         command = stage.asked(out).get("command")
         if command == "compress":
-            from qdsl.compress import run as compressing
+            from qdsl.jobs.compress import run as compressing
 
             print_compressed(compressing.merge(out, shapes=model_shapes, jobs=None, tell=partial(progress, unit="B")), as_json)
         elif command == "decompress":
-            from qdsl.compress import restore
+            from qdsl.jobs.compress import restore
 
             print_restored(restore.merge(out, shapes=model_shapes), as_json)
         else:
-            from qdsl.convert import run
+            from qdsl.jobs.convert import run
 
             print_converted(run.merge(out, layer_shapes), as_json)
 
@@ -102,7 +102,7 @@ def print_converted(report: dict[str, Any], as_json: bool, part: str = "") -> No
     """Print the report of `convert` or of `quantize --format`.  part: words for a part of a folder."""
     if print_report(report, as_json):
         return
-    from qdsl.convert.report import HEADS, left_lines, table
+    from qdsl.jobs.convert.report import HEADS, left_lines, table
 
     if "quantized" in report:
         print_table(HEADS, table(report))

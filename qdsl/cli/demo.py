@@ -17,7 +17,7 @@ def demo(weights: Annotated[Path | None, typer.Option("--weights", help="A safet
          out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the FP8 checkpoint.")] = Path("build/demo"),
          as_json: Json = False) -> None:
     """Quantize real weights into every format, write and read an FP8 checkpoint, and ask a language model in three formats."""
-    from qdsl import demo as demonstration
+    from qdsl.jobs import demo as demonstration
 
     def say(line: str) -> None:
         if not as_json:

@@ -19,10 +19,10 @@ Names = Annotated[list[str], typer.Argument(help="Spec files, or names of format
 @app.command()
 def check(specs: Names, as_json: Json = False) -> None:
     """Check specs, and say everything that is wrong, with its place."""
-    from qdsl import places
-    from qdsl.passes import compile_spec
-    from qdsl.spec.schema import load
-    from qdsl.spec.source import SpecError
+    from qdsl.compiler.passes import compile_spec
+    from qdsl.compiler.spec.schema import load
+    from qdsl.compiler.spec.source import SpecError
+    from qdsl.core import places
 
     found: list[dict[str, Any]] = []
     problems = missing = 0
@@ -63,10 +63,10 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
           verify: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a module is not up to date.")] = False,
           as_json: Json = False) -> None:
     """Build specs into modules, and say what was written."""
-    from qdsl import places
-    from qdsl.emit import build as builder
+    from qdsl.compiler.emit.module import build as builder
+    from qdsl.core import places
+    from qdsl.host.processes import results
     from qdsl.host.system import processors
-    from qdsl.processes import results
 
     if bool(specs) == every:
         fail("name the specs to build, or give --all", 2)
@@ -105,10 +105,10 @@ def _short(path: Path) -> str:
 @app.command("list")
 def list_(as_json: Json = False) -> None:
     """List the formats that ship with qdsl."""
-    from qdsl import places
-    from qdsl.emit.page import summary
-    from qdsl.passes import compile_spec
-    from qdsl.spec.schema import load
+    from qdsl.compiler.emit.show.page import summary
+    from qdsl.compiler.passes import compile_spec
+    from qdsl.compiler.spec.schema import load
+    from qdsl.core import places
 
     with reported():
         rows = [summary(compile_spec(load(path))) for path in places.shipped()]
@@ -125,12 +125,12 @@ def show(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a
          program: Annotated[bool, typer.Option("--program", help="Print the typed programs.")] = False,
          force: Force = False, as_json: Json = False) -> None:
     """Show a format: its formula, its layouts, and where every bit lies."""
-    from qdsl import places
-    from qdsl.emit import page, picture
-    from qdsl.files import check_output, write_text
-    from qdsl.ir.text import text
-    from qdsl.passes import compile_spec
-    from qdsl.spec.schema import load
+    from qdsl.compiler.emit.show import page, picture
+    from qdsl.compiler.ir.text import text
+    from qdsl.compiler.passes import compile_spec
+    from qdsl.compiler.spec.schema import load
+    from qdsl.core import places
+    from qdsl.host.files import check_output, write_text
 
     with reported():
         programs = compile_spec(load(places.find(spec)))

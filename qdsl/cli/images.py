@@ -11,7 +11,7 @@ import typer
 
 from qdsl.cli.app import fail, reported
 from qdsl.cli.models import _running, finite
-from qdsl.files import check_output, regular_file
+from qdsl.host.files import check_output, regular_file
 
 
 def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[str, Any], against: str | None,
@@ -24,7 +24,7 @@ def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[
     target = _target(out, [model, *models.values(), *([] if against is None else [against])], force)
     options = {**options, "size": _size(options["size"])}
     with _running():
-        from qdsl.files import replacing
+        from qdsl.host.files import replacing
         from qdsl.host.system import resident_bytes
         from qdsl.models.diffusers import images
         from qdsl.models.diffusers.pipeline import pipeline_folder

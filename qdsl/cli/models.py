@@ -53,7 +53,7 @@ def generate(context: typer.Context,
 
     Language models write text.  Pipelines draw an image, twice with one seed, and it is printed whether the two are the same.
     """
-    from qdsl.checkpoint.references import has_file
+    from qdsl.checkpoint.files.references import has_file
 
     with reported():
         is_pipeline = has_file(model, "model_index.json")
@@ -101,7 +101,7 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
         fail("--format and --svg compare with a model: name it with --against", 2)
     _check_formats([form.split()[0] for form in format or () if form.split()])
     with _running():
-        from qdsl.files import check_output, write_text
+        from qdsl.host.files import check_output, write_text
         from qdsl.models import evaluate as measure
         from qdsl.models import language
 
@@ -136,7 +136,7 @@ def finite(value: Any) -> Any:
 
 def _check_formats(names: Iterable[str]) -> None:
     """Exit with code 2 for a name that is no format."""
-    from qdsl import places
+    from qdsl.core import places
 
     with reported():
         for name in names:

@@ -29,7 +29,7 @@ from qdsl.cli.checkpoints import language_folder
 from qdsl.cli.convert import print_converted
 
 if TYPE_CHECKING:
-    from qdsl.quantize.mixes import Options
+    from qdsl.jobs.gguf.mixes import Options
 
 GGUF, FOLDER = "GGUF files, with --type", "Folders, with --format"   # headings of options that are for one of the two
 
@@ -85,7 +85,7 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
         to = f"{format}.{storage}" if storage else format
         _quantize_folder(file, to, out, param, ignore, component, jobs, shard, force, svg, as_json)
         return
-    from qdsl.quantize import mixes
+    from qdsl.jobs.gguf import mixes
 
     with reported(2):
         options = mixes.Options(mixes.mix_of(mix or ""), imatrix is not None, pure, leave_output,
@@ -101,11 +101,11 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
                       arch: str | None, requantize: bool, jobs: int | None, force: bool, dry_run: bool, svg: Path | None,
                       as_json: bool) -> None:
     """Write a GGUF file, or with `dry_run` print what it would be."""
-    from qdsl.files import check_output, write_text
-    from qdsl.progress import progress
-    from qdsl.quantize import plan, quality
-    from qdsl.quantize.imatrix import read
-    from qdsl.quantize.source import open_source
+    from qdsl.host.files import check_output, write_text
+    from qdsl.host.progress import progress
+    from qdsl.jobs.gguf import plan, quality
+    from qdsl.jobs.gguf.imatrix import read
+    from qdsl.jobs.gguf.source import open_source
 
     if out is None and not dry_run:
         fail("say with --out what to write, or give --dry-run", 2)
@@ -122,7 +122,7 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
         planned = plan.plan(source, options, importance, requantize)
         costs = {}
         if out is not None and not dry_run:
-            from qdsl.quantize import run
+            from qdsl.jobs.gguf import run
 
             with progress(planned.weights, " weights") as tell, exit_on_sigterm():
                 costs = run.quantize_file(source, planned, options, out, importance, jobs=jobs or run.default_jobs(planned),
@@ -148,12 +148,12 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     """Write a folder of plain safetensors with its Linear layers in a format."""
     from functools import partial
 
-    from qdsl.convert import run
-    from qdsl.convert.aim import aimed
-    from qdsl.files import check_output, write_text
+    from qdsl.host.files import check_output, write_text
+    from qdsl.host.progress import progress
     from qdsl.host.system import processors
-    from qdsl.progress import progress
-    from qdsl.quantize import quality
+    from qdsl.jobs.convert import run
+    from qdsl.jobs.convert.aim import aimed
+    from qdsl.jobs.gguf import quality
 
     if out is None:
         fail("say with --out which folder to write", 2)

@@ -21,9 +21,9 @@ def serve_check(model: Annotated[str, typer.Argument(metavar="REF", help="A fold
 
     Exit code 1 where a layer cannot.
     """
-    from qdsl.checkpoint.folder import Folder
-    from qdsl.checkpoint.references import local_headers
-    from qdsl.checkpoint.serving import Row, check_layers
+    from qdsl.checkpoint.files.folder import Folder
+    from qdsl.checkpoint.files.references import local_headers
+    from qdsl.checkpoint.report.serving import Row, check_layers
 
     with reported(), local_headers(model) as path, Folder(path) as folder:
         rows = check_layers(folder, ranks, ep)

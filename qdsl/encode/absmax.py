@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qdsl.core.numbers import number
 from qdsl.encode import search
 from qdsl.encode.blocks import arithmetic, codes, cut_blocks, join_blocks, powers, quotients, shaped, stored_scale
 from qdsl.encode.rows import ends, searched
 from qdsl.encode.search import Floats
-from qdsl.numbers import number
-from qdsl.runtime.layout import FLOATS
-from qdsl.runtime.match import torch_dtype
+from qdsl.runtime.weight.layout import FLOATS
+from qdsl.runtime.weight.match import torch_dtype
 
 
 def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divisor: float | None = None,

@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from qdsl.numbers import number
-from qdsl.runtime.layout import FLOATS
-from qdsl.runtime.match import torch_dtype
-from qdsl.runtime.numbers import to_minifloat
-from qdsl.runtime.packed import Misfit
+from qdsl.core.numbers import number
+from qdsl.runtime.weight.layout import FLOATS
+from qdsl.runtime.weight.match import torch_dtype
+from qdsl.runtime.weight.numbers import to_minifloat
+from qdsl.runtime.weight.packed import Misfit
 
 
 def cut_blocks(weight: Tensor, rows: int, columns: int, filled: str = "zeros") -> Tensor:

@@ -23,8 +23,8 @@ from torch import Tensor
 from qdsl.encode import rows
 from qdsl.encode.blocks import stored_scale
 from qdsl.encode.search import Floats
-from qdsl.runtime.layout import FLOATS
-from qdsl.runtime.tables import Table
+from qdsl.runtime.weight.layout import FLOATS
+from qdsl.runtime.weight.tables import Table
 
 Integers = NDArray[np.int64]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from qdsl.encode import rows, search
 from qdsl.encode.blocks import stored_scale
 from qdsl.encode.search import Floats
-from qdsl.runtime.tables import Table
+from qdsl.runtime.weight.tables import Table
 
 TRIES = range(-7, 8)                                             # by how much the first level is off, for the extreme weight
 SPREAD = 2                                                       # how often the mean square counts, with an importance

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode.blocks import cut_blocks, join_blocks, shaped
-from qdsl.runtime.numbers import e8m0h, ue4m3
-from qdsl.runtime.tables import Table
+from qdsl.runtime.weight.numbers import e8m0h, ue4m3
+from qdsl.runtime.weight.tables import Table
 
 VALUES = {"e8m0h": e8m0h, "ue4m3": ue4m3}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qdsl.core.numbers import number
 from qdsl.encode import search
 from qdsl.encode.blocks import arithmetic, codes, cut_blocks, join_blocks, shaped, stored_scale
 from qdsl.encode.rows import ends, searched
 from qdsl.encode.search import Floats
-from qdsl.numbers import number
-from qdsl.runtime.layout import FLOATS
+from qdsl.runtime.weight.layout import FLOATS
 
 LEAST = 1e-5                                                     # of AWQ's ranges
 LEAST_STEP = 1e-7                                                # of MLX's codes

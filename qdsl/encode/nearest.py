@@ -8,8 +8,8 @@ from torch import Tensor
 
 from qdsl.encode.blocks import codes, cut_blocks, join_blocks, shaped, stored_scale
 from qdsl.encode.rows import cut
-from qdsl.runtime.layout import FLOATS
-from qdsl.runtime.packed import Misfit
+from qdsl.runtime.weight.layout import FLOATS
+from qdsl.runtime.weight.packed import Misfit
 
 LEAST = 1e-5                                                     # of means
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qdsl.core.numbers import number
 from qdsl.encode.blocks import codes, cut_blocks, join_blocks, quotients, shaped
-from qdsl.numbers import number
-from qdsl.runtime.match import torch_dtype
-from qdsl.runtime.packed import Misfit
+from qdsl.runtime.weight.match import torch_dtype
+from qdsl.runtime.weight.packed import Misfit
 
 
 def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, rows: int, columns: int, axes: int,

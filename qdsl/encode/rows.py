@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from qdsl.core.numbers import number
 from qdsl.encode.blocks import cut_blocks, join_blocks
 from qdsl.encode.search import Floats
-from qdsl.numbers import number
-from qdsl.runtime.match import torch_dtype
+from qdsl.runtime.weight.match import torch_dtype
 
 ELEMENTS = 1 << 17                                               # that are searched together: their arrays stay in a cache
 

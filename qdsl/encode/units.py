@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qdsl.encode.blocks import codes as to_codes
 from qdsl.encode.blocks import cut_blocks, join_blocks, shaped, stored_scale
-from qdsl.runtime.tables import Table
+from qdsl.runtime.weight.tables import Table
 
 
 def unit_level(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, level: Table,

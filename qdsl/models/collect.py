@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.detect import numbers, says_numbers
-from qdsl.checkpoint.layer_weights import module_of
-from qdsl.checkpoint.layers import Layer
-from qdsl.checkpoint.safetensors import shown, torch_dtypes
-from qdsl.convert.plan import beside, full_name
+from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.layer_weights import module_of
+from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.rules import numbers, says_numbers
+from qdsl.checkpoint.files.safetensors import shown, torch_dtypes
+from qdsl.jobs.convert.plan import beside, full_name
+from qdsl.jobs.engine import RewriteError
 from qdsl.models.experts import Experts
 from qdsl.models.origin import Origin
-from qdsl.rewrite import RewriteError
-from qdsl.runtime.convert import default_tensors
-from qdsl.runtime.layout import PLANAR
-from qdsl.runtime.module import PackedModule
-from qdsl.runtime.packed import FormatError, PackedWeight
-from qdsl.runtime.private_apis import non_persistent_buffers
+from qdsl.runtime.torch.module import PackedModule
+from qdsl.runtime.torch.private_apis import non_persistent_buffers
+from qdsl.runtime.weight.convert import default_tensors
+from qdsl.runtime.weight.layout import PLANAR
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 
 class SaveError(ValueError):

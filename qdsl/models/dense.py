@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from qdsl.models.experts import Experts
 from qdsl.models.grouped import DTYPE, GroupedBlock, HiddenWeight
 from qdsl.models.origin import ATTRIBUTE
-from qdsl.runtime.distributed import GROUP
-from qdsl.runtime.module import PackedModule
+from qdsl.runtime.torch.distributed import GROUP
+from qdsl.runtime.torch.module import PackedModule
 
 
 def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:

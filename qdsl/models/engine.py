@@ -14,16 +14,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from qdsl.checkpoint import checksums
-from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.detect import OWN
-from qdsl.checkpoint.ignored import SKIPPED, is_skipped
-from qdsl.checkpoint.layers import Layer
-from qdsl.checkpoint.shards import Piece, ShardError, is_plain, merged_pieces, piece, row_piece, unservable
+from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.ignored import SKIPPED, is_skipped
+from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.rules import OWN
+from qdsl.checkpoint.files import checksums
+from qdsl.checkpoint.report.shards import Piece, ShardError, is_plain, merged_pieces, piece, row_piece, unservable
 from qdsl.models.served import Served, assembled, decoding
 from qdsl.models.shards import Collector, Part, joined, linear
-from qdsl.runtime import eight
 from qdsl.runtime.gpu.placement import fastest_storage
+from qdsl.runtime.torch import eight
 
 OWN_KEYS = ("quant_method", "method", "format", "ignore", "quantize_x", "gguf_model", "verify")
 AUTO = "auto"                                                    # of quantize_x: where the checkpoint states it

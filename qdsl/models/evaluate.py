@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qdsl.drawing import drawing, text
+from qdsl.core.drawing import drawing, text
 from qdsl.models.experts import Experts
 from qdsl.models.language import LanguageModel
 from qdsl.models.plan import LoadError
-from qdsl.runtime.module import PackedModule
+from qdsl.runtime.torch.module import PackedModule
 
 LEAST = 1e-7                                                     # divergence that a drawing shows, in nats
 MOST_KEPT = 2 << 30                                              # bytes of a base's log-probabilities

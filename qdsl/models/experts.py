@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.models.offloaded import onloaded_by_hooks
-from qdsl.runtime import ops
-from qdsl.runtime.experts import host_borders, is_on_gpu, matmul, weighted_sum
-from qdsl.runtime.layers import QuantizedLinear
-from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.runtime.torch import ops
+from qdsl.runtime.torch.experts import host_borders, is_on_gpu, matmul, weighted_sum
+from qdsl.runtime.torch.layers import QuantizedLinear
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 
 def routed_sum(x: Tensor, run: Callable[[Tensor, Tensor, Tensor | None], Tensor], experts: int, topk_weights: Tensor,

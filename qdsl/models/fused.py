@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.models.experts import Experts
-from qdsl.runtime.convert import default_tensors
-from qdsl.runtime.int4 import Int4Operation, format_of, native_storage, operation_for
-from qdsl.runtime.layers import QuantizedLinear
-from qdsl.runtime.linear import check_bias, check_x
-from qdsl.runtime.model import Report, replace_layers
-from qdsl.runtime.ops import autocast, is_differentiated
-from qdsl.runtime.packed import FormatError, PackedWeight
+from qdsl.runtime.cpu.int4 import Int4Operation, format_of, native_storage, operation_for
+from qdsl.runtime.torch.layers import QuantizedLinear
+from qdsl.runtime.torch.linear import check_bias, check_x
+from qdsl.runtime.torch.model import Report, replace_layers
+from qdsl.runtime.torch.ops import autocast, is_differentiated
+from qdsl.runtime.weight.convert import default_tensors
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 TERMS = 3                                                        # numbers of bfloat16 that a float32 is at most the sum of
 CODES = "qweight"                                                # the parameter of a layer that holds codes

@@ -16,16 +16,16 @@ import gguf
 import torch
 from torch import Tensor
 
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.gguf_metadata import Value
-from qdsl.checkpoint.groups import refuse_groups
-from qdsl.checkpoint.safetensors import shown, torch_dtypes
+from qdsl.checkpoint.detect.groups import refuse_groups
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.gguf_metadata import Value
+from qdsl.checkpoint.files.safetensors import shown, torch_dtypes
+from qdsl.jobs.gguf import QuantizeError, mixes
+from qdsl.jobs.gguf.source import model_of
 from qdsl.models.gguf_maps import FOLDER as MAPS
 from qdsl.models.gguf_maps import GgufMap, TensorRule, is_row_wise, row_order, source_rows, source_tensors
 from qdsl.models.gguf_vocabulary import add_vocabulary, json_of
 from qdsl.models.plan import LoadError, Names, listed
-from qdsl.quantize import QuantizeError, mixes
-from qdsl.quantize.source import model_of
 
 if TYPE_CHECKING:
     from qdsl.models.transformers.conversions import Conversions
@@ -58,7 +58,7 @@ class Assembly:
 
 
 class LanguageFolder:
-    """A language model of transformers, to be written as a GGUF file: a `Source` of qdsl.quantize.
+    """A language model of transformers, to be written as a GGUF file: a `Source` of qdsl.jobs.gguf.
 
     Nothing but headers, config and tokenizer is read before `rows`.  Raises QuantizeError for what cannot be written exactly.
     """

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qdsl.checkpoint.safetensors import shown
+from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.plan import LoadError
 
 FOLDER = Path(__file__).parent / "maps"

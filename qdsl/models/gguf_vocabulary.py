@@ -14,7 +14,7 @@ from typing import Any
 
 from gguf import GGUFWriter, LlamaHfVocab, TokenType
 
-from qdsl.quantize import QuantizeError
+from qdsl.jobs.gguf import QuantizeError
 
 TABLE = Path(__file__).parent / "gguf_tokenizers.json"
 SPACE = "\u2581"                                                 # in tokens of SentencePiece

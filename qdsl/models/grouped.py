@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from qdsl.runtime.distributed import GROUP
-from qdsl.runtime.no_weight import NoWeight
-from qdsl.runtime.packed import PackedWeight
+from qdsl.runtime.torch.distributed import GROUP
+from qdsl.runtime.torch.no_weight import NoWeight
+from qdsl.runtime.weight.packed import PackedWeight
 
 DTYPE = "decoded_dtype"                                          # a buffer without elements: casts of the module cast it, too
 

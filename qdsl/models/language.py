@@ -14,11 +14,11 @@ import transformers
 
 import qdsl.models.transformers as plugin
 from qdsl.checkpoint.checkpoint import open_checkpoint
-from qdsl.checkpoint.references import local_path
+from qdsl.checkpoint.files.references import local_path
 from qdsl.host.system import resident_bytes
 from qdsl.models.plan import LoadError
 from qdsl.models.plugin import usable_device
-from qdsl.runtime.module import PackedModule
+from qdsl.runtime.torch.module import PackedModule
 
 
 @dataclass

@@ -14,23 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qdsl.checkpoint import checksums
 from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.layers import Layer
-from qdsl.checkpoint.safetensors import CheckpointError
+from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.files import checksums
+from qdsl.checkpoint.files.safetensors import CheckpointError
+from qdsl.core.stored import OF_X
 from qdsl.host.system import resident_bytes
 from qdsl.models.experts import Experts
 from qdsl.models.grouped import GroupedBlock, Member, hold_group
 from qdsl.models.origin import origin_of, remember
 from qdsl.models.plan import GroupStep, LoadError, LoadPlan, Names, PackedStep, Rename, plan_load, renamed
 from qdsl.models.stacks import Stacks, is_transposed, piece_shapes, usual_stacks
-from qdsl.runtime.algebra import concatenated
-from qdsl.runtime.arrays import empty
-from qdsl.runtime.model import use_fastest_storages
-from qdsl.runtime.module import PackedModule
-from qdsl.runtime.packed import FormatError, PackedWeight
-from qdsl.stored import OF_X
+from qdsl.runtime.torch.model import use_fastest_storages
+from qdsl.runtime.torch.module import PackedModule
+from qdsl.runtime.weight.algebra import concatenated
+from qdsl.runtime.weight.arrays import empty
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 SMALL = 1 << 20                                                  # bytes of a plain tensor that may be copied
 

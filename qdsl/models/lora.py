@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from qdsl.models.experts import Experts
 from qdsl.models.grouped import HiddenWeight
-from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear
-from qdsl.runtime.module import PackedModule
+from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
+from qdsl.runtime.torch.module import PackedModule
 
 # Values of init_lora_weights, or their beginnings, that take the adapter out of the base weight.
 CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")

@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qdsl.checkpoint.groups import Group
-from qdsl.checkpoint.layers import Layer
-from qdsl.checkpoint.safetensors import CheckpointError, shown
-from qdsl.checkpoint.sources import GgufSource, Shapes, Source
+from qdsl.checkpoint.detect.groups import Group
+from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.sources import GgufSource, Shapes, Source
+from qdsl.checkpoint.files.safetensors import CheckpointError, shown
+from qdsl.core.stored import OF_X
 from qdsl.models.gguf_maps import LATENT, VALUES, GgufMap, TensorRule, are_spans, joined_shape, row_order
 from qdsl.models.plan import LoadError, Names, listed
-from qdsl.runtime.algebra import concatenated
-from qdsl.runtime.packed import FormatError, PackedWeight
-from qdsl.stored import OF_X
+from qdsl.runtime.weight.algebra import concatenated
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 SCALES = (*OF_X, "input_scale")                                  # tensors of a layer that concern its input
 UNUSED = "scale_input"                                           # ComfyUI's, which is 1 where none is known

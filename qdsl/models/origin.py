@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from qdsl.checkpoint.ggml_types import TORCH
-from qdsl.checkpoint.gguf_metadata import Value
-from qdsl.checkpoint.groups import Group
-from qdsl.checkpoint.layers import Layer
-from qdsl.checkpoint.safetensors import Header, torch_dtypes
-from qdsl.checkpoint.sources import FolderSource, GgufSource
+from qdsl.checkpoint.detect.groups import Group
+from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.sources import FolderSource, GgufSource
+from qdsl.checkpoint.files.ggml_types import TORCH
+from qdsl.checkpoint.files.gguf_metadata import Value
+from qdsl.checkpoint.files.safetensors import Header, torch_dtypes
 
 if TYPE_CHECKING:
-    from qdsl.checkpoint.ggml_types import GgmlType
-    from qdsl.checkpoint.sources import Source
+    from qdsl.checkpoint.detect.sources import Source
+    from qdsl.checkpoint.files.ggml_types import GgmlType
 
 ATTRIBUTE = "_qdsl_origin"                                       # of the model
 

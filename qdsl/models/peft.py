@@ -21,10 +21,10 @@ from qdsl.models.dense import embeddings
 from qdsl.models.lora import AdapterError as AdapterError
 from qdsl.models.lora import is_packed, register
 from qdsl.models.private_apis import forget_adapters
-from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear
-from qdsl.runtime.module import PackedModule
-from qdsl.runtime.packed import FormatError, PackedWeight
-from qdsl.runtime.requantize import Report, compare
+from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
+from qdsl.runtime.torch.module import PackedModule
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.requantize import Report, compare
 
 # Variants of LoRA whose merged weight does not depend on x, by the names of peft's classes.
 MERGEABLE = ("NoneType", "DoraLinearVariant", "DoraEmbeddingVariant", "VeloraLinearVariant", "MiCALinearVariant",

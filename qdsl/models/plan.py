@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from qdsl.checkpoint.groups import Group
-from qdsl.checkpoint.ignored import SKIPPED, is_skipped
-from qdsl.checkpoint.layers import Layer
-from qdsl.checkpoint.safetensors import shown
-from qdsl.checkpoint.sources import Source
+from qdsl.checkpoint.detect.groups import Group
+from qdsl.checkpoint.detect.ignored import SKIPPED, is_skipped
+from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.sources import Source
+from qdsl.checkpoint.files.safetensors import shown
+from qdsl.core.stored import OF_X
 from qdsl.models.stacks import Stacks, why_no_stack
-from qdsl.runtime.layers import QuantizedEmbedding, QuantizedLinear
-from qdsl.runtime.module import PackedModule
-from qdsl.runtime.private_apis import non_persistent_buffers
-from qdsl.stored import OF_X
+from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
+from qdsl.runtime.torch.module import PackedModule
+from qdsl.runtime.torch.private_apis import non_persistent_buffers
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
 SHOWN = 20                                                       # names that an error lists

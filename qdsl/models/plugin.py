@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from qdsl.checkpoint import checksums
 from qdsl.checkpoint.checkpoint import Checkpoint
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.sources import FolderSource
+from qdsl.checkpoint.detect.sources import FolderSource
+from qdsl.checkpoint.files import checksums
+from qdsl.checkpoint.files.folder import Folder
 from qdsl.models.plan import LoadError
 
 

@@ -1,6 +1,6 @@
 """What qdsl.models uses of transformers, diffusers and accelerate beyond their documented interfaces; no other module names it.
 
-tests/test_private_names.py checks what each name is relied on for.  Names of engines and of PEFT stand in their one module.
+tests/unit/test_private_names.py checks what each name is relied on for.  Names of engines and of PEFT stand in their one module.
 """
 
 from __future__ import annotations

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from qdsl.checkpoint import crc
-from qdsl.checkpoint.ggml_types import TORCH
-from qdsl.checkpoint.gguf_write import NewTensor
-from qdsl.checkpoint.gguf_write import write as write_gguf
-from qdsl.checkpoint.guard import FIELD, guarded, is_guard, unguarded
-from qdsl.checkpoint.resume import write_tensors
-from qdsl.checkpoint.safetensors import Buffer, Header, bytes_of, laid_out, shown
-from qdsl.convert.config import own_settings
-from qdsl.files import flush_folder, write_text
+from qdsl.checkpoint.detect.guard import FIELD, guarded, is_guard, unguarded
+from qdsl.checkpoint.files import crc
+from qdsl.checkpoint.files.ggml_types import TORCH
+from qdsl.checkpoint.files.gguf_write import NewTensor
+from qdsl.checkpoint.files.gguf_write import write as write_gguf
+from qdsl.checkpoint.files.resume import write_tensors
+from qdsl.checkpoint.files.safetensors import Buffer, Header, bytes_of, laid_out, shown
+from qdsl.host.files import flush_folder, write_text
+from qdsl.jobs.convert.config import own_settings
+from qdsl.jobs.engine.complete import INDICES, WEIGHTS, regular_files
 from qdsl.models.collect import Collector, SaveError, Stored
 from qdsl.models.origin import Origin, origin_in
-from qdsl.rewrite.complete import INDICES, WEIGHTS, regular_files
 
 CONFIG = "config.json"
 QUANTIZATION = ("quantization_config", "compression_config", "dfloat11_config")     # what states it in a config, at its top

@@ -15,20 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qdsl.checkpoint import layer_weights
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.gguf import GgufFile
-from qdsl.checkpoint.groups import Group
-from qdsl.checkpoint.layers import Layer, layers
-from qdsl.checkpoint.quantization import quantizations
-from qdsl.checkpoint.references import local_path
-from qdsl.checkpoint.safetensors import CheckpointError, shown
-from qdsl.checkpoint.shards import STREAMED, ShardError, packed_layers, plain_layer, plain_layers, single_experts
+from qdsl.checkpoint.detect import layer_weights
+from qdsl.checkpoint.detect.groups import Group
+from qdsl.checkpoint.detect.layers import Layer, layers
+from qdsl.checkpoint.detect.quantization import quantizations
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.gguf import GgufFile
+from qdsl.checkpoint.files.references import local_path
+from qdsl.checkpoint.files.safetensors import CheckpointError, shown
+from qdsl.checkpoint.report.shards import STREAMED, ShardError, packed_layers, plain_layer, plain_layers, single_experts
 from qdsl.models.gguf_maps import map_of
 from qdsl.models.mapped_source import MappedSource, gguf_source
 from qdsl.models.shapes import model_shapes
 from qdsl.models.shards import INPUT_SCALE
-from qdsl.runtime.packed import PackedWeight
+from qdsl.runtime.weight.packed import PackedWeight
 
 
 class Arrived(dict[str, Tensor]):

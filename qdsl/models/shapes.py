@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.guard import CLASS, unguarded
-from qdsl.checkpoint.safetensors import shown
-from qdsl.checkpoint.sources import FolderSource
+from qdsl.checkpoint.detect.guard import CLASS, unguarded
+from qdsl.checkpoint.detect.sources import FolderSource
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import shown
+from qdsl.jobs.engine import RewriteError
 from qdsl.models.plan import Names, renamed
 from qdsl.models.save import QUANTIZATION
 from qdsl.models.stacks import piece_shapes, usual_stacks
-from qdsl.rewrite import RewriteError
 
 
 def model_shapes(folder: Folder) -> dict[str, tuple[int, ...]]:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qdsl.borders import Span
-from qdsl.checkpoint.layer_weights import as_stored, layout_of, module_of, wrapped
-from qdsl.checkpoint.layers import Layer
-from qdsl.checkpoint.safetensors import shown
-from qdsl.checkpoint.shards import Piece, ShardError
-from qdsl.runtime.algebra import concatenated
-from qdsl.runtime.packed import FormatError, PackedWeight
-from qdsl.stored import element_dtype
+from qdsl.checkpoint.detect.layer_weights import as_stored, layout_of, module_of, wrapped
+from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.files.safetensors import shown
+from qdsl.checkpoint.report.shards import Piece, ShardError
+from qdsl.core.borders import Span
+from qdsl.core.stored import element_dtype
+from qdsl.runtime.weight.algebra import concatenated
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 INPUT_SCALE = "input_scale"
 

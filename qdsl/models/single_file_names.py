@@ -12,10 +12,10 @@ import torch
 from accelerate import init_empty_weights
 from diffusers.loaders import single_file_model
 
-from qdsl.checkpoint.guard import unguarded
-from qdsl.checkpoint.layers import MARKER
-from qdsl.checkpoint.safetensors import CheckpointError
-from qdsl.checkpoint.sources import Source
+from qdsl.checkpoint.detect.guard import unguarded
+from qdsl.checkpoint.detect.layers import MARKER
+from qdsl.checkpoint.detect.sources import Source
+from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.models.gguf_maps import TensorRule
 from qdsl.models.mapped_source import MappedSource, logical_shape, tensor_names
 from qdsl.models.plan import LoadError

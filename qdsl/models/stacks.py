@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from qdsl.checkpoint.safetensors import shown
-from qdsl.checkpoint.sources import Source
+from qdsl.checkpoint.detect.sources import Source
+from qdsl.checkpoint.files.safetensors import shown
 
 Stacks = Mapping[str, Sequence[Sequence[str]]]                   # parameter -> for every expert, layers of the checkpoint
 # Layers whose rows follow one another in a parameter, by the last part of its name.

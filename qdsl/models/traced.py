@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from qdsl.checkpoint.safetensors import shown
-from qdsl.files import cache_folder, make_cache_folder, write_text
+from qdsl.checkpoint.files.safetensors import shown
+from qdsl.host.files import cache_folder, make_cache_folder, write_text
 from qdsl.models.gguf_maps import TensorRule
 from qdsl.models.plan import LoadError
 

@@ -18,14 +18,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from qdsl.passes.derive_planar import PLANAR
+from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.format import Format
-from qdsl.runtime.match import torch_dtype
-from qdsl.runtime.packed import FormatError
+from qdsl.runtime.weight.format import Format
+from qdsl.runtime.weight.match import torch_dtype
+from qdsl.runtime.weight.packed import FormatError
 from tests.support.formats import raw
 
-MEND = "run `pytest tests/test_answers.py --bless` and read the difference"
+MEND = "run `pytest tests/formats/test_answers.py --bless` and read the difference"
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "answers"
 ABOUT = {
     "bytes": "from x = seed, x = (1103515245 * x + 12345) mod 2^31; each x gives a byte, its bits 16 to 23; the tensors of a "

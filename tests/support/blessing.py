@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qdsl.core.shapes import Axis
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.format import Format
-from qdsl.shapes import Axis
+from qdsl.runtime.weight.format import Format
 from tests.support import answers as known
 from tests.support import oracle
 from tests.support.answers import (

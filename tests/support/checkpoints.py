@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qdsl.checkpoint.folder import INDEX
-from qdsl.checkpoint.safetensors import write
-from tests.support.formats import ROOT
+from qdsl.checkpoint.files.folder import INDEX
+from qdsl.checkpoint.files.safetensors import write
+from tests.support.paths import ROOT
 
 GOLDENS = [*(ROOT / "tests" / "data" / "ckpt").glob("*.npz"), *(ROOT / "tests" / "data" / "ckpt_flat").glob("*.npz")]
 _SPECIAL = {"bf16": torch.bfloat16, "f8_e4m3fn": torch.float8_e4m3fn, "f8_e5m2": torch.float8_e5m2,

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 import yaml
 
-from tests.support.formats import ROOT
+from tests.support.paths import ROOT
 
 FILE = ROOT / "tests" / "data" / "compatibility.yaml"
 KINDS = ("exact", "tolerance", "refused", "not run")

@@ -1,4 +1,4 @@
-"""Names that the authors of more diffusion models give tensors, by diffusers' names of them, as qdsl.quantize.author_names has
+"""Names that the authors of more diffusion models give tensors, by diffusers' names of them, as qdsl.jobs.gguf.author_names has
 them.
 
 A table lists regular expressions of diffusers' names and what stands in their place, applied in order.  '#0', '#1', ... are
@@ -7,7 +7,7 @@ parts of one tensor, '#swap' has its halves the other way round.
 
 from __future__ import annotations
 
-from qdsl.quantize.author_names import ADDED, BLOCK, FLUX1, SINGLE, SWAPPED, qkv
+from qdsl.jobs.gguf.author_names import ADDED, BLOCK, FLUX1, SINGLE, SWAPPED, qkv
 
 CHROMA = [
     (r"^distilled_guidance_layer\.layers\.(\d+)\.linear_1", r"distilled_guidance_layer.layers.\1.in_layer"),

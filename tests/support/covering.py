@@ -16,6 +16,7 @@ from keyword import iskeyword
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
+from qdsl.runtime.gpu import kernels as families
 from tests.support.formats import Case
 
 T = TypeVar("T")
@@ -24,16 +25,17 @@ ALL = bool(os.environ.get("QDSL_TEST_ALL"))
 # Lines that say which weights a program takes, which of them there are, and where results go: any but those that read a weight.
 WALK = re.compile(r"^(?!.*(tl\.load|device\.(?!store_sums)))"
                   r".*(tl\.(store|arange|program_id|zeros|sum)\b|store_sums|\bfor\b|<|cdiv)")
+PLAIN = {"dequantize": families.dequantize, "matvec": families.matvec}
 EVERY = re.compile("")
 BRANCHES = ("ONES", "IN_ORDER", "SIGNED")                        # constants by which a family does something more for a format
 
 
 def kernels(case: Case, *kinds: str) -> list[Any]:
-    """Of a case's storage, the kernels of some kinds that it has, and the functions that complete those of a family."""
-    held = case.module.FORMAT.variant(case.choice).storages[case.storage].kernels
-    plain = [kernel for kind in kinds if (kernel := getattr(held, kind, None))]
-    of_family = [(kind, kernel) for kind in kinds if held.lanes and (kernel := getattr(held.lanes, kind, None))]
-    return [*plain, *(part for kind, kernel in of_family for part in (kernel, *parts_of(case, held.lanes, kind)))]
+    """The families of some kinds that serve a case's storage, and the functions that complete them."""
+    completes = case.module.FORMAT.variant(case.choice).storages[case.storage].kernels
+    plain = [part for kind in kinds if kind in PLAIN for part in (PLAIN[kind], completes.decode)]
+    others = [(kind, kernel) for kind in kinds if completes.lanes and (kernel := getattr(completes.lanes, kind, None))]
+    return [*plain, *(part for kind, kernel in others for part in (kernel, *parts_of(case, completes.lanes, kind)))]
 
 
 def parts_of(case: Case, lanes: Any, kind: str) -> list[Any]:

@@ -15,12 +15,12 @@ from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
-from qdsl.checkpoint.ggml_types import BY_NAME
-from qdsl.checkpoint.gguf_metadata import Value
-from qdsl.checkpoint.gguf_write import NewTensor
-from qdsl.checkpoint.gguf_write import write as write_gguf
-from qdsl.checkpoint.safetensors import bytes_of
-from qdsl.quantize import author_names
+from qdsl.checkpoint.files.ggml_types import BY_NAME
+from qdsl.checkpoint.files.gguf_metadata import Value
+from qdsl.checkpoint.files.gguf_write import NewTensor
+from qdsl.checkpoint.files.gguf_write import write as write_gguf
+from qdsl.checkpoint.files.safetensors import bytes_of
+from qdsl.jobs.gguf import author_names
 from tests.support import converter_names as names
 from tests.support import language_models
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from qdsl.checkpoint.folder import INDEX, Folder
-from qdsl.checkpoint.safetensors import CheckpointError, write
+from qdsl.checkpoint.files.folder import INDEX, Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.runtime import PackedWeight
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "checkpoint_format": "gptq_v2"}

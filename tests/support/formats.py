@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qdsl.numbers import number
-from qdsl.passes import compile_spec
-from qdsl.passes.derive_planar import PLANAR
+from qdsl.compiler.passes import compile_spec
+from qdsl.compiler.passes.derive_planar import PLANAR
+from qdsl.compiler.spec.model import Spec
+from qdsl.compiler.spec.schema import load
+from qdsl.core.numbers import number
+from qdsl.core.shapes import axis
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.match import torch_dtype
-from qdsl.shapes import axis
-from qdsl.spec.model import Spec
-from qdsl.spec.schema import load
+from qdsl.runtime.weight.match import torch_dtype
 from tests.support import oracle
+from tests.support.paths import ROOT
 from tests.support.slow_reading import Reading
 
-ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "specs").glob("*.yaml"))
 EXTRA = sorted((ROOT / "tests" / "specs").glob("*.yaml"))
 MOST_ENTRIES = 1 << 14                                           # of a stored table, which tests go through one by one

@@ -11,9 +11,9 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
-from qdsl.checkpoint.ggml_types import BY_NAME
-from qdsl.checkpoint.gguf_metadata import Value
-from qdsl.checkpoint.gguf_write import NewTensor, write
+from qdsl.checkpoint.files.ggml_types import BY_NAME
+from qdsl.checkpoint.files.gguf_metadata import Value
+from qdsl.checkpoint.files.gguf_write import NewTensor, write
 from qdsl.models.gguf_maps import FOLDER as MAPS
 from qdsl.models.gguf_maps import LATENT, GgufMap, latent_parts, rows_of, source_tensors
 from tests.support.tiny_models import tiny_model

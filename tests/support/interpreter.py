@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.call import Call
+from qdsl.runtime.gpu.call import Call
 from tests.support.covering import ALL
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -104,7 +104,7 @@ def _patch() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from qdsl.runtime import codebook
+    from qdsl.runtime.gpu.kernels import codebook
 
     builder = interpreter.InterpreterBuilder
     load, store, cast = builder.create_masked_load, builder.create_masked_store, builder.cast_impl

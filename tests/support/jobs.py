@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from qdsl.cli import app
-from qdsl.quantize.mixes import Model
+from qdsl.jobs.gguf.mixes import Model
 from tests.support import folders
 from tests.support.models import Made, written
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qdsl.checkpoint.folder import Folder
+from qdsl.checkpoint.files.folder import Folder
 
 HIDDEN, INNER, VOCABULARY = 256, 512, 192                        # sizes that blocks of all formats divide
 PROJECTIONS = re.compile(r"\.(self_attn\.[qkvo]_proj|mlp\.(experts\.\d+\.)?(gate|up|down)_proj)\.weight$")
@@ -114,7 +114,7 @@ def greedy(model: Any, count: int = 8) -> Tensor:
 
 def write_plain(folder: Path, model: str) -> Path:
     """Write a bfloat16 checkpoint of a tiny model, and return its folder."""
-    from qdsl.checkpoint.safetensors import write
+    from qdsl.checkpoint.files.safetensors import write
 
     config(model).save_pretrained(folder)
     write(folder / "model.safetensors", dict(weights(model)), {"format": "pt"})

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.formats import ROOT
+from tests.support.paths import ROOT
 
 # The folder with `conversion` and `gguf-py`; the folder above its name states the release.
 PLACES = sorted(ROOT.glob(".venv-live/llama_cpp_python-*/vendor/llama.cpp"))

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from qdsl.quantize.mixes import MIXES, Model, Tensor
+from qdsl.jobs.gguf.mixes import MIXES, Model, Tensor
 from tests.support import llama_cpp
-from tests.support.formats import ROOT
+from tests.support.paths import ROOT
 
 RECORD = ROOT / "tests/data/mixes_architectures.json"
 WITH_IMATRIX = ("IQ3_XXS", "IQ4_NL", "IQ4_XS", "Q4_0", "Q5_0")   # the mixes whose rules ask for one

@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from qdsl.quantize.mixes import Model, Tensor
+from qdsl.jobs.gguf.mixes import Model, Tensor
 
 
 @dataclass(frozen=True)

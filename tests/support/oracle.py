@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from math import lcm, prod
 
-from qdsl.spec import grammar as g
-from qdsl.spec.model import Field, Spec, Storage, Tensor
+from qdsl.compiler.spec import grammar as g
+from qdsl.compiler.spec.model import Field, Spec, Storage, Tensor
 
 Bit = tuple[str, tuple[int, ...], int]                           # field, element, bit of the element
 Stored = tuple[str, tuple[int, ...], int, Bit, int]              # tensor, element, its bit, what lies there, its place or -1

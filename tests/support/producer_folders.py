@@ -13,18 +13,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qdsl.checkpoint.descriptions import descriptions
-from qdsl.checkpoint.detect import numbers
-from qdsl.checkpoint.folder import INDEX, Folder
-from qdsl.checkpoint.guard import guarded
-from qdsl.checkpoint.layers import Layer, layers
-from qdsl.checkpoint.safetensors import write
-from qdsl.compress import run as compression
-from qdsl.compress.units import Aim as Compression
-from qdsl.convert import run as conversion
-from qdsl.convert.aim import aimed
-from qdsl.convert.config import own_settings
-from qdsl.convert.plan import beside, full_name
+from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.guard import guarded
+from qdsl.checkpoint.detect.layers import Layer, layers
+from qdsl.checkpoint.detect.rules import numbers
+from qdsl.checkpoint.files.folder import INDEX, Folder
+from qdsl.checkpoint.files.safetensors import write
+from qdsl.jobs.compress import run as compression
+from qdsl.jobs.compress.units import Aim as Compression
+from qdsl.jobs.convert import run as conversion
+from qdsl.jobs.convert.aim import aimed
+from qdsl.jobs.convert.config import own_settings
+from qdsl.jobs.convert.plan import beside, full_name
 from qdsl.runtime import PackedWeight
 from tests.support import formats, language_models
 

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from qdsl.analyze import launches
-from qdsl.runtime import configure
-from qdsl.runtime.arrays import cdiv
-from qdsl.runtime.gpu import costs
+from qdsl.runtime.gpu import configure, costs
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu
+from qdsl.runtime.weight.arrays import cdiv
 
 FILE = Path(__file__).resolve().parents[2] / "bench" / "results" / "public.json"
 HEADS = ["kernel of others", "GPU", "N x K, M", "published", "modelled", "modelled by published", "what is modelled"]

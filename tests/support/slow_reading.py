@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qdsl.spec import grammar as g
-from qdsl.spec.model import Spec, Tensor
-from qdsl.spec.tables import is_number
+from qdsl.compiler.spec import grammar as g
+from qdsl.compiler.spec.model import Spec, Tensor
+from qdsl.compiler.spec.tables import is_number
 from tests.support import grids, oracle, searches
 
 Codes = npt.NDArray[np.int64]

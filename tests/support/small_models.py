@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qdsl.checkpoint import crc
-from qdsl.checkpoint.safetensors import write
+from qdsl.checkpoint.files import crc
+from qdsl.checkpoint.files.safetensors import write
 from qdsl.generated import fp8_block
 from qdsl.runtime import PackedWeight
 

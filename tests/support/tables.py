@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from qdsl import places
-from qdsl.emit.page import summary
+from qdsl.compiler.emit.show.page import summary
+from qdsl.compiler.passes import PASSES, choose_variants, compile_spec, read_records
+from qdsl.compiler.passes.schemes import SCHEMES
+from qdsl.compiler.passes.streams import STREAMS, Coding
+from qdsl.compiler.spec import grammar, marked, schema
+from qdsl.compiler.spec.schema import load
+from qdsl.core import places
+from qdsl.core.numbers import FLOATS
 from qdsl.models.gguf_maps import FOLDER as MAPS
 from qdsl.models.gguf_maps import GgufMap, model_types
-from qdsl.numbers import FLOATS
-from qdsl.passes import PASSES, choose_variants, compile_spec, read_records
-from qdsl.passes.schemes import SCHEMES
-from qdsl.passes.streams import STREAMS, Coding
-from qdsl.spec import grammar, marked, schema
-from qdsl.spec.schema import load
 from tests.support import public_figures
 from tests.support.compatibility import lines as pair_lines
 

@@ -20,7 +20,7 @@ from qdsl.analyze.execute.operands import steps_of
 from qdsl.analyze.execute.program import ExecutionError, Program, parse
 from qdsl.analyze.execute.races import Clocks, Shadow
 from qdsl.analyze.gpus import arch_of
-from qdsl.runtime.call import Call
+from qdsl.runtime.gpu.call import Call
 
 THREADS = 8192                                                   # of a batch, about
 OPCODES = (access, conversions, groups, scalar, warps)                        # importing them registers what they know
@@ -57,14 +57,16 @@ def execute(call: Call, arch: str, *, outputs: Sequence[Tensor] = (), workspaces
             options: Options | None = None) -> Execution:
     """Compile a launch for an architecture and run it on its tensors, which lie in the CPU's memory.
 
-    outputs: tensors whose every byte must be stored once.  workspaces: tensors that begin as noise.  after: tensors that the
-    launch before writes, where this one may begin before that has ended (launch_pdl).  programs: numbers of the programs of
-    the grid that run, x first; all without it.  Raises ExecutionError for a fault or what cannot be run.
+    outputs: tensors whose every byte must be stored once.  workspaces: tensors that begin as noise; the launch's own is one.
+    after: tensors that the launch before writes, where this one may begin before that has ended (launch_pdl).  programs:
+    numbers of the programs of the grid that run, x first; all without it.  Raises ExecutionError for a fault or what cannot be
+    run.
     """
     compiled = build(call, arch_of(arch))
     after = () if after is None and call.options.get("launch_pdl") else after
     return execute_ptx(compiled.asm["ptx"], arguments_of(call), call.grid, compiled.metadata.num_warps, compiled.metadata.shared,
-                       outputs=outputs, workspaces=workspaces, after=after, programs=programs, options=options)
+                       outputs=outputs, workspaces=(*workspaces, *call.scratch[:1]), after=after, programs=programs,
+                       options=options)
 
 
 def arguments_of(call: Call) -> list[tuple[str, Any]]:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qdsl.analyze.execute.program import ExecutionError
-from qdsl.numbers import FLOATS as NUMBERS
-from qdsl.numbers import Number
+from qdsl.core.numbers import FLOATS as NUMBERS
+from qdsl.core.numbers import Number
 
 Bits = NDArray[Any]                                              # unsigned integers, a bit pattern per thread
 Floats = NDArray[Any]

@@ -15,9 +15,10 @@ from qdsl.analyze.counts import report
 from qdsl.analyze.execute.launch import Execution, execute
 from qdsl.analyze.execute.machine import Finding, Options
 from qdsl.analyze.gpus import WARP, AnalyzeError, arch_of
-from qdsl.runtime import PackedWeight, configure
-from qdsl.runtime.call import Call
-from qdsl.runtime.linear import as_stored
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import configure
+from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.torch.linear import as_stored
 
 SHAPE = (256, 1024)
 ALIKE = 0.02                                                     # static and executed counts that differ less agree

@@ -8,13 +8,13 @@ from pathlib import Path
 import diffusers
 import torch
 
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.safetensors import CheckpointError, shown
-from qdsl.checkpoint.sources import FolderSource, GgufSource, Source
+from qdsl.checkpoint.detect.sources import FolderSource, GgufSource, Source
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError, shown
+from qdsl.jobs.gguf.mixes import Tensor
 from qdsl.models.gguf_maps import TensorRule
 from qdsl.models.mapped_source import MappedSource
 from qdsl.models.single_file_names import built, mapped
-from qdsl.quantize.mixes import Tensor
 
 
 class DecodedModel:

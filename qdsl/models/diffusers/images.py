@@ -16,8 +16,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.safetensors import CheckpointError
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.models.diffusers.pipeline import QUANTIZED, from_pretrained, pipeline_folder
 from qdsl.models.plan import LoadError
 from qdsl.models.plugin import usable_device

@@ -12,9 +12,9 @@ from diffusers import DiffusionPipeline, ModelMixin, PipelineQuantizationConfig
 from transformers import PreTrainedModel
 
 from qdsl.checkpoint.checkpoint import open_checkpoint
-from qdsl.checkpoint.folder import CONFIG_LIMIT, read_object
-from qdsl.checkpoint.references import Repository, local_path, parsed
-from qdsl.checkpoint.safetensors import shown
+from qdsl.checkpoint.files.folder import CONFIG_LIMIT, read_object
+from qdsl.checkpoint.files.references import Repository, local_path, parsed
+from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.diffusers.single_file import load_single_file
 from qdsl.models.plan import LoadError
 from qdsl.models.transformers import from_pretrained as from_pretrained_language_model

@@ -13,7 +13,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from torch import nn
 
 from qdsl.checkpoint.checkpoint import Checkpoint
-from qdsl.checkpoint.ignored import SKIPPED
+from qdsl.checkpoint.detect.ignored import SKIPPED
 from qdsl.models.dense import make_dense
 from qdsl.models.load import LoadReport, fill_model, held_bytes
 from qdsl.models.offloaded import onloaded

@@ -14,11 +14,11 @@ from diffusers.models import modeling_utils
 from diffusers.quantizers import DiffusersAutoQuantizer, auto
 from diffusers.quantizers.base import DiffusersQuantizer
 
-from qdsl.checkpoint.detect import OWN
+from qdsl.checkpoint.detect.rules import OWN
 from qdsl.models.diffusers.quantizer import QdslDiffusersQuantizer, parameter_dtype
 from qdsl.models.plugin import missing_part, saving
 from qdsl.models.transformers.config import QdslConfig
-from qdsl.runtime.module import PackedModule
+from qdsl.runtime.torch.module import PackedModule
 
 # Attributes that the plug-in uses, with parameters that a function among them must have.
 USED: dict[Any, str] = {

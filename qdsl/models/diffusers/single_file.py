@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from diffusers.loaders import single_file_model
 
-from qdsl.checkpoint import checksums
 from qdsl.checkpoint.checkpoint import Checkpoint
-from qdsl.checkpoint.folder import Folder
-from qdsl.checkpoint.references import local_path
-from qdsl.checkpoint.sources import FolderSource, GgufSource, Source
+from qdsl.checkpoint.detect.sources import FolderSource, GgufSource, Source
+from qdsl.checkpoint.files import checksums
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.references import local_path
 from qdsl.models.diffusers.quantizer import QdslDiffusersQuantizer
 from qdsl.models.private_apis import float32_modules, single_file_class
 from qdsl.models.single_file_names import built, mapped, shapes

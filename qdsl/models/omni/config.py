@@ -16,9 +16,9 @@ from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineL
 from vllm_omni.quantization import register_quantization_override
 from vllm_omni.quantization.component_config import ComponentQuantizationConfig
 
-from qdsl.checkpoint.detect import OWN
-from qdsl.checkpoint.references import local_path
-from qdsl.checkpoint.sources import GgufSource
+from qdsl.checkpoint.detect.rules import OWN
+from qdsl.checkpoint.detect.sources import GgufSource
+from qdsl.checkpoint.files.references import local_path
 from qdsl.models.mapped_source import MappedSource
 from qdsl.models.served import Served, source_tensors
 from qdsl.models.single_file_names import built, mapped

@@ -16,9 +16,9 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.model_loader import loader
 from torch import Tensor, nn
 
-from qdsl.checkpoint.detect import OWN
-from qdsl.checkpoint.references import local_path
-from qdsl.checkpoint.shards import ShardError
+from qdsl.checkpoint.detect.rules import OWN
+from qdsl.checkpoint.files.references import local_path
+from qdsl.checkpoint.report.shards import ShardError
 from qdsl.models.engine import EngineConfig, PackedLinear
 from qdsl.models.served import Served
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from qdsl.checkpoint.detect import OWN
+from qdsl.checkpoint.detect.rules import OWN
 from qdsl.models.transformers.gguf_weights import GgufWeights
 
 

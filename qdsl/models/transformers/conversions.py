@@ -17,7 +17,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from qdsl.checkpoint.safetensors import shown
+from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.plan import LoadError
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, MixtralConfig
 
-from qdsl.checkpoint import checksums
-from qdsl.checkpoint.ggml_types import BY_NAME, TORCH
-from qdsl.checkpoint.gguf import GgufFile
-from qdsl.checkpoint.gguf_metadata import Value
-from qdsl.checkpoint.gguf_write import NewTensor
-from qdsl.checkpoint.gguf_write import write as write_gguf
-from qdsl.checkpoint.references import Repository, local_path, parsed
+from qdsl.checkpoint.files import checksums
+from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH
+from qdsl.checkpoint.files.gguf import GgufFile
+from qdsl.checkpoint.files.gguf_metadata import Value
+from qdsl.checkpoint.files.gguf_write import NewTensor
+from qdsl.checkpoint.files.gguf_write import write as write_gguf
+from qdsl.checkpoint.files.references import Repository, local_path, parsed
 from qdsl.models.gguf_maps import map_of, model_types
 from qdsl.models.plan import LoadError
 from qdsl.models.transformers.config import QdslConfig

@@ -17,11 +17,11 @@ from transformers.quantizers import HfQuantizer
 
 import qdsl.models.transformers.moe as moe
 from qdsl.checkpoint.checkpoint import Checkpoint
-from qdsl.checkpoint.detect import OWN
-from qdsl.checkpoint.guard import FIELD, REPLACED, is_guard, unguarded
-from qdsl.checkpoint.ignored import SKIPPED
-from qdsl.checkpoint.safetensors import shown
-from qdsl.checkpoint.sources import Source
+from qdsl.checkpoint.detect.guard import FIELD, REPLACED, is_guard, unguarded
+from qdsl.checkpoint.detect.ignored import SKIPPED
+from qdsl.checkpoint.detect.rules import OWN
+from qdsl.checkpoint.detect.sources import Source
+from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.dense import embeddings, make_dense
 from qdsl.models.experts import Experts
 from qdsl.models.load import LoadReport, fill_model, held_bytes, use_planar
@@ -35,7 +35,7 @@ from qdsl.models.transformers.config import QdslConfig
 from qdsl.models.transformers.contract import sentence
 from qdsl.models.transformers.conversions import Conversions, ignored, reverted
 from qdsl.models.transformers.gguf import gguf_path, load_gguf
-from qdsl.runtime.module import PackedModule
+from qdsl.runtime.torch.module import PackedModule
 
 # What `AutoConfig.from_pretrained` takes of what a model's takes.
 HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")

@@ -10,7 +10,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers import auto
 
 import qdsl.models.transformers.moe as moe
-from qdsl.checkpoint.detect import OWN
+from qdsl.checkpoint.detect.rules import OWN
 from qdsl.models.plugin import saving
 from qdsl.models.private_apis import has_adapters
 from qdsl.models.transformers.config import QdslConfig

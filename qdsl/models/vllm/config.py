@@ -11,9 +11,9 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.model_loader import register_model_loader
 
-from qdsl.checkpoint.detect import OWN
-from qdsl.checkpoint.references import local_path
-from qdsl.checkpoint.shards import STREAMED
+from qdsl.checkpoint.detect.rules import OWN
+from qdsl.checkpoint.files.references import local_path
+from qdsl.checkpoint.report.shards import STREAMED
 from qdsl.models.engine import EngineConfig
 from qdsl.models.served import Served, gguf_path, open_gguf
 from qdsl.models.vllm.weights import AssemblingMapper, GgufLoader

@@ -11,13 +11,13 @@ from vllm.model_executor.layers.activation import SwigluOAIAndMul
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 
-from qdsl.borders import Span
-from qdsl.checkpoint.layers import Layer
-from qdsl.checkpoint.shards import ShardError, merged_pieces, row_piece, unservable
+from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.report.shards import ShardError, merged_pieces, row_piece, unservable
+from qdsl.core.borders import Span
 from qdsl.models.engine import register_counters, remove_counters, take
 from qdsl.models.experts import Experts, routed_sum
 from qdsl.models.shards import Collector, Part
-from qdsl.runtime.algebra import concatenated
+from qdsl.runtime.weight.algebra import concatenated
 
 if TYPE_CHECKING:
     from qdsl.models.vllm.config import QdslConfig

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.utils import WeightsMapper
 
-from qdsl.checkpoint.safetensors import CheckpointError
+from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.models.served import gguf_path, open_gguf, source_tensors
 
 if TYPE_CHECKING:

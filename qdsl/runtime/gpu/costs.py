@@ -3,10 +3,10 @@
 A kernel's counts come from costs.json, which `python -m bench.costs` writes from compiled kernels.  How long a launch takes
 follows from them, from its grid and from the GPU's data sheet.  Terms that do not overlap are added, the others compared:
 
-    LAUNCH + max(ramp + max(memory, L2 cache, busiest pipe), programs one after another)
+    LAUNCH + max(ramp + max(memory, L2 cache, busiest pipe), programs one after another) + merge
 
 ramp is the time until the first loads have arrived.  The last term is the dependence chain of the programs that share an SM
-and do not run at once.  Nothing here was measured.
+and do not run at once.  merge is for programs that share K.  Nothing here was measured.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from qdsl.runtime.arrays import cdiv
 from qdsl.runtime.gpu.devices import ARCHS, SCHEDULERS, Gpu
+from qdsl.runtime.weight.arrays import cdiv
 
 if TYPE_CHECKING:
-    from qdsl.runtime.packed import PackedWeight
+    from qdsl.runtime.weight.packed import PackedWeight
 
 LAUNCH = 1.5e-6                                                  # seconds from one kernel of a CUDA graph to the next, assumed
 LATENCY = 500e-9                                                 # seconds from a load to its data, assumed: idle memory is faster
 REACHABLE = 0.9                                                  # of the data sheet's bandwidth: a plain copy's share, rounded
 L2_BYTES = 28                                                    # from the L2 cache, per clock and SM, assumed
+ARRIVAL = 3 * 270                                                # cycles: a store, an atomic and a load of the L2 cache, assumed
 MATMUL = 0.7                                                     # of the data sheet's matrix rate that a vendor's matmul reaches
 MATMUL_TILE = 128 * 128                                          # elements of out that an SM has at a time in it
-DECODED = 1 << 25                                                # weights that runtime/linear.py decodes at a time on a GPU
+DECODED = 1 << 25                                                # weights that runtime/torch/linear.py decodes at a time on a GPU
 KINDS = ("matvec", "gemv", "skinny", "tile_gemm", "decode")
 TABLE = Path(__file__).with_name("costs.json")
 
@@ -42,8 +43,8 @@ class Candidate:
     """One way to compute x @ w.T.
 
     kind: a kernel of the storage ('matvec', 'gemv', 'skinny', 'tile_gemm'), or 'decode': dequantize and the vendor's matmul.
-    config: the launch's constants by name (R, WN, WK of 'gemv' and 'skinny'; R, W, BM, UNROLL of 'tile_gemm'; BN, BK of 'matvec';
-    R, W, BLOCKS of an entropy code's 'skinny').  grid: of the launch.  'decode' needs neither.
+    config: the launch's constants by name (R, WN, WK of 'gemv' and 'skinny'; R, W, BM, UNROLL, SPLIT of 'tile_gemm'; BN, BK of
+    'matvec'; R, W, BLOCKS of an entropy code's 'skinny').  grid: of the launch.  'decode' needs neither.
     """
 
     kind: str
@@ -101,9 +102,25 @@ def seconds(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dty
     for extent in candidate.grid:
         programs *= extent
     passes = candidate.grid[1] if len(candidate.grid) > 1 else 1
-    per_program = _rows(candidate.config, cost, n, programs // passes) * k
-    moved = nbytes + dtype.itemsize * m * (n + k)
-    return terms(cost, programs, cdiv(per_program, cost.step), moved, passes * nbytes, target).seconds
+    split = candidate.config.get("SPLIT", 1)
+    rows = _rows(candidate.config, cost, n, programs // passes)
+    moved, trips = nbytes + dtype.itemsize * m * (n + k), cdiv(rows * k, cost.step)
+    if split == 1:
+        return terms(cost, programs, trips, moved, passes * nbytes, target).seconds
+    part = 4 * rows * candidate.config["BM"]
+    sums = programs * part                                       # bytes of all parts: stored, and loaded again
+    taken = terms(cost, programs, cdiv(rows * cdiv(k // 128, split) * 128, cost.step), moved + sums, passes * nbytes + 2 * sums,
+                  target)
+    return taken.seconds + merge_seconds(split, part, cdiv(programs, split), target)
+
+
+def merge_seconds(split: int, part: int, tiles: int, target: Gpu) -> float:
+    """From the last sums of a tile to their total: the parts are stored, counted, and loaded by one program, from the L2 cache.
+
+    part: bytes of the sums of a program.  tiles: of out, whose last programs work at once.
+    """
+    loaded = cdiv(tiles, target.multiprocessors) * (split + 1) * part / L2_BYTES
+    return (ARRIVAL + loaded) / (target.clock * 1e9)
 
 
 class Terms(NamedTuple):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from qdsl.runtime.packed import PackedWeight
+    from qdsl.runtime.weight.packed import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)

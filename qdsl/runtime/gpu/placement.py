@@ -11,11 +11,11 @@ import os
 import torch
 from torch import nn
 
-from qdsl.runtime import eight
 from qdsl.runtime.gpu import plan
 from qdsl.runtime.gpu.triton import runs_kernels
-from qdsl.runtime.packed import FormatError, PackedWeight
-from qdsl.runtime.private_apis import is_fsdp_shard
+from qdsl.runtime.torch import eight
+from qdsl.runtime.torch.private_apis import is_fsdp_shard
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 SETTING, CHOICES = "QDSL_PLANAR", ("auto", "never")
 ROWS = (1, 16)                                                   # of x, whose products are compared: most of a server's time

@@ -19,15 +19,15 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from qdsl.runtime import configure, streams
-from qdsl.runtime.arrays import cdiv
-from qdsl.runtime.gpu import costs
+from qdsl.runtime.gpu import configure, costs
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.devices import Gpu
+from qdsl.runtime.weight import streams
+from qdsl.runtime.weight.arrays import cdiv
 
 if TYPE_CHECKING:
     from qdsl.runtime.gpu.prepared import Prepared
-    from qdsl.runtime.packed import PackedWeight
+    from qdsl.runtime.weight.packed import PackedWeight
 
 HALVES = (torch.float16, torch.bfloat16)                         # types of x that matrix units multiply here
 ROWS = 512                                                       # of x: up to these, every number of rows has its own choice
@@ -188,7 +188,8 @@ def matvec(packed: PackedWeight, m: int) -> Candidate:
 def _lane_candidate(kind: str, packed: PackedWeight, m: int, config: dict[str, int]) -> Candidate:
     n = packed.shape[0]
     if kind == "tile_gemm":
-        return Candidate(kind, config, (cdiv(n, 16 * config["R"] * config["W"]), cdiv(m, config["BM"])))
+        grid = (cdiv(n, 16 * config["R"] * config["W"]), cdiv(m, config["BM"]))
+        return Candidate(kind, config, (*grid, config["SPLIT"]) if config["SPLIT"] > 1 else grid)
     rows = cdiv(n, 16 * config["R"] * config["WN"])
     return Candidate(kind, config, (rows,) if kind == "gemv" else (rows, cdiv(m, 8)))
 

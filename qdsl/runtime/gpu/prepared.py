@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qdsl.runtime.call import Call
+from qdsl.runtime.gpu.call import Call
 
 ALIGNMENT = 16                                                   # bytes; Triton specialises on pointers that it divides
 
@@ -37,14 +37,16 @@ class Prepared:
     """The launches of a product.
 
     sizes: of what they write, in the type of x.  is_decoded: that is the weight, which the vendor's matmul then multiplies.
-    workspace: sizes and types of other memory that they need.  aligned: places among the addresses, and which of their bits
-    must be 0 beyond those of ALIGNMENT.
+    workspace: sizes and types of other memory that they need.  scratch: for how many tiles of out, and how many sums of each,
+    programs share memory; None where they share none.  aligned: places among the addresses, and which of their bits must be 0
+    beyond those of ALIGNMENT.
     """
 
     launches: tuple[Launch, ...]
     sizes: tuple[int, ...]
     is_decoded: bool = False
     workspace: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
+    scratch: tuple[int, int] | None = None
     aligned: tuple[tuple[int, int], ...] = ()
 
 
@@ -57,10 +59,11 @@ def prepare(calls: Iterable[tuple[Call, Any]], tensors: Sequence[Tensor | None],
     """
     calls = list(calls)
     workspace = [tensor for call, _ in calls for tensor in call.workspace]
-    memory = [*tensors, out, *workspace]
-    if any(tensor is not None and tensor.data_ptr() % ALIGNMENT for tensor in memory):
+    shared = [call.scratch for call, _ in calls if call.scratch]
+    memory = [*tensors, out, *workspace, *(tensor for pair in shared for tensor in pair)]
+    if len(shared) > 1 or any(tensor is not None and tensor.data_ptr() % ALIGNMENT for tensor in memory):
         return None
-    launches, aligned = [], []
+    launches, aligned, scratch = [], [], None
     for call, compiled in calls:
         launch = _launch(call, compiled, memory, tables)
         places = [(_place(tensor, memory), size) for tensor, size in call.aligned]
@@ -68,8 +71,11 @@ def prepare(calls: Iterable[tuple[Call, Any]], tensors: Sequence[Tensor | None],
             return None
         launches.append(launch)
         aligned += [(place[0], size - 1) for place, size in places if place is not None]
+        if call.scratch:
+            tiles = call.grid[0] * call.grid[1]
+            scratch = tiles, call.scratch[0].numel() // tiles
     return Prepared(tuple(launches), tuple(out.shape), is_decoded,
-                    tuple((tuple(tensor.shape), tensor.dtype) for tensor in workspace), tuple(aligned))
+                    tuple((tuple(tensor.shape), tensor.dtype) for tensor in workspace), scratch, tuple(aligned))
 
 
 def _launch(call: Call, compiled: Any, memory: Sequence[Tensor | None], tables: Sequence[Tensor]) -> Launch | None:

@@ -14,16 +14,17 @@ from typing import Any
 from torch import Size, Tensor
 from torch.nn.functional import linear
 
-from qdsl.runtime import launch
-from qdsl.runtime.call import Call
+from qdsl.runtime.gpu import launch
+from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import DECODED, Candidate
 from qdsl.runtime.gpu.dense import dense
 from qdsl.runtime.gpu.placement import note
 from qdsl.runtime.gpu.plan import Plan, best, invariant, plan_of
 from qdsl.runtime.gpu.prepared import ALIGNMENT, Prepared, prepare
-from qdsl.runtime.packed import PackedWeight
-from qdsl.runtime.private_apis import launch_stream
-from qdsl.runtime.tiles import row_tiles
+from qdsl.runtime.gpu.scratch import scratch_of
+from qdsl.runtime.torch.private_apis import launch_stream
+from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.tiles import row_tiles
 
 MOST = 4096                                                      # prepared products that a plan keeps
 
@@ -72,6 +73,9 @@ def quick(x: Tensor, plan: Plan, tensors: Sequence[Tensor], bias: Tensor | None,
     for sizes, dtype in ready.workspace:
         workspace.append(x.new_empty(sizes, dtype=dtype))
         addresses.append(workspace[-1].data_ptr())
+    if ready.scratch:
+        shared = scratch_of(*ready.scratch, x.device, stream)
+        addresses += [tensor.data_ptr() for tensor in shared]
     for launched in ready.launches:
         if launched.hooks:
             return None                                          # what was launched before wrote to its own memory alone

@@ -24,7 +24,7 @@ lane loads only the scales of its two.
 Cost for 4 bits and groups of 32, counted on sm_90: 1.2 instructions of a thread per weight in float16, 1.4 in bfloat16.
 """
 
-from qdsl.runtime import lanes
+from qdsl.runtime.gpu.kernels import lanes
 from qdsl.runtime.gpu.triton import tl, triton
 
 

@@ -19,7 +19,7 @@ HEAD words, which every lane of a row loads: 16 bytes of a cached line, from whi
 Cost for Q4_K, counted on sm_90: 1.7 instructions of a thread per weight in float16, 2.0 in bfloat16.
 """
 
-from qdsl.runtime import lanes, records
+from qdsl.runtime.gpu.kernels import lanes, records
 from qdsl.runtime.gpu.triton import tl, triton
 
 

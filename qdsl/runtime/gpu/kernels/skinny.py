@@ -13,7 +13,7 @@ A program multiplies 16 * R * WN rows of w with 8 rows of x.  WK warps share K: 
               lane 4g + c: two loads of 16 bytes                         pairs of its columns         lane 4g + c
 
 What a lane loads is what its matrix instruction takes from it, in w and in x, because the planar storage orders columns so
-(runtime/lanes.py).  Nothing passes through shared memory or between lanes in the loop; at the end warps add up their sums.
+(lanes.py).  Nothing passes through shared memory or between lanes in the loop; at the end warps add up their sums.
 
 - mma.sync m16n8k16 rather than wgmma: its 8 columns are the 8 rows of x; wgmma wants 64 rows of w and x in shared memory.
 - A mask and a shift make two codes of a word two numbers: subnormal float16, or bfloat16 from 128 on (BASE).  There is no
@@ -26,7 +26,7 @@ What a lane loads is what its matrix instruction takes from it, in w and in x, b
 Cost for 4 bits and groups of 32, counted on sm_90: 2.2 instructions of a thread per weight in float16, 2.0 in bfloat16.
 """
 
-from qdsl.runtime import lanes
+from qdsl.runtime.gpu.kernels import lanes
 from qdsl.runtime.gpu.triton import tl, triton
 
 

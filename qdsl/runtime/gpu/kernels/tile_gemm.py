@@ -19,13 +19,15 @@ A program multiplies R tiles of 16 * W rows of w with BM rows of x.  A warp grou
 - Every code becomes one number here, in the order of columns that x has: codes at bit 4 are multiplied back, exactly.  Integer
   zero points are taken off the numbers themselves (ZERO, point), exact in both types, so that no sums of x are needed.
 - A group of 128 columns or more has one sum per chunk, which then meets its scale; groups of 32 and 64 have sums of their own.
+- SPLIT programs may share K, so that few tiles fill the GPU.  Each stores its sums; the last to arrive at a tile adds up the
+  parts, in their order along K whoever comes last, so that every run gives the same bits.
 - WHOLE: a constant K and tiles without a ragged edge leave constants between addresses, which saves 0.2 instructions per weight.
 
 Cost for 4 bits, groups of 128 and 16 rows of x, counted on sm_90: 2.3 instructions of a thread per weight in float16, 2.5 in
 bfloat16; for 128 rows 3.1 and 3.3.
 """
 
-from qdsl.runtime import lanes, many
+from qdsl.runtime.gpu.kernels import lanes, many
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -49,18 +51,21 @@ def field_as_codes(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: t
 
 @triton.jit
 def tile_gemm(
-    tensors, x, bias, out, M, N, K,
+    tensors, x, bias, out, parts, arrivals, M, N, K,
     words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, fields: tl.constexpr, scale: tl.constexpr,
     finish: tl.constexpr, point: tl.constexpr, SIZES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     SIGNED: tl.constexpr, SPANS: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr, ZERO: tl.constexpr, ONES: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, WHOLE: tl.constexpr,
-    F: tl.constexpr,
+    SPLIT: tl.constexpr, F: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
     x: [M, K] of type F.  SIZE: columns that share a sum.  SPANS: by plane, how many bits the second chunk of 256 columns lies
     higher.  ZERO: what is added to a code; BASE: None where that takes off its zero point.  ONES: scale or finish take the sums
     of x.  UNROLL: chunks of a trip.  WHOLE: K, where all tiles have all their rows, or 0.
+
+    SPLIT: programs that share K; more than one need parts, float32 [tiles, SPLIT, R * 16 * W, BM], and arrivals, int32 [tiles],
+    zeros before and after the launch.
     """
     if WHOLE:
         K = WHOLE
@@ -69,7 +74,8 @@ def tile_gemm(
     flip = lanes.constants(table, lanes.warps(W)[1], N, WIDTH, BITS, SIGNED, F)
     acc = many.tiles(R, 16 * W, BM)
     ones = tl.zeros((16 * W, BM), tl.float32)
-    for chunk in tl.range(0, K // 128, num_stages=STAGES, loop_unroll_factor=UNROLL):
+    begin, end = many.part_of_k(tl.program_id(2), K // 128, SPLIT)
+    for chunk in tl.range(begin, end, num_stages=STAGES, loop_unroll_factor=UNROLL):
         columns = many.parts(x + chunk * 128, at, SIZE)
         new = ()
         for r in tl.static_range(R):
@@ -94,9 +100,22 @@ def tile_gemm(
                 total += sum
             new = new + (total,)
         acc = new
+    new = ()
     for r in tl.static_range(R):
         sum = acc[r]
         if finish is not None:
             n = many.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
             sum = finish(tensors, sum, ones, (n, 0, N, K), field, SIZES, BASE)
-        many.store_tile(sum * UNIT, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+        new = new + (sum * UNIT,)
+    if SPLIT == 1:
+        for r in tl.static_range(R):
+            many.store_tile(new[r], bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+    else:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        parts += tile.to(tl.int64) * (SPLIT * R * 16 * W * BM)
+        for r in tl.static_range(R):
+            many.store_part(new[r], parts, tl.program_id(2) * R + r)
+        if many.is_last(arrivals + tile, SPLIT):
+            for r in tl.static_range(R):
+                sum = many.sum_of_parts(parts + r * (16 * W * BM), R, SPLIT, 16 * W, BM)
+                many.store_tile(sum, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)

@@ -19,7 +19,7 @@ is unpacked, so shared memory costs nothing that unpacking would save.
 - Where scales vary along K, x has one per 128 columns, too: their product meets each sum.  Else both are applied at the end.
 """
 
-from qdsl.runtime import lanes, many, narrow
+from qdsl.runtime.gpu.kernels import lanes, many, narrow
 from qdsl.runtime.gpu.triton import tl, triton
 
 

@@ -1,0 +1,1 @@
+"""Which layers of a checkpoint are quantized, in which format and storage."""

@@ -1,0 +1,72 @@
+"""Tensors of GGUF files as weights of the formats that ship for their types."""
+
+from __future__ import annotations
+
+import pkgutil
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import qdsl.generated
+from qdsl.checkpoint.files.ggml_types import TORCH, WEIGHTLESS
+from qdsl.checkpoint.files.safetensors import CheckpointError, shown
+
+if TYPE_CHECKING:
+    from qdsl.checkpoint.files.gguf import GgufFile, GgufTensor
+    from qdsl.runtime.weight.packed import PackedWeight
+
+
+@cache
+def module_of(type: str) -> ModuleType | None:
+    """The generated module whose spec says that it is the format of a ggml type, as Q4_K."""
+    names = [each.name for each in pkgutil.iter_modules(qdsl.generated.__path__)]
+    for name in sorted(names, key=lambda name: (name != type.lower(), name)):    # most are called as their type is
+        module = import_module(f"qdsl.generated.{name}")
+        if module.SPEC.detect.get("gguf") == type:
+            return module
+    return None
+
+
+def packed_weight(file: GgufFile, name: str, expert: int | None = None, start: int = 0, stop: int | None = None) -> PackedWeight:
+    """A tensor of floats as a weight of the format that ships for its type, not copied: [N, K] with N as in `file.rows`.
+
+    K is the length of the rows that are stored, also where the model has another shape.  expert: of experts' weights
+    [E, N, K], this one's alone, as those need whose scales beside them differ (NVFP4).  start, stop: of the rows, by default
+    all.  Raises CheckpointError as `file.entry` does, for a type that no format has, and for tensors that do not fit together.
+    """
+    from qdsl.runtime.weight.packed import FormatError
+
+    entry = file.entry(name)
+    where = f"{file.paths[entry.shard]}: tensor {shown(entry.name)}"
+    module = None if entry.type.name in WEIGHTLESS else module_of(entry.type.name)
+    if module is None:
+        raise CheckpointError(f"{where}: {entry.type.name} is not the type of a weight")
+    others = {key: file.tensor(name) for key, name in companions(file, entry).items()}
+    if expert is not None:
+        if len(entry.shape) != 3 or not 0 <= expert < entry.shape[0]:
+            raise CheckpointError(f"{where}: {list(entry.shape)} has no expert {expert}")
+        count = entry.shape[1]
+        start, stop = start + expert * count, min(count if stop is None else stop, count) + expert * count
+        others = {key: each[expert] if each.shape == entry.shape[:1] else each for key, each in others.items()}
+    rows, columns = file.rows(entry.name, start, stop), entry.shape[-1] if entry.shape else 1
+    try:
+        packed: PackedWeight = module.wrap({_names(module)[0]: rows, **others}, shape=(rows.shape[0], columns),
+                                           storage=module.SPEC.storages[0])
+    except FormatError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    return packed
+
+
+def companions(file: GgufFile, entry: GgufTensor) -> dict[str, str]:
+    """Other tensors of the file that belong to a weight, as NAME.scale of NAME.weight: names in the format -> in the file."""
+    module = None if entry.type.name in TORCH else module_of(entry.type.name)
+    others = _names(module)[1:] if module else []
+    stem = entry.name.removesuffix(".weight")
+    return {each: f"{stem}.{each}" for each in others if f"{stem}.{each}" in file.tensors}
+
+
+def _names(module: ModuleType) -> list[str]:
+    """The tensors of a format's first storage, that of files."""
+    variant = next(iter(module.SPEC.variants.values()))
+    return list(variant.storages[module.SPEC.storages[0]].tensors)

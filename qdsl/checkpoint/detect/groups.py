@@ -1,0 +1,166 @@
+"""Groups of weights that a checkpoint holds together, as DFloat11 does: found by their tensors, their weights by the config.
+
+Nothing here needs torch.  What lies in streams is not looked at, but for tables and positions, which are small.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.ignored import COMPILED, Budget, expression
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError, Entry, shown, torch_name
+from qdsl.core.stored import Description, element_dtype
+
+CONFIG = "dfloat11_config"
+SHARED_MEMORY = 48 << 10                                         # what a CUDA kernel gets without asking for more
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Weights that are held together, all in one row.
+
+    tensors: by the format's names for them, their names in the checkpoint.  parts: the weights, by their names, and how many
+    numbers each has; where the config does not say their names, they are called as the group and by their number, and `unnamed`
+    is the reason.  threads: of the config, None where it does not say.  problems: what is wrong with the tensors.
+    """
+
+    name: str
+    format: str
+    tensors: Mapping[str, str]
+    parts: Mapping[str, int]
+    threads: int | None
+    problems: tuple[str, ...] = ()
+    unnamed: str = ""
+
+    @property
+    def numbers(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of shared memory that the format's own kernel asks for; fits: the most threads that stay within a limit."""
+
+    threads: int
+    nbytes: int
+    fits: int | None
+
+
+def groups(folder: Folder) -> list[Group]:
+    """The groups of a checkpoint, in the order of its tensors."""
+    known = [each for each in descriptions() if "parts" in each.detect]
+    modules = folder.layers()
+    settings = folder.config.get(CONFIG)
+    settings = settings if isinstance(settings, Mapping) else {}
+    found, budget = [], Budget(len(modules))
+    with budget:
+        for name, leaves in modules.items():
+            for format in known:
+                tensors = _tensors(format, leaves)
+                if tensors is not None and all(map(folder.__contains__, tensors.values())):
+                    found.append(_group(folder, format, name, tensors, settings, budget))
+    return found
+
+
+def refuse_groups(folder: Folder, known: Sequence[Group] | None = None) -> None:
+    """Raise CheckpointError, which names the remedy, for a folder whose weights are coded together.  known: its groups."""
+    coded = groups(folder) if known is None else known
+    if coded:
+        raise CheckpointError(f"{folder.path}: weights are coded together, as {coded[0].format}; run `qdsl decompress FOLDER "
+                              "--out PLAIN` and use PLAIN")
+
+
+def _tensors(format: Description, leaves: Mapping[str, str]) -> dict[str, str] | None:
+    """Those of the format's one storage and the one that says where weights begin; None where one is missing."""
+    wanted = [*_storage(format), str(format.detect["parts"])]
+    return {leaf: leaves[leaf] for leaf in wanted} if all(leaf in leaves for leaf in wanted) else None
+
+
+def _storage(format: Description) -> Mapping[str, Any]:
+    return next(iter(next(iter(format.variants.values())).values()))
+
+
+def _group(folder: Folder, format: Description, name: str, tensors: Mapping[str, str], settings: Mapping[str, Any],
+           budget: Budget) -> Group:
+    storage, problems = _storage(format), []
+    for leaf, stored in storage.items():
+        entry = folder.entry(tensors[leaf])
+        if torch_name(entry.dtype) != element_dtype(stored.dtype) or len(entry.shape) != len(stored.axes):
+            problems.append(f"'{leaf}' is {_text(entry)}; the format needs {element_dtype(stored.dtype)} [{stored.text}]")
+    flat = next(leaf for leaf, stored in storage.items() if any(axis.dim == "N*K" for axis in stored.axes))
+    count = math.prod(folder.entry(tensors[flat]).shape)
+    try:
+        splits = _splits(folder, tensors[str(format.detect["parts"])], count)
+    except CheckpointError as error:
+        splits = []
+        problems.append(str(error))
+    sizes = [stop - start for start, stop in zip([0, *splits], [*splits, count], strict=True)]
+    unnamed = ""
+    try:
+        names = _names(name, len(sizes), settings, budget)
+    except CheckpointError as error:
+        names = []
+        unnamed = str(error)
+    if len(names) != len(sizes):
+        unnamed = unnamed or f"{CONFIG} says {len(names)} weights, and there are {len(sizes)}"
+        names = [f"{name}[{number}]" for number in range(len(sizes))]
+    threads = settings.get("threads_per_block")
+    first = threads[0] if isinstance(threads, list) and threads else None
+    known = first if type(first) is int and first in [1 << power for power in range(3, 11)] else None
+    return Group(name, format.name, tensors, dict(zip(names, sizes, strict=True)), known, tuple(problems), unnamed)
+
+
+def _text(entry: Entry) -> str:
+    return f"{entry.dtype} {list(entry.shape)}"
+
+
+def _splits(folder: Folder, name: str, count: int) -> list[int]:
+    entry = folder.entry(name)
+    if entry.dtype != "I64" or len(entry.shape) != 1:
+        raise CheckpointError(f"{shown(name)} is {_text(entry)}; the format needs I64 [weights - 1]")
+    data = folder.file(name).start(name, entry.nbytes)
+    if len(data) < entry.nbytes:
+        raise CheckpointError(f"{shown(name)} is known by its header alone, and its numbers say where weights begin")
+    found = list(struct.unpack(f"<{entry.shape[0]}q", data))
+    if any(stop < start for start, stop in zip([0, *found], [*found, count], strict=True)):
+        raise CheckpointError(f"{shown(name)} does not rise from 0 to {count}")
+    return found
+
+
+def _names(name: str, count: int, settings: Mapping[str, Any], budget: Budget) -> list[str]:
+    """What a group's weights are called, by the first pattern that names its module; of a module of its own its weight."""
+    patterns = settings.get("pattern_dict")
+    for pattern, attributes in patterns.items() if isinstance(patterns, Mapping) else ():
+        budget.charge(COMPILED)
+        if expression(pattern).match(name, whole=True) and isinstance(attributes, list):
+            if attributes and all(isinstance(each, str) for each in attributes) and not (count == 1 < len(attributes)):
+                return [f"{name}.{each}.weight" for each in attributes]
+            break
+    return [f"{name}.weight"] if count == 1 else []
+
+
+def memory(folder: Folder, group: Group, limit: int = SHARED_MEMORY) -> Memory | None:
+    """What the group's own kernel needs of a GPU; None where tensors are wrong.  Raises StreamError for wrong tables."""
+    import numpy as np
+
+    from qdsl.codecs import lookup
+    from qdsl.codecs.huffman_windows.reference import THREADS, shared_memory, threads_within
+
+    threads = group.threads or THREADS
+    if group.problems:
+        return None
+    positions, tables = (folder.file(group.tensors[leaf]).start(group.tensors[leaf], folder.entry(group.tensors[leaf]).nbytes)
+                         for leaf in ("output_positions", "luts"))
+    if len(positions) < 4 or len(positions) % 4:
+        raise lookup.StreamError(f"output_positions have {len(positions)} bytes")
+    code = lookup.code_of(np.frombuffer(tables, np.uint8).reshape(folder.entry(group.tensors["luts"]).shape))
+    begins = np.append(np.frombuffer(positions, "<u4"), group.numbers).astype(np.int64)
+    fullest = int(np.diff(begins).max())
+    shortest = int(code.lengths[code.lengths > 0].min())
+    return Memory(threads, shared_memory(threads, fullest), threads_within(limit, threads, fullest, shortest))

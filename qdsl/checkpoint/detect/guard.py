@@ -1,0 +1,71 @@
+"""A sentence in config.json that stops loaders which would leave a model with random weights.
+
+transformers reads `transformers_weights` as the name of the file of weights.  Where that is no such name, it raises a ValueError
+that ends with it.  Without the field transformers warns of an unknown quantization, and loads our own storages as noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qdsl.checkpoint.detect.quantization import PLACES
+from qdsl.checkpoint.detect.rules import OWN, at, same
+
+FIELD = "transformers_weights"
+REPLACED = "replaced_transformers_weights"                       # the value that the sentence replaced
+READER = "Only the package qdsl-formats reads these weights"      # how the sentence begins, in every version
+SENTENCE = (f"{READER}: `pip install qdsl-formats`, then `import qdsl.models.transformers` before `from_pretrained`, "
+            "or fill a model with `qdsl.load_weights_(model, folder)`.")
+
+CLASS = "_class_name"                                            # a config of diffusers has it
+# Objects of a config that describe no model, even where they state what models do.
+SETTINGS = ("quantization_config", "compression_config", "dfloat11_config", "generation_config")
+# A model states how many layers it has; configs of parts, such as attn_config, do not, and some refuse fields unknown to them.
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth")
+
+
+def guarded(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a config.json whose model, and every model nested in it, loads with qdsl alone.
+
+    A class of transformers may load a nested config by itself: Gemma3ForCausalLM reads `text_config` and nothing else.
+    The name of a file that the field stated before is kept in `replaced_transformers_weights`.  Configs of diffusers get no
+    sentence: diffusers itself refuses settings that it does not know, and warns of unknown fields.
+    """
+    if CLASS in config:
+        return dict(config)
+    nested = {key: guarded(value) if _is_model(key, value) else value for key, value in config.items()}
+    if FIELD in nested and not is_guard(nested[FIELD]):
+        nested[REPLACED] = nested[FIELD]
+    return {**nested, FIELD: SENTENCE}
+
+
+def unguarded(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a config.json without what `guarded` added, at any depth; the name of a file that it replaced is back."""
+    plain = {key: unguarded(value) if isinstance(value, Mapping) else value for key, value in config.items()}
+    if is_guard(plain.get(FIELD)):
+        if REPLACED in plain:
+            plain[FIELD] = plain.pop(REPLACED)
+        else:
+            del plain[FIELD]
+    return plain
+
+
+def has_own_settings(config: Mapping[str, Any]) -> bool:
+    """Whether the quantization settings of a config.json, at its top or in a nested model, are those that only qdsl reads."""
+    return any(same(at(config, ".".join((*keys, "quant_method"))), OWN) for file, keys, _ in PLACES if file == "config.json")
+
+
+def is_guard(value: object) -> bool:
+    """Whether a value of `transformers_weights` is the sentence, of this version or another."""
+    return isinstance(value, str) and value.startswith(READER)
+
+
+def _is_model(key: str, value: object) -> bool:
+    """Whether an object of a config describes a model: it has a type or a number of layers, or such a model is nested in it."""
+    if not isinstance(value, Mapping) or key in SETTINGS:
+        return False
+    if value.get("model_type"):
+        return True
+    return key.endswith("_config") and (any(count in value for count in LAYER_COUNTS) or
+                                        any(_is_model(name, inner) for name, inner in value.items()))

@@ -1,0 +1,100 @@
+"""What the metadata of headers say of single weights: JSON under a weight's name, whose tensors have names of their own.
+
+torchao writes it so: the weight 'mlp.up_proj.weight' lies in 'mlp.up_proj._weight_qdata' and 'mlp.up_proj._weight_scale'.
+ComfyUI writes JSON of all layers under one key, or JSON of a layer in a tensor of its module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError, shown, strict_json
+
+TEXT_LIMIT = 1 << 16                                             # characters that say one weight
+DEPTH = 16
+PREFIX = "_weight_"                                                 # what names of a weight's tensors begin with, in aliases
+LAYERS = "_quantization_metadata"                                # ComfyUI's key
+LAYER = "comfy_quant"                                            # and its tensor
+MODEL = ("", "model.diffusion_model.", "diffusion_model.")       # what names of layers under that key may lack
+
+
+class Stated:
+    """The texts of a folder's files by the names of weights, which are names of no tensor; read when they are asked for."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._layers: dict[str, Any] = {}                        # what ComfyUI's key says
+        self._texts: dict[str, tuple[str, str]] = {}
+        self._others: dict[str, str] = {}                        # a second file that says something else
+        for file in folder.files():
+            if LAYERS in file.header.metadata:
+                where = f"{file.path}: {LAYERS}"
+                layers = strict_json(file.header.metadata[LAYERS].encode(), where, depth=DEPTH)
+                self._layers |= layers.get("layers") or {} if isinstance(layers, Mapping) else {}
+            for name, text in file.header.metadata.items():
+                if name in folder or name in folder.missing:
+                    continue
+                where = f"{file.path}: {shown(name)} of the header's metadata"
+                if self._texts.setdefault(name, (where, text))[1] != text:
+                    self._others.setdefault(name, file.path.name)
+
+    def cut(self, module: str, leaf: str) -> tuple[str, str] | None:
+        """The weight that a tensor is of, and its name as one of a weight called 'weight'; None where no header names it."""
+        places = [place for place, letter in enumerate(leaf) if letter == "_" and place > 1] if leaf[:1] == "_" else []
+        for place in reversed(places):
+            name = f"{module}.{leaf[1:place]}"
+            if name in self._texts:
+                return name.removesuffix(".weight"), "_weight" + leaf[place:]
+        return None
+
+    def name(self, module: str) -> str | None:
+        """What a module's weight is called, of which something is said; None where nothing is."""
+        return next((name for name in (f"{module}.weight".lstrip("."), module) if "." in name and name in self._texts), None)
+
+    def text(self, name: str) -> str:
+        """What is said of a weight."""
+        return self._texts[name][1]
+
+    def settings(self, module: str, tensors: Mapping[str, str]) -> dict[str, Any] | None:
+        """What is said of a module's weight that lies in these tensors; None where nothing is.
+
+        Raises CheckpointError where it is no JSON object, or files differ in it.
+        """
+        if (own := self._comfyui(module, tensors)) is not None:
+            return own
+        name = self.name(module)
+        if name is None or not any(leaf.startswith(PREFIX) for leaf in tensors):
+            return None
+        where, text = self._texts[name]
+        if name in self._others:
+            raise CheckpointError(f"{where}: {self._others[name]} says something else")
+        return _settings(text.encode(), where)
+
+    def _comfyui(self, module: str, tensors: Mapping[str, str]) -> dict[str, Any] | None:
+        """What ComfyUI says of a module: in a tensor, else in the header."""
+        if LAYER in tensors:
+            file = self._folder.file(tensors[LAYER])
+            return _settings(file.start(tensors[LAYER], TEXT_LIMIT), f"{file.path}: tensor {shown(tensors[LAYER])}")
+        layer = next((self._layers[name] for prefix in MODEL if module.startswith(prefix)
+                      and (name := module.removeprefix(prefix)) in self._layers), None)
+        return dict(layer) if isinstance(layer, Mapping) else None if layer is None else {"format": str(layer)}
+
+
+def _settings(text: bytes, where: str) -> dict[str, Any]:
+    """The JSON object of a text.  Raises CheckpointError."""
+    if len(text) > TEXT_LIMIT:
+        raise CheckpointError(f"{where}: {len(text)} characters are over the limit of {TEXT_LIMIT}")
+    settings = strict_json(text, where, depth=DEPTH)
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{where}: not a JSON object")
+    return settings
+
+
+def flat(settings: Mapping[str, Any], head: str = "") -> dict[str, Any]:
+    """Settings within settings as one mapping, their names joined by dots."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= flat(value, f"{head}{key}.") if isinstance(value, Mapping) else {head + key: value}
+    return found

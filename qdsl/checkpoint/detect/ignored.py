@@ -1,0 +1,225 @@
+"""The dialects in which configs name layers that are quantized otherwise, or not at all.
+
+Each producer reads its list in its own way, and the same word means different layers:
+
+    exact        the module's whole name
+    substring    a part of its name
+    transformers a regular expression at its start up to a dot or its end, or a plain name at its end (should_convert_module)
+    regex        compressed-tensors: the whole name, or after 're:' a regular expression at its start
+    glob         modelopt: a name with *, ? and [...]
+    dynamic      GPTQ: after '-:' a regular expression at its start
+    quark        regex after 're:', else glob
+    suffix       GPTQ's modules_in_block_to_quantize: the last parts of the names of those that are quantized
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from math import comb
+from time import thread_time
+from typing import Any
+
+from qdsl.checkpoint.files.safetensors import CheckpointError, shown
+
+LONGEST = 1000                                                   # characters of a pattern
+BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"                               # where transformers lets a part of a name end
+COST = 1 << 24                                                   # ways to match that are tried in some hundredths of a second
+COMPILED = 1 << 16                                               # of them take as long as compiling an expression
+CALL = 256                                                       # of them take as long as a match that fails at once
+SHORT, MOST_REPEATS = 32, 16                                     # a pattern that may take long on a name this short is refused
+FEW = 16                                                         # a repeat of fewer characters has a way for each
+SECONDS, SECONDS_A_NAME = 0.3, 2e-5                              # of matching, for a folder and for each of its tensors
+# Modules that quantizing leaves plain, by a part of their names: heads, embeddings, norms, routers, and the dt_proj of Mamba,
+# which multiplies by the weight itself.
+SKIPPED = ("lm_head", "output_projection", "embed.*", ".*embed(ding|dings|_tokens)?", "wte", "wpe", ".*norm.*", "ln_.*",
+           "gate", "router", "shared_expert_gate", "score", "classifier", "dt_proj")
+_parser: Any = importlib.import_module("re._parser")
+
+
+class Budget:
+    """The processor time for matching names with the patterns of one folder, spent in `with` blocks."""
+
+    def __init__(self, names: int = 1 << 17) -> None:
+        self.limit = SECONDS + SECONDS_A_NAME * names
+        self._spent = self._began = self._cost = 0.0
+
+    def __enter__(self) -> None:
+        self._began = thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        self._spent += thread_time() - self._began
+
+    def charge(self, cost: float) -> None:
+        """Raise CheckpointError where the time is spent.  cost: ways to match that follow."""
+        self._cost += cost
+        if self._cost > COST:
+            self._cost = cost
+            if self._spent + thread_time() - self._began > self.limit:
+                self._cost = math.inf
+                raise CheckpointError(f"the patterns that name layers in the configs take over {self.limit:.1f} s to match; list "
+                                      "the names of layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """An entry of a config's list, and the dialect in which it is read."""
+
+    dialect: str
+    pattern: str
+
+    def matches(self, module: str) -> bool:
+        """Whether it names a module.  Raises CheckpointError for a regular expression that is none, or would take too long."""
+        if self.dialect == "exact":
+            return self.pattern == module
+        if self.dialect == "substring":
+            return self.pattern in module
+        if self.dialect == "suffix":
+            return module == self.pattern or module.endswith("." + self.pattern)
+        if self.dialect == "glob":
+            return fnmatch.fnmatchcase(module, self.pattern)
+        if self.dialect == "transformers":
+            return module.endswith(self.pattern) or expression(self.pattern, BOUNDARY).match(module)
+        if self.dialect == "dynamic":
+            return expression(self.pattern).match(module)
+        if self.pattern.startswith("re:"):
+            return expression(self.pattern[3:]).match(module)
+        return self.pattern == module
+
+    def cost(self, module: str) -> float:
+        """At most how many ways there are to match a module."""
+        if self.dialect == "glob":
+            return CALL + len(self.pattern) * len(module)
+        if self.dialect in ("transformers", "dynamic", "regex"):
+            return expression(self.pattern.removeprefix("re:") if self.dialect == "regex" else self.pattern,
+                              BOUNDARY if self.dialect == "transformers" else "").cost(len(module))
+        return CALL
+
+    def __str__(self) -> str:
+        return f"{self.pattern} ({self.dialect})"
+
+
+@dataclass(slots=True)
+class Rules:
+    """A list of rules; those that cannot be read are in `problems`, once each."""
+
+    rules: list[Rule]
+    problems: list[str] = field(default_factory=list)
+    budget: Budget = field(default_factory=Budget)
+    _exact: dict[str, Rule] = field(default_factory=dict)
+    _others: list[Rule] = field(default_factory=list)
+    _costs: dict[int, float] = field(default_factory=dict)       # of all others, by the length of a name
+
+    def __post_init__(self) -> None:
+        for rule in self.rules:
+            plain = rule.dialect == "exact" or (rule.dialect == "regex" and not rule.pattern.startswith("re:"))
+            self.budget.charge(COMPILED)
+            try:
+                rule.matches("")
+            except CheckpointError as error:
+                self.problems.append(str(error))
+                continue
+            if plain:
+                self._exact.setdefault(rule.pattern, rule)
+            else:
+                self._others.append(rule)
+
+    def first(self, module: str) -> Rule | None:
+        """The rule that names a module."""
+        self.budget.charge(CALL)
+        if module in self._exact:
+            return self._exact[module]
+        length, is_short = len(module), len(self._others) <= FEW
+        if is_short and length not in self._costs:
+            self._costs[length] = sum(rule.cost(module) for rule in self._others)
+        if is_short:
+            self.budget.charge(self._costs[length])
+        for rule in self._others:
+            if not is_short:
+                self.budget.charge(rule.cost(module))
+            if rule.matches(module):
+                return rule
+        return None
+
+
+def rules(dialect: str, patterns: object, budget: Budget | None = None) -> Rules:
+    """The rules of a list in a config, or of one that stands there by itself; whatever else stands there is a problem."""
+    found = patterns if isinstance(patterns, list) else [patterns]
+    names = [each for each in found if isinstance(each, str)]
+    others = [each for each in found if not isinstance(each, str)]
+    own = {name: ("regex" if name.startswith("re:") else "glob") if dialect == "quark" else dialect for name in names if name}
+    return Rules([Rule(dialect, name) for name, dialect in own.items()],
+                 [f"{shown(str(each))} stands for the name of a layer, and is none" for each in others], budget or Budget())
+
+
+def is_skipped(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a regular expression is the whole name of a module, or of a part of it between dots."""
+    names = {name, *name.split(".")}
+    return any(pattern.fullmatch(part) for pattern in _compiled(tuple(patterns)) for part in names)
+
+
+@cache
+def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    return tuple(map(re.compile, patterns))
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A stranger's regular expression.  repeats: how many there are of one character, in a row; ways: of all else to match."""
+
+    pattern: re.Pattern[str]
+    repeats: int
+    ways: float
+
+    def cost(self, length: int) -> float:
+        """At most how many ways there are to match a text of that length."""
+        return CALL + self.ways * comb(length + self.repeats, self.repeats)
+
+    def match(self, text: str, whole: bool = False) -> bool:
+        """Whether it matches the start of a text, or all of it.  Raises CheckpointError where that could take long."""
+        if self.cost(len(text)) > COST:
+            raise CheckpointError(f"the regular expression {shown(self.pattern.pattern)} may take too long, and is not used")
+        return (self.pattern.fullmatch if whole else self.pattern.match)(text) is not None
+
+
+@lru_cache(1 << 14)
+def expression(pattern: str, ending: str = "") -> Expression:
+    """A stranger's regular expression, with an ending of ours.  Raises CheckpointError for one that may take long on any name."""
+    try:
+        repeats, ways = _ways(_parser.parse(pattern)) if len(pattern) <= LONGEST else (0, math.inf)
+        if repeats <= MOST_REPEATS and ways * comb(SHORT + repeats, repeats) <= COST:
+            return Expression(re.compile(f"(?:{pattern}){ending}" if ending else pattern), repeats, ways)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{shown(pattern)} is not a regular expression: {error}") from None
+    raise CheckpointError(f"the regular expression {shown(pattern)} may take too long, and is not used")
+
+
+def _ways(items: Iterable[tuple[Any, Any]]) -> tuple[int, float]:
+    """How many repeats of one character there are, as in an Expression, and at most how many ways to match all else."""
+    repeats, total = 0, 1.0
+    for code, value in items:
+        name = str(code)
+        inner: tuple[int, float] = (0, 1.0)
+        if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+            least, most, part = value
+            inner = _ways(part)
+            if len(part) == 1 and str(part[0][0]) in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
+                inner = (1, 1.0) if int(most) - int(least) >= FEW else (0, int(most) - int(least) + 1.0)
+            elif int(most) > 1:
+                return 0, math.inf
+            else:
+                inner = inner[0], 1 + inner[1]
+        elif name in ("SUBPATTERN", "ASSERT", "ASSERT_NOT", "ATOMIC_GROUP"):
+            inner = _ways(value if name == "ATOMIC_GROUP" else value[-1])
+        elif name == "BRANCH":
+            branches = [_ways(branch) for branch in value[1]]
+            inner = max(repeats for repeats, _ in branches), sum(ways for _, ways in branches)
+        elif name in ("GROUPREF", "GROUPREF_EXISTS", "GROUPREF_IGNORE"):
+            return 0, math.inf
+        repeats, total = repeats + inner[0], total * inner[1]
+    return repeats, total

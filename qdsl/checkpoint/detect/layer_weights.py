@@ -1,0 +1,196 @@
+"""Layers of safetensors checkpoints as weights of the formats that ship."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.groups import Group
+from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError, shown
+from qdsl.core.stored import Stored
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qdsl.runtime.weight.packed import PackedWeight
+
+
+def module_of(layer: Layer) -> ModuleType:
+    """The generated module of a layer's format."""
+    return import_module(f"qdsl.generated.{layer.format}")
+
+
+class Tensors(Protocol):
+    """Tensors by their names in a checkpoint: a folder, or what a loader has brought."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor.  Raises an error for an unknown name."""
+
+
+def weights(folder: Tensors, layer: Layer) -> list[PackedWeight]:
+    """The weights of a layer, of each of its experts one; in memory only where the file maps them.
+
+    Raises CheckpointError where its tensors do not fit together.
+    """
+    return [_wrapped(folder, layer, each) for each in tensors(folder, layer)]
+
+
+def stacked(folder: Folder, layer: Layer) -> PackedWeight:
+    """A layer's weight; of a stack of experts one of E * N rows, expert after expert, without copying where files lie so.
+
+    Raises CheckpointError where tensors do not fit together, FormatError where experts do not make one weight.
+    """
+    from qdsl.runtime.weight.packed import FormatError
+
+    if layer.experts is None:
+        return weights(folder, layer)[0]
+    n, k = layer.shape
+    if not layer.turned and all(axis.dim in ("N", "N*K") for stored in layout_of(layer).values() for axis in stored.axes[:1]):
+        whole = {name: _read(folder, layer, name) for name in layer.tensors} | _numbers(layer)
+        with suppress(FormatError):
+            weight: PackedWeight = module_of(layer).wrap(whole, (layer.experts * n, k), layer.storage, **layer.params)
+            if n % weight.step("N") == 0:
+                return weight
+    return joined(layer, weights(folder, layer))
+
+
+def joined(layer: Layer, experts: Sequence[PackedWeight]) -> PackedWeight:
+    """One weight of E * N rows.  Raises FormatError where experts do not make one."""
+    from qdsl.runtime.weight.packed import FormatError, PackedWeight
+
+    try:
+        weight = PackedWeight.join(experts, "N")
+    except FormatError as error:
+        raise FormatError(f"the {len(experts)} experts of {shown(layer.name)} are no single weight: {error}") from None
+    if (weight.format, weight.storage, weight.params) != (experts[0].format, experts[0].storage, experts[0].params) or \
+            layer.shape[0] % weight.step("N"):
+        raise FormatError(f"the {len(experts)} experts of {shown(layer.name)} cannot be told apart in one {layer.storage} weight")
+    return weight
+
+
+def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
+    """The same of tensors that were not looked at, but for indices, though they have their shapes: `checked` of the format looks
+    at them.
+
+    Raises CheckpointError where they have not.
+    """
+    stored = layout_of(layer)
+    found = []
+    for each in tensors(folder, layer):
+        known = _wrapped(folder, layer, {name: tensor if stored[name].dtype == "index" else tensor.to("meta")
+                                         for name, tensor in each.items()})
+        found.append(known.derive({name: each[name].view(there.dtype).reshape(there.shape)
+                                   for name, there in known.tensors.items()}))
+    return found
+
+
+def tensors(folder: Tensors, layer: Layer) -> list[dict[str, Tensor]]:
+    """A layer's tensors, named as in its storage, for each of its experts."""
+    whole, numbers = {name: _read(folder, layer, name) for name in layer.tensors}, _numbers(layer)
+    if layer.turned:
+        whole = {name: tensor.transpose(1, 2) if tensor.dim() == 3 else tensor for name, tensor in whole.items()}
+    return [{name: _of_one(tensor, layer.experts, expert) for name, tensor in whole.items()} | numbers
+            for expert in range(1 if layer.experts is None else layer.experts)]
+
+
+def _numbers(layer: Layer) -> dict[str, Tensor]:
+    """The tensors of one number that JSON next to a layer states."""
+    import torch
+
+    return {name: torch.tensor(number, dtype=torch.float32, device="cpu") for name, number in layer.numbers.items()}
+
+
+def _of_one(tensor: Tensor, experts: int | None, expert: int) -> Tensor:
+    """A tensor's part of an expert: along an axis in front, or where it runs through all; a number may be that of each."""
+    if experts is None or tensor.shape[:1] == (experts,):
+        return tensor if experts is None else tensor[expert].contiguous()
+    return tensor if tensor.numel() == 1 else tensor.view(experts, -1, *tensor.shape[1:])[expert]
+
+
+def group_weight(folder: Tensors, group: Group) -> PackedWeight:
+    """The weight of a group, all its numbers in rows of any size.  Raises CheckpointError where the group does not fit."""
+    from qdsl.runtime.weight.packed import FormatError
+
+    if wrong := [*group.problems, *([group.unnamed] if group.unnamed else [])]:
+        raise CheckpointError(f"{folder.path}: group {shown(group.name)}: {wrong[0]}")
+    module = import_module(f"qdsl.generated.{group.format}")
+    columns = math.gcd(group.numbers, 1 << 12)                   # rows of any size, to be decoded some at a time
+    try:
+        weight: PackedWeight = module.wrap({leaf: folder.tensor(full) for leaf, full in group.tensors.items()},
+                                           (group.numbers // columns, columns))
+    except FormatError as error:
+        raise CheckpointError(f"{folder.path}: group {shown(group.name)}: {error}") from None
+    return weight
+
+
+def decoded(folder: Tensors, group: Group) -> dict[str, Tensor]:
+    """The numbers of a group's weights, each in one row, by their names.  Raises CheckpointError where the group does not fit."""
+    from qdsl.runtime.weight.packed import FormatError
+
+    packed = group_weight(folder, group)
+    try:
+        row: Any = packed.format.dequantize(packed).view(-1)
+        parts = row.split(list(group.parts.values()))
+    except FormatError as error:
+        raise CheckpointError(f"{folder.path}: group {shown(group.name)}: {error}") from None
+    return dict(zip(group.parts, parts, strict=True))
+
+
+def of_group(folder: Folder, group: Group, shapes: Mapping[str, tuple[int, int]], format: str = "hlane",
+             ) -> dict[str, PackedWeight]:
+    """The weights that are held together, by their names, each as one of a format of its own.
+
+    shapes: their (N, K), of which the files say the products alone; a model on meta has them.  Needs memory for all of them.
+    Raises CheckpointError where the group, or a shape, does not fit.
+    """
+    for name, count in group.parts.items():
+        if name not in shapes or math.prod(shapes[name]) != count:
+            raise CheckpointError(f"{folder.path}: {shown(name)} has {count} numbers, and not the shape {shapes.get(name)}")
+    quantize = import_module(f"qdsl.generated.{format}").quantize
+    return {name: quantize(part.view(shapes[name])) for name, part in decoded(folder, group).items()}
+
+
+def _read(folder: Tensors, layer: Layer, name: str) -> Tensor:
+    """A tensor of the storage."""
+    return as_stored(layer, name, folder.tensor(layer.tensors[name]))
+
+
+def as_stored(layer: Layer, name: str, tensor: Tensor) -> Tensor:
+    """A tensor of a file as the storage has it: bytes that the file holds as larger numbers as bytes again, N and K as int64."""
+    import torch
+
+    kind = layout_of(layer)[name].dtype
+    if kind == "u8" and tensor.is_floating_point() and tensor.element_size() > 1:
+        return tensor.flatten().view(torch.uint8)
+    return tensor.long() if kind == "shape" else tensor
+
+
+def layout_of(layer: Layer) -> Mapping[str, Stored]:
+    """The tensors of a layer's storage."""
+    return next(each for each in descriptions() if each.name == layer.format).layout(layer.storage, layer.params)
+
+
+def wrapped(layer: Layer, tensors: Mapping[str, Tensor]) -> PackedWeight:
+    """A layer's weight of the tensors of its storage.  Raises FormatError where they do not fit together."""
+    weight: PackedWeight = module_of(layer).wrap({**tensors, **_numbers(layer)}, layer.shape, layer.storage, **layer.params)
+    return weight
+
+
+def _wrapped(folder: Tensors, layer: Layer, tensors: dict[str, Tensor]) -> PackedWeight:
+    from qdsl.runtime.weight.packed import FormatError
+
+    try:
+        return wrapped(layer, tensors)
+    except FormatError as error:
+        raise CheckpointError(f"{folder.path}: layer {shown(layer.name)}: {error}") from None

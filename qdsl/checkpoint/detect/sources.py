@@ -1,0 +1,210 @@
+"""Where a checkpoint's weights come from: safetensors folders, headers alone, and GGUF files, behind one interface."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from qdsl.checkpoint.detect import layer_weights
+from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.gguf_weights import companions, packed_weight
+from qdsl.checkpoint.detect.groups import Group
+from qdsl.checkpoint.detect.layers import Layer, layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.ggml_types import TORCH
+from qdsl.checkpoint.files.gguf import GgufFile
+from qdsl.checkpoint.files.safetensors import CheckpointError, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qdsl.runtime.weight.packed import PackedWeight
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+class Source(Protocol):
+    """A checkpoint's tensors, as packed layers, groups that are coded together, and plain tensors.
+
+    layers: by the names of modules.  plain: all other tensors.  problems: what is wrong with no single layer.
+    """
+
+    path: Path
+
+    @property
+    def layers(self) -> Mapping[str, Layer]: ...
+    @property
+    def groups(self) -> Sequence[Group]: ...
+    @property
+    def plain(self) -> Sequence[str]: ...
+    @property
+    def problems(self) -> Sequence[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor.  Raises CheckpointError for an unknown name."""
+
+    def nbytes(self, name: str) -> int:
+        """The bytes of a tensor.  Raises CheckpointError for an unknown name."""
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of plain numbers, mapped where it can be.  Raises CheckpointError."""
+
+    def weights(self, layer: Layer) -> list[PackedWeight]:
+        """A layer's weights, one per expert, mapped where they can be.  Raises CheckpointError."""
+
+    def stacked(self, layer: Layer) -> PackedWeight:
+        """A layer's weight, the experts of a stack as one of E * N rows.  Raises CheckpointError and FormatError."""
+
+    def group_weight(self, group: Group) -> PackedWeight:
+        """The weight of a group, all its numbers in rows of any size.  Raises CheckpointError."""
+
+    def decoded(self, group: Group) -> dict[str, Tensor]:
+        """The numbers of a group's weights, each in one row, by their names.  Raises CheckpointError."""
+
+    def use_shapes(self, shapes: Shapes) -> None:
+        """Read layers that do not state their shapes by these, (N, K) or (E, N, K), by the names of modules."""
+
+    def close(self) -> None:
+        """Let go of the files; tensors that were read stay valid."""
+
+
+class FolderSource:
+    """A folder of safetensors files, a single file, or headers alone.  shapes: as `layers` takes them."""
+
+    def __init__(self, folder: Folder, shapes: Shapes | None = None) -> None:
+        self.folder = folder
+        self.path = folder.path
+        self.shapes = shapes
+
+    @cached_property
+    def _layers(self) -> tuple[dict[str, Layer], list[Group], list[str], list[str]]:
+        recognised = layers(self.folder, shapes=self.shapes)
+        coded = {full for group in recognised.groups for full in group.tensors.values()}
+        return ({layer.name: layer for layer in recognised.layers}, recognised.groups,
+                [name for name in recognised.plain if name not in coded], recognised.problems)
+
+    @property
+    def layers(self) -> Mapping[str, Layer]:
+        return self._layers[0]
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        return self._layers[1]
+
+    @property
+    def plain(self) -> Sequence[str]:
+        return self._layers[2]
+
+    @property
+    def problems(self) -> Sequence[str]:
+        return self._layers[3]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.folder.entry(name).shape
+
+    def nbytes(self, name: str) -> int:
+        return self.folder.entry(name).nbytes
+
+    def tensor(self, name: str) -> Tensor:
+        return self.folder.tensor(name)
+
+    def weights(self, layer: Layer) -> list[PackedWeight]:
+        return layer_weights.weights(self.folder, layer)
+
+    def stacked(self, layer: Layer) -> PackedWeight:
+        return layer_weights.stacked(self.folder, layer)
+
+    def group_weight(self, group: Group) -> PackedWeight:
+        return layer_weights.group_weight(self.folder, group)
+
+    def decoded(self, group: Group) -> dict[str, Tensor]:
+        return layer_weights.decoded(self.folder, group)
+
+    def use_shapes(self, shapes: Shapes) -> None:
+        self.shapes = {**(self.shapes or {}), **shapes}
+        self.__dict__.pop("_layers", None)
+
+    def close(self) -> None:
+        self.folder.close()
+
+
+class GgufSource:
+    """A GGUF file, or a set of split ones.  A layer is a tensor of blocks, named without its '.weight'."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = GgufFile(path)
+        self.path = path
+        self.groups: Sequence[Group] = ()
+        self.problems: Sequence[str] = self.file.notes
+
+    @cached_property
+    def layers(self) -> Mapping[str, Layer]:
+        by_type = {str(each.detect["gguf"]): each for each in descriptions() if "gguf" in each.detect}
+        recognised: dict[str, Layer] = {}
+        for name, entry in self.file.tensors.items():
+            if entry.type.name in TORCH or name in self._scales:
+                continue
+            module = name.removesuffix(".weight")
+            format = by_type.get(entry.type.name)
+            problem = entry.problem or ("" if format else f"{entry.type.name} is the type of no format")
+            if problem or format is None:
+                recognised[module] = Layer(module, others={"weight": name}, why=problem)
+                continue
+            shape = entry.logical_shape if len(entry.logical_shape) > 1 else (1, *entry.logical_shape)
+            storage, tensors = next(iter(next(iter(format.variants.values())).items()))
+            params = {key: values[0] for key, values in format.params.items()}
+            stack = len(shape) == 3
+            n_k = (shape[-2], shape[-1]) if stack else (math.prod(shape[:-1]), shape[-1])
+            recognised[module] = Layer(module, format.name, storage, params, n_k, shape[0] if stack else None,
+                                       {next(iter(tensors)): name, **companions(self.file, entry)})
+        return recognised
+
+    @cached_property
+    def _scales(self) -> set[str]:
+        """Tensors that belong to the blocks of another, as NVFP4's scales."""
+        return {name for entry in self.file.tensors.values() if entry.type.name not in TORCH and entry.problem is None
+                for name in companions(self.file, entry).values()}
+
+    @property
+    def plain(self) -> Sequence[str]:
+        return [name for name, entry in self.file.tensors.items() if entry.type.name in TORCH and name not in self._scales]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.file.entry(name).logical_shape
+
+    def nbytes(self, name: str) -> int:
+        return self.file.entry(name).nbytes
+
+    def tensor(self, name: str) -> Tensor:
+        return self.file.tensor(name)
+
+    def weights(self, layer: Layer) -> list[PackedWeight]:
+        name = self._blocks(layer)
+        if layer.experts is None:
+            return [packed_weight(self.file, name)]
+        return [packed_weight(self.file, name, expert) for expert in range(layer.experts)]
+
+    def stacked(self, layer: Layer) -> PackedWeight:
+        if layer.experts is None or len(layer.tensors) == 1:
+            return packed_weight(self.file, self._blocks(layer))
+        return layer_weights.joined(layer, self.weights(layer))
+
+    def group_weight(self, group: Group) -> PackedWeight:
+        raise CheckpointError(f"{self.path}: a GGUF file has no group {shown(group.name)}")
+
+    def decoded(self, group: Group) -> dict[str, Tensor]:
+        raise CheckpointError(f"{self.path}: a GGUF file has no group {shown(group.name)}")
+
+    def use_shapes(self, shapes: Shapes) -> None:
+        """Blocks state their shapes."""
+
+    def close(self) -> None:
+        self.file.close()
+
+    def _blocks(self, layer: Layer) -> str:
+        if layer.why:
+            raise CheckpointError(f"{self.path}: layer {shown(layer.name)}: {layer.why}")
+        return next(iter(layer.tensors.values()))

@@ -1,0 +1,78 @@
+"""To which module each tensor of a checkpoint belongs, and what it is called there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from qdsl.checkpoint.detect.header_claims import PREFIX, Stated
+from qdsl.core.stored import Description
+
+WEIGHT = "weight"                                                # what a module's weight is called, if nothing else
+
+
+class Leaves:
+    """The last parts of names by which tensors belong to a module, such as 'weight_scale' or 'weight.absmax'.
+
+    names: all.  heads: the first parts of those that have several.  tails: those that begin with '_', the ends of a last part,
+    but for those of a weight called 'weight', which stand for those of any name that a header has.
+
+    Experts in one tensor are a weight with a name of its own, of which those beside it are made: 'down_proj_scale_inv' beside
+    'down_proj' is what 'weight_scale_inv' is beside 'weight', and 'down_proj_weight_scale' the 'weight_scale' of others.
+    firsts: what makes such a weight's own name of it.  ends: what makes the names of those beside it.
+    """
+
+    def __init__(self, formats: Iterable[Description], stated: Stated) -> None:
+        self.stated = stated
+        layouts = [layout for each in formats for storages in each.variants.values() for layout in storages.values()]
+        self.names = {name for layout in layouts for key, stored in layout.items() for name in (key, *stored.aliases)}
+        self.names |= {name for each in formats for name in each.detect.get("tensors", {})}
+        self.heads = {name.partition(".")[0] for name in self.names if "." in name}
+        tails = (name for name in self.names if name.startswith("_") and not name.startswith(PREFIX))
+        self.tails = tuple(sorted(tails, key=len, reverse=True))
+        self.firsts = {first.removeprefix(WEIGHT) for layout in layouts for first in [next(iter(layout))]
+                       if first.startswith(WEIGHT)}
+        own = [name for name in self.names if name.startswith(WEIGHT) and name.removeprefix(WEIGHT) not in self.firsts]
+        self.ends = tuple(end for name in own for end in (name.removeprefix(WEIGHT), f"_{name}"))
+
+    def modules(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
+        """Tensors by module: modules(...)['model.layers.0.mlp.up_proj']['weight_scale'] is the whole name.
+
+        A weight with a name of its own is a module with this name.
+        """
+        every = dict.fromkeys(names)
+        stacks = self._stacks(every)
+        found: dict[str, dict[str, str]] = {}
+        for name in every:
+            module, leaf = self._stacked(name, stacks) or self._cut(name)
+            found.setdefault(module, {})[leaf] = name
+        return found
+
+    def _stacks(self, names: Collection[str]) -> set[str]:
+        """The weights that have names of their own: there are other tensors whose names are made of theirs."""
+        found = {name.removesuffix(end) for name in names if name.endswith(self.ends) for end in self.ends if name.endswith(end)}
+        return {name for name in found if name.rpartition(".")[2] not in self.names
+                and any(name + first in names for first in self.firsts)}
+
+    def _stacked(self, name: str, stacks: Collection[str]) -> tuple[str, str] | None:
+        """The weight that a tensor is or belongs to, and its name as if that were called 'weight'; None if there is none."""
+        if name in stacks:
+            return name, WEIGHT
+        for place in [place for place, letter in enumerate(name) if letter in "._"][::-1] if stacks else ():
+            if name[:place] in stacks:
+                rest = name[place:]
+                return name[:place], WEIGHT + rest if WEIGHT + rest in self.names else rest[1:]
+        return None
+
+    def _cut(self, name: str) -> tuple[str, str]:
+        parts = name.split(".")
+        for place in range(1, len(parts) - 1):
+            if parts[place] in self.heads:
+                return ".".join(parts[:place]), ".".join(parts[place:])
+        module, _, leaf = name.rpartition(".")
+        if (cut := self.stated.cut(module, leaf)) is not None:
+            return cut
+        is_own = leaf in self.names and leaf.startswith(WEIGHT)    # 'weight_scales' is no tail '_scales' of 'weight'
+        if leaf.endswith(self.tails) and leaf not in self.tails and not is_own:
+            tail = next(each for each in self.tails if leaf.endswith(each))
+            return name[:-len(tail)], tail
+        return module, leaf

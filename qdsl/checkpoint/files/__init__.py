@@ -1,0 +1,1 @@
+"""Files of checkpoints: safetensors, GGUF and folders of them, read and written with bounded parsers."""

@@ -1,0 +1,203 @@
+"""Files of HTTP servers: whole in the cache, or the bytes of their headers alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import struct
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from io import BytesIO
+from pathlib import Path
+from typing import IO, Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import unquote, urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from qdsl.checkpoint.files.gguf import parse
+from qdsl.checkpoint.files.safetensors import START_BYTES, CheckpointError, TensorFile, shown
+from qdsl.host.files import cache_folder, flush_folder, locked, write_text
+
+SUFFIXES = (".gguf", ".safetensors")
+TIMEOUT = 60                                                     # seconds without a byte
+CHUNK = 1 << 20                                                  # bytes that are read at a time
+FIRST = 1 << 20                                                  # bytes of a GGUF file that are read for its header at first
+LIMIT = 1 << 28                                                  # bytes of a header, and of what a server without ranges gives
+NUMBERS = 1 << 12                                                # bytes of floats that may say something of other tensors
+GAP = 1 << 18                                                    # bytes between two ranges that are read along
+WHOLE = (".output_positions", ".luts")                           # tensors of DF11 that tell what a kernel needs
+REQUESTS = 8                                                     # at a time
+
+
+class _Redirects(HTTPRedirectHandler):
+    """Redirects that give a token to no other host."""
+
+    def redirect_request(self, req: Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str) -> Request | None:
+        found = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if urlsplit(newurl).scheme not in ("http", "https") or (req.full_url.startswith("https:") and newurl.startswith("http:")):
+            raise URLError(f"it redirects to {shown(newurl)}")
+        if found is not None and urlsplit(newurl).netloc != urlsplit(req.full_url).netloc:
+            found.remove_header("Authorization")
+        return found
+
+
+_OPENER = build_opener(_Redirects)
+
+
+def download(url: str) -> Path:
+    """The file of a URL, in the cache; one that the server has not changed is not read again.
+
+    Re-run to resume.  Raises CheckpointError for an answer that is no such file, and OSError.
+    """
+    name = unquote(urlsplit(url).path).rpartition("/")[2]
+    if not name.endswith(SUFFIXES) or re.search(r"[\\/:\0]", name):
+        raise CheckpointError(f"{shown(url)}: the name of a file ends with {' or '.join(SUFFIXES)}")
+    folder = cache_folder() / "downloads" / hashlib.sha256(url.encode()).hexdigest()[:24]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(folder):
+            return _downloaded(url, folder / name)
+    except BlockingIOError:
+        raise CheckpointError(f"{shown(url)}: another process is downloading it") from None
+
+
+def _downloaded(url: str, path: Path) -> Path:
+    tag, part = path.with_name(path.name + ".etag"), path.with_name(path.name + ".part")
+    known = tag.read_text() if tag.is_file() else ""
+    headers = {}
+    if path.is_file() and known:
+        headers["If-None-Match"] = known
+    elif part.is_file() and known:
+        headers |= {"Range": f"bytes={part.stat().st_size}-", "If-Range": known}
+    try:
+        answer = _opened(url, headers)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, HTTPError) and error.__cause__.code == 304:
+            return path
+        if path.is_file() and not isinstance(error.__cause__, HTTPError):
+            return path                                          # no server, as where there is no network
+        raise
+    with answer:
+        is_rest = answer.status == 206
+        start = part.stat().st_size if is_rest else 0
+        if is_rest and not str(answer.headers["Content-Range"]).startswith(f"bytes {start}-"):
+            raise CheckpointError(f"{shown(url)}: the server gives other bytes than those that were asked for")
+        if not is_rest:
+            path.unlink(missing_ok=True)
+            write_text(tag, _tag(answer.headers))
+        length = answer.headers["Content-Length"]
+        with open(part, "ab" if is_rest else "wb") as file:
+            try:
+                shutil.copyfileobj(answer, file, CHUNK)
+            except (HTTPException, OSError) as error:
+                raise CheckpointError(f"{shown(url)}: {error}; run again to resume") from error
+            file.flush()
+            os.fsync(file.fileno())
+            missing = 0 if length is None else start + int(length) - file.tell()
+    if missing:
+        raise CheckpointError(f"{shown(url)}: the answer ended {missing} bytes too early; run again to resume")
+    os.replace(part, path)
+    flush_folder(path.parent)
+    return path
+
+
+def _tag(headers: Any) -> str:
+    """What tells a version of a file from others: a strong ETag, ''."""
+    tag = str(headers["ETag"] or "")
+    return "" if tag.startswith("W/") else tag
+
+
+def _opened(url: str, headers: Mapping[str, str]) -> Any:
+    """An answer with status 200 or 206.  Raises CheckpointError, with the HTTPError as its cause where the server answered."""
+    try:
+        return _OPENER.open(Request(url, headers={"User-Agent": "qdsl", **headers}), timeout=TIMEOUT)
+    except HTTPError as error:
+        error.close()
+        raise CheckpointError(f"{shown(url)}: the server says {error.code} {shown(str(error.reason))}") from error
+    except (URLError, HTTPException, OSError) as error:
+        raise CheckpointError(f"{shown(url)}: {getattr(error, 'reason', None) or error}") from error
+
+
+def read_range(url: str, start: int, stop: int, headers: Mapping[str, str]) -> tuple[bytes, int]:
+    """The bytes [start, stop) of a file, fewer where it ends, and its size.  Raises CheckpointError."""
+    with _opened(url, {**headers, "Range": f"bytes={start}-{stop - 1}"}) as answer:
+        try:
+            if answer.status != 206:
+                if stop > LIMIT:
+                    raise CheckpointError(f"{shown(url)}: the server gives whole files alone")
+                data, size = answer.read(stop)[start:], answer.headers["Content-Length"]
+            else:
+                size = str(answer.headers["Content-Range"]).rpartition("/")[2]
+                data = answer.read(stop - start)
+        except (HTTPException, OSError) as error:
+            raise CheckpointError(f"{shown(url)}: {error}") from error
+    if not str(size or "").isdecimal():
+        raise CheckpointError(f"{shown(url)}: the server does not say how long the file is")
+    if len(data) != min(stop, int(size)) - start:
+        raise CheckpointError(f"{shown(url)}: the answer has {len(data)} bytes, {min(stop, int(size)) - start} were asked for")
+    return data, int(size)
+
+
+def write_header(url: str, path: Path, headers: Mapping[str, str]) -> None:
+    """Write a file of the same size with the header of a remote one, and what `layers` looks at in tensors; the rest is a hole.
+
+    Raises CheckpointError for a header that is no header, OSError.
+    """
+    try:
+        (_write_safetensors if path.suffix == ".safetensors" else _write_gguf)(url, path, headers)
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace(str(path), url)) from error
+
+
+def _write_safetensors(url: str, path: Path, headers: Mapping[str, str]) -> None:
+    start, size = read_range(url, 0, 8, headers)
+    length = struct.unpack("<Q", start.ljust(8, b"\0"))[0]
+    if length > min(size, LIMIT):
+        raise CheckpointError(f"{path}: its header of {length} bytes is over the limit of {min(size, LIMIT)}")
+    _put(path, size, 0, start + read_range(url, 8, 8 + length, headers)[0])
+    ranges = _looked_at(path)
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        parts = pool.map(lambda each: read_range(url, each[0], each[1], headers), ranges)
+        for (first, _), (data, _) in zip(ranges, parts, strict=True):
+            _put(path, size, first, data)
+
+
+def _write_gguf(url: str, path: Path, headers: Mapping[str, str]) -> None:
+    length = FIRST
+    while True:
+        data, size = read_range(url, 0, length, headers)
+        try:
+            parse(BytesIO(data), size, path)
+        except CheckpointError:
+            if length >= min(size, LIMIT):
+                raise
+            length *= 4
+        else:
+            _put(path, size, 0, data)
+            return
+
+
+def _put(path: Path, size: int, start: int, data: bytes) -> None:
+    """Bytes in a file of a size; what was not put is a hole."""
+    with open(path, "r+b" if path.exists() else "xb") as file:
+        file.truncate(size)
+        file.seek(start)
+        file.write(data)
+
+
+def _looked_at(path: Path) -> list[tuple[int, int]]:
+    """The ranges of a safetensors file that tell layers' formats: the beginnings of integers, and a few floats."""
+    with TensorFile(path) as file:
+        ranges = sorted((entry.start, entry.stop if name.endswith(WHOLE) else min(entry.stop, entry.start + START_BYTES))
+                        for name, entry in file.header.tensors.items()
+                        if entry.nbytes and (entry.dtype[0] in "UI" or entry.nbytes <= NUMBERS))
+    whole: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if whole and start - whole[-1][1] <= GAP:
+            whole[-1] = (whole[-1][0], stop)
+        else:
+            whole.append((start, stop))
+    return whole

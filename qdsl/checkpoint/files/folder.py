@@ -1,0 +1,188 @@
+"""A checkpoint as a whole: the safetensors files of a folder as one set of tensors, its config, and its layers."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdsl.checkpoint.files.safetensors import CheckpointError, Entry, TensorFile, open_regular, shown, strict_json
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX = "model.safetensors.index.json"
+INDICES = "*.safetensors.index.json"                             # diffusers' are called after its weights
+INDEX_LIMIT = 100_000_000
+CONFIG_LIMIT = 16 << 20
+WHOLE = ("model.safetensors", "diffusion_pytorch_model.safetensors")   # the names by which libraries look for a model
+OTHERS = ("consolidated", "adapter_model")                       # how other files begin: its authors' own, and adapters
+PICKLES = (".bin", ".pt", ".pth")
+_SHARD = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
+
+
+class Folder:
+    """A checkpoint folder, or a single .safetensors file with the config.json beside it.
+
+    The headers of all files are read at once, the tensors when asked for.  partial: files that the index names may be missing;
+    `missing` then says which tensor lies in which of them.  files: names of the files to read; by default those of the index, or
+    all where there is none.  copies: as of `TensorFile`.
+    Raises CheckpointError for anything that is wrong in the files, OSError when they cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, partial: bool = False, files: Collection[str] = (),
+                 copies: bool = False) -> None:
+        self.path = Path(path)
+        self.partial = partial
+        self.missing: dict[str, str] = {}
+        self._objects: dict[str, dict[str, Any]] = {}            # of JSON files that were read
+        self.root = self.path if self.path.is_dir() else self.path.parent
+        self.index_name = self._index_name()
+        self.index: dict[str, Any] = {}                          # what its file holds
+        placed = self._index()
+        if files and set(files) != set(placed.values()):         # an index of others, or none
+            self.index, self.missing, placed = {}, {}, {}
+        self.shards = [self.root / name for name in sorted(set(files or placed.values()))] or self._found()
+        self._files: dict[str, TensorFile] = {}
+        with ExitStack() as stack:
+            for shard in self.shards:
+                self._add(stack.enter_context(TensorFile(shard, copies)))
+            self._check(placed)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of all files; tensors that were read stay valid."""
+        self._stack.close()
+
+    def names(self) -> list[str]:
+        """All tensors, file by file, in the order of their bytes."""
+        return list(self._files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def entry(self, name: str) -> Entry:
+        """Where a tensor lies in its file.  Raises CheckpointError for a name that the checkpoint does not have."""
+        return self.file(name).entry(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor.  Raises CheckpointError for an unknown name and where TensorFile.tensor does."""
+        return self.file(name).tensor(name)
+
+    def numbers(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a tensor in their order.  Raises CheckpointError as `tensor` does."""
+        return self.file(name).numbers(name, start, stop)
+
+    def file(self, name: str) -> TensorFile:
+        """The file that holds a tensor.  Raises CheckpointError for a name that the checkpoint does not have."""
+        if name not in self._files:
+            raise CheckpointError(f"{self.path}: no tensor {shown(name)}")
+        return self._files[name]
+
+    def files(self) -> list[TensorFile]:
+        """The files, those that hold tensors."""
+        return list(dict.fromkeys(self._files.values()))
+
+    def layers(self) -> dict[str, dict[str, str]]:
+        """Tensor names by layer: layers()['model.layers.0.mlp.up_proj']['weight_scale_inv'] is the full name."""
+        layers: dict[str, dict[str, str]] = {}
+        for name in self._files:
+            layer, _, leaf = name.rpartition(".")
+            layers.setdefault(layer, {})[leaf] = name
+        return layers
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json, {} if there is none.  Raises CheckpointError when it is not a strict JSON object."""
+        return self.json("config.json")
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A JSON file of the folder, {} if it is not there.  Raises CheckpointError when it is not a strict JSON object."""
+        if name not in self._objects:
+            path = self.root / name                              # Nemotron-H and Mamba 2 have an Infinity in config.json
+            self._objects[name] = read_object(path, CONFIG_LIMIT, constants=True) if path.exists() else {}
+        return self._objects[name]
+
+    def _index_name(self) -> str:
+        """What the index is called, or would be."""
+        names = [path.name for path in self.root.glob(INDICES) if not path.name.startswith(".")]
+        return INDEX if INDEX in names else min(names, key=lambda name: (len(name), name), default=INDEX)
+
+    def _index(self) -> dict[str, str]:
+        """Tensor name -> file name, as the index says; empty where there is none."""
+        path = self.root / self.index_name
+        if not self.path.is_dir() or not path.exists():
+            return {}
+        self.index = read_object(path, INDEX_LIMIT)
+        placed = self.index.get("weight_map")
+        if not isinstance(placed, dict) or not placed:
+            raise CheckpointError(f"{path}: weight_map must map tensor names to file names")
+        for name, shard in placed.items():
+            if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
+                raise CheckpointError(f"{path}: weight_map: {shown(name)}: {shown(str(shard))} is not the name of a "
+                                      "safetensors file in this folder")
+        there = {shard: (self.root / shard).exists() for shard in set(placed.values())}
+        self.missing = {name: shard for name, shard in placed.items() if not there[shard]}
+        if self.missing and not (self.partial and any(there.values())):
+            name, shard = next(iter(self.missing.items()))
+            raise CheckpointError(f"{path}: weight_map: {shown(name)}: {shard} is missing")
+        return {name: shard for name, shard in placed.items() if there[shard]}
+
+    def _check(self, placed: dict[str, str]) -> None:
+        """Every tensor lies where the index says."""
+        for name, shard in placed.items():
+            if name not in self._files or self._files[name].path.name != shard:
+                raise CheckpointError(f"{self.root / self.index_name}: weight_map: {shard} does not have tensor {shown(name)}")
+
+    def _found(self) -> list[Path]:
+        """The safetensors files of a folder without an index."""
+        if not self.path.exists():
+            raise FileNotFoundError(f"{self.path} does not exist")
+        if not self.path.is_dir():
+            if self.path.suffix != ".safetensors":
+                raise CheckpointError(f"{self.path}: neither a folder nor a .safetensors file")
+            return [self.path]
+        found = self._weight_files()
+        if any(path.name in WHOLE for path in found):
+            found = [path for path in found if not path.name.startswith(OTHERS)]
+        if not found:
+            pickles = sorted(path.name for path in self.path.iterdir() if path.suffix in PICKLES)
+            told = f"; {pickles[0]} is a pickle, whose code would run when it is read: only safetensors are" if pickles else ""
+            raise CheckpointError(f"{self.path}: no .safetensors file in this folder{told}")
+        return found
+
+    def _weight_files(self) -> list[Path]:
+        return sorted(path for path in self.path.glob("*.safetensors") if not path.name.startswith("."))
+
+    @property
+    def unread(self) -> list[str]:
+        """Names of weight files in the folder that are no part of the model, such as an adapter or its authors' own file."""
+        return [path.name for path in self._weight_files() if path not in self.shards] if self.path.is_dir() else []
+
+    def _add(self, file: TensorFile) -> None:
+        for name in file.names():
+            if name in self._files:
+                raise CheckpointError(f"{file.path}: tensor {shown(name)} occurs in {self._files[name].path.name} too")
+            self._files[name] = file
+
+
+def read_object(path: Path, limit: int, *, constants: bool = False) -> dict[str, Any]:
+    """The object that a JSON file holds.  Raises CheckpointError for more than `limit` bytes, and for anything else."""
+    with open_regular(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise CheckpointError(f"{path}: over the limit of {limit} bytes")
+    value = strict_json(data, str(path), depth=64, constants=constants)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return value

@@ -1,0 +1,251 @@
+"""References to checkpoints as local paths: files, folders, URLs, and repositories of the Hugging Face Hub.
+
+A reference is a path, `FOLDER:QUANT`, `https://...`, `OWNER/NAME`, `OWNER/NAME/FILE` or `OWNER/NAME:QUANT`.  `@REVISION` may
+follow OWNER/NAME.  QUANT chooses among GGUF files by a whole part of their names, such as Q4_K_M.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import quote, unquote, urljoin, urlsplit
+
+from qdsl.checkpoint.files.download import download, write_header
+from qdsl.checkpoint.files.safetensors import CheckpointError, shown
+
+FILES = (".gguf", ".safetensors", ".json")
+# What a repository has besides a model that qdsl opens: weights for other programs, and pictures.
+SKIPPED = ("*.gguf", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.mlmodel", "*.png", "*.jpg", "original/*")
+VOCABULARIES = ("*tokenizer*.json", "*vocab*.json")              # files that no reader of headers wants
+LISTED = 8                                                       # names in a message
+_REPOSITORY = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*?)(?:@(?P<revision>[\w.-]+))?"
+                         r"(?:/(?P<file>[^:]+)|:(?P<quant>[\w.-]+))?")
+_HUB_PATH = re.compile(r"/(?P<repo>[\w.-]+/[\w.-]+)(?:/(?:resolve|blob|raw|tree)/(?P<revision>[^/]+)(?:/(?P<file>.+?))?)?/?")
+_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """What is meant of a repository of the hub: a file, the GGUF files of a QUANT, or all that a model needs."""
+
+    name: str
+    revision: str | None = None
+    file: str | None = None
+    quant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """A file of any other server."""
+
+    text: str
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The URLs of all parts of a split file, or of the file, by their names."""
+        place = urlsplit(self.text)
+        name = unquote(place.path).rpartition("/")[2]
+        query = f"?{place.query}" if place.query else ""
+        return {part: urljoin(self.text, quote(part) + query) for part in split_names(name)}
+
+
+def local_path(ref: str | os.PathLike[str]) -> Path:
+    """The file or folder that a reference names; what is not on this machine is downloaded into a cache first.
+
+    Of a split GGUF file it is the first part.  Files of the hub lie in huggingface_hub's cache, whose token and offline mode
+    hold; those of other servers lie in qdsl's.  Raises CheckpointError for a reference that names nothing or several files,
+    and OSError.
+    """
+    meant = parsed(ref)
+    if isinstance(meant, Repository):
+        return _from_hub(meant, os.fspath(ref))
+    if isinstance(meant, Url):
+        first, *_ = [download(url) for url in meant.parts.values()]
+        return first
+    return meant
+
+
+@contextmanager
+def local_headers(ref: str | os.PathLike[str]) -> Iterator[Path]:
+    """A reference as `local_path` has it, for readers of headers: of remote files nothing else is read.
+
+    Those are temporary files with holes in place of all but small tensors.  Raises CheckpointError, OSError.
+    """
+    meant = parsed(ref)
+    if isinstance(meant, Path) or (isinstance(meant, Repository) and _is_offline(os.fspath(ref))):
+        yield local_path(ref)
+        return
+    with tempfile.TemporaryDirectory(prefix="qdsl-headers-") as folder:
+        if isinstance(meant, Repository):
+            yield _headers_from_hub(meant, os.fspath(ref), Path(folder))
+        else:
+            for name, url in meant.parts.items():
+                write_header(url, Path(folder) / name, {})
+            yield Path(folder) / next(iter(meant.parts))
+
+
+def has_file(ref: str | os.PathLike[str], name: str) -> bool:
+    """Whether a folder or a repository has a file of this name; other references have none.  Raises CheckpointError."""
+    meant = parsed(ref)
+    if isinstance(meant, Repository):
+        with _hub_errors(os.fspath(ref)):
+            return meant.file is None and meant.quant is None and name in _names(_hub(os.fspath(ref)), meant)
+    return isinstance(meant, Path) and (meant / name).is_file()
+
+
+def parsed(ref: str | os.PathLike[str]) -> Path | Repository | Url:
+    """What a reference means.  Raises CheckpointError for a QUANT that a folder does not have, or has twice."""
+    text = os.fspath(ref)
+    if Path(text).exists():
+        return Path(text)
+    folder, _, quant = text.rpartition(":")
+    if folder and Path(folder).is_dir():
+        names = [str(path.relative_to(folder)) for path in sorted(Path(folder).rglob("*.gguf"))]
+        return Path(folder) / chosen(names, quant, text)[0]
+    if text.startswith(("https://", "http://")):
+        place = urlsplit(text)
+        match = _HUB_PATH.fullmatch(unquote(place.path)) if f"{place.scheme}://{place.netloc}" == _endpoint() else None
+        return Url(text) if match is None else Repository(match["repo"], match["revision"], match["file"])
+    is_path = text.startswith((".", "/", "~")) or (text.count("/") == 1 and text.endswith(FILES))
+    match = None if is_path else _REPOSITORY.fullmatch(text)
+    return Path(text) if match is None else Repository(match["repo"], match["revision"], match["file"], match["quant"])
+
+
+def chosen(names: Iterable[str], quant: str, ref: str) -> list[str]:
+    """The GGUF files of a QUANT, of a split one all parts in order.
+
+    A name has QUANT between '-', '.' and '/', or after a '_' where it begins as types do, such as Q4.
+    Raises CheckpointError for none, and for several that are not of one set.
+    """
+    before = "-._/" if re.match(r"[a-z]+\d", quant, re.IGNORECASE) else "-./"
+    part = re.compile(rf"(?:^|[{re.escape(before)}]){re.escape(quant)}(?=[-./]|$)", re.IGNORECASE)
+    models = _models(names)
+    wanted = [name for name in models if part.search(_SPLIT.sub("", name)[:-len(".gguf")])]
+    return _one_set(wanted, ref, f"has no GGUF file of {quant}; it has {_listed(models)}")
+
+
+def split_names(name: str) -> list[str]:
+    """The names of all parts of a split GGUF file, or the name."""
+    split = _SPLIT.search(name)
+    if split is None:
+        return [name]
+    return [f"{name[:split.start()]}-{part:05d}-of-{split[2]}{name[split.end():]}" for part in range(1, int(split[2]) + 1)]
+
+
+def _models(names: Iterable[str]) -> list[str]:
+    """GGUF files of language models, not of what sees images for them."""
+    return [name for name in names if name.lower().endswith(".gguf") and "mmproj" not in name.lower()]
+
+
+def _one_set(names: Sequence[str], ref: str, problem: str) -> list[str]:
+    """Names that are those of one file, or of all parts of one.  Raises CheckpointError."""
+    if not names:
+        raise CheckpointError(f"{shown(ref)} {problem}")
+    if len({_SPLIT.sub("", name) for name in names}) > 1:
+        raise CheckpointError(f"{shown(ref)} names several files: {_listed(names)}; name one of them")
+    if sorted(names) != sorted(split_names(names[0])):
+        raise CheckpointError(f"{shown(ref)} has {len(names)} of {len(split_names(names[0]))} parts")
+    return sorted(names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(map(shown, names[:LISTED])) + more if names else "none"
+
+
+# The hub
+
+def _hub(ref: str) -> Any:
+    try:
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+        import huggingface_hub.utils
+    except ImportError:
+        raise CheckpointError(f"no file or folder {shown(ref)}; `pip install huggingface_hub` to download repositories") from None
+    return huggingface_hub
+
+
+def _endpoint() -> str:
+    try:
+        return str(_hub("").constants.ENDPOINT)
+    except CheckpointError:
+        return "https://huggingface.co"
+
+
+def _is_offline(ref: str = "") -> bool:
+    return bool(_hub(ref).constants.HF_HUB_OFFLINE)
+
+
+def _from_hub(repository: Repository, ref: str) -> Path:
+    """The file, or the folder, in huggingface_hub's cache.  Raises CheckpointError with what the hub says."""
+    hub = _hub(ref)
+    with _hub_errors(ref):
+        files = _files(_names(hub, repository), repository, ref)
+        if files:
+            first, *_ = [hub.hf_hub_download(repository.name, name, revision=repository.revision) for name in files]
+            return Path(first)
+        return Path(hub.snapshot_download(repository.name, revision=repository.revision, ignore_patterns=list(SKIPPED)))
+
+
+def _headers_from_hub(repository: Repository, ref: str, folder: Path) -> Path:
+    """Headers and settings of a repository's files in a temporary folder."""
+    hub = _hub(ref)
+    with _hub_errors(ref):
+        names = _names(hub, repository)
+        files = _files(names, repository, ref)
+        for name in files or [name for name in names if name.endswith(FILES[1:]) and not _fits(name, (*SKIPPED, *VOCABULARIES))]:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise CheckpointError(f"{shown(ref)} has a file called {shown(name)}")
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            if name.endswith(".json"):
+                (folder / name).symlink_to(hub.hf_hub_download(repository.name, name, revision=repository.revision))
+            else:
+                url = hub.hf_hub_url(repository.name, name, revision=repository.revision)
+                write_header(url, folder / name, hub.utils.build_hf_headers())
+    return folder / files[0] if files else folder
+
+
+def _fits(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _files(names: Sequence[str], repository: Repository, ref: str) -> list[str]:
+    """The files that a reference to a repository means, none for all that a model needs."""
+    if repository.quant is not None:
+        return chosen(names, repository.quant, ref)
+    if repository.file is not None:
+        wanted = [name for name in split_names(repository.file) if name in names]
+        return _one_set(wanted, ref, f"is not in the repository, which has {_listed(names)}")
+    if any(name.endswith(".safetensors") for name in names):
+        return []
+    return _one_set(_models(names), ref, "has no .safetensors and no .gguf file")
+
+
+def _names(hub: Any, repository: Repository) -> list[str]:
+    """The files of a repository; offline those that the cache has."""
+    if not _is_offline():
+        return list(hub.HfApi().list_repo_files(repository.name, revision=repository.revision))
+    root = Path(hub.snapshot_download(repository.name, revision=repository.revision, local_files_only=True, allow_patterns=[]))
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+
+
+@contextmanager
+def _hub_errors(ref: str) -> Iterator[None]:
+    """What huggingface_hub raises, as a CheckpointError with the first line of what it says."""
+    errors = _hub(ref).errors
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, errors.HfHubHTTPError | errors.HFValidationError | errors.EntryNotFoundError |
+                          errors.OfflineModeIsEnabled | ConnectionError) and not type(error).__module__.startswith("httpx"):
+            raise                                                # httpx, of which there are several, is the hub's client
+        lines = [line.strip() for line in str(error).splitlines() if line.strip() and "Request ID" not in line]
+        raise CheckpointError(f"no file or folder {shown(ref)}, and the hub says: {next(iter(lines), type(error).__name__)}"
+                              ) from error

@@ -1,0 +1,234 @@
+"""Which rows and columns of a checkpoint's layers each rank of tensor parallelism holds, known from headers.  No torch."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.layers import Layer, layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError, shown
+from qdsl.core.borders import UNITS, Span, piece_step, shard_step, span, targets
+from qdsl.core.stored import OF_X, Description
+
+MOST_PADDING = 4                                                 # times the rows or columns that a rank needs, which it may hold
+GROUP_ROWS = 32                                                  # a multiple of the rows of an entropy code's groups
+STREAMED = "gpt_oss"                                             # the model type whose experts vLLM takes by names of its own
+STREAMED_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
+STREAMED_SUFFIXES = ("_weight", "_weight_scale", "_weight_packed")
+
+
+class ShardError(CheckpointError):
+    """A layer that cannot be divided among the ranks; the message says which, why, and what can be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a rank holds of a layer of a checkpoint.
+
+    layer: whole, as the checkpoint has it.  span: the rows (dim 'N') or columns ('K').  how: how a weight of them is had from the
+    checkpoint's tensors, for a reader: 'cut', 'packed again', ...
+    """
+
+    layer: Layer
+    span: Span
+    how: str
+
+
+def merged_pieces(name: str, layers: Sequence[Layer], parts: Sequence[tuple[int, int]], ranks: int, rank: int) -> list[Piece]:
+    """A rank's pieces of a layer whose rows are divided among ranks: one piece for each part, as q, k, v or gate, up.
+
+    name: of the model's layer, for messages.  layers: of the checkpoint; their rows are those of the parts, one or more each.
+    parts: rows that a rank has of each part, and rows of the whole part; fewer parts than ranks are held several times, as
+    key and value heads are.  Raises ShardError.
+    """
+    pieces: list[Piece] = []
+    left = list(parts)
+    for layer in layers:
+        _check(name, layer)
+        start = 0
+        while start < layer.shape[0] and left:
+            own, whole = left.pop(0)
+            copies = ranks * own // whole if own and ranks * own % whole == 0 else 0
+            if not copies or whole % own or ranks % copies:
+                raise ShardError(f"{shown(name)}: {whole} rows of {shown(layer.name)} cannot be divided among {ranks} ranks")
+            first = start + rank // copies * own
+            pieces.append(piece(name, layer, "N", first, first + own, ranks))
+            start += whole
+        if start != layer.shape[0]:
+            raise ShardError(f"{shown(name)}: {shown(layer.name)} has {layer.shape[0]} rows, and the model's layer "
+                             f"{' + '.join(str(whole) for _, whole in parts)}")
+    if left:
+        raise ShardError(f"{shown(name)}: the checkpoint lacks parts; it has {', '.join(shown(layer.name) for layer in layers)}")
+    return pieces
+
+
+def row_piece(name: str, layer: Layer, ranks: int, rank: int) -> Piece:
+    """A rank's piece of a layer whose columns are divided among ranks, as o_proj and down_proj.  Raises ShardError."""
+    _check(name, layer)
+    k = layer.shape[1]
+    if k % ranks:
+        raise ShardError(f"{shown(name)}: {k} columns cannot be divided among {ranks} ranks")
+    return piece(name, layer, "K", rank * k // ranks, (rank + 1) * k // ranks, ranks)
+
+
+def vocabulary_rows(rows: int, ranks: int, rank: int, padding: int = 64) -> tuple[int, int]:
+    """The rows [start, stop) of a vocabulary that a rank has; all ranks but the last have as many.  padding: of all rows."""
+    own = -(-rows // padding) * padding // ranks
+    return min(rank * own, rows), min((rank + 1) * own, rows)
+
+
+def piece(name: str, layer: Layer, dim: str, start: int, stop: int, ranks: int = 1) -> Piece:
+    """Rows or columns [start, stop) of a layer.  ranks: of which this is one's, for the message.
+
+    Raises ShardError for a layer that is not recognised, and where a rank would hold more than MOST_PADDING times its part.
+    """
+    _check(name, layer)
+    whole = layer.shape[dim == "K"]
+    step, how = _step(layer, dim, start, stop)
+    own = span(dim, start, stop, whole, step)
+    if layer.act_order and dim == "K":
+        own = _with_all_groups(layer, own, step)
+    if own.last - own.first > MOST_PADDING * (stop - start):
+        raise ShardError(f"{shown(name)}: {shown(layer.name)}, {layer.format}.{layer.storage} {list(layer.shape)}, cannot be "
+                         f"divided among {ranks} ranks along {dim}: {UNITS[dim]} {start} to {stop} lie in blocks of {step}; "
+                         f"{_remedy(layer, dim, whole, ranks)}")
+    extra = f"; {own.last - own.first - (stop - start)} {UNITS[dim]} more than its own" if own.is_padded else ""
+    return Piece(layer, own, how + extra)
+
+
+def _check(name: str, layer: Layer) -> None:
+    if problem := unservable(layer):
+        raise ShardError(f"{shown(name)}: {problem}")
+
+
+def unservable(layer: Layer) -> str:
+    """Why a layer cannot be served as it is packed, on any number of ranks; '' where it can."""
+    scaled = next((leaf for leaf in layer.others if leaf in OF_X), None)
+    if scaled is not None:
+        return f"'{scaled}' multiplies the layer's input first, which no engine does; quantize the model without it"
+    return f"{shown(layer.name)} is not recognised: {layer.why}" if layer.why else ""
+
+
+def _format(layer: Layer) -> Description:
+    return next(known for known in descriptions() if known.name == layer.format)
+
+
+def _step(layer: Layer, dim: str, start: int, stop: int) -> tuple[int, str]:
+    """The step at whose multiples a piece is held, and how it is made a weight."""
+    format, whole = _format(layer), layer.shape[dim == "K"]
+    stored = format.layout(layer.storage, layer.params).values()
+    if (start, stop) == (0, whole):
+        return whole, "whole"
+    if layer.act_order and dim == "K":
+        sizes = format.numbers(layer.params, layer.shape)
+        steps = [axis.by(sizes) for tensor in stored for axis in tensor.axes if axis.dim == "K" and axis.exact]
+        return math.lcm(*steps), "packed again, with all groups"
+    for storage, params in targets(format, layer.storage, layer.params, layer.shape):
+        step = piece_step(format, layer.params, layer.shape, dim, storage, params)
+        if start % step or (stop % step and stop != whole) or (layer.act_order and storage != layer.storage):
+            continue
+        axes = {axis.dim for tensor in stored for axis in tensor.axes}
+        if "?" in axes:                                          # an entropy code
+            ends_groups = not any(border % GROUP_ROWS and border != whole for border in (start, stop))
+            return step, "cut" if dim == "N" and "N*K" not in axes and ends_groups else "decoded and encoded again"
+        changes = [f"{key}={value}" for key, value in params.items() if value != layer.params[key]]
+        changes += [f"storage {storage}"] if storage != layer.storage else []
+        return step, f"packed again with {', '.join(changes)}" if changes else "cut"
+    return shard_step(format, layer.storage, layer.params, layer.shape, dim), "cut"
+
+
+def _with_all_groups(layer: Layer, own: Span, step: int) -> Span:
+    """The columns held of a weight in act-order: so many that the smallest groups are as many as those of the whole weight."""
+    format, k = _format(layer), layer.shape[1]
+    sizes = [(name, [int(value) for value in format.params[name] if int(value) > 0]) for name, axis in format.sizes.items()
+             if axis == "K"]
+    needed = math.prod(-(-k // format.numbers(layer.params, layer.shape)[name]) * min(values) for name, values in sizes)
+    extra = max(0, needed - (own.last - own.first))
+    last = min(k, own.last + -(-extra // step) * step)
+    first = max(0, own.first - -(-max(0, needed - (last - own.first)) // step) * step)
+    return Span(own.dim, own.start, own.stop, first, last)
+
+
+def _remedy(layer: Layer, dim: str, whole: int, ranks: int) -> str:
+    """The most ranks below that a layer can be divided among, for a message."""
+    for fewer in range(ranks - 1, 1, -1):
+        if ranks % fewer == 0 and whole % fewer == 0:
+            try:
+                for rank in range(fewer):
+                    piece("", layer, dim, rank * whole // fewer, (rank + 1) * whole // fewer)
+            except ShardError:
+                continue
+            return f"it can be divided among {fewer}; or quantize the layer in smaller blocks"
+    return "quantize the layer in smaller blocks, or serve it on one rank"
+
+
+def packed_layers(folder: Folder) -> dict[str, Layer]:
+    """The packed layers of a checkpoint by name, experts of a stack one by one; those that no format reads, too."""
+    is_streamed = folder.config.get("model_type") == STREAMED
+    return {single.name: single for layer in layers(folder).layers
+            for single in single_experts(with_order(folder, layer), is_streamed)}
+
+
+def single_experts(layer: Layer, is_streamed: bool = False) -> list[Layer]:
+    """The experts 'experts.3.up_proj' of a stack 'experts.up_proj', tensors named as the storage has them; else the layer.
+
+    is_streamed: 'experts.3.w13', as vLLM takes experts of gpt-oss: with tensors 'w13_weight' and 'w13_weight_scale'.
+    """
+    if layer.experts is None:
+        return [layer]
+    stem, _, last = layer.name.rpartition(".")
+    suffixes: Mapping[str, str] = {own: f".{own}" for own in layer.tensors}
+    if is_streamed:
+        last, suffixes = STREAMED_NAMES[last], dict(zip(layer.tensors, STREAMED_SUFFIXES, strict=False))
+    names = [f"{stem}.{expert}.{last}" for expert in range(layer.experts)]
+    return [replace(layer, name=name, experts=None, turned=False,
+                    tensors={own: name + suffix for own, suffix in suffixes.items()}) for name in names]
+
+
+def plain_layers(folder: Folder) -> dict[str, Layer]:
+    """The matrices `NAME.weight` of plain numbers as layers of the formats that hold such numbers, by name."""
+    result: dict[str, Layer] = {}
+    for full in folder.names():
+        entry, name = folder.entry(full), full.removesuffix(".weight")
+        if name != full and entry.dtype in _of_numbers() and len(entry.shape) == 2:
+            result[name] = plain_layer(name, entry.dtype, (entry.shape[0], entry.shape[1]))
+    return result
+
+
+def plain_layer(name: str, dtype: str, shape: tuple[int, int]) -> Layer:
+    """The matrix `NAME.weight` of plain numbers as a layer.  dtype: as headers of safetensors call it."""
+    format = _of_numbers()[dtype]
+    storage, tensors = next(iter(format.variants[()].items()))
+    return Layer(name, format.name, storage, {}, shape, tensors={next(iter(tensors)): f"{name}.weight"})
+
+
+def is_plain(layer: Layer) -> bool:
+    """Whether a layer is one of plain numbers."""
+    return layer.format in [format.name for format in _of_numbers().values()]
+
+
+@cache
+def _of_numbers() -> dict[str, Description]:
+    """The formats that hold plain numbers, by their dtypes in headers of safetensors."""
+    return {str(format.detect["safetensors"]): format for format in descriptions() if "safetensors" in format.detect}
+
+
+def with_order(folder: Folder, layer: Layer) -> Layer:
+    """The layer with `act_order` set where an index puts its columns into groups all over K.  Reads that tensor."""
+    format = next((known for known in descriptions() if known.name == layer.format), None)
+    layout = {} if format is None else format.layout(layer.storage, layer.params)
+    for name, full in layer.tensors.items():
+        if format is None or (layout[name].dtype != "index" and layout[name].optional != name) or layer.experts is not None:
+            continue
+        data = folder.file(full).start(full, folder.entry(full).nbytes)
+        values = struct.unpack(f"<{len(data) // 4}i", data)
+        group = next(format.numbers(layer.params, layer.shape)[key] for key, axis in format.sizes.items() if axis == "K")
+        in_order = [place // (1 if layout[name].optional == name else group) for place in range(len(values))]
+        if set(values) not in ({0}, {-1}) and list(values) != in_order:
+            return replace(layer, act_order=True)
+    return layer

@@ -1,0 +1,77 @@
+"""Whole bfloat16 weights as hlane and fix4: their exponents in a stream, signs and mantissas as they are.
+
+    sign_mantissa  u8 [N, 8 * ceil(K / 8)]  the sign above seven bits; of each four columns the bytes of 0, 2, 1, 3
+    weight_shape   i64 [2]  N and K
+
+The order of columns lets a kernel make two bfloat16 of a pair of exponents at a time.  Columns after K are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qdsl.codecs import exponents
+from qdsl.codecs.huffman_lanes import reference as huffman_lanes
+from qdsl.codecs.lookup import StreamError
+from qdsl.codecs.window import reference as window
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A format of one stream.  names: what its tensors are called, in the order of the stream's own."""
+    names: tuple[str, ...]
+    own: tuple[str, ...]
+    of: Callable[[NDArray[np.uint8], NDArray[np.int64]], dict[str, NDArray[Any]]]
+    symbols: Callable[[Tensors, tuple[int, int]], NDArray[np.uint8]]
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """All tensors of a weight."""
+        return (*self.names, "sign_mantissa", "weight_shape")
+
+    def encode(self, patterns: NDArray[np.uint16]) -> dict[str, NDArray[Any]]:
+        """The tensors of any patterns u16 [N, K]."""
+        found, rest, counts = exponents.split([patterns.reshape(-1)])
+        stream = self.of(found.reshape(patterns.shape), counts)
+        del found                                                # half as large as the weight
+        n, k = patterns.shape
+        wide = rest.reshape(n, k) if k % 8 == 0 else np.pad(rest.reshape(n, k), [(0, 0), (0, -k % 8)])
+        in_quads(wide, wide)
+        named = {name: stream[own] for name, own in zip(self.names, self.own, strict=True)}
+        return {**named, "sign_mantissa": wide, "weight_shape": np.array([n, k], np.int64)}
+
+    def decode(self, tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint16]:
+        """The patterns u16 [N, K].  Raises StreamError for tensors that do not fit."""
+        n, k = shape
+        rest, said = tensors.get("sign_mantissa"), tensors.get("weight_shape")
+        if said is None or said.dtype != np.int64 or said.shape != (2,) or said.tolist() != [n, k]:
+            raise StreamError(f"weight_shape is missing, or not {[n, k]}")
+        if rest is None or rest.dtype != np.uint8 or rest.shape != (n, k + -k % 8):
+            raise StreamError(f"sign_mantissa is missing, or not {[n, k + -k % 8]} of u1")
+        stream = {own: tensors[name] for name, own in zip(self.names, self.own, strict=True) if name in tensors}
+        found = self.symbols(stream, shape)
+        straight = np.empty_like(rest)
+        in_quads(rest, straight)
+        out = np.empty(shape, np.uint16)
+        exponents.join(found.reshape(-1), np.ascontiguousarray(straight[:, :k]).reshape(-1), out.reshape(-1))
+        return out
+
+
+def in_quads(rows: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+    """[N, 8 * q] with the second and third of each four bytes exchanged, which undoes itself; `out` may be the rows."""
+    words, found = rows.reshape(-1).view("<u8"), out.reshape(-1).view("<u8")
+    for start in range(0, len(words), exponents.BLOCK):
+        part = words[start:start + exponents.BLOCK]
+        found[start:start + exponents.BLOCK] = part & 0xFF0000FFFF0000FF | part >> 8 & 0x0000FF000000FF00 \
+            | part << 8 & 0x00FF000000FF0000
+
+
+HLANE = Form(("words", "starts", "table"), huffman_lanes.NAMES, huffman_lanes.encode, huffman_lanes.decode)
+FIX4 = Form(("codes", "base", "patch_start", "patch_index", "patch_exponent"), window.NAMES, window.encode, window.decode)

@@ -1,0 +1,121 @@
+"""Codes put one after the other, first bit first, and where the windows of the stream begin.
+
+Codes of neighbours are joined two by two, while they fit 64 bits, before they are placed: few are left to place, and those that
+begin in one 64-bit word have no bit in common, so that their sum is that word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qdsl.codecs.huffman import Code, Words
+
+BLOCK = 1 << 16                                                  # symbols that are written together; their arrays stay in cache
+WINDOW = 64                                                      # bits
+
+
+@dataclass(frozen=True)
+class Stream:
+    """data: u8, first bit highest, the last byte filled with zeros.  bits: how many are codes.
+
+    starts: i64 [windows + 1], gaps: u8 [windows + 1]: the first code that begins at or after each multiple of 64 bits up to
+    `bits`, and how many bits after it; where there is none, as many as there are symbols, and 0.
+    """
+    data: NDArray[np.uint8]
+    bits: int
+    starts: NDArray[np.int64]
+    gaps: NDArray[np.uint8]
+
+
+def write(symbols: NDArray[np.uint8], counts: NDArray[np.int64], code: Code) -> Stream:
+    """The codes of u8 symbols, of which each occurs counts[0..255] times.  Codes have at most 32 bits."""
+    bits = int(counts @ code.lengths)
+    words = np.zeros(bits // 64 + 2, np.uint64)
+    starts = np.full(bits // WINDOW + 2, len(symbols), np.int64)
+    gaps = np.zeros(bits // WINDOW + 2, np.uint8)
+    pairs = Pairs(code)
+    start = 0
+    for first in range(0, len(symbols), BLOCK):
+        part = symbols[first:first + BLOCK]
+        levels, values = _joined(*pairs.of(part))
+        ends = np.cumsum(levels[-1], dtype=np.int64)
+        begins = ends - levels[-1]
+        place(words[start >> 6:], begins + (start & 63), levels[-1], values)
+        windows = slice(-(-start // WINDOW), -(-(start + int(ends[-1])) // WINDOW))
+        bounds = np.arange(windows.start, windows.stop) * WINDOW - start
+        index, gaps[windows] = _first_from(bounds, levels, begins, ends, code.lengths[part])
+        np.add(index, first, out=starts[windows])
+        start += int(ends[-1])
+    return Stream(words.byteswap().view(np.uint8)[:-(-bits // 8)], bits, starts, gaps)
+
+
+class Pairs:
+    """Codes of two neighbours by the 16 bits of both: how long, and the bits at the upper end of 64."""
+
+    def __init__(self, code: Code) -> None:
+        self.code = code
+        second, first = np.divmod(np.arange(1 << 16), 256)       # the first of two bytes is the lower one
+        self.lengths = code.lengths[first] + code.lengths[second]
+        self.values = code.values[first] | code.values[second] >> code.lengths[first].astype(np.uint64)
+
+    def of(self, symbols: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], Words]:
+        """For symbols two by two; a last one without a neighbour stands alone."""
+        both = symbols[:len(symbols) & ~1].view("<u2")
+        lengths, values = self.lengths[both], self.values[both]
+        if len(symbols) % 2:
+            lengths = np.append(lengths, self.code.lengths[symbols[-1:]])
+            values = np.append(values, self.code.values[symbols[-1:]])
+        return lengths, values
+
+
+def _joined(lengths: NDArray[np.uint8], values: Words) -> tuple[list[NDArray[np.uint8]], Words]:
+    """Neighbours joined while all fit 64 bits: the lengths of every level, pairs first, and the codes of the last one."""
+    levels = [lengths]
+    while len(lengths) > 1:
+        if len(lengths) % 2:
+            levels[-1] = lengths = np.append(lengths, np.uint8(0))
+            values = np.append(values, np.uint64(0))
+        both = lengths[0::2] + lengths[1::2]
+        if both.max() > 64:
+            break
+        shift = np.minimum(lengths[0::2], 63)                    # after 64 bits there is nothing to join
+        values = values[0::2] | values[1::2] >> shift
+        lengths = both
+        levels.append(lengths)
+    return levels, values
+
+
+def place(words: Words, begins: NDArray[np.int64], lengths: NDArray[np.uint8], values: Words) -> None:
+    """Set the bits of values, which begin where `begins` says, rising and without overlap."""
+    shift = (begins & 63).astype(np.uint8)
+    word = begins >> 6
+    sums = np.cumsum(values >> shift)                            # modulo 2^64, which differences do not mind
+    last = np.append(np.flatnonzero(word[1:] != word[:-1]), len(word) - 1)
+    words[word[last]] |= np.diff(sums[last], prepend=np.uint64(0))
+    over = np.flatnonzero(shift + lengths > 64)
+    words[word[over] + 1] |= values[over] << 64 - shift[over]
+
+
+def _first_from(bounds: NDArray[np.int64], levels: list[NDArray[np.uint8]], begins: NDArray[np.int64], ends: NDArray[np.int64],
+                lengths: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first symbol that begins at or after each bound, and how far after: down the levels to the one that ends beyond it.
+
+    bounds: as far apart as windows, the first of them in the first window.
+    """
+    if not bounds.size:
+        return bounds, bounds
+    before = np.bincount(ends - bounds[0] + WINDOW - 1 >> 6, minlength=len(bounds))[:len(bounds)]
+    index = np.cumsum(before)                                    # how many groups end at or before each bound
+    begin = begins.take(index)
+    for level in [*levels[-2::-1], lengths]:
+        index += index
+        step = level.take(index)
+        later = begin + step <= bounds
+        begin += step * later
+        index += later
+    across = begin < bounds                                      # a code across the bound; the next one is meant
+    begin += lengths.take(index) * across
+    return index + across, begin - bounds

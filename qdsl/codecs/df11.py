@@ -1,0 +1,62 @@
+"""DFloat11's tensors of a group of weights, byte for byte those of dfloat11 0.2 to 0.5, and back.
+
+A group is several bfloat16 tensors in a row.  Its exponents are a stream of qdsl/codecs/huffman_windows/reference.py: luts,
+encoded_exponent, output_positions and gaps.  Beside it lie
+
+    sign_mantissa    u8 [n]            the sign above seven bits
+    split_positions  i64 [tensors - 1]  where the later tensors of the group begin
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qdsl.codecs import exponents
+from qdsl.codecs.huffman_windows import reference as huffman_windows
+from qdsl.codecs.huffman_windows.reference import THREADS, Windows
+from qdsl.codecs.lookup import StreamError
+
+STREAM = {"tables": "luts", "data": "encoded_exponent", "positions": "output_positions", "gaps": "gaps"}
+NAMES = ("luts", "encoded_exponent", "sign_mantissa", "output_positions", "gaps", "split_positions")
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+def encode(parts: Sequence[NDArray[np.uint16]], threads: int = THREADS) -> dict[str, NDArray[Any]]:
+    """The tensors of a group.
+
+    parts: of each of its weights the bits, u16 [n]; together there is at least one.  threads: windows of a block.
+    Raises StreamError for exponents from 240 on and codes of too many rows, which DF11 cannot hold.
+    """
+    numels = [len(part) for part in parts]
+    if not 0 < sum(numels) < 1 << 31:
+        raise StreamError(f"a group of {sum(numels)} weights: DF11 holds 1 to 2^31 - 1")
+    symbols, rest, counts = exponents.split(parts)
+    stream = huffman_windows.encode(symbols, counts, threads)
+    found = {STREAM[role]: tensor for role, tensor in stream.items()}
+    found |= {"sign_mantissa": rest, "split_positions": np.cumsum(numels, dtype=np.int64)[:-1]}
+    return {name: found[name] for name in NAMES}
+
+
+def stream_of(tensors: Tensors, threads: int | None = None) -> Windows:
+    """The stream of a file's group, checked; see huffman_windows.  Raises StreamError."""
+    rest, splits = tensors.get("sign_mantissa"), tensors.get("split_positions")
+    if rest is None or rest.dtype != np.uint8 or rest.ndim != 1:
+        raise StreamError("sign_mantissa is missing, or not [n] of u1")
+    if splits is None or splits.dtype != np.int64 or splits.ndim != 1:
+        raise StreamError("split_positions are missing, or not [tensors - 1] of i8")
+    if splits.size and (splits[0] < 0 or splits[-1] > len(rest) or (np.diff(splits) < 0).any()):
+        raise StreamError(f"split_positions do not rise from 0 to {len(rest)}")
+    return huffman_windows.windows({role: tensors[name] for role, name in STREAM.items() if name in tensors}, len(rest), threads)
+
+
+def decode(tensors: Tensors, threads: int | None = None, *, every: bool = False) -> NDArray[np.uint16]:
+    """The patterns u16 [n] of a file's group.  every: each gap is looked at, which takes longer.  Raises StreamError."""
+    symbols = stream_of(tensors, threads).decode(every=every)
+    out = np.empty(len(symbols), np.uint16)
+    exponents.join(symbols, tensors["sign_mantissa"], out)
+    return out

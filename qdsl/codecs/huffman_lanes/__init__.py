@@ -1,0 +1,1 @@
+"""The code `huffman_lanes`: a Huffman code of at most eight bits, decoded in lanes."""

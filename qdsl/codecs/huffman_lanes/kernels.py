@@ -1,0 +1,170 @@
+"""Kernels of `huffman_lanes` (reference.py): a thread decodes a lane, eight columns of its row at a time."""
+
+
+from qdsl.codecs import pairs
+from qdsl.runtime.gpu.kernels import lanes, many
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+@triton.jit
+def turn(at, inside, bits, left):
+    """32 bits more for the lanes that have fewer, inside of the words.
+
+    at: where a lane reads next.  left: its bits less 8, so that the next code begins at bit `left` of eight.
+    """
+    need = left < 24
+    word = tl.load(at, need & inside, 0).to(tl.uint32, bitcast=True)
+    bits = tl.where(need, (bits << 32) | word.to(tl.uint64), bits)
+    return tl.where(need, at + 32, at), bits, tl.where(need, left + 32, left)
+
+
+@triton.jit
+def symbol(table, bits, left):
+    """The next entry of the table, 128 * symbol + bits of its code; table: its address, of which the last 9 bits are 0."""
+    place = table | ((bits << 1 >> left.to(tl.uint64)).to(tl.uint32) & 510).to(tl.uint64)
+    entry = tl.load(place.to(tl.pointer_type(tl.uint16))).to(tl.uint32)
+    return entry, left - (entry & 127).to(tl.int32)
+
+
+@triton.jit
+def four(table, at, inside, bits, left, AT: tl.constexpr):
+    """The next four symbols as pairs, at bit AT of each half: at most 32 bits."""
+    at, bits, left = turn(at, inside, bits, left)
+    e0, left = symbol(table, bits, left)
+    e1, left = symbol(table, bits, left)
+    e2, left = symbol(table, bits, left)
+    e3, left = symbol(table, bits, left)
+    first, second = (e0 + (e1 << 16)) & 0x7F807F80, (e2 + (e3 << 16)) & 0x7F807F80
+    return pairs.moved(first, AT - 7), pairs.moved(second, AT - 7), at, bits, left
+
+
+@triton.jit
+def eight(table, at, last, bits, left, AT: tl.constexpr):
+    """The next eight symbols as pairs.  last: where the last turn of words begins; two more end before that."""
+    inside = at.to(tl.uint64) < last
+    p0, p1, at, bits, left = four(table, at, inside, bits, left, AT)
+    p2, p3, at, bits, left = four(table, at, inside, bits, left, AT)
+    return (p0, p1, p2, p3), at, bits, left
+
+
+@triton.jit
+def begun(words, starts, total, group, groups, lane):
+    """A lane before its first code: where it reads, and its first 32 bits."""
+    start = tl.load(starts + lanes.within(group, groups))
+    return turn(words + (start.to(tl.int64) * 32 + lane), start + tl.zeros_like(lane) < total,
+                tl.zeros_like(lane + group).to(tl.uint64), tl.zeros_like(lane + group) - 8)
+
+
+@triton.jit
+def symbols(words, starts, table, out, total, N, K, groups, runs, size, blocks, R: tl.constexpr, BN: tl.constexpr):
+    """out[n, k]: the symbols of BN rows in a chunk of `size` of the `runs` that a lane has.
+
+    blocks: which BN rows, of those of the weight, these are; None for all in order.
+    """
+    block = tl.program_id(0)
+    if blocks is not None:
+        block = tl.load(blocks + block)
+    n = block * BN + tl.arange(0, BN)[:, None]
+    row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)[:, None]
+    i = tl.arange(0, R)[None, :]
+    ROWS: tl.constexpr = 32 // R
+    first = tl.program_id(1) * size
+    address, last = table.to(tl.uint64), (words + (total - 1).to(tl.int64) * 32).to(tl.uint64)
+    at, bits, left = begun(words, starts + tl.program_id(1) * groups, total, n // ROWS, groups, n % ROWS * R + i)
+    for t in range(first, tl.minimum(first + size, runs)):
+        p, at, bits, left = eight(address, at, last, bits, left, 0)
+        k = ((t * R + i) * 8)[:, :, None] + tl.arange(0, 8)
+        tl.store(out + (row * K)[:, :, None] + k, pairs.columns(p[0], p[1], p[2], p[3]).to(tl.uint8),
+                 (n < N)[:, :, None] & (k < K))
+
+
+@triton.jit
+def dequantize(words, starts, table, rest, out, total, N, K8, groups, runs, size, made: tl.constexpr, AT: tl.constexpr,
+               R: tl.constexpr, BN: tl.constexpr, TIMES: tl.constexpr):
+    """The 16-bit weights of BN rows in a chunk, as words of two columns; made: of pairs of symbols and the other bits.
+
+    rest: the other bits of eight columns, as words of 64 bits.
+    """
+    lane = tl.arange(0, BN * R)
+    n = tl.program_id(0) * BN + lane // R
+    ROWS: tl.constexpr = 32 // R
+    first = tl.program_id(1) * size
+    address, last = table.to(tl.uint64), (words + (total - 1).to(tl.int64) * 32).to(tl.uint64)
+    at, bits, left = begun(words, starts + tl.program_id(1) * groups, total, n // ROWS, groups, lane % 32)
+    rest += lanes.within(n, N).to(tl.int64) * K8 + (first * R + lane % R)
+    four = tl.arange(0, BN * R * 4)
+    row = tl.program_id(0) * BN + four // (4 * R)
+    place = out + (row.to(tl.int64) * (4 * K8) + (first * (4 * R) + four % (4 * R)))
+    for _ in range(0, tl.minimum(size, runs - first), TIMES):
+        for j in tl.static_range(TIMES):
+            more = tl.load(rest + j * R)
+            e, at, bits, left = eight(address, at, last, bits, left, AT)
+            p = made(e, more.to(tl.uint32), (more >> 32).to(tl.uint32))
+            tl.store(place + j * 4 * R, pairs.words(p[0], p[1], p[2], p[3]), row < N)
+        rest += R * TIMES
+        place += 4 * R * TIMES
+
+
+@triton.jit
+def few(words, starts, table, rest, x, bias, out, total, M, N, K8, groups, runs, size, chunks,
+        made: tl.constexpr, AT: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constexpr, F: tl.constexpr):
+    """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32; a warp has two groups of lanes.
+
+    Lane 4 * g + c of a group is lane i of row r.  It holds the columns of x, of row r there too, that its weights meet, which
+    is an operand of the matrix unit where R is 4; where R is 8 rows of both operands are halves of rows, and the products of
+    unlike halves are left out.
+    """
+    HALVES: tl.constexpr = R // 4
+    ROWS: tl.constexpr = 32 // R
+    lane = tl.arange(0, 32 * W)
+    group = (tl.program_id(0) * W + lane // 32) * 2
+    n = group * ROWS + lane % 32 // R
+    m = tl.program_id(1) * (ROWS * BLOCKS)
+    address, last = table.to(tl.uint64), (words + (total - 1).to(tl.int64) * 32).to(tl.uint64)
+    g = lanes.warps(W)[1]
+    a = tl.arange(0, 16)[None, :]
+    acc = ()
+    tokens = ()
+    for b in tl.static_range(BLOCKS):
+        acc = acc + (tl.zeros((W, 16, 8), tl.float32),)
+        tokens = tokens + (x + (lanes.within(m + b * ROWS + g // HALVES, M).to(tl.int64) * (4 * K8) + g % HALVES * 16 + a),)
+    upper = rest + (lanes.within(n, N).to(tl.int64) * K8 + lane % R)
+    lower = rest + (lanes.within(n + ROWS, N).to(tl.int64) * K8 + lane % R)
+    for chunk in range(chunks):
+        at0, bits0, left0 = begun(words, starts + chunk * groups, total, group, groups, lane % 32)
+        at1, bits1, left1 = begun(words, starts + chunk * groups, total, group + 1, groups, lane % 32)
+        for t in range(chunk * size * R, tl.minimum(chunk * size + size, runs) * R, R):   # in eights of a row
+            more0, more1 = tl.load(upper + t), tl.load(lower + t)
+            xs = ()
+            for b in tl.static_range(BLOCKS):
+                xs = xs + (pairs.apart(tl.load(tokens[b] + t * 4)),)
+            e0, at0, bits0, left0 = eight(address, at0, last, bits0, left0, AT)
+            e1, at1, bits1, left1 = eight(address, at1, last, bits1, left1, AT)
+            w = pairs.weights(tiled(made(e0, more0.to(tl.uint32), (more0 >> 32).to(tl.uint32))),
+                              tiled(made(e1, more1.to(tl.uint32), (more1 >> 32).to(tl.uint32))), F)
+            sums = ()
+            for b in tl.static_range(BLOCKS):
+                v = xs[b]
+                sums = sums + (tl.dot(w, lanes.columns_of_word(v[0], v[1], v[2], v[3], F), acc[b]),)
+            acc = sums
+    for b in tl.static_range(BLOCKS):
+        many.store_tile(like(acc[b], HALVES), bias, out, tl.program_id(0) * (2 * W * ROWS), m + b * ROWS, M, N)
+
+
+@triton.jit
+def tiled(p):
+    """Words of lanes, as a tile [8 * W, 4]."""
+    W: tl.constexpr = p[0].shape[0] // 32
+    return (p[0].reshape(8 * W, 4), p[1].reshape(8 * W, 4), p[2].reshape(8 * W, 4), p[3].reshape(8 * W, 4))
+
+
+@triton.jit
+def like(sums, HALVES: tl.constexpr):
+    """The sums of products of like halves of rows: [rows of w, rows of x], from [W, 16, 8]."""
+    W: tl.constexpr = sums.shape[0]
+    if HALVES == 1:
+        return sums.reshape(W * 16, 8)
+    else:
+        row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 8)[None, None, :]
+        kept = tl.where(row % HALVES == column % HALVES, sums, 0.0)
+        return tl.sum(tl.sum(kept.reshape(W * 16 // HALVES, HALVES, 8 // HALVES, HALVES), 3), 1)

@@ -1,0 +1,141 @@
+"""Launches of `huffman_lanes` (qdsl/codecs/huffman_lanes/reference.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qdsl.codecs.huffman_lanes import kernels
+from qdsl.codecs.huffman_lanes import reference as entropy
+from qdsl.runtime.gpu import configure
+from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.weight.arrays import cdiv
+
+WARPS = 4
+
+Tensors = Mapping[str, Tensor]
+BULK = ("words",)                                                # of which a check looks at nothing but the shape
+ASSUMED = {"longest": entropy.LONGEST}
+
+
+def facts(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> dict[str, int]:
+    """Of tensors, checked: the bits of the longest code.  Raises StreamError."""
+    entropy.check(tensors, shape)
+    return {"longest": int((tensors["table"] & 127).max(initial=0))}
+
+
+def usual(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    """Shapes of what depends on the weights, for exponents of normal ones: 2.78 bits, padding counted in."""
+    n, k = shape
+    per_row, chunks = entropy.lanes_of(k)
+    turns = cdiv(278 * n * k, 100 * 32 * entropy.GROUP) + entropy.AHEAD
+    return {"words": (turns * entropy.GROUP,), "starts": (chunks, cdiv(n, entropy.GROUP // per_row))}
+
+
+def block_rows(shape: tuple[int, int]) -> int:
+    """Rows that a program decodes."""
+    return _walk(*shape)[1]
+
+
+def group_rows(shape: tuple[int, int]) -> int:
+    """Rows that have words of their own."""
+    return entropy.GROUP // entropy.lanes_of(shape[1])[0]
+
+
+def row_band(tensors: Tensors, shape: tuple[int, int], start: int, stop: int) -> dict[str, Tensor]:
+    """The tensors of rows [start, stop) in the same code: the words of their groups are copied, not decoded.
+
+    start: a multiple of group_rows; stop: one, too, or N.
+    """
+    words, starts, table = (tensors[name] for name in entropy.NAMES)
+    first, last = start // group_rows(shape), cdiv(stop, group_rows(shape))
+    end = starts.new_tensor([words.numel() // entropy.GROUP - entropy.AHEAD])
+    bounds = torch.cat([starts, torch.cat([starts[1:, 0], end])[:, None]], 1)    # of every chunk where its last group ends, too
+    begins, ends = bounds[:, first], bounds[:, last]
+    moved = starts[:, first:last] + ((ends - begins).cumsum(0) - ends)[:, None]
+    parts = [words[entropy.GROUP * begin:entropy.GROUP * end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+    return {"words": torch.cat([*parts, words.new_zeros(entropy.AHEAD * entropy.GROUP)]), "starts": moved.to(starts.dtype),
+            "table": table}
+
+
+def open_calls(tensors: Tensors, facts: Mapping[str, int], out: Tensor, shape: tuple[int, int], blocks: Tensor | None = None,
+               ) -> Iterator[Call]:
+    """The launch that makes the symbols u8 [N, K].
+
+    blocks: int32 [B], only these blocks of rows, one after the other in out.
+    """
+    n, k = shape
+    per_row, rows, walk, (programs, chunks) = _walk(n, k)
+    turns = tensors["words"].numel() // entropy.GROUP
+    arguments = _arguments(tensors)
+    yield Call(kernels.symbols, (*arguments, out, turns, n, k, *walk, blocks), {"R": per_row, "BN": rows},
+               (programs if blocks is None else len(blocks), chunks), {"num_warps": WARPS},
+               weights=rows * per_row * 8 * walk[2], step=rows * per_row * 8, aligned=_alignment(arguments))
+
+
+def dequantize_calls(made: Any, at: int, tensors: Tensors, rest: Tensor, facts: Mapping[str, int], out: Tensor) -> Iterator[Call]:
+    """The launch that makes weights [N, K] of 16 bits; K is a multiple of 128.
+
+    made: the function of pairs of symbols, which are at bit `at`, and of the other bits, that makes pairs of weights.
+    """
+    n, k = out.shape
+    per_row, rows, walk, grid = _walk(n, k)
+    times = 1 if walk[1] % 2 or walk[2] % 2 else 2
+    arguments = _arguments(tensors)
+    yield Call(kernels.dequantize, (*arguments, rest.view(torch.int64), out.view(torch.int32),
+                            tensors["words"].numel() // entropy.GROUP, n, k // 8, *walk),
+               {"made": made, "AT": at, "R": per_row, "BN": rows, "TIMES": times}, grid, {"num_warps": WARPS},
+               weights=rows * per_row * 8 * walk[2], step=rows * per_row * 8 * times, aligned=_alignment(arguments))
+
+
+def has_few(shape: tuple[int, int], facts: Mapping[str, int]) -> bool:
+    """Whether lanes of a row lie as a matrix unit takes them."""
+    return entropy.lanes_of(shape[1])[0] in (4, 8)
+
+
+def few_calls(made: Any, at: int, tensors: Tensors, rest: Tensor, facts: Mapping[str, int], x: Tensor, bias: Tensor | None,
+              out: Tensor, F: Any) -> Iterator[Call]:
+    """The launch of x [M, K] times the weight's transpose, plus bias [N], into out [M, N]; K is a multiple of 128."""
+    (m, k), n = x.shape, out.shape[1]
+    per_row, _, walk, (_, chunks) = _walk(n, k)
+    rows = entropy.GROUP // per_row                              # of w in a group, and of x in a block
+    blocks = 1 if m <= rows else 2 if m <= 2 * rows else 4
+    warps = 1 if cdiv(n, 2 * rows) < 8 * configure.target(x.device).multiprocessors else WARPS
+    arguments = _arguments(tensors)
+    yield Call(kernels.few, (*arguments, rest.view(torch.int64), x.view(torch.int32), bias, out,
+                     tensors["words"].numel() // entropy.GROUP, m, n, k // 8, *walk, chunks),
+               {"made": made, "AT": at, "R": per_row, "W": warps, "BLOCKS": blocks, "F": F},
+               (cdiv(n, 2 * rows * warps), cdiv(m, rows * blocks)), {"num_warps": warps, "num_stages": 1},
+               weights=2 * rows * warps * k, step=2 * warps * entropy.GROUP * 8, aligned=_alignment(arguments))
+
+
+def _walk(n: int, k: int) -> tuple[int, int, tuple[int, int, int], tuple[int, int]]:
+    """Lanes of a row, rows of a program, (groups of a chunk, runs of a lane, those of a chunk), and the grid."""
+    per_row, chunks = entropy.lanes_of(k)
+    runs = cdiv(k, entropy.RUN * per_row)
+    rows = WARPS * entropy.GROUP // per_row
+    return per_row, rows, (cdiv(n, entropy.GROUP // per_row), runs, cdiv(runs, chunks)), (cdiv(n, rows), chunks)
+
+
+def _arguments(tensors: Tensors) -> tuple[Tensor, ...]:
+    words, starts, table = (tensors[name].contiguous() for name in entropy.NAMES)
+    return words, starts, aligned(table)
+
+
+def _alignment(arguments: tuple[Tensor, ...]) -> tuple[tuple[Tensor, int], ...]:
+    """What Call.aligned says of the table, the last of the arguments."""
+    return ((arguments[-1], arguments[-1].nbytes),)
+
+
+def aligned(table: Tensor) -> Tensor:
+    """A table that begins where an address is a multiple of its size, so that no sum has to carry."""
+    size = table.numel() * table.element_size()
+    if table.is_meta or table.data_ptr() % size == 0:
+        return table
+    room = torch.empty(2 * table.numel(), dtype=table.dtype, device=table.device)
+    found = room[-room.data_ptr() % size // table.element_size():][:table.numel()]
+    return found.copy_(table)

@@ -1,0 +1,208 @@
+"""Symbols in a Huffman code of at most eight bits, in lanes that are decoded side by side.
+
+Of symbols u8 [N, K]: a row has R lanes, and lane i the i-th, (R+i)-th, (2R+i)-th, ... run of eight columns.  Columns are cut
+into C chunks, each with streams of its own.  32 lanes, of 32 / R rows, are a group; their words of 32 bits take turns, each group
+as many as its longest lane has, so that lanes read side by side.
+
+    words   i32 [words]  word w of lane l of a group is at 32 * (its start + w) + l; the first bit of a code is highest
+    starts  i32 [C, ceil(N / (32 / R))]  of groups, in units of 32 words
+    table   i16 [256]    by eight bits: 128 * symbol + bits of its code
+
+The code is canonical, ties by symbol, so that table is a function of its lengths.  Where K is no multiple of 8 * R the symbol of
+the shortest code follows.  Two turns of 32 words follow the last, so that a lane may read ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qdsl.codecs import bits, lanes
+from qdsl.codecs.huffman import Code, Words, canonical, canonical_code
+from qdsl.codecs.lookup import StreamError
+
+LONGEST = 8                                                      # bits of a code: one lookup of 256 entries
+GROUP = 32                                                       # lanes, a warp
+RUN = 8                                                          # columns of a lane in a row: their codes fit 64 bits
+AHEAD = 2                                                        # turns after the last
+NAMES = ("words", "starts", "table")
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+def lanes_of(k: int) -> tuple[int, int]:
+    """How many lanes a row of K columns has, and how many chunks: of 512 columns or more, since groups pad every lane."""
+    count = 8 if k >= 4096 else 4 if k >= 2048 else 1
+    return count, max(1, k // 4096)
+
+
+def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    """The tensors of u8 [N, K], of which each symbol occurs counts[0..255] times."""
+    n, k = symbols.shape
+    per_row, chunks = lanes_of(k)
+    code = canonical_code(counts, LONGEST)
+    runs = -(-k // (RUN * per_row))                              # of each lane
+    bounds = _bounds(runs, chunks)
+    pad = [(0, 0), (0, RUN * per_row * runs - k)]
+    filler = min(code.words, key=lambda symbol: code.words[symbol], default=0)
+    rows = GROUP // per_row
+    step = rows * max(1, bits.BLOCK // max(1, rows * k))         # rows that are worked on together
+    pairs = bits.Pairs(code)
+    streams: list[list[NDArray[np.uint32]]] = [[] for _ in bounds]
+    sizes: list[list[NDArray[np.int64]]] = [[] for _ in bounds]
+    for first in range(0, n, step):
+        part = np.pad(symbols[first:first + step], pad, constant_values=filler)
+        lengths, values = _runs(part, pairs)
+        for chunk, (start, stop) in enumerate(bounds):
+            shape = (len(part), runs, per_row)
+            words, size = _grouped(_lanes(lengths.reshape(shape)[:, start:stop]), _lanes(values.reshape(shape)[:, start:stop]))
+            streams[chunk].append(words)
+            sizes[chunk].append(size)
+    turns = np.array([size for each in sizes for part in each for size in part], np.int64)
+    words = np.concatenate([*(part for each in streams for part in each), np.zeros(AHEAD * GROUP, np.uint32)])
+    return {"words": words.view(np.int32), "starts": (np.cumsum(turns) - turns).astype(np.int32).reshape(chunks, -(-n // rows)),
+            "table": _table(code)}
+
+
+def _bounds(runs: int, chunks: int) -> list[tuple[int, int]]:
+    """The runs of each chunk, all of one size but the last ones, which may have fewer or none."""
+    size = -(-runs // chunks)
+    return [(min(runs, chunk * size), min(runs, chunk * size + size)) for chunk in range(chunks)]
+
+
+def _runs(symbols: NDArray[np.uint8], pairs: bits.Pairs) -> tuple[NDArray[np.uint8], Words]:
+    """Codes of each eight symbols in a row, joined: how many bits, and the bits at the upper end of 64."""
+    lengths, values = pairs.of(symbols.reshape(-1))
+    for _ in range(2):
+        values = values[0::2] | values[1::2] >> lengths[0::2]
+        lengths = lengths[0::2] + lengths[1::2]
+    return lengths, values
+
+
+def _lanes(runs: NDArray[Any]) -> NDArray[Any]:
+    """[rows, runs, R] as [lanes, runs]."""
+    return np.ascontiguousarray(runs.transpose(0, 2, 1)).reshape(runs.shape[0] * runs.shape[2], runs.shape[1])
+
+
+def _grouped(lengths: NDArray[np.uint8], values: Words) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """Words of lanes in groups that take turns, and how many turns each group has."""
+    ends = np.cumsum(lengths, axis=1, dtype=np.int64)
+    total = ends[:, -1] if lengths.shape[1] else np.zeros(len(lengths), np.int64)
+    groups = -(-len(lengths) // GROUP)
+    turns = -(-np.pad(total, (0, groups * GROUP - len(total))).reshape(groups, GROUP).max(1) // 32)
+    stride = int(turns.max(initial=0)) // 2 + 1                  # 64-bit words of a lane, before they take turns
+    words = np.zeros(groups * GROUP * stride + 1, np.uint64)
+    if lengths.size:
+        origins = np.arange(len(lengths), dtype=np.int64)[:, None] * (64 * stride)
+        bits.place(words, (ends - lengths + origins).reshape(-1), lengths.reshape(-1), values.reshape(-1))
+    halves = words[:-1].byteswap().view(">u4").astype(np.uint32).reshape(groups, GROUP, 2 * stride)
+    return np.concatenate([halves[group, :, :turns[group]].T.reshape(-1) for group in range(groups)]), turns
+
+
+def _table(code: Code) -> NDArray[np.int16]:
+    """By eight bits; those that begin no code, which happens for a single exponent, say its exponent and a bit."""
+    found = np.zeros(256, np.int16)
+    for symbol, (size, value) in code.words.items():
+        found[value << 8 - size:] = symbol << 7 | size
+    return found
+
+
+def check(tensors: Tensors, shape: tuple[int, int]) -> Code:
+    """The code of tensors for [N, K], which no decoder that follows them leaves.  Raises StreamError where they do not fit."""
+    n, k = shape
+    per_row, chunks = lanes_of(k)
+    wanted = {"words": ("<i4", None), "starts": ("<i4", (chunks, -(-n // (GROUP // per_row)))), "table": ("<i2", (256,))}
+    for name, (kind, size) in wanted.items():
+        if name not in tensors or tensors[name].dtype != kind or (size is not None and tensors[name].shape != size):
+            raise StreamError(f"{name} is missing, or not {list(size) if size else '[words]'} of {kind}")
+    turns, rest = divmod(len(tensors["words"]), GROUP)
+    starts = tensors["starts"].reshape(-1)
+    ends = np.concatenate([[0], starts, [turns - AHEAD]])
+    if rest or ends[1] or (np.diff(ends) < 0).any():
+        raise StreamError(f"starts do not rise from 0 to at most {turns - AHEAD}")
+    runs = np.array([stop - start for start, stop in _bounds(-(-k // (RUN * per_row)), chunks)])
+    if (np.diff(ends[1:]).reshape(chunks, -1) > -(-LONGEST * RUN * runs[:, None] // 32)).any():
+        raise StreamError("starts give a group more words than codes of its lanes can have")
+    code = _code(tensors["table"])
+    if (_table(code) != tensors["table"]).any():
+        raise StreamError("table is not that of a canonical code")
+    if n * k and not code.words:
+        raise StreamError("table holds no code")
+    return code
+
+
+def _code(table: NDArray[np.int16]) -> Code:
+    """The canonical code with the lengths that a table has."""
+    entries = np.unique(table).tolist()
+    lengths = {entry >> 7 & 255: entry & 127 for entry in entries if entry}
+    if len(lengths) < sum(entry != 0 for entry in entries) or any(not 0 < size <= LONGEST for size in lengths.values()):
+        raise StreamError("table has a symbol with two lengths, or a length that is none")
+    return canonical(lengths)
+
+
+def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint8]:
+    """The symbols u8 [N, K].  Raises StreamError where `check` does, and for codes that pass the end of a group."""
+    n, k = shape
+    check(tensors, shape)
+    if not n * k:
+        return np.empty(shape, np.uint8)
+    groups = np.arange(-(-n // (GROUP // lanes_of(k)[0])))
+    return np.ascontiguousarray(_decode_groups(tensors, shape, groups)[:n, :k])
+
+
+def decode_rows(tensors: Tensors, shape: tuple[int, int], rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """The symbols u8 [len(rows), K] of some rows, for which only their groups are decoded.  Raises StreamError as `decode`."""
+    check(tensors, shape)
+    if not len(rows) * shape[1]:
+        return np.empty((len(rows), shape[1]), np.uint8)
+    size = GROUP // lanes_of(shape[1])[0]
+    groups, place = np.unique(rows // size, return_inverse=True)
+    return _decode_groups(tensors, shape, groups)[place.reshape(-1) * size + rows % size, :shape[1]]
+
+
+@lru_cache(maxsize=4)
+def _lookup(table: bytes) -> lanes.Lookup:
+    """The lookup of a table's code, which takes longer to make than a few rows take to decode."""
+    return lanes.Lookup(_code(np.frombuffer(table, np.int16)))
+
+
+def _decode_groups(tensors: Tensors, shape: tuple[int, int], groups: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """The symbols [rows, columns] of groups of rows, with the padding of the last group and of the last columns."""
+    n, k = shape
+    per_row, chunks = lanes_of(k)
+    runs, rows = -(-k // (RUN * per_row)), GROUP // per_row
+    starts = tensors["starts"].reshape(-1).astype(np.int64)
+    stops = np.append(starts[1:], len(tensors["words"]) // GROUP - AHEAD)
+    words = tensors["words"].view(np.uint32).reshape(-1, GROUP)
+    out = np.empty((len(groups) * rows, runs, per_row, RUN), np.uint8)
+    lookup = _lookup(tensors["table"].tobytes())
+    step = lanes.LANES // GROUP
+    for chunk, (start, stop) in enumerate(_bounds(runs, chunks)):
+        for first in range(0, len(groups) if start < stop else 0, step):
+            index = chunk * -(-n // rows) + groups[first:first + step]
+            symbols = _ungrouped(words, starts[index], stops[index], RUN * (stop - start), lookup)
+            part = out[first * rows:(first + len(index)) * rows, start:stop]
+            part[...] = symbols.reshape(-1, per_row, stop - start, RUN).transpose(0, 2, 1, 3)
+    return out.reshape(len(groups) * rows, -1)
+
+
+def _ungrouped(words: NDArray[np.uint32], starts: NDArray[np.int64], stops: NDArray[np.int64], count: int,
+               lookup: lanes.Lookup) -> NDArray[np.uint8]:
+    """Symbols [lanes, count] of groups with turns from starts to stops."""
+    turns = stops - starts
+    stride = int(turns.max(initial=0)) + 2
+    each = np.zeros((len(turns) * GROUP, stride), np.uint64)
+    for group, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
+        each[group * GROUP:(group + 1) * GROUP, :stop - start] = words[start:stop].T
+    flat = each.reshape(-1)
+    at = np.arange(len(each), dtype=np.int64) * (32 * stride)
+    symbols = lanes.counted(flat[:-1] << 32 | flat[1:], at, count, lookup)
+    used = lookup.lengths.astype(np.uint8)[symbols].sum(1, dtype=np.int64).reshape(len(turns), GROUP).max(1, initial=0)
+    over = np.flatnonzero(used > 32 * turns)
+    if over.size:
+        raise StreamError(f"words: the codes of a lane take {used[over[0]]} bits of {32 * turns[over[0]]}")
+    return symbols

@@ -1,0 +1,76 @@
+"""Kernel of `huffman_windows` (qdsl/codecs/huffman_windows/reference.py): a thread decodes a window, twice.
+
+First it counts symbols; the sums of the counts say where those of each window go, and then it writes them.
+"""
+
+
+from qdsl.runtime.gpu.kernels import lanes
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+@triton.jit
+def word(data, at, size):
+    """Bytes [at, at + 4) of the data, the first one highest; 0 for those from `size` on."""
+    found = tl.zeros_like(at).to(tl.uint32)
+    for i in tl.static_range(4):
+        found = (found << 8) | tl.load(data + at + i, at + i < size, 0).to(tl.uint32)
+    return found
+
+
+@triton.jit
+def entry(tables, last, bits, LEVELS: tl.constexpr):
+    """The symbol whose code the upper of 32 bits begin with, and its length, by LEVELS rows of the tables and the last one."""
+    found = tl.load(tables + (bits >> 24)).to(tl.int32)
+    for level in tl.static_range(1, LEVELS):
+        further = found >= 240
+        row = tl.load(tables + ((256 - found) * 256 + ((bits >> (24 - 8 * level)) & 255).to(tl.int32)), further, 0).to(tl.int32)
+        found = tl.where(further, row, found)
+    return found, tl.load(last + found).to(tl.int32)
+
+
+@triton.jit
+def ahead(first, second, third, at):
+    """32 bits from bit `at` of 96."""
+    upper = tl.where(at < 32, first, second).to(tl.uint64)
+    lower = tl.where(at < 32, second, third).to(tl.uint64)
+    return ((((upper << 32) | lower) << (at & 31).to(tl.uint64)) >> 32).to(tl.uint32)
+
+
+@triton.jit
+def position(positions, place):
+    """Entry `place` of u32 in bytes that may lie anywhere."""
+    p = positions + place * 4
+    return tl.load(p).to(tl.int32) | (tl.load(p + 1).to(tl.int32) << 8) | (tl.load(p + 2).to(tl.int32) << 16) | (
+        tl.load(p + 3).to(tl.int32) << 24)
+
+
+@triton.jit
+def symbols(tables, data, positions, gaps, out, size, blocks, five, rows, steps, T: tl.constexpr, LEVELS: tl.constexpr):
+    """out[e]: the symbols of a block of T windows of the `size` bytes of data.
+
+    blocks: positions less the last; five: bytes of gaps.  A window has `steps` codes at most.  Writes what positions allow.
+    """
+    block = tl.program_id(0)
+    window = lanes.within(block * T + tl.arange(0, T), tl.cdiv(size, 8))     # the last one again, where nothing is left to write
+    at = window * 8
+    first, second, third = word(data, at, size), word(data, at + 4, size), word(data, at + 8, size)
+    bit = window.to(tl.int64) * 5
+    byte = (bit // 8).to(tl.int32)
+    pair = (tl.load(gaps + byte, byte < five, 0).to(tl.int32) << 8) | tl.load(gaps + byte + 1, byte + 1 < five, 0).to(tl.int32)
+    gap = (pair >> (11 - (bit % 8).to(tl.int32))) & 31
+    stop = tl.minimum(8, size - at) * 8                          # no code begins behind the data
+    last = tables + (rows - 1) * 256
+    p = gap
+    count = tl.zeros_like(gap)
+    for _ in range(steps):
+        _, length = entry(tables, last, ahead(first, second, third, p), LEVELS)
+        count += (p < stop).to(tl.int32)
+        p += length
+    e = position(positions, tl.minimum(block, blocks)) + tl.cumsum(count, 0) - count
+    end = tl.minimum(e + count, position(positions, tl.minimum(block + 1, blocks)))
+    p = gap
+    for _ in range(steps):
+        found, length = entry(tables, last, ahead(first, second, third, p), LEVELS)
+        tl.store(out + e, found.to(tl.uint8), e < end)
+        e += 1
+        p += length

@@ -1,0 +1,182 @@
+"""Symbols in a Huffman code of at most 32 bits, one stream cut into windows that are decoded side by side, as DFloat11 does.
+
+A window has 64 bits, a block as many windows as a GPU's block has threads; gaps and positions say where codes and symbols begin.
+Of symbols u8 [n]:
+
+    tables     u8 [rows, 256]         see qdsl/codecs/lookup.py
+    data       u8 [bytes]             the stream, the first bit of a byte highest; END's code fills the last byte
+    gaps       u8 [ceil(5 * threads * blocks / 8)]  5 bits for every window: where its first code begins
+    positions  u8 [4 * (blocks + 1)]  u32, the first symbol whose code begins in a block, and n; the last block has none where it
+                                      holds only the tail of a code
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qdsl.codecs import bits, lanes
+from qdsl.codecs.huffman import END, Code, df11_code
+from qdsl.codecs.lookup import StreamError, code_of, tables_of
+
+THREADS = 512
+NAMES = ("tables", "data", "positions", "gaps")
+_LANE = 8                                                        # windows that are decoded in one go
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64], threads: int = THREADS) -> dict[str, NDArray[Any]]:
+    """The tensors of symbols, of which each occurs counts[0..255] times; without symbols no row of tables but the lengths.
+
+    Raises StreamError for symbols from 240 on and codes of too many rows, which the tables cannot hold.
+    """
+    symbols = symbols.reshape(-1)
+    if not len(symbols):
+        return {"tables": np.zeros((1, 256), np.uint8), "data": symbols, "positions": np.zeros(4, np.uint8), "gaps": symbols}
+    code = df11_code(counts)
+    tables = tables_of(code)
+    stream = bits.write(symbols, counts, code)
+    windows, gaps, positions = _entries(stream, len(symbols), int(code.lengths[symbols[-1]]), threads)
+    _fill(stream, code)
+    held = np.zeros(-(-len(stream.data) // (8 * threads)) * threads, np.uint8)
+    held[:windows] = gaps
+    return {"tables": tables, "data": stream.data, "positions": np.append(positions, len(symbols)).astype("<u4").view(np.uint8),
+            "gaps": _five_bits(held)}
+
+
+def _entries(stream: bits.Stream, count: int, last: int, threads: int,
+             ) -> tuple[int, NDArray[np.uint8], NDArray[np.int64]]:
+    """Windows in which a code begins, their gaps, and the first symbol of every block in which one does.
+
+    last: bits of the last code.  END, where it fills the last byte, counts as a code: it begins where the others end.
+    """
+    final = stream.bits if stream.bits % 8 else stream.bits - last
+    windows = final // bits.WINDOW + 1
+    gaps = stream.gaps[:windows].copy()
+    if final == stream.bits and stream.starts[windows - 1] == count:
+        gaps[-1] = stream.bits % bits.WINDOW
+    return windows, gaps, stream.starts[:windows:threads]
+
+
+def _fill(stream: bits.Stream, code: Code) -> None:
+    """The last byte goes on with the first bits of END's code."""
+    room = -stream.bits % 8
+    if room:
+        size, value = code.words[END]
+        stream.data[-1] |= value >> size - room if size >= room else value << room - size
+
+
+def _five_bits(gaps: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return np.packbits(np.unpackbits(gaps[:, None], axis=1)[:, 3:])
+
+
+@dataclass(frozen=True)
+class Windows:
+    """A stream that was found whole: code and entry points, ready to be decoded."""
+    data: NDArray[np.uint8]
+    count: int
+    threads: int
+    code: Code
+    gaps: NDArray[np.uint8]
+    positions: NDArray[np.int64]
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that dfloat11's CUDA kernel asks for."""
+        return shared_memory(self.threads, int(np.diff(self.positions).max(initial=0)))
+
+    def decode(self, *, every: bool = False) -> NDArray[np.uint8]:
+        """The symbols u8 [n].  every: all windows are begun at, in place of each eighth.
+
+        Raises StreamError where codes miss gaps of windows that are begun at, positions, or the stream's end.
+        """
+        step = 1 if every else math.gcd(_LANE, self.threads)     # so that blocks begin with a lane
+        windows = -(-8 * len(self.data) // bits.WINDOW)
+        starts = np.arange(0, windows, step, dtype=np.int64) * bits.WINDOW + self.gaps[:windows:step]
+        found = np.empty(self.count, np.uint8)
+        counts = []
+        at = 0
+        for symbols, each in lanes.decode(self.data, starts, lanes.Lookup(self.code)):
+            found[at:at + len(symbols)] = symbols[:self.count - at]
+            at = min(self.count, at + len(symbols))
+            counts.append(each)
+        first = np.cumsum(np.concatenate([[0], *counts]))[:-1]
+        self._check(found, np.minimum(first, self.count), starts, at, self.threads // step)
+        return found
+
+    def _check(self, found: NDArray[np.uint8], first: NDArray[np.int64], starts: NDArray[np.int64], count: int, lanes: int,
+               ) -> None:
+        """Positions are those of the codes, and the codes fill the stream but for less than a byte.
+
+        first: the first symbol of each lane, which begins at starts; count: how many symbols the stream has; lanes: of a block.
+        """
+        blocks = first[::lanes]
+        told = self.positions[:len(blocks)]
+        wrong = np.flatnonzero(told != blocks[:len(told)])
+        if wrong.size:
+            raise StreamError(f"block {wrong[0]} begins with symbol {blocks[wrong[0]]}, and its position says {told[wrong[0]]}")
+        last = int(np.flatnonzero(first < self.count)[-1])
+        end = int(starts[last]) + int(self.code.lengths[found[first[last]:]].sum(dtype=np.int64))
+        if count < self.count or not 0 <= 8 * len(self.data) - end < 8:
+            raise StreamError(f"the data hold {count} symbols of {self.count}, and their codes end at bit {end} of "
+                              f"{8 * len(self.data)}")
+
+
+def shared_memory(threads: int, fullest: int) -> int:
+    """Bytes that dfloat11's CUDA kernel asks for: four for each thread, two for each symbol of the fullest block."""
+    return 4 * threads + 4 + 2 * fullest
+
+
+def threads_within(limit: int, threads: int, fullest: int, shortest: int) -> int | None:
+    """The most threads, of half as many and so on, with which any stream of such codes stays within so many bytes.
+
+    fullest: symbols of the fullest block of `threads`; shortest: bits of the shortest code.  None where even 8 are too many.
+    """
+    most = threads
+    while most >= 8 and shared_memory(most, min(fullest, -(-bits.WINDOW * most // shortest))) > limit:
+        most //= 2
+    return most if most >= 8 else None
+
+
+def windows(tensors: Tensors, count: int, threads: int | None = None) -> Windows:
+    """Tensors of a file for `count` symbols, checked: no decoder that follows them leaves them.
+
+    threads: as many as gaps and positions allow, if not given.
+    Raises StreamError for tensors of other types or sizes, positions that fall or leave the stream, and tables that are no code.
+    """
+    for name in NAMES:
+        if name not in tensors or tensors[name].dtype != np.uint8 or tensors[name].ndim != 1 + (name == "tables"):
+            raise StreamError(f"{name} are missing, or not {'[rows, 256]' if name == 'tables' else '[n]'} of u1")
+    data, size = tensors["data"], len(tensors["data"])
+    if not count or not size or count > 8 * size or count >> 31 or size >> 31:
+        raise StreamError(f"{count} symbols in a stream of {size} bytes")
+    known = [1 << power for power in range(3, 11)] if threads is None else [threads]
+    fit = [each for each in known if _sizes_fit(tensors, each)]
+    if not fit:
+        raise StreamError(f"{len(tensors['gaps'])} bytes of gaps and {len(tensors['positions'])} of positions are not those of "
+                          f"{size} bytes{f' with {threads} threads' if threads else ''}")
+    positions = tensors["positions"].view("<u4").astype(np.int64)
+    if positions[0] or positions[-1] != count or (np.diff(positions) < 0).any():
+        raise StreamError(f"positions do not rise from 0 to {count}")
+    blocks = -(-size // (8 * fit[-1]))
+    five = np.unpackbits(tensors["gaps"])[:5 * fit[-1] * blocks].reshape(-1, 5)
+    gaps = np.packbits(five, axis=1)[:, 0] // 8
+    return Windows(data, count, fit[-1], code_of(tensors["tables"]), gaps, positions)
+
+
+def _sizes_fit(tensors: Tensors, threads: int) -> bool:
+    blocks = -(-len(tensors["data"]) // (8 * threads))
+    return len(tensors["gaps"]) == -(-5 * threads * blocks // 8) and len(tensors["positions"]) in (4 * blocks, 4 * blocks + 4)
+
+
+def decode(tensors: Tensors, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """The symbols u8 [n] of a weight of that shape.  Raises StreamError where `windows` and `Windows.decode` do."""
+    if not math.prod(shape):
+        return np.zeros(0, np.uint8)
+    return windows(tensors, math.prod(shape)).decode()

@@ -1,0 +1,140 @@
+"""Many stretches of a bit stream decoded side by side: each lane begins at a known bit and ends where the next one begins.
+
+A lookup of 16 bits gives up to eight symbols at once.  The stream is not trusted: a lane advances with every lookup, reads no
+word outside the stream, and must end exactly where the next one begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qdsl.codecs.huffman import END, Code, Words
+from qdsl.codecs.lookup import StreamError
+
+LANES = 4096                                                     # decoded together: their state stays in cache
+LONG = 32                                                        # bits of the longest code
+_BITS = 16                                                       # of a lookup
+_MOST = 8                                                        # symbols of a lookup
+
+
+class Lookup:
+    """What 16 bits of a stream hold: symbols as bytes of a u64, how many, and their bits.  No symbol: a longer code, or END."""
+
+    def __init__(self, code: Code) -> None:
+        self.lengths = code.lengths.astype(np.int64)
+        order = sorted(code.words, key=lambda symbol: code.words[symbol][1] << LONG - code.words[symbol][0])
+        self.order = np.array(order)
+        self.first = np.array([code.words[symbol][1] << LONG - code.words[symbol][0] for symbol in order], np.uint64)
+        symbol = self.find(np.arange(1 << _BITS, dtype=np.uint64) << LONG - _BITS)
+        bits = np.where(symbol == END, 255, self.lengths[symbol])
+        self.symbols = np.zeros(1 << _BITS, np.uint64)
+        self.count = np.zeros(1 << _BITS, np.uint8)
+        self.bits = np.zeros(1 << _BITS, np.int64)
+        for place in range(_MOST):
+            rest = np.arange(1 << _BITS) << self.bits & (1 << _BITS) - 1
+            more = (self.count == place) & (self.bits + bits[rest] <= _BITS)
+            self.symbols[more] |= symbol[rest[more]].astype(np.uint64) << 8 * place
+            self.count[more] += 1
+            self.bits[more] += bits[rest[more]]
+
+    def find(self, window: Words) -> NDArray[np.int64]:
+        """The symbol whose code the upper of 32 bits begin with: codes, filled with zeros, divide all windows between them."""
+        return self.order[np.searchsorted(self.first, window, side="right") - 1]
+
+
+def decode(data: NDArray[np.uint8], starts: NDArray[np.int64], lookup: Lookup,
+           ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
+    """The symbols of the lanes, in order, and how many each lane has, some lanes at a time.
+
+    data: u8, the stream.  starts: i64, rising: the bit at which each lane begins.  The last lane ends with the data.  What
+    lanes make of bits after the last code is for the caller to cut off.  Raises StreamError where codes of one lane do not end at
+    the start of the next, unless the data end there.
+    """
+    ends = np.append(starts[1:], 8 * len(data))
+    for first in range(0, len(starts), LANES):
+        part = slice(first, first + LANES)
+        origin = int(starts[first]) & ~31
+        symbols, counts, closed = _together(_words(data, origin >> 5, (int(ends[part][-1]) >> 5) + 2), starts[part] - origin,
+                                    ends[part] - origin, lookup)
+        wrong = np.flatnonzero((closed + origin != ends[part]) & (closed + origin <= 8 * len(data) - 8))
+        if wrong.size:
+            raise StreamError(f"the code before bit {int(ends[part][wrong[0]])} ends at {int(closed[wrong[0]]) + origin}")
+        yield symbols, counts
+
+
+def counted(words: Words, at: NDArray[np.int64], count: int, lookup: Lookup) -> NDArray[np.uint8]:
+    """The first `count` symbols [lanes, count] of lanes that begin at bits `at`; codes have at most 16 bits.
+
+    words: 64 bits from every multiple of 32 on.  Where codes pass the end, the last word goes on for ever.
+    """
+    lanes, left, steps = np.arange(len(at)), np.full(len(at), count), []
+    total = len(at)
+    while len(at) and count:
+        window = words[np.minimum(at >> 5, len(words) - 1)] << (at & 31).astype(np.uint64)
+        index = (window >> 64 - _BITS).astype(np.int64)
+        some = np.minimum(lookup.count[index], left)
+        steps.append((lanes, lookup.symbols[index], some))
+        at, left = at + lookup.bits[index], left - some
+        if not left.all():
+            going = left > 0
+            at, left, lanes = at[going], left[going], lanes[going]
+    return _compact(steps, total)[0].reshape(total, count)
+
+
+def _words(data: NDArray[np.uint8], start: int, stop: int) -> Words:
+    """64 bits from every multiple of 32 on; zeros after the end."""
+    found = np.zeros(4 * (stop - start + 1), np.uint8)
+    piece = data[4 * start:4 * (stop + 1)]
+    found[:len(piece)] = piece
+    words = found.view(">u4").astype(np.uint64)
+    return words[:-1] << 32 | words[1:]
+
+
+def _together(words: Words, at: NDArray[np.int64], ends: NDArray[np.int64], lookup: Lookup,
+              ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
+    """Symbols of lanes that begin at bits `at` of the words, how many each has, and the bits at which their last codes end."""
+    lanes, closed, steps = np.arange(len(at)), np.zeros(len(at), np.int64), []
+    while len(at):
+        window = words[at >> 5] << (at & 31).astype(np.uint64) >> LONG
+        index = (window >> LONG - _BITS).astype(np.int64)
+        symbols, count, after = lookup.symbols[index], lookup.count[index], at + lookup.bits[index]
+        long = np.flatnonzero(count == 0)
+        if long.size:
+            found = lookup.find(window[long])
+            symbols[long], count[long] = found.astype(np.uint64) & 255, found != END
+            after[long] += np.where(found == END, 64 * len(words), lookup.lengths[found])
+        over = np.flatnonzero(after >= ends)
+        if over.size:
+            count[over], closed[lanes[over]] = _before(symbols[over], count[over], at[over], ends[over], lookup)
+        steps.append((lanes, symbols, count))
+        if over.size:
+            going = after < ends
+            at, ends, lanes = after[going], ends[going], lanes[going]
+        else:
+            at = after
+    return *_compact(steps, len(closed)), closed
+
+
+def _before(symbols: Words, count: NDArray[np.uint8], at: NDArray[np.int64], ends: NDArray[np.int64], lookup: Lookup,
+            ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """How many symbols of a lookup begin before the ends of their lanes, and where the last of those ends."""
+    bits = lookup.lengths[symbols.view(np.uint8).reshape(-1, _MOST)]
+    bits[np.arange(_MOST) >= count[:, None]] = 0
+    stops = at[:, None] + np.cumsum(bits, axis=1)
+    kept = ((stops - bits < ends[:, None]) & (bits > 0)).sum(1)
+    return kept, np.where(kept, np.take_along_axis(stops, np.maximum(kept, 1)[:, None] - 1, 1)[:, 0], at)
+
+
+def _compact(steps: list[tuple[NDArray[np.int64], Words, NDArray[np.uint8]]], lanes: int,
+             ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """The symbols of lane after lane, and how many each has."""
+    symbols = np.zeros((lanes, len(steps)), np.uint64)
+    counts = np.zeros((lanes, len(steps)), np.uint8)
+    for step, (index, some, count) in enumerate(steps):
+        symbols[index, step] = some
+        counts[index, step] = count
+    kept = np.arange(_MOST, dtype=np.uint8) < counts.reshape(-1, 1)
+    return symbols.view(np.uint8).reshape(-1, _MOST)[kept], counts.sum(1, dtype=np.int64)

@@ -1,0 +1,118 @@
+"""Launches of `window` (qdsl/codecs/window/reference.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qdsl.codecs.window import kernels
+from qdsl.codecs.window import reference as entropy
+from qdsl.runtime.gpu import configure
+from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.weight.arrays import cdiv
+
+STEP, PATCHES = 8, 128                                           # words of a row, one for each thread, and patches at a time
+TAIL = 32                                                        # patches at a time in `few`, of each 16 x 8 sums
+WARPS = 4
+CHUNK = 128                                                      # columns that a warp of `few` takes in a trip
+
+Tensors = Mapping[str, Tensor]
+BULK = ("codes",)                                                # of which a check looks at nothing but the shape
+ASSUMED = {"patches": 0}
+
+
+def facts(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> dict[str, int]:
+    """Of tensors, checked: the most patches that a row has.  Raises StreamError.
+
+    All of them may be, where a patch's code could mean the number 0: what an infinite x makes of that is lost.
+    """
+    entropy.check(tensors, shape)
+    if len(tensors["index"]) and not tensors["base"][0]:
+        return {"patches": shape[1]}
+    rows = np.repeat(np.arange(len(tensors["start"]) - 1) * entropy.ROWS, np.diff(tensors["start"]))
+    rows += tensors["index"] // max(1, shape[1])
+    return {"patches": int(np.bincount(rows).max(initial=0))}
+
+
+def usual(shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    """Shapes of what depends on the weights, for exponents of normal ones: 5 patches in 100 000."""
+    n, k = shape
+    patches = cdiv(n * k, 20000)
+    return {"start": (cdiv(n, entropy.ROWS) + 1,), "index": (patches,), "value": (patches,)}
+
+
+def block_rows(shape: tuple[int, int]) -> int:
+    """Rows that a program decodes."""
+    return entropy.ROWS
+
+
+def group_rows(shape: tuple[int, int]) -> int:
+    """Rows that have patches of their own."""
+    return entropy.ROWS
+
+
+def row_band(tensors: Tensors, shape: tuple[int, int], start: int, stop: int) -> dict[str, Tensor]:
+    """The tensors of rows [start, stop), from the same base: codes are not copied, patches of their groups are.
+
+    start: a multiple of group_rows; stop: one, too, or N.
+    """
+    starts = tensors["start"][start // entropy.ROWS:cdiv(stop, entropy.ROWS) + 1]
+    patches = slice(*starts[[0, -1]].tolist())
+    return {"codes": tensors["codes"][start:stop], "base": tensors["base"], "start": starts - starts[0],
+            "index": tensors["index"][patches].clone(), "value": tensors["value"][patches].clone()}   # begin where kernels load
+
+
+def open_calls(tensors: Tensors, facts: Mapping[str, int], out: Tensor, shape: tuple[int, int], blocks: Tensor | None = None,
+               ) -> Iterator[Call]:
+    """The launch that makes the symbols u8 [N, K].
+
+    blocks: int32 [B], only these blocks of rows, one after the other in out.
+    """
+    n, k = shape
+    yield Call(kernels.symbols, (*_arguments(tensors), out, n, k, blocks),
+               {"ROWS": entropy.ROWS, "STEP": STEP, "PATCHES": PATCHES},
+               (cdiv(n, entropy.ROWS) if blocks is None else len(blocks),), {"num_warps": WARPS},
+               weights=entropy.ROWS * k, step=entropy.ROWS * 8 * STEP)
+
+
+def dequantize_calls(made: Any, at: int, tensors: Tensors, rest: Tensor, facts: Mapping[str, int], out: Tensor) -> Iterator[Call]:
+    """The launch that makes weights [N, K] of 16 bits; K is a multiple of 128.
+
+    made: the function of pairs of symbols, which are at bit `at`, and of the other bits, that makes pairs of weights.
+    """
+    n, k = out.shape
+    times = 4 if k % (8 * 4 * STEP) == 0 else 2
+    yield Call(kernels.dequantize, (*_arguments(tensors), rest.view(torch.int32), rest.view(torch.int64), out.view(torch.int32),
+                            out.view(torch.int16), n, k, k // 8),
+               {"made": made, "AT": at, "ROWS": entropy.ROWS, "STEP": STEP, "TIMES": times, "PATCHES": PATCHES},
+               (cdiv(n, entropy.ROWS),), {"num_warps": WARPS}, weights=entropy.ROWS * k, step=entropy.ROWS * 8 * STEP * times)
+
+
+def has_few(shape: tuple[int, int], facts: Mapping[str, int]) -> bool:
+    """Whether most columns of every row are as their codes say: the others add an error of float32 that the code decides."""
+    return 4 * facts["patches"] <= shape[1]
+
+
+def few_calls(made: Any, at: int, tensors: Tensors, rest: Tensor, facts: Mapping[str, int], x: Tensor, bias: Tensor | None,
+              out: Tensor, F: Any) -> Iterator[Call]:
+    """The launch of x [M, K] times the weight's transpose, plus bias [N], into out [M, N]; K is a multiple of 128."""
+    (m, k), n = x.shape, out.shape[1]
+    places = configure.target(x.device).multiprocessors
+    warps = 1
+    while warps < 8 and cdiv(n, entropy.ROWS) * warps < configure.WARPS * places and 2 * CHUNK * warps <= k:
+        warps *= 2
+    blocks = 1 if m <= 8 else 2
+    yield Call(kernels.few, (*_arguments(tensors), rest.view(torch.int32), x.view(torch.int32), x, bias, out, m, n, k, k // 8),
+               {"made": made, "AT": at, "ROWS": entropy.ROWS, "W": warps, "BLOCKS": blocks, "PATCHES": TAIL,
+                "EVEN": k % (CHUNK * warps) == 0, "F": F},
+               (cdiv(n, entropy.ROWS), cdiv(m, 8 * blocks)), {"num_warps": warps, "num_stages": 1},
+               weights=entropy.ROWS * k, step=entropy.ROWS * CHUNK * warps)
+
+
+def _arguments(tensors: Tensors) -> tuple[Tensor, ...]:
+    return tuple(tensors[name].contiguous() for name in entropy.NAMES)

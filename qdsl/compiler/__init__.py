@@ -1,0 +1,1 @@
+"""From a spec to a module: parse (spec), represent (ir), transform (passes), print (emit)."""

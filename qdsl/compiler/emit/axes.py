@@ -1,0 +1,76 @@
+"""Extents as the short texts that generated modules describe their shapes with: 'N', '18*K/32', 'ceil(K/group)'."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qdsl.compiler.emit.tensors import Unsupported
+from qdsl.compiler.ir import index as ix
+from qdsl.compiler.ir.index import Index, name
+from qdsl.compiler.ir.program import Field, Program, Tensor
+from qdsl.compiler.passes.samples import divisor_of
+
+
+def axis_text(extent: Index, words: int = 1) -> str:
+    """One axis: words times a dim over a step."""
+    head = f"{words}*" if words > 1 else ""
+    if extent.is_const:
+        return str(words * extent.const)
+    atom, coefficient = extent.terms[0]
+    if len(extent.terms) == 1 and not extent.const:
+        if coefficient != 1:
+            return axis_text(Index(0, ((atom, 1),)), words * coefficient)
+        if atom.op == "name":                                    # N, K or a size
+            return head + atom.name
+        if atom.op == "mul" and set(atom.args) == {name("N"), name("K")}:
+            return head + "N*K"
+        if atom.op in ("exact", "ceil"):
+            top, by = atom.args
+            inner, times = top.terms[0] if len(top.terms) == 1 and not top.const else (None, 1)
+            if inner is not None and inner.op == "exact":        # a quotient that divides, rounded up again
+                top, by = inner.args[0] * times, inner.args[1] * by
+            elif inner is not None and inner.op == "ceil" and atom.op == "exact":
+                return f"{axis_text(top, words)}/{str(by).replace(' ', '')}"
+            whole = axis_text(top)
+            if "/" in whole:
+                raise Unsupported(f"the extent {extent} is a dim over two steps")
+            body = f"{whole}/{str(by).replace(' ', '')}"
+            return head + (f"ceil({body})" if atom.op == "ceil" else body)
+    raise Unsupported(f"the extent {extent} is not a dim over a step")
+
+
+def tensor_axes(tensor: Tensor) -> list[str]:
+    """The axes of a stored tensor."""
+    found: list[str] = []
+    for axis in tensor.axes:
+        variables = [digit for digit in axis.digits if digit]
+        words = tensor.words if "" in axis.digits else 1
+        if len(variables) > 1:
+            raise Unsupported(f"an axis of '{tensor.name}' has two variables")
+        extent = tensor.var(variables[0]).extent if variables else Index(1)
+        found.append(axis_text(extent, words) if axis.extent is None else axis_text(axis.extent))
+    return found
+
+
+def field_axes(programs: Sequence[Program], field: Field) -> list[str]:
+    """The axes of a field, exact where every storage makes its blocks whole."""
+    found: list[str] = []
+    for extent in field.extents:
+        atom = extent.terms[0][0] if extent.terms else None
+        if atom is not None and atom.op == "ceil" and atom.args[1].is_const and atom.args[0] in (name("N"), name("K")):
+            dim = str(atom.args[0])
+            if all(divisor_of(dim, [v.extent for t in p.tensors for v in t.vars]) % atom.args[1].const == 0 for p in programs):
+                extent = ix.exact(atom.args[0], atom.args[1])
+        found.append(axis_text(extent))
+    return found
+
+
+def field_kinds(programs: Sequence[Program]) -> dict[str, str]:
+    """The type of each field as the spec says it, where the programs have different ones: `u{bits}`."""
+    found: dict[str, str] = {}
+    for declared, field in zip(programs[0].spec.fields, programs[0].fields, strict=True):
+        parameter = declared.typed.type.parameter
+        same = len({program.field(field.name).kind for program in programs}) == 1
+        written = f"{declared.typed.type.name}{{{parameter.name}}}" if parameter else field.kind
+        found[field.name] = field.kind if same else written
+    return found

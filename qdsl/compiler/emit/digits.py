@@ -1,0 +1,140 @@
+"""A slice of a field over the bytes of its record: which digits move by whole bytes, and the lanes that are left.
+
+The torch reference moves whole bytes by views and cuts the rest with shifts.  A lane is one value of the digits whose stride
+is no whole number of bytes: it lies `shift` bits above byte `skip` of a container.  A container is one byte where no lane
+straddles bytes (nibbles; Q4_K's mins, whose second half is four bytes and four bits away), else the few bytes after which
+the digits are at a byte border again (three for 3-bit codes).  Base-3 digits of a byte are lanes at places instead of shifts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import gcd, prod
+
+from qdsl.core.layout import Slice, refine
+
+
+@dataclass(frozen=True, slots=True)
+class Digit:
+    """A digit of coordinate `axis`; `weight` is its weight there, `stride` its step in bits of the record."""
+
+    axis: int
+    weight: int
+    extent: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The value of every bit digit, and where its elements lie: `shift` bits above byte `skip` of the container.
+
+    place: of base-3 digits, the place in that byte.
+    """
+
+    values: tuple[int, ...]
+    skip: int
+    shift: int
+    place: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One slice, cut: byte digits with the largest stride first, bit digits in the order of the coordinates.
+
+    first: the byte of the record at which the first container begins.
+    """
+
+    part: Slice
+    bytes_: tuple[Digit, ...]
+    bits: tuple[Digit, ...]
+    container: int
+    lanes: tuple[Lane, ...]
+    first: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether an element is exactly its container."""
+        return not self.bits and self.part.width == 8 * self.container and self.part.offset % 8 == 0
+
+    @property
+    def skips(self) -> list[int]:
+        """The different bytes at which lanes lie."""
+        return sorted({lane.skip for lane in self.lanes})
+
+    @property
+    def neighbours(self) -> str:
+        """Where lanes are neighbours that fill a byte, their width and order for spread and joined; else ''."""
+        shifts, width = [lane.shift for lane in self.lanes], self.part.width
+        if self.container != 1 or self.part.places or len(self.bits) != 1 or len(self.skips) != 1:
+            return ""
+        ordered = len(shifts) > 1 and shifts == list(range(0, 8, width))
+        return str(width) if ordered else "4, turned=True" if (width, shifts) == (4, [4, 0]) else ""
+
+    @property
+    def shift(self) -> str:
+        """How far lane i is to shift, where lanes are the values of one digit."""
+        first, step = self.lanes[0].shift, self.bits[0].stride
+        times = f"{abs(step)} * i" if abs(step) != 1 or not first else "i"
+        return f"{first} {'-' if step < 0 else '+'} {times}" if first else times
+
+
+def cut(part: Slice) -> Cut | None:
+    """The slice over bytes; None where it does not come apart into byte digits and containers of up to eight bytes."""
+    if part.places:
+        return _cut_places(part)
+    bytes_: list[Digit] = []
+    bits: list[Digit] = []
+    for axis, layout in enumerate(part.dims):
+        weight = 1
+        for extent, stride in layout.modes:
+            period = 8 // gcd(stride, 8)                         # after so many steps the digit is at a byte again
+            inside = min(extent, period)
+            if extent % inside:
+                inside = extent                                  # ten codes of 3 bits in a word: lanes, all of them
+            if inside > 1:
+                bits.append(Digit(axis, weight, inside, stride))
+            if extent > inside:
+                bytes_.append(Digit(axis, weight * inside, extent // inside, stride * inside))
+            weight *= extent
+    bits.sort(key=lambda d: (d.axis, -d.weight))
+    low = part.offset + sum((d.extent - 1) * d.stride for d in bits if d.stride < 0)
+    at = {values: part.offset - low // 8 * 8 + sum(v * d.stride for v, d in zip(values, bits, strict=True))
+          for values in product(*(range(d.extent) for d in bits))}
+    one = all(bit % 8 + part.width <= 8 for bit in at.values())
+    container = 1 if one else -(-(max(at.values()) + part.width) // 8)
+    lanes = tuple(Lane(values, bit // 8 if one else 0, bit % 8 if one else bit) for values, bit in at.items())
+    if min(at.values()) < 0 or container > 8 or any(d.stride < 8 * container for d in bytes_):
+        return None
+    return Cut(part, tuple(sorted(bytes_, key=lambda d: -d.stride)), tuple(bits), container, lanes, low // 8)
+
+
+def _cut_places(part: Slice) -> Cut | None:
+    """A slice of base-3 digits: what moves the place in a byte is a lane, whether or not it moves the byte."""
+    bytes_: list[Digit] = []
+    bits: list[Digit] = []
+    moves: dict[Digit, int] = {}
+    for axis, pair in enumerate(zip(part.dims, part.places, strict=True)):
+        cuts = [prod(extent for extent, _ in layout.modes[:i]) for layout in pair for i in range(len(layout.modes))]
+        layouts = [refine(layout, cuts) for layout in pair]
+        if layouts[0] is None or layouts[1] is None:
+            return None
+        weight = 1
+        for (extent, stride), (_, step) in zip(layouts[0].modes, layouts[1].modes, strict=True):
+            digit = Digit(axis, weight, extent, stride)
+            (bits if step else bytes_).append(digit)
+            moves[digit] = step
+            weight *= extent
+    bits.sort(key=lambda d: (d.axis, -d.weight))
+    first = part.place((0,) * len(part.dims))
+    lanes = tuple(Lane(values, sum(v * d.stride for v, d in zip(values, bits, strict=True)) // 8, 0,
+                       first + sum(v * moves[d] for v, d in zip(values, bits, strict=True)))
+                  for values in product(*(range(d.extent) for d in bits)))
+    if min(lane.skip for lane in lanes) < 0 or any(d.stride < 8 for d in bytes_):
+        return None
+    return Cut(part, tuple(sorted(bytes_, key=lambda d: -d.stride)), tuple(bits), 1, lanes, part.offset // 8)
+
+
+def coordinate(digits: list[Digit], axis: int) -> list[Digit]:
+    """The digits of one coordinate, slowest first."""
+    return sorted((d for d in digits if d.axis == axis), key=lambda d: -d.weight)

@@ -1,0 +1,166 @@
+"""The decode expression as text: one printer for torch and Triton, which differ in three operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from qdsl.compiler.ir.program import Program, Value
+
+_LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "neg": 3, "field": 4, "const": 4, "table": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """`divide` and `negate` are calls or prefixes where the plain operator on floats would not round or sign as defined.
+
+    table: how an entry of a table is read.
+    """
+
+    table: Callable[[str, str], str]
+    divide: str | None = None
+    negate: str = "-"
+
+
+def constant(table: str) -> str:
+    """What a generated module calls a table."""
+    return table.upper()
+
+
+TORCH = Dialect(lambda table, at: f"{constant(table)}[{at}]")
+# tl's `/` is approximate, and its -x is 0 - x, which loses -0.
+TRITON = Dialect(lambda table, at: f"tl.load({table} + {at})", divide="tl.div_rn", negate="-1.0 * ")
+
+
+def formula(program: Program, dialect: Dialect = TORCH, names: Mapping[str, str] | None = None, around: int = 0,
+            step: int = -1) -> str:
+    """The value of weight [n, k], in the order of operations that the spec wrote, or of a step of it.
+
+    `names` says what fields are called; `around` is 2 where the text becomes the left side of a product.
+    """
+    return _text(program, step % len(program.values), dialect, names or {}, around)
+
+
+def step_name(number: int) -> str:
+    """The key in `names` of a step that is known already."""
+    return f"step {number}"
+
+
+def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, str], around: int) -> str:
+    value = program.values[number]
+    if found := names.get(step_name(number)):
+        return found
+    if value.op == "float":
+        return _text(program, value.args[0], dialect, names, around)
+    if value.op == "field":
+        return names.get(value.name, value.name)
+    if value.op == "const":
+        return repr(value.const) if value.const >= 0 else f"({value.const!r})"
+    if value.op == "table" and len(program.spec.table(value.name).shape) > 1:
+        return row_entry(program, value, dialect, names)
+    if value.op == "table":
+        return dialect.table(value.name, _text(program, value.args[0], dialect, names, 1 if dialect is TRITON else 0))
+    if value.op == "neg":
+        sign = "-" if value.is_int else dialect.negate
+        level = 2 if "*" in sign else 3
+        body = sign + _text(program, value.args[0], dialect, names, 3)
+        return f"({body})" if around > level else body
+    left, right = value.args
+    if value.op == "/" and dialect.divide:
+        operands = (_float_text(program, side, dialect, names) for side in (left, right))
+        return f"{dialect.divide}({', '.join(operands)})"
+    level = _LEVEL[value.op]
+    body = f"{_text(program, left, dialect, names, level)} {value.op} {_text(program, right, dialect, names, level + 1)}"
+    return f"({body})" if around > level else body
+
+
+def row_entry(program: Program, value: Value, dialect: Dialect, names: Mapping[str, str]) -> str:
+    """An entry of a table of rows.  `names` says what holds the rows in torch, and the column's place in its row in Triton."""
+    columns = program.spec.table(value.name).shape[1]
+    row = program.values[value.args[0]].name
+    if dialect is TORCH:
+        return names.get(f"{value.name}[{row}]", value.name)
+    return dialect.table(value.name, f"{columns} * {names.get(row, row)} + {names[f'k % {columns}']}")
+
+
+def _float_text(program: Program, number: int, dialect: Dialect, names: Mapping[str, str]) -> str:
+    """An operand of a function that does not turn integers into floats by itself."""
+    if program.values[number].op != "float":
+        return _text(program, number, dialect, names, 0)
+    return f"{_text(program, number, dialect, names, 4)}.to(tl.float32)"
+
+
+def tables(program: Program) -> dict[str, str]:
+    """The tables that decode reads, each with the type that holds its numbers: i32 where integers meet integers, else f32.
+
+    Rows are held in i8 where every step up to the next float fits.
+    """
+    found: dict[str, str] = {}
+    reads = {number: value for number, value in enumerate(program.values) if value.op == "table"}
+    for number, value in reads.items():
+        users = [user for user in program.values if number in user.args and user.op != "float"]
+        held = "i32" if value.is_int and users else "f32"
+        if len(program.spec.table(value.name).shape) > 1 and value.is_int:
+            held = "i8" if all(-128 <= end < 128 for step in _above(program, number) for end in step.range or ()) else "i32"
+        found[value.name] = held if found.get(value.name, held) == held else "i32"
+    return found
+
+
+def _above(program: Program, number: int) -> list[Value]:
+    """A value and the integers that are computed from it."""
+    value = program.values[number]
+    users = [i for i, user in enumerate(program.values) if number in user.args and user.is_int]
+    return [value, *(step for i in users for step in _above(program, i))]
+
+
+def steps(program: Program, names: Mapping[str, str]) -> tuple[str, list[tuple[str, str, str]]]:
+    """The formula as what it begins with, and the operations that follow, each (op, left, right) with one side empty.
+
+    Every step has a value for each weight, so that one tensor can hold them all, one after the other.
+    `names` says what fields, rows of tables, and steps that are known already, are called.
+    """
+    values = program.values
+    at = len(values) - 1
+    found: list[tuple[str, str, str]] = []
+    while values[at].op in ("+", "-", "*", "/") and not values[at].is_int and step_name(at) not in names:
+        sides = [arg for arg in values[at].args if values[arg].index == values[-1].index]
+        if not sides:
+            break
+        held = next((arg for arg in sides if values[arg].op in ("+", "-", "*", "/")), sides[0])
+        left, right = ("" if arg == held else _text(program, arg, TORCH, names, 0) for arg in values[at].args)
+        right = right if left or right else _text(program, held, TORCH, names, 0)        # a square
+        found.append((values[at].op, left, right))
+        at = held
+    start = _text(program, at, TORCH, names, 0)
+    inner = values[values[at].args[0]] if values[at].op == "float" else None
+    cast = inner is not None and not (inner.op == "table" and tables(program)[inner.name] == "f32")
+    return f"as_float({start}, out)" if cast else start, found[::-1]
+
+
+def integer_fields(program: Program) -> dict[str, int]:
+    """Fields that take part in integer arithmetic, subscripts of all tables too, with the bits of a signed integer that holds
+    every step of it.
+    """
+    found: dict[str, int] = {}
+    for value in program.values:
+        if value.op in ("table", "entry"):
+            value = program.values[value.args[0]]
+        elif not value.is_int or value.op == "field":
+            continue
+        if value.op != "const":
+            leaves, low, high = _leaves(program, value)
+            bits = next(b for b in (8, 16, 32) if -(1 << b - 1) <= low and high < 1 << b - 1)
+            found.update({leaf: max(bits, found.get(leaf, 8)) for leaf in leaves})
+    return found
+
+
+def _leaves(program: Program, value: Value) -> tuple[set[str], int, int]:
+    """Fields below an integer value, and the range of all its steps."""
+    assert value.range is not None
+    low, high = value.range
+    leaves = {value.name} if value.op in ("field", "entry") else set()
+    for arg in value.args if value.op not in ("table", "entry") else ():
+        names, small, large = _leaves(program, program.values[arg])
+        leaves |= names
+        low, high = min(low, small), max(high, large)
+    return leaves, low, high

@@ -1,0 +1,63 @@
+"""Where the bits of a stored tensor lie, as the short texts that runtime/weight/bits.py reads: 'q[2:16 4:4 1@1, 1@0]'."""
+
+from __future__ import annotations
+
+from qdsl.compiler.ir.program import Placement, Program, Tensor
+from qdsl.core.layout import Slice
+
+Digit = tuple[int, str]                                          # extent, 0 for the rest of the axis; step
+
+
+def bits_texts(program: Program, tensor: Tensor) -> list[str]:
+    """The pieces of a tensor, where all their bits lie at digits of subscripts; else none."""
+    if tensor.stored is not None and tensor.stored.field is not None:
+        return []
+    if any(placement.flat or placement.ranges > 1 for placement in tensor.placements):
+        return []
+    apart = tensor.words > 1 and tensor.axes[-1].digits[-1:] != ("",)
+    if apart and any(len(placement.slices) > 1 for placement in tensor.placements):
+        return []                                                # planes of one field in words that lie apart
+    found = [_piece(program, tensor, placement, part) for placement in tensor.placements for part in placement.slices]
+    return found if all(found) else []
+
+
+def _piece(program: Program, tensor: Tensor, placement: Placement, part: Slice) -> str:
+    """A slice: its coordinates' digits, the fastest first; '' where it crosses words that lie apart."""
+    size = tensor.element.bits
+    in_one = part.offset % size + part.width <= size
+    if part.places or (not in_one and tensor.axes[-1].digits[-1:] != ("",)):
+        return ""
+    coordinates: list[str] = []
+    for names, layout in zip(placement.digits, part.dims, strict=True):
+        inside = [cut for extent, stride in layout.modes for cut in _mode(tensor, extent, stride)]
+        digits = [digit for name in reversed(names) for digit in ([(0, _step(tensor, name))] if name else inside)]
+        if len([name for name in names if name]) > 1 or any(not step for _, step in digits):
+            return ""
+        coordinates.append(" ".join(f"{extent}:{step}" if extent else step for extent, step in digits))
+    whole = part.lo == 0 and part.width == program.field(placement.field).bits
+    shown = placement.field + ("" if whole else f".at({part.lo}):{part.width}")
+    start = f"+{part.offset}" if part.offset else ""
+    return f"{shown}{start}[{', '.join(coordinates)}]"
+
+
+def _mode(tensor: Tensor, extent: int, stride: int) -> list[Digit]:
+    """A digit inside of an element, over elements of the record, or first the one and then the other; without a step if none."""
+    size = tensor.element.bits
+    if stride <= 0:
+        return [(extent, "")]
+    if stride % size == 0:
+        return [(extent, _step(tensor, "", stride // size))]
+    inside = min(extent, size // stride)
+    if inside * stride > size or (size % stride and inside < extent) or extent % inside:
+        return [(extent, "")]
+    return [(inside, str(stride)), *([(extent // inside, _step(tensor, ""))] if inside < extent else [])]
+
+
+def _step(tensor: Tensor, digit: str, times: int = 1) -> str:
+    """How far a variable, or the word '', moves along its axis; '' where an axis has words that lie apart."""
+    for place, axis in enumerate(tensor.axes):
+        if digit in axis.digits:
+            if axis.digits[-1] == digit:
+                return f"{times}@{place}"
+            return f"{tensor.words * times}@{place}" if axis.digits == (digit, "") else ""
+    return ""

@@ -1,0 +1,77 @@
+"""Building specs into files of generated modules: only what differs is written, and nothing outside the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from qdsl.compiler.emit.module.description import description
+from qdsl.compiler.emit.module.module import module
+from qdsl.compiler.passes import compile_spec
+from qdsl.compiler.spec.schema import load
+from qdsl.host.files import write_text
+
+MARK = "Do not edit: change the spec"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file of a build: `change` is 'written', 'same' or 'removed'."""
+
+    path: Path
+    change: str
+
+
+class BuildError(Exception):
+    """A file that a build must not touch."""
+
+
+def files_of(spec: Path | str, name: str | None = None) -> dict[str, str]:
+    """The generated files of a spec by their paths below the output folder, code first.  Raises SpecError."""
+    programs = compile_spec(load(spec, name))
+    return {**module(programs), f"{programs[0].spec.name}.json": description(programs)}
+
+
+def build(spec: Path | str, out: Path, *, write: bool = True) -> Iterator[Written]:
+    """Write a spec's module below `out`, and remove what an earlier build of it left.
+
+    write=False changes nothing and says what would change.  Raises SpecError, BuildError, OSError.
+    """
+    yield from put(files_of(spec), out, write=write)
+
+
+def put(files: Mapping[str, str], out: Path, *, write: bool = True) -> Iterator[Written]:
+    """The same with the files that are made already.  Raises BuildError, OSError."""
+    root = out.resolve()
+    stem = next(iter(files)).split("/")[0].removesuffix(".py")
+    for name, text in files.items():
+        path = root / name
+        _refuse_outside(path, root)
+        same = path.is_file() and path.read_bytes() == text.encode()
+        if write and not same:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, text)
+        yield Written(path, "same" if same else "written")
+    for path in _stale(root, stem, files):
+        if write:
+            path.unlink()
+        yield Written(path, "removed")
+
+
+def _refuse_outside(path: Path, root: Path) -> None:
+    """Links could lead a write out of the folder; names cannot, because the spec's grammar has no dots or slashes."""
+    for part in (path, *path.parents):
+        if part == root:
+            return
+        if part.is_symlink():
+            raise BuildError(f"{part} is a link; generated files are not written through links")
+    raise BuildError(f"{path} is outside {root}")
+
+
+def _stale(root: Path, stem: str, files: Mapping[str, str]) -> Iterator[Path]:
+    """Files of the same format that this build did not write, as when a parameter lost a value."""
+    candidates = [root / f"{stem}.py", *sorted((root / stem).glob("*.py"))]
+    for path in candidates:
+        if path.is_file() and str(path.relative_to(root)) not in files and MARK in path.read_text(errors="replace"):
+            yield path

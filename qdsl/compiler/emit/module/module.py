@@ -1,0 +1,195 @@
+"""A generated module: reference, kernels and description of a format, in one file or, where bits differ, in a package.
+
+Parameters that change the text get a file per value; all others are arguments or types of tensors.  The text depends on the
+spec and the compiler alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import qdsl
+from qdsl.compiler.emit.axes import axis_text, field_axes, field_kinds
+from qdsl.compiler.emit.lines import WIDTH, folded, indent, wrapped
+from qdsl.compiler.emit.literals import data, quoted, tupled
+from qdsl.compiler.emit.module.tables import constants
+from qdsl.compiler.emit.module.variant import variant
+from qdsl.compiler.emit.tensors import Unsupported
+from qdsl.compiler.emit.torch.decode import Decode, decode
+from qdsl.compiler.emit.torch.reference import decode_function, encode_function, pack_function, unpack_function
+from qdsl.compiler.emit.triton.kernels import kernels
+from qdsl.compiler.ir.program import Program
+from qdsl.compiler.passes.check_claims import bits_text
+from qdsl.compiler.passes.samples import size_axis
+from qdsl.compiler.passes.schemes import SCHEMES
+from qdsl.compiler.spec.model import Spec
+from qdsl.compiler.spec.source import Problem, SpecError
+from qdsl.core.numbers import FLOATS
+
+RULE = "-" * 118
+RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Pairs", "Records", "Storage", "Stored", "Stream", "Table", "Variant",
+           "as_float", "as_type", "base3", "cdiv", "empty", "entries", "integer", "joined", "pad", "spread", "trit", "workspace")
+KERNELS = ("codebook", "device", "gemv", "gemv_records", "lanes", "records", "skinny", "tile_gemm", "w8a8")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The programs of one choice of the parameters that change the text, and that text."""
+
+    params: Mapping[str, int | str]
+    programs: tuple[Program, ...]
+    body: tuple[str, ...]
+    decode: Decode
+
+
+def module(programs: Sequence[Program]) -> dict[str, str]:
+    """Files of a format by path below the folder of generated modules: 'q4_0.py', or 'int_group/bits_4.py' and so on.
+
+    Raises SpecError for a layout that is legal but cannot be said in views and shifts.
+    """
+    try:
+        by, parts = _parts(programs)
+    except Unsupported as error:
+        raise SpecError([Problem(f"not supported: {error}", programs[0].spec.span)]) from None
+    name = programs[0].spec.name.value
+    if not by:
+        part = parts[0]
+        body = [*part.body, "", *_format(parts, by, programs)]
+        lines = [*_header(part.programs), *_imports(body), "", "", *body]
+        return {f"{name}.py": _finish(lines)}
+    files = {}
+    for part in parts:
+        title = ", ".join(f"{key} = {part.params[key]}" for key in by)
+        lines = [*_header(part.programs, title), *_imports(part.body), "", "", *part.body]
+        files[f"{name}/{_part_name(by, part)}.py"] = _finish(lines)
+    names = ", ".join(_part_name(by, part) for part in parts)
+    different = [part.params for part in parts]
+    header = _header([program for program in programs if program.params in different])
+    lines = [*header, "from qdsl.runtime import Format", "", f"from . import {names}", "",
+             *_format(parts, by, programs)]
+    files[f"{name}/__init__.py"] = _finish(lines)
+    return files
+
+
+def _part_name(by: Sequence[str], part: Part) -> str:
+    return "_".join(f"{key}_{part.params[key]}" for key in by)
+
+
+def _finish(lines: Sequence[str]) -> str:
+    text = "\n".join(row.rstrip() for line in lines for row in folded(line)) + "\n"
+    ast.parse(text)                                              # a generator that writes no Python has a bug
+    return text
+
+
+# -- variants ---------------------------------------------------------------------------------------------------------
+
+
+def _parts(programs: Sequence[Program]) -> tuple[tuple[str, ...], list[Part]]:
+    """The parameters that change the text, and a part for each of their values."""
+    choices: list[tuple[Mapping[str, int | str], list[Program]]] = []
+    for program in programs:
+        group = next((group for params, group in choices if params == program.params), None)
+        if group is None:
+            choices.append((program.params, [program]))
+        else:
+            group.append(program)
+    made = [Part(params, tuple(group), tuple(_body(group)), decode(group)) for params, group in choices]
+    by = tuple(key for key in programs[0].params if any(
+        a.body != b.body for a in made for b in made
+        if all(a.params[other] == b.params[other] for other in a.params if other != key)))
+    parts: dict[tuple[int | str, ...], Part] = {}
+    for part in made:
+        parts.setdefault(tuple(part.params[key] for key in by), part)
+    return by, list(parts.values())
+
+
+def _body(programs: Sequence[Program]) -> list[str]:
+    """Everything of a variant but its header and imports."""
+    decoded = decode(programs)
+    lines = [f"# -- reference {RULE[:103]}", ""]
+    for line in constants(programs[0]):
+        lines += ["", *line, ""]
+    for program in programs:
+        lines += ["", *unpack_function(program), "", "", *pack_function(program), ""]
+    lines += ["", *decode_function(programs, decoded), ""]
+    if programs[0].encode is not None:
+        lines += ["", *encode_function(programs[0]), ""]
+    lines += ["", f"# -- kernels {RULE[:105]}", ""]
+    for program in programs:
+        lines += ["", *kernels(program), ""]
+    return [*lines, "", f"# -- format {RULE[:106]}", "", *variant(programs, decoded)]
+
+
+def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program]) -> list[str]:
+    spec = programs[0].spec
+    lines = ["FORMAT = Format(", f'    name="{spec.name}", title="{spec.title}",',
+             *indent(wrapped("", [f'source="{spec.origin}"', f'formula="{spec.decode_text}"'], ",", level=1))]
+    if by:
+        lines.append(f'    by=({", ".join(quoted(key) for key in by)},),')
+        lines.append("    variants={")
+        for part in parts:
+            key = ", ".join(repr(part.params[word]) for word in by)
+            lines.append(f"        ({key},): {_part_name(by, part)}.VARIANT,".replace("'", '"'))
+        lines.append("    },")
+    else:
+        lines.append("    variants={(): VARIANT},")
+    if spec.params:
+        shown = [f'"{p.name}": {tupled(p.values)}' for p in spec.params]
+        lines += indent(wrapped("params={", shown, "},", level=1))
+    if programs[0].sizes:
+        shown = [f'"{size}": "{size_axis(programs[0], size)}"' for size in programs[0].sizes]
+        lines += indent(wrapped("sizes={", shown, "},", level=1))
+    if spec.detect:
+        lines.append(f"    detect={data(dict(spec.detect))},")
+    lines.append(f'    digest="{_digest(spec)}",')
+    surface = ["wrap", "quantize", "dequantize", "pack", "unpack", "convert", "requantize", "planar", "linear", "grouped_linear",
+               "Linear", "Embedding", *(["for_device"] if any(storage.transient for storage in spec.storages) else [])]
+    return [*lines, ")", "SPEC = FORMAT.spec", *(f"{name} = FORMAT.{name}" for name in surface)]
+
+
+def _digest(spec: Spec) -> str:
+    return hashlib.sha256(spec.source.text.encode()).hexdigest()[:16]
+
+
+# -- header -----------------------------------------------------------------------------------------------------------
+
+
+def _header(programs: Sequence[Program], title: str = "") -> list[str]:
+    spec = programs[0].spec
+    lines = [f'"""{spec.name}{f" at {title}" if title else ""}: {spec.title}.' if spec.title else f'"""{spec.name}.', "",
+             f"    w = {spec.decode_text}", "    float32, rounded after each operation", ""]
+    kinds = field_kinds(programs)
+    width = max(len(kind) for kind in kinds.values())
+    for field in programs[0].fields:
+        kind = f"index into {axis_text(field.groups)} groups" if field.groups is not None else kinds[field.name]
+        lines.append(f"    {field.name:<6} {kind:<{width}} [{', '.join(field_axes(programs, field))}]")
+    lines.append("")
+    for program in programs:
+        differ = [key for key, value in program.params.items() if any(p.params[key] != value for p in programs)]
+        only = f" at {', '.join(f'{key} = {program.params[key]}' for key in differ)}" if differ else ""
+        sizes = [f"{p.name} = {p.values[0]}" for p in spec.params if p.name.value in program.sizes]
+        with_sizes = f" with {', '.join(sizes)}" if sizes else ""
+        lines.append(f"    {program.storage}{only}: {bits_text(program)}{with_sizes}")
+    return [*lines, "", f"Built from the spec {spec.name} (sha256 {_digest(spec)}) by qdsl {qdsl.__version__}.",
+            "Do not edit: change the spec and run `qdsl build`.", '"""', ""]
+
+
+def _imports(body: Sequence[str]) -> list[str]:
+    """Imports of what the body reads."""
+    read = {node.id for node in ast.walk(ast.parse("\n".join(body))) if isinstance(node, ast.Name)}
+    lines = ["from typing import Any", ""] if "Any" in read else []
+    lines += ["import torch"] if "torch" in read else []
+    sources = {"torch": ("Tensor",), "": (), "qdsl.encode": tuple(SCHEMES), "qdsl.runtime": RUNTIME,
+               "qdsl.runtime.gpu.kernels": KERNELS, "qdsl.runtime.gpu.triton": ("tl", "triton"),
+               "qdsl.runtime.weight.numbers": tuple(FLOATS)}
+    for source, offered in sources.items():
+        words = sorted(read & set(offered), key=lambda word: (word.lower() == word, word))
+        one = f"from {source} import {', '.join(words)}"
+        imported = [one] if len(one) <= WIDTH else wrapped(f"from {source} import (", words, ")")
+        lines += imported if words else [] if source else [""]
+    return lines
+
+

@@ -1,0 +1,59 @@
+"""The tables of a spec as constants of its module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qdsl.compiler.emit.formula import constant, tables
+from qdsl.compiler.emit.lines import wrapped
+from qdsl.compiler.emit.torch import joint
+from qdsl.compiler.ir.program import Program
+from qdsl.compiler.spec import grammar as g
+from qdsl.compiler.spec.model import Table
+
+_LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "**": 4}
+
+
+def constants(program: Program) -> list[list[str]]:
+    """Each table that decode reads, and those that it is computed from, in the order of the spec; then one of joint steps."""
+    kinds = tables(program)
+    wanted = set(kinds)
+    for table in reversed(program.spec.tables):
+        if table.name.value in wanted and table.formula is not None:
+            wanted |= set(g.names(table.formula))
+    found = [_constant(table, kinds) for table in program.spec.tables if table.name.value in wanted]
+    return [*found, *([line] if (line := joint.table(program)) else [])]
+
+
+def _constant(table: Table, kinds: Mapping[str, str]) -> list[str]:
+    """A Table where decode looks it up; a tuple where other tables alone do."""
+    name, kind = constant(table.name.value), kinds.get(table.name.value)
+    head = [f'"{kind}"'] if kind else []
+    if table.formula is None:
+        return wrapped(f"{name} = Table(" if kind else f"{name} = (", [*head, *map(repr, table.values)], ")")
+    loops = " ".join(f"for {loop} in range({extent})" for loop, extent in zip(table.loops, table.shape, strict=True))
+    each = f"{_text(table.formula, kinds)} {loops}"
+    if not kind:
+        return wrapped(f"{name} = tuple(", [each], ")")
+    shape = [f"columns={table.shape[1]}"] if len(table.shape) > 1 else []
+    return wrapped(f"{name} = Table(", [*head, f"*({each})", *shape], ")")
+
+
+def _text(expr: g.Expr, kinds: Mapping[str, str], around: int = 0) -> str:
+    """An expression of a computed table in Python."""
+    match expr:
+        case g.Number(value):
+            return str(value)
+        case g.Name(word):
+            return word
+        case g.Negate(value):
+            return f"(-{_text(value, kinds, 3)})" if around > 2 else f"-{_text(value, kinds, 3)}"
+        case g.Subscript(word, index):
+            return f"{constant(word)}{'.numbers' if word in kinds else ''}[{_text(index[0], kinds)}]"
+        case g.Apply(_, arguments):
+            body = f"{_text(arguments[0], kinds, 5)}.bit_count() % 2"
+            return f"({body})" if around > 1 else body
+        case g.Binary(op, left, right):
+            level = _LEVEL[op]
+            body = f"{_text(left, kinds, level + (op == '**'))} {op} {_text(right, kinds, level + (op != '**'))}"
+            return f"({body})" if around > level else body

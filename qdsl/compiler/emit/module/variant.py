@@ -1,0 +1,189 @@
+"""A variant's description in its module: types and axes of its fields, and its storages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from qdsl.compiler.emit.axes import axis_text, field_axes, tensor_axes
+from qdsl.compiler.emit.formula import constant, tables
+from qdsl.compiler.emit.lines import indent, wrapped
+from qdsl.compiler.emit.literals import literal, quoted, tupled
+from qdsl.compiler.emit.module.bits import bits_texts
+from qdsl.compiler.emit.tensors import is_plain
+from qdsl.compiler.emit.torch.decode import Decode
+from qdsl.compiler.emit.torch.reference import pack_extents, unpack_extents
+from qdsl.compiler.emit.triton.kernel import tile
+from qdsl.compiler.emit.triton.lanes import constants, plan
+from qdsl.compiler.emit.triton.pairs import paired
+from qdsl.compiler.ir import index as ix
+from qdsl.compiler.ir.program import Placement, Program, Stream, Tensor
+from qdsl.compiler.passes.derive_planar import order_name
+from qdsl.compiler.passes.schemes import SCHEMES
+from qdsl.compiler.passes.streams import STREAMS
+from qdsl.compiler.spec import model
+from qdsl.compiler.spec.tables import is_number
+
+
+def variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
+    first = programs[0]
+    lines = ["VARIANT = Variant(", "    fields={"]
+    for field in first.fields:
+        groups = f', groups="{axis_text(field.groups)}"' if field.groups is not None else ""
+        axes = "".join(f', "{axis}"' for axis in field_axes(programs, field))
+        lines.append(f'        "{field.name}": Field("{field.kind}"{axes}{groups}),')
+    lines += ["    },", "    storages={"]
+    defaults = _defaults(programs)
+    for program in programs:
+        always = [name for name in defaults if name not in program.unstored]
+        lines += indent(_storage(program, len(programs) > 1, always), 2)
+    lines.append("    },")
+    told = ["decode=decode", *(_encode(first) if first.encode is not None else [])]
+    if defaults:
+        told.append("defaults={" + ", ".join(f'"{name}": {value}' for name, value in defaults.items()) + "}")
+    if decoded.scattered:
+        told.append('cuts=("1", "1")')
+    elif [str(cut) for cut in decoded.cuts] != ["1", "1"]:
+        shown = [dim if str(cut) == "1" else axis_text(cut) if "K" in cut.names() else f"ceil({dim}/{cut})"
+                 for dim, cut in zip("NK", decoded.cuts, strict=True)]
+        told.append(f"cuts={tupled(shown)}")
+    if decoded.copies:
+        told.append(f'copies="{decoded.copies}"')
+    return [*lines, *indent(wrapped("", told, ",", level=1)), ")"]
+
+
+def _encode(program: Program) -> list[str]:
+    """The encoder, and what a caller may choose of it."""
+    encode = program.encode
+    assert encode is not None
+    code = program.field(encode.roles["code"]).number
+    assert code is not None
+    words = {option: map(literal, SCHEMES[encode.scheme].words(option, code)) for option in encode.open}
+    options = ", ".join(f"{quoted(option)}: ({', '.join(allowed)})" for option, allowed in words.items())
+    told = ["encode=encode", "importance=True" if encode.importance else "", f"options={{{options}}}" if options else ""]
+    return [each for each in told if each]
+
+
+def _defaults(programs: Sequence[Program]) -> dict[str, str]:
+    """Fields that may be missing: an integer, or None for an index in order."""
+    found: dict[str, str] = {}
+    for program in programs:
+        for name, value in program.unstored.items():
+            found[name] = "None" if program.field(name).number is None else str(value)
+    return found
+
+
+def _storage(program: Program, several: bool, always: Sequence[str]) -> list[str]:
+    """several: the format has other storages too, between which bits move.  always: fields that other storages may leave out,
+    and this one holds.
+    """
+    lines = [f'"{program.storage}": Storage(', "    tensors={"]
+    for tensor in program.tensors:
+        lines += _coded(tensor.stream) if tensor.stream else [f'        "{tensor.name}": {_stored(program, tensor, several)},']
+    order, shape = order_name(program), _authored(program).shape
+    lines += [f'        "{order}": Stored("i32", "K", optional="{order}"),'] if order else []
+    lines += [f'        "{shape}": Stored("shape", "2"),'] if shape else []
+    facts = [f"unpack=unpack_{program.storage}", f"pack=pack_{program.storage}", *_facts(program, always)]
+    kernels = indent(wrapped("kernels=Kernels(", _kernels(program), "),", level=1))
+    return [*lines, "    },", *indent(wrapped("", facts, ",", level=1)), *kernels, "),"]
+
+
+def _stored(program: Program, tensor: Tensor, several: bool) -> str:
+    kind, axes = _typed(program, tensor)
+    told = [quoted(kind), *map(quoted, axes)]
+    told += [f"aliases={tupled(tensor.aliases)}"] if tensor.aliases else []
+    told += [f'optional="{tensor.placements[0].field}"'] if tensor.optional else []
+    told += [f"seen={tupled([axis.value for axis in tensor.seen])}"] if tensor.seen else []
+    bits = bits_texts(program, tensor) if several else []
+    told += [f"bits={tupled(bits)}"] if bits else []
+    adds = tensor.stored.amount if several and tensor.stored is not None and tensor.stored.field is None else 0
+    told += [f"adds={adds:#x}"] if adds else []
+    return f"Stored({', '.join(told)})"
+
+
+def _typed(program: Program, tensor: Tensor) -> tuple[str, list[str]]:
+    """A tensor's type, 'index' where it holds places of groups, and its axes."""
+    index = is_plain(program, tensor) and program.field(tensor.placements[0].field).number is None
+    return "index" if index else tensor.kind, tensor_axes(tensor)
+
+
+def _kernels(program: Program) -> list[str]:
+    """The kernels of a storage, and into what tiles they cut a weight."""
+    at = tile(program)
+    sums = prod(lane.extent for lane in at.lanes if lane.axis == "n")
+    found = [f"_decode_{program.storage}", f'rows="{axis_text(at.row_count)}"',
+             f'units="{axis_text(at.unit_count)}"', f'last="{at.last}"', *([f"sums={sums}"] if sums > 1 else [])]
+    found += ["divides=True"] if _divides(program) else []
+    found += [f"tables=({', '.join(map(constant, tables(program)))},)"] if tables(program) else []
+    if (made := plan(program)) is not None:
+        found.append(f"lanes=Lanes({', '.join(constants(made))})")
+    if (two := paired(program)) is not None:
+        found.append(f'pairs=Pairs(_pairs_{program.storage}, "{two.type}", "{two.stream}", {two.at}, "{two.rest}")')
+    return found
+
+
+def _divides(program: Program) -> bool:
+    """Whether decode divides by what is stored."""
+    def is_stored(number: int) -> bool:
+        value = program.values[number]
+        return value.op != "const" if not value.args else any(map(is_stored, value.args))
+
+    return any(value.op == "/" and is_stored(value.args[1]) for value in program.values)
+
+
+def _option(word: str) -> str:
+    return word if is_number(word) else literal(word)
+
+
+def _facts(program: Program, always: Sequence[str]) -> list[str]:
+    """What a storage holds besides, and what it takes to read and to write it."""
+    authored, order = _authored(program), order_name(program)
+    omitted = [tensor.placements[0].field for tensor in program.tensors if tensor.omitted]
+    fewest = [f"{quoted(axis_text(program.dims[key.value]))}: {extent}" for key, extent in authored.least]
+    given = [f"{quoted(key.value)}: {_option(word.value)}" for key, word in authored.options]
+    reads, extents = unpack_extents(program), pack_extents(program)
+    streams = [f"{quoted(tensor.name)}: {_stream(program, tensor, tensor.stream)}" for tensor in program.tensors if tensor.stream]
+    told = [f"where={tupled(list(program.where))}" if program.where else "",
+            f"always={tupled(always)}" if always else "",
+            f"omits={tupled(omitted)}" if omitted else "",
+            f"least={{{', '.join(fewest)}}}" if fewest else "",
+            f"options={{{', '.join(given)}}}" if given else "",
+            f"reads={tupled(reads)}" if reads else "",
+            f"extents={tupled(extents)}" if extents else "",
+            "whole=True" if _is_whole(program) else "",
+            f'order="{order}"' if order else "",
+            f"streams={{{', '.join(streams)}}}" if streams else "",
+            f'shape="{authored.shape}"' if authored.shape else ""]
+    return [each for each in told if each]
+
+
+def _is_whole(program: Program) -> bool:
+    """Whether rows cannot be taken apart: a tensor, or the groups of a field, go through the whole weight."""
+    groups = [atom for field in program.fields for index in field.index if (atom := ix.flat_of(index)) and atom.op == "mod"]
+    return bool(groups) or not all(placement.plain or _by_rows(tensor, placement)
+                                   for tensor in program.tensors for placement in tensor.placements)
+
+
+def _by_rows(tensor: Tensor, placement: Placement) -> bool:
+    """Whether the slowest digit of the first coordinate is also that of the tensor, so that runs of rows lie together."""
+    first = next((digit for axis in tensor.axes for digit in axis.digits), "")
+    return placement.digits[0][0] == first != "" and all(digits[1:] in ((), ("",)) for digits in placement.digits[1:])
+
+
+def _stream(program: Program, tensor: Tensor, stream: Stream) -> str:
+    """What an entropy code holds, and its tensors by role."""
+    kind, axes = _typed(program, tensor)
+    held = ", ".join(map(quoted, (kind, *axes)))
+    named = "".join(f', {role}="{name}"' for role, name in stream.tensors.items())
+    return f'Stream("{stream.coding}", Stored({held}){named})'
+
+
+def _coded(stream: Stream) -> list[str]:
+    """The tensors of an entropy code."""
+    return [f'        "{stream.tensors[role]}": Stored({", ".join(map(quoted, (kind, *axes)))}),'
+            for role, (kind, axes) in STREAMS[stream.coding].tensors.items()]
+
+
+def _authored(program: Program) -> model.Storage:
+    """The storage in the spec."""
+    return next(storage for storage in program.spec.storages if storage.name.value == program.storage)

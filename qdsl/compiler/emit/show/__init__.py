@@ -1,0 +1,1 @@
+"""A format for people: its page and the picture of its bits."""

@@ -1,0 +1,203 @@
+"""Stored tensors and fields as torch sees them: dtypes, axes and their order; shared by unpack and pack."""
+
+from __future__ import annotations
+
+from math import prod
+
+from qdsl.compiler.emit.digits import Cut, coordinate, cut
+from qdsl.compiler.emit.views import BYTES, Chain, Label
+from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
+from qdsl.core.layout import Slice
+
+TORCH_FLOATS = {
+    "f32": "float32", "f16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
+    "e4m3fnuz": "float8_e4m3fnuz", "e5m2fnuz": "float8_e5m2fnuz", "e8m0": "float8_e8m0fnu",
+}
+
+
+class Unsupported(Exception):
+    """A layout that views and shifts cannot express."""
+
+
+def field_dtype(field: Field) -> str:
+    """The torch dtype in which a field is held."""
+    number = field.number
+    if number is None or (number.bits > 8 and not number.is_float):
+        return "int32"
+    return TORCH_FLOATS.get(number.name, "uint8") if number.is_float else "int8" if number.kind == "signed" else "uint8"
+
+
+def is_read_by_dtype(program: Program, field: Field) -> bool:
+    """Whether one text reads a scale in every type that its parameter lists, E8M0 among them: by the dtype that it has."""
+    listed = next((param.values for param in program.spec.params if param.name.value == field.kind), ())
+    return "e8m0" in listed and set(listed) <= {"f32", "f16", "bf16", "e8m0"}
+
+
+def as_held(field: Field, cuts: Cut) -> bool:
+    """Whether a slice stores the very bytes in which torch holds the field: whole values, and no i16 that is held in int32."""
+    held = 32 if field_dtype(field) == "int32" else field.bits
+    return cuts.whole and cuts.part.width == field.bits == held
+
+
+def tensor_dtype(tensor: Tensor) -> str:
+    """The torch dtype of a stored tensor."""
+    number = tensor.element
+    return TORCH_FLOATS.get(number.name, "uint8") if number.is_float else \
+        f"{'u' * (number.kind == 'unsigned')}int{number.bits}"
+
+
+def type_text(field: Field, tensor: Tensor, given: str, known: str) -> str:
+    """A torch dtype as text: the known one, or of a field and a tensor whose type is a parameter, that of what is given."""
+    return f"{given}.dtype" if tensor.kind == field.kind != tensor.element.name else f"torch.{known}"
+
+
+def is_signed(field: Field) -> bool:
+    return field.number is not None and field.number.kind == "signed"
+
+
+def is_plain(program: Program, tensor: Tensor) -> bool:
+    """Whether an element of the tensor is an element of its one field, so that no bytes need to be cut."""
+    if len(tensor.placements) != 1 or tensor.words != 1:
+        return False
+    placement = tensor.placements[0]
+    return not placement.flat and all(extent == 1 for extent in placement.extents) \
+        and [part.width for part in placement.slices] == [tensor.element.bits] == [program.field(placement.field).bits]
+
+
+def elements(program: Program, tensor: Tensor) -> list[Placement]:
+    """The fields of which a record has one element each, which are elements of the tensor along a last axis; else none."""
+    found: dict[int, Placement] = {}
+    for placement in tensor.placements:
+        field = program.field(placement.field)
+        if placement.flat or any(extent > 1 for extent in placement.extents) or len(placement.slices) > 1 \
+                or {*placement.vars} != {*variables(tensor)} or not all(tensor.var(name).exact for name in placement.vars) \
+                or (field.kind, field.bits) != (tensor.kind, placement.slices[0].width):
+            return []
+        found[placement.slices[0].offset // tensor.element.bits] = placement
+    whole = len(found) == tensor.words > 1 and not any(tensor.axes[-1].digits) and tensor.stored is None
+    return [found[place] for place in sorted(found)] if whole else []
+
+
+def count(placement: Placement) -> int:
+    """Elements of the field in one record."""
+    return prod(placement.extents)
+
+
+def records_name(program: Program, tensor: Tensor) -> str:
+    """What the bytes of a tensor's records are called: r where there is one such tensor."""
+    alone = sum(not is_plain(program, t) and not elements(program, t) for t in program.tensors) == 1
+    return "r" if alone and "r" not in arguments(program) else f"{tensor.name}_bytes"
+
+
+def arguments(program: Program) -> set[str]:
+    """Names that unpack and pack get from outside."""
+    return {tensor.name for tensor in program.tensors} | {field.name for field in program.fields}
+
+
+def variables(tensor: Tensor) -> list[Label]:
+    """A tensor's variables in the order of the coordinates that they carry, rows first."""
+    order: list[Label] = []
+    for placement in sorted(tensor.placements, key=lambda p: -len(p.digits)):
+        order += [name for name in placement.vars if name not in order]
+    return order
+
+
+def element_labels(placement: Placement, cuts: Cut) -> list[list[Label]]:
+    """Per coordinate of a field: its variables, and where it has its own digit those inside the record, slowest first."""
+    inside = [*cuts.bytes_, *cuts.bits]
+    return [[label for name in digits for label in ([name] if name else coordinate(inside, axis))]
+            for axis, digits in enumerate(placement.digits)]
+
+
+def sizes(labels: list[Label]) -> list[int]:
+    """Extents of digits, 0 for variables and bytes, which torch works out."""
+    return [0 if isinstance(label, str) else label.extent for label in labels]
+
+
+def cut_slice(tensor: Tensor, placement: Placement, part: Slice) -> Cut:
+    found = cut(part)
+    if found is None:
+        raise Unsupported(f"the bits of '{placement.field}' in '{tensor.name}' do not fit containers of up to 8 bytes")
+    return found
+
+
+def in_order(tensor: Tensor) -> Chain:
+    """The stored tensor with its axes in the order of `variables`; BYTES last where words are an axis of their own."""
+    order = variables(tensor)
+    labels: list[Label] = [axis.digits[0] or BYTES if axis.digits else BYTES for axis in tensor.axes]
+    text = shifted(tensor, _filled_up(tensor), -1)
+    for i in reversed(range(len(labels))):
+        if labels[i] == BYTES and (tensor.words == 1 or not tensor.axes[i].digits):
+            text += f".squeeze({i})"
+            del labels[i]
+    chain = Chain(text, tuple(labels))
+    if BYTES in labels:
+        return chain.permute([*order, BYTES])
+    mixed = [axis.digits[0] for axis in tensor.axes if len(axis.digits) == 2 and tensor.words > 1]
+    if mixed and mixed[0] != order[-1]:
+        split = chain.unflatten(labels.index(mixed[0]), [mixed[0], BYTES], [0, tensor.words])
+        return split.permute([*order, BYTES])
+    return chain.permute(order)
+
+
+def _filled_up(tensor: Tensor) -> str:
+    """The stored tensor with whole records, where the last may be cut off."""
+    cut = next((place for place, axis in enumerate(tensor.axes) if axis.extent is not None), None)
+    if cut is None:
+        return tensor.name
+    zeros = "0, 0, " * (len(tensor.axes) - 1 - cut)
+    return f"pad({tensor.name}, ({zeros}0, -{tensor.name}.shape[{cut}] % {tensor.words}))"
+
+
+def to_axes(tensor: Tensor, chain: Chain) -> str:
+    """The way back: from the order of `variables`, words last, to the stored tensor's axes."""
+    word: list[Label] = [BYTES] if tensor.words > 1 else []
+    groups = [[digit or BYTES for digit in axis.digits if digit or word] for axis in tensor.axes]
+    moved = chain.permute([label for group in groups for label in group])
+    if moved.text != chain.text:
+        moved = moved.call("contiguous()")
+    for i, group in enumerate(groups):
+        moved = moved.flatten(i, len(group), f"axis {i}")
+    return bare(shifted(tensor, _cut_off(tensor, moved.text), +1))
+
+
+def _cut_off(tensor: Tensor, text: str) -> str:
+    """Whole records without the last words, where these may hold nothing."""
+    cut = next((place for place, axis in enumerate(tensor.axes) if axis.extent is not None), None)
+    if cut is None:
+        return text
+    placement = tensor.placements[0]
+    var = tensor.axes[cut].digits[0]
+    axis, tile = next((axis, tile) for axis, (name, tile) in enumerate(placement.tiles) if name == var)
+    length = f"{placement.field}.numel()" if placement.flat else f"{placement.field}.shape[{axis}]"
+    return f"{text}[{':, ' * cut}:cdiv({tensor.words} * {length}, {tile})].contiguous()"
+
+
+def shifted(tensor: Tensor, text: str, sign: int) -> str:
+    """What the file holds of what the record packs (sign 1) or the reverse (sign -1), where `stored` speaks of words."""
+    if tensor.stored is None or tensor.stored.field is not None:
+        return text
+    amount = sign * tensor.stored.amount
+    return f"({text} {'-' if amount < 0 else '+'} {abs(amount):#x})"
+
+
+def field_shifted(tensor: Tensor, field: Field, text: str, sign: int) -> str:
+    """The same for `stored` on one field."""
+    if tensor.stored is None or tensor.stored.field != field.name:
+        return text
+    amount = sign * tensor.stored.amount
+    shifted_bits = f"({text} {'-' if amount < 0 else '+'} {abs(amount)} & {(1 << field.bits) - 1})"
+    half = 1 << field.bits - 1
+    return f"(({shifted_bits} ^ {half}) - {half})" if field.kind.startswith("i") and sign < 0 else shifted_bits
+
+
+def bare(text: str) -> str:
+    """Without parentheses around the whole."""
+    if not (text.startswith("(") and text.endswith(")")):
+        return text
+    depth = 0
+    for i, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return text[1:-1] if i == len(text) - 1 else text
+    return text

@@ -1,0 +1,1 @@
+"""The torch reference of a format."""

@@ -1,0 +1,334 @@
+"""The torch reference, computing: from fields to float32 weights.
+
+Every field is brought to the same axes, whole blocks of n and k cut into digits, and the formula of the spec is written once;
+broadcasting does the rest.  Blocks of constant size that always divide an axis are cut by their size; others (a size
+parameter, a short last block) by how many there are, so one text serves whole and short blocks, cut apart by the caller.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from qdsl.compiler.emit.formula import constant, integer_fields, step_name, steps
+from qdsl.compiler.emit.tensors import Unsupported, is_read_by_dtype
+from qdsl.compiler.emit.torch.joint import Joint, joint
+from qdsl.compiler.ir import index as ix
+from qdsl.compiler.ir.index import Index
+from qdsl.compiler.ir.program import Field, Program, Value
+from qdsl.compiler.passes.samples import divisor_of
+
+FLOATS = ("f32", "f16", "bf16")                                  # what torch copies into float32
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Block sizes along one axis, largest first, 1 last.  `fixed`: all are constants that always divide the axis.
+
+    Constant blocks that neither nest nor divide are spread to single weights instead: then 1 is the only level.
+    """
+
+    blocks: tuple[Index, ...]
+    fixed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """The text of decode, and the steps at which its caller must cut rows and columns so that blocks are whole or alone.
+
+    fields: its arguments, also those that it does not read.  scattered: blocks have weights from all over, and none can be cut.
+    """
+
+    lines: tuple[str, ...]
+    fields: tuple[Field, ...]
+    optional: tuple[str, ...]
+    cuts: tuple[Index, Index]
+    copies: str | None
+    scattered: bool = False
+
+
+def decode(programs: Sequence[Program]) -> Decode:
+    """Decode of a format, for all of its storages."""
+    program = programs[0]
+    fields = tuple(program.fields)
+    read = [field for field in fields if field.name in {value.name for value in program.values if value.op == "field"}]
+    optional = tuple(f.name for f in fields if any(f.name in p.defaults or f.name in p.where for p in programs))
+    if any(ix.flat_of(index) is not None for field in read for index in field.index):
+        return _flat(program, fields, read, optional)
+    lookups = {number: value for number, value in enumerate(program.values) if len(_shape(program, value)) > 1}
+    extents = {_shape(program, value)[-1] for value in lookups.values()}
+    rows, columns = (_levels(programs, [*read, *(f for f in fields if f.number is None)], axis, extents) for axis in "nk")
+    lines = _gathers(fields, optional)
+    together = joint(program)
+    copied = _copied(program)
+    taken = {program.values[value.args[0]].name for value in lookups.values()}
+    taken |= {together.field} if together else set()
+    taken |= {copied.name} if copied else set()
+    prepared = [line for field in read if field.name not in taken
+                for line in _prepare(programs, fields, field, rows, columns, optional)]
+    lines += _ordered(prepared)
+    names: dict[str, str] = {}
+    for number, value in lookups.items():
+        name, text = _rows(program, [*lookups.values()], value, rows, columns, together)
+        lines.append(f"{name} = {text}")
+        names[step_name(number) if value.op == "entry" else _key(program, value, together)] = name
+    deep = (len(rows.blocks), len(columns.blocks))
+    if deep != (1, 1):
+        digits = "".join(f".unflatten({axis}, ({_counts(fields, letter, levels, len(levels.blocks) - 1, optional)}))"
+                         for axis, letter, levels in ((0, "n", rows), (deep[0], "k", columns)) if len(levels.blocks) > 1)
+        lines.insert(len(_gathers(fields, optional)), f"out = out if out is None else out{digits}")
+    *before, last_step = _copy(program, copied) if copied else _result(program, names)
+    lines += before
+    lines.append(f"return {last_step}{f'.flatten({deep[0]})' if deep[1] > 1 else ''}"
+                 f"{f'.flatten(0, {deep[0] - 1})' if deep[0] > 1 else ''}")
+    last = program.values[-1]
+    cuts = tuple(Index(1) if axis.fixed else axis.blocks[0] for axis in (rows, columns))
+    return Decode(tuple(lines), fields, optional, (cuts[0], cuts[1]), last.name if last.op == "field" else None)
+
+
+def _copied(program: Program) -> Field | None:
+    """The field of torch's own floats that is the weight: nothing is computed, it is copied."""
+    last = program.values[-1]
+    field = program.field(last.name) if last.op == "field" else None
+    return field if field and field.number and field.number.name in FLOATS else None
+
+
+def _copy(program: Program, field: Field) -> list[str]:
+    return [f"{_typed(program, field)} if out is None else out.copy_({field.name})"]
+
+
+def _flat(program: Program, fields: tuple[Field, ...], read: Sequence[Field], optional: tuple[str, ...]) -> Decode:
+    """Decode of fields in blocks of the flat position: rows one after the other, cut into the finest of the blocks.
+
+    What larger blocks share is spread over the finest first.  Blocks are whole, or there is one; of remainders all are whole.
+    """
+    if optional or any(len(_shape(program, value)) > 1 for value in program.values):
+        raise Unsupported("rows of tables, and fields that may be missing, beside blocks of the flat position")
+    atoms = {field.name: atom for field in read for index in field.index if (atom := ix.flat_of(index)) is not None}
+    finest = min(atoms, key=lambda name: _flat_size(atoms[name].args[1]))
+    first, op = _flat_size(atoms[finest].args[1]), atoms[finest].op
+    sizes = f"{finest}.shape[0], -1" if op == "div" else f"-1, {finest}.shape[0]"
+    full = [field for field in read if field.name not in atoms and field.index]
+    lines = [f"shape = {full[0].name}.shape", f"out = out if out is None else out.view({sizes})"]
+    for field in read:
+        text = _typed(program, field)
+        if field in full:
+            lines.append(f"{field.name} = {text}.reshape({sizes})")
+        elif field.name in atoms:
+            times = _flat_size(atoms[field.name].args[1]) // first
+            text += f".repeat_interleave({times})[:{finest}.shape[0]]" if times > 1 else ""
+            text += ".unsqueeze(-1)" if op == "div" else ""
+            lines += [f"{field.name} = {text}"] if text != field.name else []
+        elif text != field.name:
+            lines.append(f"{field.name} = {text}")
+    order = [line for line in lines if f"{finest} = " not in line[:len(finest) + 3]]
+    lines = [*order, *(line for line in lines if line not in order)]
+    *before, last = _result(program, {})
+    cut = ix.ceil(ix.name("N") * ix.name("K"), atoms[finest].args[1]) if op == "div" else Index(1)
+    return Decode((*lines, *before, f"return {last}.view(shape)"), fields, optional, (Index(1), cut), None, op == "mod")
+
+
+def _flat_size(by: Index) -> int:
+    """The size of a block, or its multiple of a parameter; of what lies at remainders alone there is one."""
+    return by.const if by.is_const else by.terms[0][1]
+
+
+def _ordered(lines: Sequence[str]) -> list[str]:
+    """Lines `field = ...` in an order in which a shape is read before its field gets more axes; else it is read ahead."""
+    rest = sorted(lines, key=lambda line: ".shape[" not in line)
+    ahead: list[str] = []
+    found: list[str] = []
+    while rest:
+        fields = [line.split(" = ")[0] for line in rest]
+        free = next((i for i, field in enumerate(fields) if not any(
+            re.search(rf"\b{field}\.shape\[", line) for line in (*rest[:i], *rest[i + 1:]))), None)
+        if free is None:
+            ahead.append(f"{fields[0]}_shape = {fields[0]}.shape")
+            rest = [re.sub(rf"\b{fields[0]}\.shape\[", f"{fields[0]}_shape[", line) for line in rest]
+        else:
+            found.append(rest.pop(free))
+    return [*ahead, *found]
+
+
+def _key(program: Program, value: Value, together: Joint | None) -> str:
+    """By what a formula knows what the rows of a table are called, or what has become of them."""
+    row = program.values[value.args[0]].name
+    return step_name(together.step) if together and together.has(value.name, row) else f"{value.name}[{row}]"
+
+
+def _shape(program: Program, value: Value) -> tuple[int, ...]:
+    """The shape of the table that a value is read from, stored or not; () of any other value."""
+    return program.spec.table(value.name).shape if value.op == "table" else \
+        program.field(value.name).table if value.op == "entry" else ()
+
+
+def _rows(program: Program, lookups: Sequence[Value], value: Value, rows: Levels, columns: Levels,
+          together: Joint | None) -> tuple[str, str]:
+    """What the rows of a table that a field chooses are called, and they, brought to the common axes: each lies along the
+    levels below its length.
+    """
+    field = program.field(program.values[value.args[0]].name)
+    block = _block(field, "k")
+    if not columns.fixed or len(rows.blocks) > 1 or block is None:
+        raise Unsupported(f"rows of table '{value.name}' for columns that are not in whole blocks")
+    once = sum(other.name == value.name for other in lookups) == 1
+    name, text = value.name, field.name
+    if together and together.has(name, field.name):
+        name, text, once = together.name, together.code, True
+    at = columns.blocks.index(block)
+    sizes = [str(a.const // b.const) for a, b in pairwise(columns.blocks)]
+    text = f"{text}.unflatten(-1, ({', '.join(['-1', *sizes[:at]])}))" if at else text
+    below = f".unflatten(-1, ({', '.join(sizes[at:])}))" if len(sizes) > at + 1 else ""
+    made = name if once else f"{name}_{lookups.index(value)}"
+    if value.op == "table":
+        return made, f"{constant(name)}[{text}]{below}"
+    stored = program.field(value.name)
+    plane = f".flatten(0, -3)[{value.const}]" if len(stored.table) > 3 else f"[{value.const}]" if len(stored.table) > 2 else ""
+    return made, f"entries({_typed(program, stored)}{plane}, {text}){below}"
+
+
+def _result(program: Program, names: Mapping[str, str]) -> list[str]:
+    """The formula, operation by operation, each in the memory where the caller wants the weights."""
+    value, following = steps(program, names)
+    if not following:
+        return [f"{value} if out is None else out.copy_({value})"]
+    functions = {"+": "add", "-": "sub", "*": "mul", "/": "div"}
+    lines = ["space = workspace(out)"] if len(following) > 1 else []
+    for i, (op, left, right) in enumerate(following):
+        last = i == len(following) - 1
+        text = f"torch.{functions[op]}({left or value}, {right or value}, out={'out' if last else 'space'})"
+        lines.append(text if last else f"w = {text}")
+        value = "w"
+    return lines
+
+
+def _block(field: Field, axis: str) -> Index | None:
+    """How many rows or columns share a value of the field; None where it does not vary along the axis or is gathered."""
+    for index in field.index:
+        if index == ix.name(axis):
+            return Index(1)
+        if index.terms[0][0].op == "div" and axis in index.names():
+            return index.terms[0][0].args[1]
+    return None
+
+
+def _gathered(field: Field) -> str | None:
+    """The index field by which a field is subscripted."""
+    names = [str(index) for index in field.index if index.terms[0][0].op == "name" and str(index) not in ("n", "k")]
+    return names[0] if names else None
+
+
+def _levels(programs: Sequence[Program], fields: Sequence[Field], axis: str, extents: Collection[int]) -> Levels:
+    blocks = {block for field in fields if field.number is not None and (block := _block(field, axis)) is not None}
+    gathers = [program.defaults.get(name) or program.where.get(name) for program in programs for field in fields
+               if axis == "k" and (name := _gathered(field))]
+    blocks |= {index.terms[0][0].args[1] for index in gathers if index is not None and index.terms[0][0].op == "div"}
+    if gathers and len(blocks) == 1:
+        blocks.add(ix.name("block"))
+    if axis == "k" and extents:
+        blocks |= {Index(1), *map(Index, extents)}
+    known = [block for block in blocks if block.is_const]
+    if len(known) == len(blocks):
+        order = tuple(sorted(known, key=lambda block: -block.const))
+        divides = all(_divisor(program, axis) % order[0].const == 0 for program in programs)
+        nested = all(a.const % b.const == 0 for a, b in pairwise(order))
+        return Levels(order, divides) if nested and (divides or len(order) <= 2) else Levels((Index(1),), True)
+    return Levels((next(block for block in blocks if block != Index(1)), Index(1)), False)
+
+
+def _divisor(program: Program, axis: str) -> int:
+    """What the storage makes an axis a multiple of."""
+    return divisor_of({"n": "N", "k": "K"}[axis], [var.extent for tensor in program.tensors for var in tensor.vars])
+
+
+def _gathers(fields: Sequence[Field], optional: Collection[str]) -> list[str]:
+    """Values by group become values by column where a checkpoint stores which group a column is in."""
+    lines: list[str] = []
+    for index in fields:
+        if index.number is None:
+            found = [field.name for field in fields if _gathered(field) == index.name]
+            taken = [f"{name}[:, {index.name}]" if len(_field(fields, name).index) == 2 else f"{name}[{index.name}]"
+                     for name in found]
+            taken = [f"{name} if {name} is None else {text}" if name in optional else text
+                     for name, text in zip(found, taken, strict=True)]
+            lines += [f"if {index.name} is not None:", f"    {', '.join(found)} = {', '.join(taken)}"]
+    return lines
+
+
+def _field(fields: Sequence[Field], name: str) -> Field:
+    return next(field for field in fields if field.name == name)
+
+
+def _prepare(programs: Sequence[Program], fields: Sequence[Field], field: Field, rows: Levels, columns: Levels,
+             optional: Sequence[str]) -> list[str]:
+    """One line that brings a field to a type that computes and to the common axes; none where it has both already."""
+    program = programs[0]
+    text = _typed(program, field)
+    shown: list[str] = []
+    axis = 0
+    for letter, levels in (("n", rows), ("k", columns)):
+        block = _block(field, letter)
+        if len(levels.blocks) == 1:
+            if block is not None and block != Index(1):
+                text = _spread(programs, fields, text, block, axis, letter)
+            block = Index(1)
+        if letter == "k" and _gathered(field):
+            block = levels.blocks[0]
+        here = any(letter in i.names() or (letter == "k" and str(i) == _gathered(field)) for i in field.index)
+        if not here:
+            shown += ["None"] * len(levels.blocks) if field.index else []
+            continue
+        at = levels.blocks.index(block) if block in levels.blocks else 0
+        if at > 0:
+            text = f"{text}.unflatten({axis}, ({_counts(fields, letter, levels, at, optional)}))"
+        shown += [":"] * (at + 1) + ["None"] * (len(levels.blocks) - 1 - at)
+        axis += at + 1
+    trailing = len(shown) - 1 - max((i for i, s in enumerate(shown) if s == ":"), default=-1)
+    if "None" in shown[:len(shown) - trailing]:
+        text += f"[{', '.join(shown)}]"
+    elif trailing == 1:
+        text += ".unsqueeze(-1)"
+    elif trailing > 1:
+        text += "[" + ", ".join(["..."] + ["None"] * trailing) + "]"
+    if field.name in optional:
+        default = next(p.defaults.get(field.name) or p.where.get(field.name) for p in programs
+                       if field.name in p.defaults or field.name in p.where)
+        return [f"{field.name} = {default} if {field.name} is None else {text}"]
+    return [f"{field.name} = {text}"] if text != field.name else []
+
+
+def _spread(programs: Sequence[Program], fields: Sequence[Field], text: str, block: Index, axis: int, letter: str) -> str:
+    """Every value once per weight of its block, the last block cut short."""
+    full = next((f for f in fields if f.index == (ix.name("n"), ix.name("k"))), None)
+    if full is None:
+        raise Unsupported("blocks that do not divide an axis, where no field has a value for every weight")
+    cut = f"[{':, ' * axis}:{full.name}.shape[{0 if letter == 'n' else -1}]]"
+    return f"{text}.repeat_interleave({block}, {axis}){cut}"
+
+
+def _counts(fields: Sequence[Field], letter: str, levels: Levels, at: int, optional: Sequence[str]) -> str:
+    """Sizes into which an axis unflattens, down to level `at`."""
+    if levels.fixed:
+        return ", ".join(["-1", *(str(a.const // b.const) for a, b in zip(levels.blocks, levels.blocks[1:at + 1], strict=False))])
+    coarse = next(f for f in sorted(fields, key=lambda f: f.name in optional) if f.number is not None
+                  and (_block(f, letter) == levels.blocks[0] or (letter == "k" and _gathered(f))))
+    place = [i for i, index in enumerate(coarse.index) if letter in index.names() or str(index) == _gathered(coarse)]
+    return f"{coarse.name}.shape[{place[0]}], -1"
+
+
+def _typed(program: Program, field: Field) -> str:
+    number = field.number
+    assert number is not None
+    if number.name == "f32" and field.kind == "f32":
+        return field.name
+    if number.name in FLOATS or is_read_by_dtype(program, field):
+        return f"{field.name}.float()"
+    if number.is_float:
+        return f"{number.name}({field.name})"
+    bits = integer_fields(program).get(field.name)
+    held = 8 if number.kind == "signed" and number.bits <= 8 else 32 if number.bits > 8 else 0
+    if bits == 8 and held == 0 and number.bits < 8:
+        return f"{field.name}.view(torch.int8)"
+    return f"{field.name}.to(torch.int{bits})" if bits and bits > held else field.name

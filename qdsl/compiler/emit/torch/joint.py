@@ -1,0 +1,83 @@
+"""A row of a table and a field of a few values, as one longer table of the torch reference.
+
+torch is slow where a short run of weights meets one number, as IQ1_M's rows of 8 meet their shift: a row for every code of the
+field holds what the step comes to, and the step is gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qdsl.compiler.emit.formula import TORCH, constant, formula
+from qdsl.compiler.ir.program import Program, Value
+
+MOST = 1 << 12                                                   # rows: what a cache holds
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """The step of decode that depends on nothing but a row and a field with a code for each row.
+
+    rows, codes: how many the table has, and how many the field can be.
+    """
+
+    step: int
+    table: str
+    row: str
+    field: str
+    rows: int
+    codes: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.table}_{self.field}"
+
+    def has(self, table: str, row: str) -> bool:
+        """Whether it stands for the rows of a table that a field chooses."""
+        return (table, row) == (self.table, self.row)
+
+    @property
+    def code(self) -> str:
+        """The code of the longer table."""
+        return f"torch.add({self.row}, {self.field}, alpha={self.rows})"
+
+
+def joint(program: Program) -> Joint | None:
+    """The last such step, if all that reads the row or the field is in it."""
+    found = [made for step in range(len(program.values)) if (made := _at(program, step)) is not None]
+    return found[-1] if found else None
+
+
+def table(program: Program) -> list[str]:
+    """The constant that holds it."""
+    made = joint(program)
+    if made is None:
+        return []
+    text = formula(program, TORCH, {f"{made.table}[{made.row}]": made.table}, step=made.step)
+    of = constant(made.table)
+    return [f"{constant(made.name)} = {of}.with_codes(lambda {made.table}, {made.field}: {text}, {made.codes})"]
+
+
+def _at(program: Program, step: int) -> Joint | None:
+    leaves = _leaves(program, step)
+    rows = [leaf for leaf in leaves if leaf.op == "table"]
+    fields = [program.field(leaf.name) for leaf in leaves if leaf.op == "field"]
+    if program.values[step].op == "float" or len(rows) != 1 or len(fields) != 1:
+        return None
+    if sum(leaf in leaves for leaf in _leaves(program, len(program.values) - 1)) > 2:
+        return None
+    row, field = program.field(program.values[rows[0].args[0]].name), fields[0]
+    shape = program.spec.table(rows[0].name).shape
+    if len(shape) < 2 or row.index != field.index or field.number is None or field.number.kind != "unsigned":
+        return None
+    made = Joint(step, rows[0].name, row.name, field.name, shape[0], 1 << field.bits)
+    others = {*(each.name for each in program.fields), *(each.name.value for each in program.spec.tables)}
+    return made if made.rows * made.codes <= MOST and made.name not in others else None
+
+
+def _leaves(program: Program, step: int) -> list[Value]:
+    """The fields and entries of tables that a step computes with; not what says which row."""
+    value = program.values[step]
+    if value.op in ("field", "entry") or (value.op == "table" and len(program.spec.table(value.name).shape) > 1):
+        return [value]
+    return [leaf for arg in value.args for leaf in _leaves(program, arg)]

@@ -1,0 +1,267 @@
+"""The torch reference, writing: from fields to stored tensors, the inverse of unpack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qdsl.compiler.emit.digits import Cut, Digit, Lane
+from qdsl.compiler.emit.lines import indent, named
+from qdsl.compiler.emit.tensors import (
+    Unsupported,
+    arguments,
+    as_held,
+    bare,
+    count,
+    cut_slice,
+    element_labels,
+    elements,
+    field_dtype,
+    field_shifted,
+    is_plain,
+    is_signed,
+    records_name,
+    tensor_dtype,
+    to_axes,
+    type_text,
+    variables,
+)
+from qdsl.compiler.emit.views import BYTES, Chain, Label, region
+from qdsl.compiler.ir import index as ix
+from qdsl.compiler.ir.index import Index
+from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
+from qdsl.core.layout import Slice
+
+
+def pack_body(program: Program) -> list[str]:
+    """Statements that turn fields into a dict of stored tensors."""
+    lines: list[str] = []
+    entries: list[str] = []
+    optional: list[str] = []
+    for tensor in sorted(program.tensors, key=lambda tensor: tensor.optional):
+        before = len(lines)
+        chain = _plain(program, tensor, tensor.placements[0]) if is_plain(program, tensor) else \
+            _stacked(program, tensor) if elements(program, tensor) else _records(program, tensor, lines)
+        text = to_axes(tensor, chain)
+        if tensor.optional:
+            optional += [f"if {tensor.placements[0].field} is not None:", *indent(lines[before:]),
+                         f'    tensors["{tensor.name}"] = {text}']
+            del lines[before:]
+        else:
+            entries.append(f'"{tensor.name}": {text},')
+    if not optional:
+        return [*lines, "return {", *indent(entries), "}"]
+    return [*lines, "tensors = {", *indent(entries), "}", *optional, "return tensors"]
+
+
+def _stacked(program: Program, tensor: Tensor) -> Chain:
+    """Elements of several fields, one after the other."""
+    order: list[Label] = [axis.digits[0] for axis in tensor.axes[:-1]]
+    texts = [_plain(program, tensor, placement).permute(order).text for placement in elements(program, tensor)]
+    return Chain(f"torch.stack([{', '.join(texts)}], -1)", (*order, BYTES))
+
+
+def _plain(program: Program, tensor: Tensor, placement: Placement) -> Chain:
+    field = program.field(placement.field)
+    text = field_shifted(tensor, field, field.name, +1)
+    if field_dtype(field) != tensor_dtype(tensor):
+        cast = "to" if (field_dtype(field), tensor_dtype(tensor)) == ("int32", "int16") else "view"
+        text += f".{cast}(torch.{tensor_dtype(tensor)})"
+    if any(var.spare for var in tensor.vars):
+        text = _padded(tensor, placement, field, text)
+    chain = Chain(text, tuple(f"axis {axis}" for axis in range(len(placement.digits))))
+    for axis in reversed(range(len(placement.digits))):
+        names = [name for name in placement.digits[axis] if name]
+        chain = chain.unflatten(axis, names, _sizes(tensor, names))
+    return chain
+
+
+def _sizes(tensor: Tensor, labels: Sequence[Label]) -> list[int | str]:
+    """Extents of digits and of variables; 0 for bytes, and for a variable that is the only one, which torch works out."""
+    several = sum(isinstance(label, str) and label != BYTES for label in labels) > 1
+    return [label.extent if isinstance(label, Digit) else
+            ix.text(tensor.var(label).extent) if several and label != BYTES else 0 for label in labels]
+
+
+def _records(program: Program, tensor: Tensor, lines: list[str]) -> Chain:
+    """Records as elements of the tensor, words last."""
+    size = tensor.record_bits // 8
+    parts = [(placement, part) for placement in tensor.placements for part in placement.slices]
+    order = variables(tensor)
+    if len(parts) == 1 and parts[0][1].filled == tensor.record_bits:
+        placement, part = parts[0]
+        field = program.field(placement.field)
+        cuts = cut_slice(tensor, placement, part)
+        split = _split(program, tensor, placement, cuts, lines)
+        if split.labels[-1] == order[-1] and size == tensor.element.bits // 8 == 4:
+            return _words(program, tensor, cuts, split, lines)
+        value = _value(program, field, cuts, cuts.skips[0], split, [*order, *cuts.bytes_], lines)
+        if size > 1:
+            value = value.flatten(len(order), len(value.labels) - len(order), BYTES)
+        chain = Chain(named(lines, records_name(program, tensor), bare(value.text), arguments(program)), value.labels)
+    else:
+        chain = Chain(records_name(program, tensor), (*order, BYTES))
+        start = len(lines)
+        shared = [_store(program, tensor, placement, part, chain, lines) for placement, part in parts]
+        filled = sum(part.filled for _, part in parts) == tensor.record_bits
+        lines.insert(start, _allocate(tensor, chain.text, size, filled and not any(shared)))
+    if tensor_dtype(tensor) != "uint8":
+        field = program.field(tensor.placements[0].field)
+        chain = Chain(f"as_type({chain.text}, {type_text(field, tensor, field.name, tensor_dtype(tensor))})", chain.labels)
+    return Chain(f"{chain.text}.squeeze(-1)", chain.labels[:-1]) if tensor.words == 1 and BYTES in chain.labels else chain
+
+
+def _words(program: Program, tensor: Tensor, cuts: Cut, split: Chain, lines: list[str]) -> Chain:
+    """Words whose bytes lie rows apart in the field: shifted together, which is faster than moving single bytes."""
+    *outer, inner = variables(tensor)
+    field = program.field(tensor.placements[0].field)
+    value = _value(program, field, cuts, cuts.skips[0], split, [*outer, *cuts.bytes_, inner], lines)
+    value = value.flatten(len(outer), len(value.labels) - len(outer) - 1, BYTES)
+    text = named(lines, records_name(program, tensor), bare(value.text), arguments(program))
+    return Chain(f"integer({text}.transpose(-1, -2), torch.int32)", (*outer, inner))
+
+
+def _allocate(tensor: Tensor, name: str, size: int, filled: bool) -> str:
+    """Records for every value of the tensor's variables, zeroed unless every byte is assigned."""
+    lengths: dict[str, str] = {}
+    for placement in sorted(tensor.placements, key=count):
+        for axis, digits in enumerate(placement.digits):
+            if len(digits) > 2 or not placement.plain or any(tensor.var(var).spare for var in digits if var):
+                lengths.update({var: ix.text(tensor.var(var).extent) for var in digits if var})
+                continue
+            var, tile = placement.tiles[axis]
+            length = f"{placement.field}.numel()" if placement.flat else f"{placement.field}.shape[{axis}]"
+            exact = not var or tensor.var(var).exact
+            lengths.setdefault(var, length if tile == 1 else f"{length} // {tile}" if exact else f"cdiv({length}, {tile})")
+    shown = ", ".join([*(lengths[str(var)] for var in variables(tensor)), str(size)])
+    device = f"{tensor.placements[0].field}.device"
+    return f"{name} = empty(({shown}), torch.uint8, {device})" if filled else \
+        f"{name} = torch.zeros({shown}, dtype=torch.uint8, device={device})"
+
+
+def _store(program: Program, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str]) -> bool:
+    """Write one slice into the records: assigned where it has its bytes for itself, else or-ed.  Whether it shares bytes."""
+    field = program.field(placement.field)
+    cuts = cut_slice(tensor, placement, part)
+    split = _split(program, tensor, placement, cuts, lines)
+    others = [other for p in tensor.placements for other in p.slices if other is not part]
+    shared = any(_may_share(part, other) for other in others) or len(cuts.skips) > 1
+    for skip in cuts.skips:
+        found = region(records, cuts, skip, tensor.record_bits // 8)
+        if found is None:
+            raise Unsupported(f"the bytes of '{field.name}' in '{tensor.name}' are too scattered for a view")
+        target, digits = found
+        value = _value(program, field, cuts, skip, split, list(target.labels[:-1]) + list(digits), lines)
+        keep = len(target.labels) - 1
+        value = value.flatten(keep, len(value.labels) - keep, BYTES)
+        left = target.text if target.text.endswith("]") else f"{target.text}[...]"
+        lines.append(f"{left} {'|=' if shared else '='} {bare(value.text)}")
+    return shared
+
+
+def _may_share(a: Slice, b: Slice) -> bool:
+    """Whether two slices may have a byte in common."""
+    def ends(part: Slice) -> tuple[int, int]:
+        first = part.offset + sum(layout.first for layout in part.dims)
+        last = part.offset + sum(layout.last for layout in part.dims) + part.room - 1
+        return first // 8, last // 8
+    (first, last), (low, high) = ends(a), ends(b)
+    return first <= high and low <= last
+
+
+def _split(program: Program, tensor: Tensor, placement: Placement, cuts: Cut, lines: list[str]) -> Chain:
+    """The field with one axis per variable and digit, padded to whole records where it may be ragged."""
+    field = program.field(placement.field)
+    text = field_shifted(tensor, field, field.name, +1)
+    partial = not cuts.whole or cuts.part.width < field.bits
+    if is_signed(field) and field.bits <= 8 and partial:
+        text += ".view(torch.uint8)"
+    if field.number is not None and field.number.is_float and field_dtype(field) != "uint8" and partial:
+        text += f".view(torch.{'uint8' if field.bits == 8 else f'int{field.bits}'})"
+    if placement.flat:
+        text += ".flatten()"
+    text = _padded(tensor, placement, field, text)
+    wanted = element_labels(placement, cuts)
+    if placement.ranges > 1:
+        var, tile = placement.tiles[-1]
+        records = f"{text}.unflatten(-1, (-1, {tile}))" if var else text
+        text = f"{records}[..., {cuts.part.start}:{cuts.part.start + cuts.part.extents[-1]}]"
+        wanted[-1:] = [wanted[-1][:1], wanted[-1][1:]] if var else [wanted[-1]]
+    chain = Chain(text, tuple(f"axis {axis}" for axis in range(len(wanted))))
+    for axis in reversed(range(len(wanted))):
+        chain = chain.unflatten(axis, wanted[axis], _sizes(tensor, wanted[axis]))
+    if len(cuts.lanes) == 1:
+        return chain
+    return Chain(named(lines, f"{field.name}_split", chain.text, arguments(program)), chain.labels)
+
+
+def _padded(tensor: Tensor, placement: Placement, field: Field, text: str) -> str:
+    tiles = [tile if any(not tensor.var(name).exact for name in digits if name) else 0
+             for digits, tile in zip(placement.digits, placement.extents, strict=True)]
+    if not any(tiles):
+        return text
+    if not placement.plain or any(tensor.var(name).spare for name in placement.vars):
+        whole = [ix.text(_times([tensor.var(name).extent for name in digits if name], tile)) if tile else "" for digits, tile in
+                 zip(placement.digits, tiles, strict=True)]
+        amounts = [f"0, {total} - {'N * K' if placement.flat else ix.text(field.extents[axis])}" if total else "0, 0"
+                   for axis, total in enumerate(whole)]
+        return f"pad({text}, ({', '.join(reversed(amounts))}))"
+    lengths = [f"{field.name}.numel()"] if placement.flat else [f"{field.name}.shape[{i}]" for i in range(len(tiles))]
+    amounts = [f"0, -{length} % {tile}" if tile else "0, 0" for length, tile in zip(lengths, tiles, strict=True)]
+    return f"pad({text}, ({', '.join(reversed(amounts))}))"
+
+
+def _times(extents: list[Index], by: int) -> Index:
+    total = Index(by)
+    for extent in extents:
+        total = total * extent
+    return total
+
+
+def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, order: list[Label], lines: list[str]) -> Chain:
+    """The bytes that a slice's lanes at byte `skip` contribute: axes in `order`, then a container's bytes if several."""
+    if as_held(field, cuts):
+        chain = split.permute(order)
+        if cuts.container == 1:
+            return chain if field_dtype(field) == "uint8" else chain.call("view(torch.uint8)")
+        return Chain(f"as_type({chain.text}.unsqueeze(-1), torch.uint8)", (*order, BYTES))
+    lanes = [lane for lane in cuts.lanes if lane.skip == skip]
+    if cuts.part.places:
+        return _digits(field, cuts, split, lanes).permute(order)
+    if cuts.neighbours and field.bits <= 8 and split.labels[-1] == cuts.bits[0]:
+        text = bare(_masked(field, cuts.part, split.text))
+        return Chain(f"joined({text}, {cuts.neighbours}).squeeze(-1)", split.labels[:-1]).permute(order)
+    wide = {1: "", 2: ".to(torch.int32)", 3: ".to(torch.int32)"}.get(cuts.container, ".to(torch.int64)")
+    if len(lanes) > 2 and len(cuts.bits) == 1 and len(lanes) == len(cuts.lanes):
+        lane = split.pick({cuts.bits[0]: "i"})
+        text = f"sum({_masked(field, cuts.part, lane.text)}{wide} << {cuts.shift} for i in range({len(lanes)}))"
+    else:
+        texts: list[str] = []
+        for each in lanes:
+            lane = split.select(dict(zip(cuts.bits, each.values, strict=True)))
+            texts.append(_masked(field, cuts.part, lane.text) + wide + (f" << {each.shift}" if each.shift else ""))
+        joined = " | ".join(texts)
+        text = f"({joined})" if len(texts) > 1 or lanes[0].shift else joined
+    value = Chain(text, lane.labels).permute(order)
+    if not wide:
+        return value.call("to(torch.uint8)") if field.bits > 8 else value
+    words = named(lines, f"{field.name}_packed", bare(value.text), arguments(program))
+    return Chain(f"{words}.unsqueeze(-1).view(torch.uint8)[..., :{cuts.container}]", (*order, BYTES))
+
+
+def _digits(field: Field, cuts: Cut, split: Chain, lanes: list[Lane]) -> Chain:
+    """Bytes of the base-3 digits that lanes hold."""
+    lanes = sorted(lanes, key=lambda lane: lane.place)
+    picked = [split.select(dict(zip(cuts.bits, lane.values, strict=True))) for lane in lanes]
+    texts = ", ".join(lane.text for lane in picked)
+    if len(picked) > 2 and len(cuts.bits) == 1 and [lane.values for lane in lanes] == [(i,) for i in range(len(lanes))]:
+        texts = f"{split.pick({cuts.bits[0]: 'i'}).text} for i in range({len(lanes)})"
+    return Chain(f'base3([{texts}], "{field.name}")', picked[0].labels)
+
+
+def _masked(field: Field, part: Slice, text: str) -> str:
+    """The slice's bits of an element, at bit 0."""
+    if part.width == field.bits and not is_signed(field):
+        return text
+    shown = f"{text} >> {part.lo}" if part.lo else text
+    keep = part.lo + part.width < field.bits or is_signed(field)
+    return f"({shown} & {(1 << part.width) - 1})" if keep else f"({shown})"

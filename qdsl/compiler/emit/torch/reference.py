@@ -1,0 +1,157 @@
+"""The functions of the torch reference: a head, a docstring and the body that other files print."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+from qdsl.compiler.emit.axes import field_axes, tensor_axes
+from qdsl.compiler.emit.formula import constant
+from qdsl.compiler.emit.lines import indent, wrapped
+from qdsl.compiler.emit.literals import literal, quoted
+from qdsl.compiler.emit.tensors import tensor_dtype
+from qdsl.compiler.emit.torch.decode import Decode
+from qdsl.compiler.emit.torch.pack import pack_body
+from qdsl.compiler.emit.torch.unpack import unpack_body
+from qdsl.compiler.ir import index as ix
+from qdsl.compiler.ir.index import Index
+from qdsl.compiler.ir.program import Encode, Field, Program
+from qdsl.compiler.passes.schemes import SCHEMES
+
+
+def unpack_function(program: Program) -> list[str]:
+    optional = {tensor.name for tensor in program.tensors if tensor.optional}
+    arguments = [f"{t.name}: Tensor{' | None' if t.name in optional else ''}" for t in program.tensors]
+    extents = unpack_extents(program)
+    arguments += ["*", *(f"{word}: int" for word in extents)] if extents else []
+    stored = "; ".join(f"{t.name} {t.kind if t.kind in program.params else tensor_dtype(t)} [{', '.join(tensor_axes(t))}]"
+                       for t in program.tensors)
+    return [*wrapped(f"def unpack_{program.storage}(", arguments, ") -> dict[str, Tensor]:"),
+            *indent([*_doc(f"Fields of {stored}."), *unpack_body(program)])]
+
+
+def pack_function(program: Program) -> list[str]:
+    stored = [f for f in program.fields if f.name not in program.where]
+    optional = set(program.defaults)
+    arguments = [f"{f.name}: Tensor{' | None' if f.name in optional else ''}" for f in stored]
+    extents = pack_extents(program)
+    arguments += ["*", *(f"{word}: int" for word in extents)] if extents else []
+    names = ", ".join(tensor.name for tensor in program.tensors)
+    return [*wrapped(f"def pack_{program.storage}(", arguments, ") -> dict[str, Tensor]:"),
+            *indent([*_doc(f"{names} of the fields; the inverse of unpack_{program.storage}."), *pack_body(program)])]
+
+
+def pack_extents(program: Program) -> list[str]:
+    """Which of N, K and the sizes pack must be told, because the fields' shapes do not say where digits of a coordinate end."""
+    return _read(program, pack_body(program))
+
+
+def unpack_extents(program: Program) -> list[str]:
+    """Which of them unpack must be told: the last record may be padded, or rows lie one after the other."""
+    return _read(program, unpack_body(program))
+
+
+def _read(program: Program, body: list[str]) -> list[str]:
+    """The extents that statements read."""
+    tree = ast.parse("\n".join(["def body():", *indent(body)]))
+    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return [word for word in ("N", "K", *program.sizes) if word in read]
+
+
+def decode_function(programs: Sequence[Program], decoded: Decode) -> list[str]:
+    fields = sorted(decoded.fields, key=lambda f: f.name in decoded.optional)
+    arguments = [f"{f.name}: Tensor{' | None = None' if f.name in decoded.optional else ''}" for f in fields]
+    arguments.append("out: Tensor | None = None")
+    shapes = ", ".join(f"{f.name} [{', '.join(field_axes(programs, f))}]" for f in fields)
+    doc = f"Weights [N, K], float32 rounded after each operation: w = {programs[0].spec.decode_text}.  {shapes}."
+    return [*wrapped("def decode(", arguments, ") -> Tensor:"), *indent([*_doc(doc), *decoded.lines])]
+
+
+def encode_function(program: Program) -> list[str]:
+    encode = program.encode
+    assert encode is not None
+    scheme = SCHEMES[encode.scheme]
+    run, apart = _flat(program, encode)
+    sizes = [f"{size}: int" for size in program.sizes]
+    types = [f"{key}: str" for key, value in program.params.items() if isinstance(value, str)]
+    named = [*sizes, *types, *(["importance: Tensor | None = None"] if encode.importance else [])]
+    head = ["weight: Tensor", *(["*", *named] if named else []), *(["**options: Any"] if encode.open else [])]
+    doc = f"Fields for a float weight [N, K]: {scheme.summary}."
+    doc += "  importance: float32 [K]." if encode.importance else ""
+    doc += f"  options: {', '.join(encode.open)}." if encode.open else ""
+    weight = "weight" if run is None else f"weight.reshape({run}, -1).t()" if apart else "weight.reshape(1, -1)"
+    call = [weight, *_types(program, encode), *_columns(program, encode, run), *_options(encode)]
+    order = [encode.roles[role] for role in scheme.roles if role in encode.roles]
+    made = {name: name for name in order}
+    if run is not None:                                          # back from one row, or from a row for each group
+        made = {name: f"{name}{'.t()' if apart else ''}.reshape(weight.shape)" if len(program.field(name).index) == 2 else
+                f"{name}.flatten()" if program.field(name).index else name for name in order}
+    return [*wrapped("def encode(", head, ") -> dict[str, Tensor]:"),
+            *indent([*_doc(doc), *wrapped(f"{', '.join(order)} = {encode.scheme}(", call, ")", level=1),
+                     f"return {{{', '.join(f'{quoted(name)}: {made[name]}' for name in order)}}}"])]
+
+
+def _flat(program: Program, encode: Encode) -> tuple[Index | None, bool]:
+    """How many weights share a value where blocks are of the flat weight, None where they are not; and whether those weights lie
+    apart, as a column of the matrix [group, -1].
+    """
+    flat = [atom for role in encode.roles.values() for i in program.field(role).index if (atom := ix.flat_of(i)) is not None]
+    run = min((atom.args[1] for atom in flat), key=lambda size: size.const or size.terms[0][1], default=None)
+    apart = bool(flat) and flat[0].op == "mod"
+    return (run.terms[0][0].args[1] if apart and run is not None else run), apart
+
+
+def _types(program: Program, encode: Encode) -> list[str]:
+    """The number types of the fields."""
+    kinds = {role: program.field(field).kind for role, field in encode.roles.items()}
+    return [f"{role}={kind if kind in program.params else quoted(kind)}" for role, kind in kinds.items()]
+
+
+def _columns(program: Program, encode: Encode, run: Index | None) -> list[str]:
+    """How many rows and columns share values of the fields."""
+    if "scale" not in encode.roles:
+        return []
+    roles = {role: program.field(name) for role, name in encode.roles.items()}
+    scale, across = roles["scale"], SCHEMES[encode.scheme].across
+    rows, axes = ("1", 2) if run is not None else (_block(program, scale, "n"), len(scale.index))
+    around = across or run is not None
+    found = [f"rows={rows}"] if around else []
+    found += [f"columns={run or _block(program, scale, 'k')}"]
+    found += [f"axes={axes}"] if around else []
+    more = {"super": "super_scale", "shift": "shift"} if run is not None or not across else {}
+    more |= {"sums": "sums"}
+    return [*found, *(f"{word}_columns={_block(program, roles[role], 'k')}" for word, role in more.items() if role in roles)]
+
+
+def _options(encode: Encode) -> list[str]:
+    """Options and constants of the scheme; those that a caller may choose come as options."""
+    found = [f"{key}={literal(value)}" for key, value in encode.options.items() if key not in encode.open]
+    found += [f"{key}={constant(value) if isinstance(value, str) else value}" for key, value in encode.constants.items() if value]
+    found += ["importance=importance"] if encode.importance else []
+    given = ", ".join(f"{quoted(key)}: {literal(value)}" for key, value in encode.options.items() if key in encode.open)
+    rest = f"**{{{given}, **options}}" if given else "**options"
+    return [*found, rest] if encode.open else found
+
+
+def _block(program: Program, field: Field, axis: str) -> str:
+    """How many rows or columns share a value of the field, as text."""
+    index = next((i for i in field.index if axis in i.names()), None)
+    if index is None and axis == "k" and len(field.index) == 2:     # a gather: the block is that of the groups in order
+        known = program.defaults.get(str(field.index[1])) or program.where.get(str(field.index[1]))
+        index = known
+    if index is None:
+        return f"weight.shape[{'nk'.index(axis)}]"
+    return "1" if index.terms[0][0].op == "name" else str(index.terms[0][0].args[1])
+
+
+def _doc(text: str) -> list[str]:
+    """A docstring, broken between words at the width."""
+    words = text.split(" ")
+    rows = ['"""']
+    for word in words:
+        if len(rows[-1]) + len(word) > 112:
+            rows.append("")
+        rows[-1] += word if rows[-1] in ("", '"""') else f" {word}"
+    if len(rows) == 1:
+        return [rows[0] + '"""']
+    return [*rows, '"""']

@@ -1,0 +1,282 @@
+"""The torch reference, reading: from stored tensors to fields.
+
+Fields are torch tensors: uint8 for codes up to 8 bits, int8 for signed ones, int32 above, and the float's own dtype where
+torch has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from qdsl.compiler.emit.digits import Cut, Digit, Lane
+from qdsl.compiler.emit.lines import indent, named
+from qdsl.compiler.emit.tensors import (
+    Unsupported,
+    arguments,
+    as_held,
+    bare,
+    cut_slice,
+    element_labels,
+    elements,
+    field_dtype,
+    field_shifted,
+    in_order,
+    is_plain,
+    is_signed,
+    records_name,
+    shifted,
+    sizes,
+    tensor_dtype,
+    type_text,
+    variables,
+)
+from qdsl.compiler.emit.views import BYTES, Chain, Label, region
+from qdsl.compiler.ir import index as ix
+from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
+from qdsl.core.layout import Slice
+
+
+def unpack_body(program: Program) -> list[str]:
+    """Statements that turn the stored tensors into a dict of fields."""
+    lines: list[str] = []
+    inside: dict[str, list[str]] = {}                            # of tensors that may be missing
+    taken = arguments(program)
+    parts: dict[str, list[tuple[int, str]]] = {}
+    for tensor in sorted(program.tensors, key=lambda tensor: tensor.optional):
+        before = len(lines)
+        if is_plain(program, tensor):
+            field = program.field(tensor.placements[0].field)
+            parts.setdefault(field.name, []).append((0, _plain(tensor, tensor.placements[0], field, in_order(tensor))))
+            continue
+        for place, placement in enumerate(elements(program, tensor)):
+            parts[placement.field] = [(0, _element(program, tensor, placement, place))]
+        if elements(program, tensor):
+            continue
+        records = _records(tensor)
+        if records.text != tensor.name:
+            records = Chain(named(lines, records_name(program, tensor), bare(records.text), taken), records.labels)
+        for placement in tensor.placements:
+            for ranges in placement.cuts:
+                text = _slices(program.field(placement.field), tensor, placement, ranges, records, lines, taken)
+                if ranges[0].width < program.field(placement.field).bits:
+                    text = named(lines, f"{placement.field}_{'high' if ranges[0].lo else 'low'}", bare(text), taken)
+                parts.setdefault(placement.field, []).append((ranges[0].lo, text))
+        if tensor.optional:
+            inside[tensor.name] = lines[before:]
+    lines = lines[:len(lines) - sum(map(len, inside.values()))]
+    optional = {tensor.placements[0].field: tensor.name for tensor in program.tensors if tensor.optional}
+    stored = [field for field in program.fields if field.name in parts]
+    entries = [f'"{f.name}": {_join(f, parts[f.name])},' for f in stored if f.name not in optional]
+    if len(optional) == 0:
+        return [*lines, "return {", *indent(entries), "}"]
+    lines += ["fields = {", *indent(entries), "}"]
+    for field in stored:
+        if field.name in optional:
+            lines += [f"if {optional[field.name]} is not None:", *indent(inside.get(optional[field.name], [])),
+                      f'    fields["{field.name}"] = {_join(field, parts[field.name])}']
+    return [*lines, "return fields"]
+
+
+def _element(program: Program, tensor: Tensor, placement: Placement, place: int) -> str:
+    """The elements at one place of all records."""
+    chain = Chain(tensor.name, (*(axis.digits[0] for axis in tensor.axes[:-1]), BYTES)).pick({BYTES: str(place)})
+    return _plain(tensor, placement, program.field(placement.field), chain.permute(variables(tensor)))
+
+
+def _plain(tensor: Tensor, placement: Placement, field: Field, chain: Chain) -> str:
+    for axis, digits in enumerate(placement.digits):
+        chain = chain.flatten(axis, sum(map(bool, digits)), f"axis {axis}")
+    text = _cropped(tensor, placement, field, chain.text)
+    if tensor_dtype(tensor) == "int16" and field_dtype(field) == "int32":
+        text = f"({text}.to(torch.int32) & 65535)"
+    elif tensor_dtype(tensor) != field_dtype(field):
+        text = _viewed(text, field_dtype(field))
+    return field_shifted(tensor, field, text, -1)
+
+
+def _records(tensor: Tensor) -> Chain:
+    """The tensor as bytes, one record along the last axis; a record of one byte needs no axis."""
+    chain = in_order(tensor)
+    order = variables(tensor)
+    if _runs_across(tensor):
+        text = f"as_type({bare(shifted(tensor, tensor.name, -1))}, torch.uint8).t().contiguous()"
+        return Chain(f"{text}.unflatten(0, (-1, {tensor.record_bits // 8}))", (order[0], BYTES, order[1]))
+    if tensor.record_bits == 8:
+        return chain if tensor_dtype(tensor) == "uint8" else chain.call("view(torch.uint8)")
+    text = chain.text
+    if not chain.labels:
+        return Chain(f"as_type({bare(text)}.unsqueeze(-1), torch.uint8)", (BYTES,))
+    if tensor_dtype(tensor) != "uint8":
+        text = f"as_type({bare(text)}, torch.uint8)"
+    if BYTES not in chain.labels:
+        text = f"{text}.unflatten(-1, (-1, {tensor.record_bits // 8}))"
+    return Chain(text, (*order, BYTES))
+
+
+def _runs_across(tensor: Tensor) -> bool:
+    """Whether elements of a record lie along the tensor's last axis, which is not the field's last: then its bytes are turned
+    over as a matrix, and what is cut out of them lies along the field's last axis already.
+    """
+    placement, part = tensor.placements[0], tensor.placements[0].slices[0]
+    alone = len(tensor.placements) == len(placement.slices) == tensor.words == 1 and part.filled == tensor.record_bits > 8
+    across = [axis.digits[:1] for axis in tensor.axes] == [(name,) for name in reversed(variables(tensor))]
+    inside_byte = part.width in (1, 2, 4) and not part.places
+    return alone and placement.plain and len(tensor.axes) == 2 and across and inside_byte and part.extents[-1] == 1
+
+
+def _slices(field: Field, tensor: Tensor, placement: Placement, ranges: Sequence[Slice], records: Chain, lines: list[str],
+            taken: set[str]) -> str:
+    """The same bits of all elements, in the field's shape."""
+    alone = len(ranges) == 1
+    chains = [_slice(field, tensor, placement, part, records, lines, taken, alone) for part in ranges]
+    chain = chains[0]
+    if not alone:
+        texts = [named(lines, f"{field.name}_{part.start}", bare(each.text), taken)
+                 for part, each in zip(ranges, chains, strict=True)]
+        chain = Chain(f"torch.cat([{', '.join(texts)}], -1)", chain.labels)
+        last = len(placement.digits) - 1
+        chain = chain.flatten(last, len(chain.labels) - last, f"axis {last}")
+    return field_shifted(tensor, field, _cropped(tensor, placement, field, chain.text), -1)
+
+
+def _slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, records: Chain, lines: list[str],
+           taken: set[str], alone: bool) -> Chain:
+    """The bits of one slice with an axis per coordinate; where ranges follow, the last one with its records apart."""
+    cuts = cut_slice(tensor, placement, part)
+    if as_held(field, cuts):
+        chain = _typed(field, tensor, cuts, records)
+    else:
+        chain = _lanes(field, tensor, cuts, records, lines, taken)
+    wanted = element_labels(placement, cuts)
+    chain = chain.permute([label for group in wanted for label in group])
+    if not alone and not placement.plain:
+        raise Unsupported(f"the elements of '{field.name}' in '{tensor.name}' lie in ranges, and records between them")
+    if not alone and placement.tiles[-1][0]:
+        wanted[-1:] = [wanted[-1][:1], wanted[-1][1:]]
+    for axis, group in enumerate(wanted):
+        chain = chain.flatten(axis, len(group), f"axis {axis}")
+    return chain
+
+
+def _region(tensor: Tensor, cuts: Cut, records: Chain, skip: int, size: int = 1) -> tuple[Chain, tuple[Digit, ...]]:
+    """The bytes (or elements of `size` bytes) of a slice."""
+    if BYTES not in records.labels:
+        return records, ()
+    found = region(records, cuts, skip, tensor.record_bits // 8 // size)
+    if found is None:
+        raise Unsupported(f"the bytes of a field in '{tensor.name}' are too scattered for a view")
+    return found
+
+
+def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
+    """Bytes as the elements that they are; where they are aligned, all bytes of the record are seen so."""
+    kind, size = type_text(field, tensor, tensor.name, field_dtype(field)), cuts.container
+    steps = (cuts.first, tensor.record_bits // 8, *(digit.stride // 8 for digit in cuts.bytes_))
+    if size > 1 and all(step % size == 0 for step in steps):
+        wide = Chain(f"as_type({records.text}, {kind})", records.labels)
+        moved = replace(cuts, first=cuts.first // size, container=1,
+                        bytes_=tuple(replace(d, stride=d.stride // size) for d in cuts.bytes_))
+        if not cuts.bytes_:
+            return wide.pick({BYTES: str(moved.first)})
+        chain, digits = _region(tensor, moved, wide, 0, size)
+        found = _digits(chain, digits, sizes(list(digits)))
+        back: dict[Label, Label] = dict(zip(moved.bytes_, cuts.bytes_, strict=True))
+        return Chain(found.text, tuple(back.get(label, label) for label in found.labels))
+    chain, digits = _region(tensor, cuts, records, 0)
+    if kind != "torch.uint8":
+        chain = Chain(f"as_type({chain.text}, {kind})", chain.labels)
+    return _digits(chain, digits, sizes(list(digits)))
+
+
+def _digits(chain: Chain, labels: tuple[Label, ...], shape: list[int]) -> Chain:
+    """The bytes of a region as the digits that they are."""
+    return chain.unflatten(chain.labels.index(BYTES), labels, shape) if BYTES in chain.labels else chain
+
+
+def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[str], taken: set[str]) -> Chain:
+    """Containers shifted and masked once per lane, stacked along a new axis where there are several lanes."""
+    sources = {skip: _container(tensor, cuts, records, skip) for skip in cuts.skips}
+    one = sources[cuts.skips[0]]
+    turned = BYTES in records.labels[:-1]
+    if cuts.neighbours and not turned and _place(one.labels, cuts.bits[0]) == len(one.labels):
+        found = Chain(f"spread({one.text}, {cuts.neighbours})", (*one.labels, cuts.bits[0]))
+        return found if field.bits <= 8 else found.call("to(torch.int32)")
+    if len(cuts.lanes) > 1 and len(sources) == 1 and one.text != records.text:
+        # Cutting runs of a few bytes is slow where they lie apart; one copy brings them together.
+        apart = cuts.container == 1 and "[" in one.text
+        name = named(lines, f"{field.name}_{'bytes' if cuts.container == 1 else 'words'}",
+                     f"{one.text}.contiguous()" if apart else one.text, taken)
+        sources = {cuts.skips[0]: Chain(name, one.labels)}
+    texts = [_extract(sources[lane.skip].text, lane, cuts) for lane in cuts.lanes]
+    narrow = ".to(torch.uint8)" if cuts.container > 1 and field.bits <= 8 else ""
+    if len(texts) == 1:
+        return Chain(f"{'trit' if cuts.part.places else ''}({texts[0]}){narrow}", one.labels)
+    place = _place(one.labels[:-1] if turned else one.labels, cuts.bits[0])
+    listed = ", ".join(texts)
+    text = sources[cuts.skips[0]].text
+    if len(texts) > 2 and [lane.place for lane in cuts.lanes] == list(range(len(texts))) and len(sources) == 1:
+        listed = f"{text} * 3 ** i for i in range({len(texts)})"
+    elif len(texts) > 2 and len(cuts.bits) == 1 and len(sources) == 1 and not cuts.part.places:
+        listed = f"{text} >> {cuts.shift} & {(1 << cuts.part.width) - 1} for i in range({len(texts)})"
+    text = f"torch.stack([{listed}], {place - len(one.labels) - 1}){narrow}"
+    stacked = Chain(f"trit({text})" if cuts.part.places else text, (*one.labels[:place], BYTES, *one.labels[place:]))
+    return stacked.unflatten(place, cuts.bits, [d.extent for d in cuts.bits])
+
+
+def _container(tensor: Tensor, cuts: Cut, records: Chain, skip: int) -> Chain:
+    """The containers as integers, one axis per byte digit."""
+    chain, digits = _region(tensor, cuts, records, skip)
+    labels: tuple[Label, ...] = (*digits, BYTES) if cuts.container > 1 else digits
+    shape = [*sizes(list(digits)), cuts.container] if cuts.container > 1 else sizes(list(digits))
+    chain = _digits(chain, labels, shape)
+    return Chain(f"integer({chain.text})", chain.labels[:-1]) if cuts.container > 1 else chain
+
+
+def _place(labels: tuple[Label, ...], lane: Digit) -> int:
+    """Where the new axis stands so that the coordinates' digits are in order: before the first faster digit."""
+    for place, label in enumerate(labels):
+        if isinstance(label, Digit) and (label.axis, -label.weight) > (lane.axis, -lane.weight):
+            return place
+    return len(labels)
+
+
+def _extract(text: str, lane: Lane, cuts: Cut) -> str:
+    """`text >> shift & mask`, without the parts that do nothing; or bytes whose first digit is wanted."""
+    if cuts.part.places:
+        return f"{text} * {3 ** lane.place}" if lane.place else text
+    shown = f"{text} >> {lane.shift}" if lane.shift else text
+    top = cuts.container == 1 and lane.shift + cuts.part.width == 8
+    return shown if top else f"{shown} & {(1 << cuts.part.width) - 1}"
+
+
+def _cropped(tensor: Tensor, placement: Placement, field: Field, text: str) -> str:
+    """Without the padding of the last record, where there may be some; flat positions in rows again."""
+    if placement.flat:
+        return f"{text}[:N * K].unflatten(0, (N, K))"
+    shown = [":" if all(tensor.var(name).exact for name in digits if name) else f":{ix.text(extent)}"
+             for digits, extent in zip(placement.digits, field.extents, strict=True)]
+    return text if set(shown) <= {":"} else f"{text}[{', '.join(shown)}]"
+
+
+def _join(field: Field, parts: list[tuple[int, str]]) -> str:
+    """A field of its slices, low bits first, with its sign and type."""
+    number = field.number
+    typed = len(parts) == 1 and (number is None or not is_signed(field) or number.bits == 8)
+    if typed:
+        return bare(parts[0][1])
+    wide = ".to(torch.int32)" if field.bits > 8 else ""
+    text = " | ".join(f"{text}{wide}" if lo == 0 else f"{text}{wide} << {lo}" for lo, text in sorted(parts))
+    if is_signed(field):
+        half = 1 << field.bits - 1
+        view = f"({text}).view(torch.int8)" if field.bits <= 8 else f"({text})"
+        return view if field.bits in (8, 32) else f"({view} ^ {half}) - {half}"
+    if number is not None and number.is_float and field_dtype(field) != "uint8":
+        short = ".to(torch.int16)" if number.bits == 16 else ".to(torch.uint8)" if number.bits == 8 else ""
+        return _viewed(f"({text}){short}", field_dtype(field))
+    return text
+
+
+def _viewed(text: str, dtype: str) -> str:
+    """The same bits in another dtype; as_type leaves 8-bit floats as bytes on devices that lack them."""
+    return f"as_type({bare(text)}, torch.{dtype})" if dtype.startswith("float8") else f"{text}.view(torch.{dtype})"

@@ -1,0 +1,82 @@
+"""Lines of a kernel by the loop that they stand in, and from there to nested blocks of text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from qdsl.compiler.emit.lines import indent
+from qdsl.compiler.ir.program import Lane
+
+AND = " and "                                                    # between the conditions of a line
+
+
+@dataclass(slots=True)
+class Body:
+    """Lines by loop, each under conditions or '': level 0 stands ahead of the units, level 1 in a unit, then the lanes."""
+
+    levels: list[list[tuple[str, str]]] = field(default_factory=list)
+    arguments: frozenset[str] = frozenset()
+    at: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def add(self, level: int, target: str, text: str, guard: str = "") -> str:
+        """`target = text` under conditions; the same text at the same place is computed once."""
+        for other, line in self.levels[level]:
+            if other == guard and line.split(" = ", 1)[1:] == [text]:
+                return line.split(" = ", 1)[0]
+        taken = {line.split(" = ", 1)[0] for rows in self.levels for other, line in rows if not _exclude(other, guard)}
+        names = (target, *(f"{target}{i}" for i in range(1, 99)))
+        free = next(word for word in names if word not in taken and word not in self.arguments)
+        self.levels[level].append((guard, f"{free} = {text}"))
+        self.at[free, guard] = level
+        return free
+
+    def sees(self, variable: str, guard: str) -> bool:
+        """Whether a variable is set wherever these conditions hold."""
+        return any(other == variable and _terms(held) <= _terms(guard) for other, held in self.at)
+
+    def level(self, variable: str, guard: str | None = None) -> int:
+        """The innermost loop in which a variable is set: where these conditions hold, or (None) under any."""
+        if guard is not None and self.sees(variable, guard):
+            return max(at for (other, held), at in self.at.items() if other == variable and _terms(held) <= _terms(guard))
+        return max((at for (other, _), at in self.at.items() if other == variable), default=0)
+
+
+def both(first: str, second: str) -> str:
+    """Two conditions, of which each may be ''."""
+    return AND.join(filter(None, (first, second)))
+
+
+def _terms(guard: str) -> frozenset[str]:
+    return frozenset(filter(None, guard.split(AND)))
+
+
+def _exclude(one: str, other: str) -> bool:
+    """Whether two conditions never hold together: of a tensor, one says that it is there and one that it is not."""
+    return any(a != b and a.split(" ")[0] == b.split(" ")[0] for a in _terms(one) for b in _terms(other))
+
+
+def nest(body: Body, lanes: list[Lane], tail: list[str]) -> list[str]:
+    """The levels of a unit as nested loops around `tail`."""
+    lines = tail
+    for level in reversed(range(1, len(body.levels))):
+        lines = [*guarded(body.levels[level]), *lines]
+        if level > 1:
+            lane = lanes[level - 2]
+            lines = [f"for {lane.name} in tl.static_range({lane.extent}):", *indent(lines)]
+    return lines
+
+
+def guarded(rows: list[tuple[str, str]]) -> list[str]:
+    """Lines with the conditions under which they hold; opposite conditions that follow one another become if and else."""
+    lines: list[str] = []
+    for tensor, group in groupby(rows, key=lambda row: row[0].split(" ")[0]):
+        held = [(*guard.partition(AND)[::2], line) for guard, line in group]
+        if not tensor:
+            lines += [line for _, _, line in held]
+            continue
+        first = held[0][0]
+        lines += [f"if {first}:", *indent(guarded([(rest, line) for guard, rest, line in held if guard == first]))]
+        other = guarded([(rest, line) for guard, rest, line in held if guard != first])
+        lines += ["else:", *indent(other)] if other else []
+    return lines

@@ -1,0 +1,67 @@
+"""A table of sixteen numbers as the bytes from which the lane-tile kernels look them up (runtime/gpu/kernels/codebook.py)."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qdsl.compiler.ir.program import Program
+
+ENTRIES = 16
+SMALLEST = 2.0 ** -14                                            # float16's smallest number that has all bits
+
+
+@dataclass(frozen=True, slots=True)
+class Codebook:
+    """`numbers` are the entries: integers that a byte can count from the least on, or floats that are rounded to x's type.
+
+    unit: the power of two that float16's are divided by, so that they are neither too large nor subnormal.
+    """
+
+    numbers: tuple[int, ...] | tuple[float, ...]
+    unit: float
+
+    @property
+    def is_int(self) -> bool:
+        return all(isinstance(number, int) for number in self.numbers) and max(self.numbers) - min(self.numbers) < 256
+
+    @property
+    def base(self) -> int:
+        """What float16's bytes have more than numbers."""
+        return -int(min(self.numbers)) if self.is_int else 0
+
+    @property
+    def bytes(self) -> list[int]:
+        """The four words of numbers counted from the least on."""
+        return _words([int(number) + self.base for number in self.numbers])
+
+    def floats(self, kind: str) -> list[int]:
+        """The four words of low bytes and the four of high bytes, of 'f16' or 'bf16'."""
+        bits = [_f16(number / self.unit) if kind == "f16" else _bf16(number) for number in self.numbers]
+        return [*_words([b & 255 for b in bits]), *_words([b >> 8 for b in bits])]
+
+
+def codebook(program: Program, table: str) -> Codebook | None:
+    """The first sixteen entries of a table; None where it has fewer, or numbers too far apart for a float16."""
+    numbers = program.spec.table(table).values[:ENTRIES]
+    sizes = [abs(number) for number in numbers if number]
+    if len(numbers) < ENTRIES or not sizes or min(sizes) / 2.0 ** math.frexp(max(sizes))[1] < SMALLEST:
+        return None
+    return Codebook(numbers, 2.0 ** math.frexp(max(sizes))[1])
+
+
+def _words(bytes_: Sequence[int]) -> list[int]:
+    """Bytes, four to an int32."""
+    return list(struct.unpack("<4i", bytes(bytes_)))
+
+
+def _f16(number: float) -> int:
+    return int(struct.unpack("<H", struct.pack("<e", number))[0])
+
+
+def _bf16(number: float) -> int:
+    """The nearest bfloat16's bits, ties to even."""
+    bits = struct.unpack("<I", struct.pack("<f", number))[0]
+    return int(bits + 0x7FFF + (bits >> 16 & 1) >> 16)

@@ -1,0 +1,483 @@
+"""Triton bodies: how a tile of weights is loaded and decoded, from the bit layouts.
+
+A kernel works on a two-dimensional tile of units (see passes/choose_units).  Every load is a whole tile of one shape, so that
+no value changes threads inside the loop.  Lanes are unrolled by `tl.static_range`, and a value is computed at the outermost
+loop in which it does not change: a word is loaded once and cut once per lane.  Without units, a unit is one weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from qdsl.compiler.emit.formula import TRITON, formula, integer_fields, step_name, tables
+from qdsl.compiler.emit.tensors import is_read_by_dtype
+from qdsl.compiler.emit.triton.body import Body, both
+from qdsl.compiler.ir import index as ix
+from qdsl.compiler.ir.index import Facts, Index, name
+from qdsl.compiler.ir.program import Field, Lane, Placement, Program, Tensor, Units, Value
+from qdsl.core.layout import Layout, Slice, split
+
+PARAMETERS = ("tensors", "live", "N", "K", "sizes", "use", "state")
+TRITON_FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The coordinates of a kernel: what n and k are in terms of its variables."""
+
+    last: str
+    rows: str
+    unit: str
+    n: Index
+    k: Index
+    digits: tuple[tuple[str, str], ...]
+    lanes: tuple[Lane, ...]
+    row_count: Index
+    unit_count: Index
+    ragged: bool
+    facts: Facts
+
+
+def tile(program: Program) -> Tile:
+    """Names and coordinates of a program's kernels."""
+    units = program.units or _weight_by_weight()
+    taken = {*PARAMETERS, "n", "k", "inside", *program.sizes, *arguments(program), *(f.name for f in program.fields)}
+    fresh = _fresh(taken)
+    lanes = tuple(replace(lane, name=next(fresh)) for lane in units.lanes)
+    rows_lanes = [lane for lane in lanes if lane.axis == "n"]
+    column_lanes = [lane for lane in lanes if lane.axis == "k"]
+    per_record = prod(extent for _, _, extent in units.digits if extent)
+    natural = not column_lanes
+    rows = "n" if units.tiles["n"] == 1 else _free("r", taken, fresh)
+    record = "k" if units.tiles["k"] == 1 else _free("t", taken, fresh)
+    names = [record, *(next(fresh) for _ in units.digits[1:])]
+    unit = "k" if natural else record if per_record == 1 else _free("u", taken, fresh)
+    digits: list[tuple[str, str]] = []
+    if unit != record:
+        digits.append((record, f"{unit} // {per_record}"))
+        below = per_record
+        for digit, (_, _, extent) in zip(names[1:], units.digits[1:], strict=True):
+            below //= extent or 1
+            digits.append((digit, f"{unit} // {below} % {extent}" if below > 1 else f"{unit} % {extent}"))
+    bounds: dict[str, tuple[int, int | None]] = {lane.name: (0, lane.extent - 1) for lane in lanes}
+    bounds |= {digit: (0, (extent or 1) - 1) for digit, (_, _, extent) in zip(names[1:], units.digits[1:], strict=True)}
+    facts = replace(program.facts, bounds={**program.facts.bounds, **bounds})
+    k = _sum([(name(digit), weight) for digit, (_, weight, _) in zip(names, units.digits, strict=True)]
+             + [(name(lane.name), lane.weight) for lane in column_lanes])
+    n = _sum([(name(rows), units.tiles["n"])] + [(name(lane.name), lane.weight) for lane in rows_lanes])
+    row_count, row_exact = _records(program, units, "n")
+    records, exact = _records(program, units, "k")
+    return Tile(units.last, rows, unit, n, k, tuple(digits), lanes, row_count,
+                _units_per(records, per_record), not (exact and row_exact), facts)
+
+
+def arguments(program: Program) -> list[str]:
+    """What a kernel reads weights from: the storage's tensors, and the tables that decode looks up."""
+    return [*(tensor.name for tensor in program.tensors), *tables(program)]
+
+
+def _weight_by_weight() -> Units:
+    return Units("", "k", {"n": 1, "k": 1}, (("k", 1, None),), (), False)
+
+
+def _fresh(taken: set[str]) -> Iterator[str]:
+    return (letter for letter in "hijcbaefopvyz" if letter not in taken)
+
+
+def _free(wanted: str, taken: set[str], fresh: Iterator[str]) -> str:
+    return next(fresh) if wanted in taken else wanted
+
+
+def _sum(parts: list[tuple[Index, int]]) -> Index:
+    return ix.combine(parts)
+
+
+def _records(program: Program, units: Units, axis: str) -> tuple[Index, bool]:
+    """How many records there are along an axis, and whether they hold whole tiles."""
+    size = units.tiles[axis]
+    whole = name({"n": "N", "k": "K"}[axis])
+    if size == 1:
+        return whole, True
+    tensor = program.tensor(units.tensor)
+    var = next(tensor.var(v) for placement in tensor.placements if placement.extents == (units.tiles["n"], units.tiles["k"])
+               for v, extent in placement.tiles if extent == size and v)
+    return var.extent, var.exact
+
+
+def _units_per(records: Index, count: int) -> Index:
+    """records * count, where records is K // R and count divides R as K // (R // count)."""
+    atom = records.terms[0][0] if len(records.terms) == 1 else None
+    if count > 1 and atom is not None and atom.op == "exact" and atom.args[1].is_const and atom.args[1].const % count == 0:
+        return ix.exact(atom.args[0], atom.args[1].const // count)
+    return records * count
+
+
+def shown(index: Index, tight: int = 0) -> str:
+    return ix.text(index, tight, "tl.cdiv")
+
+
+class Decoder:
+    """Fills a Body with the loads and cuts that make the fields of one weight.
+
+    A weight that is one field keeps its type, where Triton has that.
+    """
+
+    def __init__(self, program: Program, tile: Tile, body: Body) -> None:
+        self.copies = len(program.values) == 1
+        self.program = program
+        self.tile = tile
+        self.body = body
+        self.lanes = [lane.name for lane in tile.lanes]
+        self.whole: dict[str, str] = {}
+
+    def weight(self) -> str:
+        """The formula over variables that hold the fields."""
+        names = {field.name: self.field(field) for field in self.program.fields
+                 if any(value.op == "field" and value.name == field.name for value in self.program.values)}
+        for value in self.program.values:
+            if value.op == "table" and len(shape := self.program.spec.table(value.name).shape) > 1:
+                names[f"k % {shape[1]}"] = self.column(shape[1])
+        entries = {step_name(number): self.entry(value, names) for number, value in enumerate(self.program.values)
+                   if value.op == "entry"}
+        return formula(self.program, TRITON, names | entries, 0)
+
+    def column(self, columns: int) -> str:
+        """A variable that holds k modulo the length of a table's row."""
+        index = ix.mod(self.coordinate("k"), columns, self.tile.facts)
+        return self.body.add(self.level(index), "column", shown(index))
+
+    def entry(self, value: Value, names: Mapping[str, str]) -> str:
+        """A variable that holds a stored table's number, in the row that a field says."""
+        field = self.program.field(value.name)
+        *planes, _, columns = field.table
+        before = [int(value.const) // prod(planes[i + 1:]) % extent for i, extent in enumerate(planes)]
+        row = names[self.program.values[value.args[0]].name]
+        return self.load_at(field, [*map(Index, before), name(row), name(self.column(columns))], "")
+
+    def coordinate(self, axis: str) -> Index:
+        return self.tile.n if axis == "n" else self.tile.k
+
+    def level(self, *indices: Index, guard: str = "") -> int:
+        """The innermost loop whose lane, or whose variable, an expression reads."""
+        read = set().union(*(index.names() for index in indices))
+        outside = {self.tile.rows, "N", "K", *self.program.sizes, *self.lanes} | {v for v, _ in self.body.at}
+        depth = max([i + 2 for i, lane in enumerate(self.lanes) if lane in read] + ([1] if read - outside else [])
+                    + [self.body.level(variable, guard) for variable in read if self.body.sees(variable, guard)], default=0)
+        return len(self.lanes) + 1 if depth > 1 and self.tile.ragged else depth
+
+    def mask(self, level: int) -> str:
+        """What must hold where a value of this level is loaded."""
+        if level == 0:
+            return f"{self.tile.rows} < {shown(self.tile.row_count)}"
+        return "inside" if self.tile.ragged and level == len(self.lanes) + 1 and self.lanes else "live"
+
+    # -- fields -------------------------------------------------------------------------------------------------------
+
+    def field(self, field: Field) -> str:
+        """The variable that holds a field's value, under both conditions where something it reads is optional."""
+        program = self.program
+        coordinates: dict[str, Index] = {"n": self.coordinate("n"), "k": self.coordinate("k")}
+        gathers = [str(index) for index in field.index if str(index) not in ("n", "k") and index.terms[0][0].op == "name"]
+        if field.name in program.where:
+            default = ix.substitute(program.where[field.name], coordinates, self.tile.facts)
+            return self.body.add(self.level(default), field.name, shown(default))
+        stored = {p.field: t for t in program.tensors for p in t.placements}
+        given = ""
+        if field.name in program.defaults:
+            tensor = stored[field.name].name
+            default = ix.substitute(program.defaults[field.name], coordinates, self.tile.facts)
+            self.body.add(self.level(default), field.name, shown(default), f"{tensor} is None")
+            given = f"{tensor} is not None"
+        if not gathers:
+            return self.load_field(field, coordinates, given)
+        index = gathers[0]
+        if index in program.where:
+            known = self.group(index, program.where[index], coordinates, "")
+            return self.load_field(field, coordinates | {index: known}, given)
+        guard = ""
+        if index in program.defaults:
+            tensor = stored[index].name
+            guard = f"{tensor} is not None"
+            known = self.group(index, program.defaults[index], coordinates, f"{tensor} is None")
+            self.load_field(field, coordinates | {index: known}, both(given, f"{tensor} is None"))
+        stored_group = name(self.load_field(program.field(index), coordinates, guard))
+        return self.load_field(field, coordinates | {index: stored_group}, both(given, guard))
+
+    def group(self, index: str, value: Index, coordinates: Mapping[str, Index], guard: str) -> Index:
+        """The group of a column, where it is not stored but computed."""
+        text = ix.substitute(value, coordinates, self.tile.facts)
+        return name(self.body.add(self.level(text), index, shown(text), guard))
+
+    def load_field(self, field: Field, coordinates: Mapping[str, Index], guard: str) -> str:
+        """The value of a field that the weight at these coordinates has."""
+        return self.load_at(field, [self.substituted(i, coordinates) for i in field.index], guard)
+
+    def load_at(self, field: Field, at: list[Index], guard: str) -> str:
+        """Load and cut all slices of an element of a field."""
+        parts: list[tuple[int, int, str]] = []
+        for tensor in self.program.tensors:
+            for placement in tensor.placements:
+                if placement.field == field.name:
+                    index = [at[0] * name("K") + at[1]] if placement.flat else at
+                    for ranges in placement.cuts:
+                        level, text = self.slice(field, tensor, placement, ranges, index, guard)
+                        parts.append((ranges[0].lo, level, text))
+        level = max(level for _, level, _ in parts)
+        if len(parts) == 1:
+            text = parts[0][2]
+        else:
+            cast = "({}).to(tl.int32)" if field.bits > 8 else "{}"      # so that the shift below keeps every bit
+            halves = [(lo, self.body.add(own, f"{field.name}_{'high' if lo else 'low'}", cast.format(text), guard))
+                      for lo, own, text in sorted(parts)]
+            text = " | ".join(f"{part} << {lo}" if lo else part for lo, part in halves)
+        return self.body.add(level, field.name, self.typed(field, text, len(parts) > 1), guard)
+
+    def typed(self, field: Field, text: str, joined: bool) -> str:
+        """Bits as a value that the formula can use."""
+        number = field.number
+        if number is None:
+            return text
+        if is_read_by_dtype(self.program, field):
+            return f"device.scale({text})"
+        if number.name in TRITON_FLOATS:
+            if joined or text.startswith("device."):
+                text = f"({text}).to(tl.uint{number.bits}).to(tl.{TRITON_FLOATS[number.name]}, bitcast=True)"
+            return text if self.copies or number.name == field.kind == "f32" else f"{text}.to(tl.float32)"
+        if number.is_float:
+            return f"device.{number.name}({text})"
+        call = text if text.endswith(")") and text.startswith(("tl.load(", "device.")) else f"({text})"
+        is_whole = self.elements(field) <= {f"i{number.bits}", f"u{number.bits}"} and not any(
+            tensor.stored and field.name in [each.field for each in tensor.placements] for tensor in self.program.tensors)
+        if number.kind == "signed" and not joined and is_whole:
+            text = f"{call}.to(tl.int{number.bits}, bitcast=True)" if f"u{number.bits}" in self.elements(field) else text
+            call = text
+        elif number.kind == "signed" and number.bits < 32:
+            half = 1 << number.bits - 1
+            return f"({call}.to(tl.int32) ^ {half}) - {half}"
+        return f"{call}.to(tl.int32)" if field.name in integer_fields(self.program) else text
+
+    def elements(self, field: Field) -> set[str]:
+        """The types of the elements that the field lies in."""
+        return {t.element.name for t in self.program.tensors for p in t.placements if p.field == field.name}
+
+    def substituted(self, index: Index, coordinates: Mapping[str, Index]) -> Index:
+        """A subscript for the kernel's coordinates; blocks of the flat position of which rows hold whole ones by rows."""
+        atom = ix.flat_of(index)
+        if atom is not None and atom.op == "div":
+            whole = ix.exact(name("K"), atom.args[1])
+            if any(var.extent == whole for tensor in self.program.tensors for var in tensor.vars):
+                return coordinates["n"] * whole + ix.div(coordinates["k"], atom.args[1], self.tile.facts)
+        return ix.substitute(index, coordinates, self.tile.facts)
+
+    # -- slices -------------------------------------------------------------------------------------------------------
+
+    def slice(self, field: Field, tensor: Tensor, placement: Placement, ranges: Sequence[Slice], index: list[Index],
+              guard: str) -> tuple[int, str]:
+        """(loop, text) of a slice's bits, or digit; `ranges` are the slices of the same bits for all ranges of elements."""
+        facts = self.tile.facts
+        records: dict[str, Index] = {}
+        local: list[Index] = []
+        for i, digits, size in zip(index, placement.digits, placement.extents, strict=True):
+            found = _digits(i, [tensor.var(digit).extent if digit else Index(size) for digit in digits], facts)
+            records |= {digit: each for digit, each in zip(digits, found, strict=True) if digit}
+            local.append(found[digits.index("")])
+        if not ranges[0].places:
+            return self.cut_bits(field, tensor, ranges, records, local, guard)
+        whole = [replace(part, width=part.room, places=()) for part in ranges]
+        level, text = self.cut_bits(field, tensor, whole, records, local, guard)
+        place = self.chosen(f"{field.name}_place", [replace(part, offset=0, dims=part.places) for part in ranges], local, guard)
+        if self.level(place, guard=guard) > level:
+            text = self.body.add(level, f"{field.name}_byte", text, guard)
+        return max(level, self.level(place, guard=guard)), f"device.trit({text}, {shown(place)})"
+
+    def chosen(self, target: str, ranges: Sequence[Slice], local: Sequence[Index], guard: str) -> Index:
+        """Where the element lies by the slice in whose range it is, as an expression or a variable."""
+        found = [self.bit(part, [*local[:-1], *(each - part.start for each in local[-1:])]) for part in ranges]
+        if all(each == found[0] for each in found):
+            return found[0]
+        text = shown(found[-1])
+        for part, each in reversed(list(zip(ranges[1:], found, strict=False))):
+            text = f"tl.where({shown(local[-1])} < {part.start}, {shown(each)}, {text})"
+        return name(self.body.add(self.level(*found, *local[-1:], guard=guard), target, text, guard))
+
+    def cut_bits(self, field: Field, tensor: Tensor, ranges: Sequence[Slice], records: Mapping[str, Index], local: list[Index],
+                 guard: str) -> tuple[int, str]:
+        """(loop, text) of the bits of one slice."""
+        part = ranges[0]
+        number = field.number
+        bits = tensor.element.bits
+        if number is not None and number.name in TRITON_FLOATS and part.width == number.bits > bits and len(ranges) == 1:
+            whole = split(part, part.width)
+            if whole is not None and whole[0].offset == 0 and tensor.words % (part.width // bits) == 0:
+                return self.typed_load(tensor, whole[1], records, local, number.name, guard)
+        cut = [pair for part in ranges if (pair := split(part, bits)) is not None]
+        if len(cut) < len(ranges):
+            bit = self.chosen(f"{field.name}_bit", ranges, local, guard)
+            return self.straddling(field, tensor, part, records, bit, guard)
+        shift, step = (self.chosen(f"{field.name}_{what}", sides, local, guard)
+                       for what, sides in zip(("shift", "at"), zip(*cut, strict=True), strict=True))
+        loaded = self.load(tensor, records, step, guard)
+        level = self.level(*records.values(), step, guard=guard)
+        if part.width == bits and tensor.stored is None and not _is_in_integer(field, tensor):
+            if number is not None and number.kind == "unsigned" and tensor.element.kind == "signed" and bits < 32:
+                return level, f"{loaded}.to(tl.uint{bits}, bitcast=True)"
+            return level, loaded
+        if self.level(shift, guard=guard) > level or tensor.stored is not None:
+            loaded = self.body.add(level, f"{field.name}_word", self.restored(tensor, loaded), guard)
+            bits = 32 if tensor.stored is not None and tensor.stored.field is None else bits
+        text = f"{loaded} >> {shown(shift, 1)}" if shift != Index(0) else loaded
+        text = f"{text} & {(1 << part.width) - 1}" if part.width < bits else text
+        if tensor.stored is not None and tensor.stored.field == field.name:
+            text = f"({text}) {'-' if tensor.stored.amount > 0 else '+'} {abs(tensor.stored.amount)} & {(1 << field.bits) - 1}"
+        if _is_in_integer(field, tensor) and part.width == field.bits:
+            text = f"({text}).to(tl.uint{field.bits}).to(tl.{TRITON_FLOATS[field.kind]}, bitcast=True)"
+        return max(level, self.level(shift, guard=guard)), text
+
+    def bit(self, part: Slice, index: Sequence[Index]) -> Index:
+        """part.bit(index), as an expression."""
+        return ix.combine([(self.position(layout, i), 1) for layout, i in zip(part.dims, index, strict=True)]) + part.offset
+
+    def position(self, layout: Layout, index: Index) -> Index:
+        """layout(index), as an expression."""
+        total = Index(layout.offset)
+        weight = 1
+        for extent, stride in layout.modes:
+            if stride:
+                digit = ix.div(index, weight, self.tile.facts)
+                total = total + (ix.mod(digit, extent, self.tile.facts) if weight * extent < layout.size else digit) * stride
+            weight *= extent
+        return total
+
+    def restored(self, tensor: Tensor, text: str) -> str:
+        """A stored word as the record packed it; small words become larger ones, in which sums have room."""
+        if tensor.stored is not None and tensor.element.bits < 32:
+            text = f"{text}.to(tl.int32)"
+        if tensor.stored is None or tensor.stored.field is not None:
+            return text
+        amount = tensor.stored.amount
+        return f"{text} {'-' if amount > 0 else '+'} {abs(amount):#x}"
+
+    def typed_load(self, tensor: Tensor, words: Slice, records: Mapping[str, Index], local: list[Index], kind: str,
+                   guard: str) -> tuple[int, str]:
+        """A float that fills several elements of the tensor and is aligned to its size: a load through its own pointer."""
+        size = words.width // tensor.element.bits
+        step = self.bit(words, local)
+        pointer = f"{tensor.name}_{kind}"
+        self.base(tensor, records)
+        self.ahead(tensor, f"{pointer} = {tensor.name}.to(tl.pointer_type(tl.{TRITON_FLOATS[kind]}))")
+        level = self.level(*records.values(), step, guard=guard)
+        offset = self.offset(tensor, records, step, size)
+        return level, f"tl.load({pointer} + {shown(offset)}, {self.mask(level)}, 0)"
+
+    def straddling(self, field: Field, tensor: Tensor, part: Slice, records: Mapping[str, Index], bit: Index,
+                   guard: str) -> tuple[int, str]:
+        """Bits that cross elements: cut from all words of the record at a constant bit, or from those around a variable one."""
+        units = self.program.units
+        if units is not None and units.whole and bit.names() <= {lane.name for lane in self.tile.lanes}:
+            level = self.level(*records.values(), guard=guard)
+            words = [self.body.add(level, f"{field.name}_{i}", self.load(tensor, records, Index(i), guard), guard)
+                     for i in range(tensor.words)]
+            held = self.body.add(level, f"{field.name}_words", f"({', '.join(words)})", guard)
+            return self.level(bit), self.stored_field(tensor, field, f"device.bits({held}, {shown(bit)}, {part.width})")
+        self.base(tensor, records)
+        level = self.level(*records.values(), bit, guard=guard)
+        start = self.offset(tensor, records, Index(0), 1)
+        step = self.stride(tensor)
+        text = (f"device.stream({tensor.name} + {shown(start)}, {shown(step)}, {shown(bit)}, {part.width}, "
+                f"{tensor.element.bits}, {self.mask(level)})")
+        return level, self.stored_field(tensor, field, text)
+
+    def stored_field(self, tensor: Tensor, field: Field, text: str) -> str:
+        add = tensor.stored
+        if add is None:
+            return text
+        return f"{text} {'-' if add.amount > 0 else '+'} {abs(add.amount)} & {(1 << field.bits) - 1}"
+
+    # -- addresses ----------------------------------------------------------------------------------------------------
+
+    def load(self, tensor: Tensor, records: Mapping[str, Index], step: Index, guard: str) -> str:
+        self.base(tensor, records)
+        offset = self.offset(tensor, records, step, 1)
+        level = self.level(*records.values(), step, guard=guard)
+        place = f"{tensor.name} + {shown(offset)}" if offset != Index(0) else tensor.name
+        if not tensor.vars:
+            return f"tl.load({tensor.name})"
+        return f"tl.load({place}, {self.mask(level)}{self.end(tensor, records, step)}, 0)"
+
+    def end(self, tensor: Tensor, records: Mapping[str, Index], step: Index) -> str:
+        """What must hold of a word behind the first of its record besides, where the last record may be cut off."""
+        cut = next((axis for axis in tensor.axes if axis.extent is not None), None)
+        if cut is None or cut.extent is None or step == Index(0):
+            return ""
+        return f" & ({shown(records[cut.digits[0]] * tensor.words + step)} < {shown(cut.extent)})"
+
+    def address(self, tensor: Tensor, records: Mapping[str, Index], step: Index) -> Index:
+        """The element's position in the tensor."""
+        total = Index(0)
+        for axis in tensor.axes:
+            place = Index(0)
+            length = Index(1)
+            for digit in axis.digits:
+                extent = tensor.var(digit).extent if digit else Index(tensor.words)
+                place = _times(place, extent) + (records[digit] if digit else step)
+                length = length * extent
+            total = _times(total, length if axis.extent is None else axis.extent) + place
+        return total
+
+    def base(self, tensor: Tensor, records: Mapping[str, Index]) -> None:
+        """Advance the tensor's pointer to its rows once, ahead of the loop."""
+        rows = self.rows_part(self.address(tensor, records, Index(0)))
+        if rows != Index(0):
+            self.ahead(tensor, f"{tensor.name} += {shown(rows)}")
+
+    def ahead(self, tensor: Tensor, line: str) -> None:
+        """A line ahead of the units, once, where the tensor is there at all."""
+        entry = (f"{tensor.name} is not None" if tensor.optional else "", line)
+        if entry not in self.body.levels[0]:
+            self.body.levels[0].append(entry)
+
+    def rows_part(self, address: Index) -> Index:
+        """The terms that move with the rows of the tile alone."""
+        rows = {self.tile.rows}
+        fixed = {"N", "K", *self.program.sizes}
+        return Index(0, tuple((atom, c) for atom, c in address.terms
+                              if rows <= (read := Index(0, ((atom, 1),)).names()) and read <= rows | fixed))
+
+    def offset(self, tensor: Tensor, records: Mapping[str, Index], step: Index, size: int) -> Index:
+        """The rest of the address, in elements of `size` elements of the tensor."""
+        start = self.rows_part(self.address(tensor, records, Index(0)))
+        address = self.address(tensor, records, step * size) - start
+        return ix.exact(address, size) if size > 1 else address
+
+    def stride(self, tensor: Tensor) -> Index:
+        """How far a record's words are apart."""
+        first, second = (self.address(tensor, {var.name: Index(0) for var in tensor.vars}, Index(i)) for i in (0, 1))
+        return second - first
+
+
+def _digits(index: Index, extents: Sequence[Index], facts: Facts) -> list[Index]:
+    """The digits of a number, slowest first, that have these extents; the slowest has no other bound than its own."""
+    found: list[Index] = []
+    for extent in reversed(extents[1:]):
+        high = Index(0, tuple((atom, c) for atom, c in index.terms if atom.op == "mul" and extent in atom.args))
+        if high.terms and not extent.is_const:                   # a multiple of the extent, and what is below it
+            found.insert(0, index - high)
+            index = ix.combine([(other, c) for atom, c in high.terms for other in [atom.args[1 - atom.args.index(extent)]]])
+        else:
+            found.insert(0, ix.mod(index, extent, facts))
+            index = ix.div(index, extent, facts)
+    return [index, *found]
+
+
+def _is_in_integer(field: Field, tensor: Tensor) -> bool:
+    """Whether a float that Triton has lies in elements that are integers, of its size or larger."""
+    number = field.number
+    return number is not None and number.name in TRITON_FLOATS and not tensor.element.is_float
+
+
+def _times(index: Index, extent: Index) -> Index:
+    """The product, multiplied out."""
+    terms = [(Index(0, ((atom, 1),)) * extent, coefficient) for atom, coefficient in index.terms]
+    return ix.combine([*terms, (extent, index.const)])

@@ -1,0 +1,52 @@
+"""The short functions of a program that complete kernels: skeletons (templates of whole lines) filled with bodies."""
+
+from __future__ import annotations
+
+from math import prod
+
+from qdsl.compiler.emit.literals import bare_tuple
+from qdsl.compiler.emit.templates import render
+from qdsl.compiler.emit.triton.body import Body, guarded, nest
+from qdsl.compiler.emit.triton.kernel import PARAMETERS, Decoder, Tile, arguments, shown, tile
+from qdsl.compiler.emit.triton.lanes import lanes
+from qdsl.compiler.emit.triton.pairs import paired
+from qdsl.compiler.ir.index import Index, substitute
+from qdsl.compiler.ir.program import Program
+
+
+def kernels(program: Program) -> list[str]:
+    """The lines of a storage's functions."""
+    pairs = paired(program)
+    parts = [_decode(program), *filter(None, (lanes(program),)), *([pairs.lines] if pairs is not None else [])]
+    return [line for i, part in enumerate(parts) for line in (*(["", ""] if i else []), *part)]
+
+
+def _decode(program: Program) -> list[str]:
+    """The function that hands every weight of a unit on, for the kernels `dequantize` and `matvec`."""
+    at = tile(program)
+    body = Body(levels=[[] for _ in range(len(at.lanes) + 2)],
+                arguments=frozenset({*PARAMETERS, at.rows, at.unit, *arguments(program), *program.sizes}))
+    body.levels[1] += [("", f"{digit} = {text}") for digit, text in at.digits]
+    _masks(at, body)
+    decoder = Decoder(program, at, body)
+    row = substitute(at.n, {at.rows: Index(0)}, at.facts)
+    handed = ["state", "k" if at.unit == "k" else shown(at.k), decoder.weight(), decoder.mask(len(at.lanes) + 1),
+              *([shown(row)] if row != Index(0) else [])]
+    count = prod(lane.extent for lane in at.lanes)
+    return render("decode", storage=program.storage, rows=at.rows, unit=at.unit,
+                  weights="The weight in column" if count == 1 else f"The {count} weights of unit",
+                  tensors=bare_tuple(arguments(program)), sizes=bare_tuple(program.sizes),
+                  body=[*guarded(body.levels[0]), *nest(body, list(at.lanes), [f"state = use({', '.join(handed)})"])])
+
+
+def _masks(at: Tile, body: Body) -> None:
+    """`live` for units, and `inside` for single weights where the last unit may hang over.
+
+    Records may hang over by many units, which have nothing in other tensors: then a unit lives if its first column does.
+    """
+    if at.ragged and at.digits:
+        first = substitute(at.k, {lane.name: Index(0) for lane in at.lanes}, at.facts)
+        body.levels[1].append(("", f"live = live & ({shown(first)} < K)"))
+    if at.ragged and at.lanes:
+        row = f" & ({shown(at.n)} < N)" if any(lane.axis == "n" for lane in at.lanes) else ""
+        body.levels[-1].append(("", f"inside = live{row} & ({shown(at.k)} < K)"))

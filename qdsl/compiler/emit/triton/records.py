@@ -1,0 +1,217 @@
+"""Weights as stored, for the kernel of one row: codes and the numbers of their groups in records of 256 columns.
+
+The rule: rows hold whole records, of a multiple of 16 bytes.  128 bytes of a record are its codes, 4 bits each; low and high
+halves of every 32 of these bytes are two runs of 32 columns.  All numbers of groups, of 32 columns or more, lie in the
+record's other words: floats whole, unsigned integers whole or in slices.
+
+Lane c of a row loads the bytes 32 * c onwards, so that it holds run 2 * c in low halves and run 2 * c + 1 in high ones.  Runs
+are the eight columns of the matrix instruction, and of their products lane c gets columns 2 * c and 2 * c + 1: the numbers
+that it needs are those of its own two runs, which it cuts out of words that every lane of a row loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+from qdsl.compiler.ir import index as ix
+from qdsl.compiler.ir.index import Facts, Index, name
+from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
+from qdsl.compiler.passes.derive_planar import coordinate, is_code
+from qdsl.core.layout import Layout, Slice, factor
+from qdsl.core.numbers import Number
+
+COLUMNS, RUNS, RUN = 256, 8, 32                                  # columns of a record, and the runs that they are
+WORD, FOUR = 32, 4                                               # bits of a word, and words of a load
+FLOATS = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+MAGNITUDE = 22                                                   # bits of an integer that runtime's number() takes
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bits [lo, lo + width) of a group's field, of each run the word and the bit where they begin."""
+
+    lo: int
+    width: int
+    words: tuple[int, ...]
+    bits: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Records of `size` words in a tensor: where codes begin, at which column each run does, and the parts of fields."""
+
+    tensor: str
+    size: int
+    codes: int
+    starts: Layout
+    fields: dict[str, tuple[Part, ...]]
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """The first words of the fours that hold the fields."""
+        return tuple(sorted({word // FOUR * FOUR for parts in self.fields.values() for part in parts for word in part.words}))
+
+    def place(self, word: int) -> int:
+        """Where a word stands among those that are loaded."""
+        return self.loads.index(word // FOUR * FOUR) * FOUR + word % FOUR
+
+
+def record(program: Program) -> Record | None:
+    """How a storage's records lie; None where they are not as the rule says."""
+    affine = program.affine
+    if affine is None or affine.table or not affine.fields or len(program.tensors) != 1:
+        return None
+    tensor = program.tensors[0]
+    code = program.field(affine.code)
+    placed = {placement.field: placement for placement in tensor.placements if _is_tile(tensor, placement)}
+    if not {code.name, *affine.fields} <= placed.keys() or not _holds_rows(tensor):
+        return None
+    if code.index != (name("n"), name("k")) or code.bits != 4 or not is_code(code.number):
+        return None
+    found = _codes(placed[code.name])
+    if found is None:
+        return None
+    first, starts = found
+    fields = {field: _parts(program, program.field(field), placed[field], starts) for field in affine.fields}
+    held = {field: parts for field, parts in fields.items() if parts is not None}
+    layout = factor(starts)
+    if layout is None or len(held) < len(fields):
+        return None
+    return Record(tensor.name, tensor.record_bits // WORD, first // WORD, layout, held)
+
+
+def _holds_rows(tensor: Tensor) -> bool:
+    """Whether it is bytes or words as they are, a row's records one after the other, at addresses that 16 divides."""
+    return tensor.record_bits % (FOUR * WORD) == 0 and tensor.stored is None and not tensor.optional \
+        and not tensor.element.is_float and all(var.exact for var in tensor.vars) \
+        and [len(axis.digits) for axis in tensor.axes] == [1, 2] and tensor.axes[1].digits[1] == ""
+
+
+def _is_tile(tensor: Tensor, placement: Placement) -> bool:
+    """Whether a record holds one row of a field, and some of its columns."""
+    axes = [axis.digits[0] for axis in tensor.axes if axis.digits]
+    return not placement.flat and placement.plain and [var for var, _ in placement.tiles] == axes and placement.tiles[0][1] == 1
+
+
+def _codes(placement: Placement) -> tuple[int, list[int]] | None:
+    """Where a record's codes begin, at a bit that a load's size divides, and the first column of each run."""
+    if placement.extents[-1] != COLUMNS or [(part.lo, part.width) for part in placement.slices] != [(0, 4)]:
+        return None
+    columns = {placement.slices[0].bit((0, k)): k for k in range(COLUMNS)}
+    first = min(columns)
+    runs = [[columns.get(first + 256 * c + 8 * j + 4 * h, -1) for j in range(RUN)] for c, h in product(range(4), range(2))]
+    if first % (FOUR * WORD) or any(run != list(range(run[0], run[0] + RUN)) or run[0] < 0 for run in runs):
+        return None
+    return first, [run[0] for run in runs]
+
+
+def _parts(program: Program, field: Field, placement: Placement, starts: Sequence[int]) -> tuple[Part, ...] | None:
+    """The parts of a field that is a number per row and group of columns, where each lies inside words."""
+    block = COLUMNS // placement.extents[-1]
+    where = [coordinate(program, index) for index in field.index]
+    if where != [("n", "1"), ("k", str(block))] or block % RUN or not _is_number(field.number, placement.slices):
+        return None
+    parts: list[Part] = []
+    if placement.ranges > 1 or any(part.places for part in placement.slices):
+        return None
+    for part in placement.slices:
+        at = [part.bit((0, start // block)) for start in starts]
+        if any(bit % WORD + part.width > WORD for bit in at):
+            return None
+        parts.append(Part(part.lo, part.width, tuple(bit // WORD for bit in at), tuple(bit % WORD for bit in at)))
+    return tuple(parts)
+
+
+def _is_number(number: Number | None, slices: Sequence[Slice]) -> bool:
+    if number is None:
+        return False
+    if number.is_float:
+        return number.name in FLOATS and len(slices) == 1
+    return number.kind == "unsigned" and number.bits <= MAGNITUDE
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def start_text(record: Record) -> str:
+    """Where run g begins, in pairs of columns."""
+    return ix.text(_strided(Layout(tuple((extent, stride // 2) for extent, stride in record.starts.modes),
+                                   record.starts.offset // 2), "g", RUNS))
+
+
+def head_text(record: Record) -> str:
+    """The words of fields, by fours."""
+    return " + ".join(f"records.four(p, {first})" for first in record.loads)
+
+
+def field_lines(record: Record, field: Field, target: str) -> Iterator[str]:
+    """Lines that assign a field's numbers of all runs, [W, 16, 8], from the words `head`; `lane` is c."""
+    number = field.number
+    assert number is not None
+    parts = record.fields[field.name]
+    if number.is_float:
+        low, high = (_words(record, parts[0], half, parts[0].bits) for half in range(2))
+        yield f"{target} = records.floats(tl.{FLOATS[number.name]}, {low}, {high})"
+        return
+    step = _step(parts, number.bits)
+    names = ["both"] if step is not None else ["low", "high"]
+    for half, variable in enumerate(names):
+        for place, part in enumerate(parts):
+            yield f"{variable} {'|=' if place else '='} {_cut(record, part, half, step or 0)}"
+    shown = "low, high" if step is None else f"both, both >> {step}" if step else "both, both"
+    yield f"{target} = records.integers({number.bits}, {shown})"
+
+
+def _step(parts: Sequence[Part], bits: int) -> int | None:
+    """By how many bits an odd run's number lies higher than the even one's, where one cut serves both; 0: they are one."""
+    pairs = [(part, j) for part in parts for j in range(0, RUNS, 2)]
+    steps = {part.bits[j + 1] - part.bits[j] for part, j in pairs}
+    if len(steps) > 1 or any(part.words[j] != part.words[j + 1] for part, j in pairs):
+        return None
+    step = steps.pop()
+    return step if step == 0 or bits <= step < WORD - bits else None
+
+
+def _cut(record: Record, part: Part, half: int, step: int) -> str:
+    """A part of a field's number in even (half 0) or odd runs at its place in the number; of odd runs, too, `step` higher."""
+    mask = (1 << part.width) - 1
+    mask |= mask << step
+    lower = [bit - part.lo for bit in part.bits]
+    if min(lower) >= 0:
+        return f"{_words(record, part, half, lower)} & {_hex(mask << part.lo)}"
+    return f"({_words(record, part, half, part.bits)} & {_hex(mask)}) << {part.lo}"
+
+
+def _hex(mask: int) -> str:
+    """In whole bytes."""
+    digits = f"{mask:X}"
+    return f"0x{digits:0>{len(digits) + len(digits) % 2}}"
+
+
+def _words(record: Record, part: Part, half: int, lower: Sequence[int]) -> str:
+    """The words that hold a part in lanes' even or odd runs, each moved down by as many bits as its run says."""
+    text = _pick([f"head[{record.place(word)}]" for word in part.words[half::2]])
+    layout = factor(lower[half::2])
+    moved = ix.text(_strided(layout, "lane", 4)) if layout else _pick(list(map(str, lower[half::2])))
+    return text if moved == "0" else f"{text} >> {moved}"
+
+
+def _pick(texts: Sequence[str]) -> str:
+    """What each of the four lanes has, as one expression."""
+    found = texts[-1]
+    for lane, (text, after) in reversed(list(enumerate(pairwise(texts), 1))):
+        if text != after:
+            found = f"tl.where(lane < {lane}, {text}, {found})"
+    return found
+
+
+def _strided(layout: Layout, variable: str, count: int) -> Index:
+    """A layout at a variable that is less than `count`."""
+    facts = Facts({variable: (0, count - 1)})
+    parts, weight = [(Index(layout.offset), 1)], 1
+    for extent, stride in layout.modes:
+        parts.append((ix.mod(ix.div(name(variable), weight, facts), extent, facts), stride))
+        weight *= extent
+    return ix.combine(parts)

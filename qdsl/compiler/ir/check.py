@@ -1,0 +1,154 @@
+"""What must hold of a program after any pass: named rules, run by tests after each pass.
+
+A rule looks at what the passes so far have filled and yields what breaks it.  A broken rule is a bug of the compiler, not of
+a spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from math import prod
+
+from qdsl.compiler.ir.index import flat_of
+from qdsl.compiler.ir.program import Program
+from qdsl.compiler.ir.text import text
+from qdsl.core.layout import BYTE, Held, spread, walk
+
+Rule = Callable[[Program], Iterator[str]]
+RULES: dict[str, Rule] = {}
+F32_EXACT = 1 << 24
+
+
+class IllegalProgram(AssertionError):
+    """A pass left a program that breaks a rule."""
+
+
+def check(program: Program, after: str) -> None:
+    """Raises IllegalProgram with the rule's name, what breaks it, and the program as text."""
+    for name, rule in RULES.items():
+        for problem in rule(program):
+            raise IllegalProgram(f"after {after}: {name} is violated: {problem}\n\n{text(program)}")
+
+
+def _rule(function: Rule) -> Rule:
+    RULES[function.__name__.replace("_", "-")] = function
+    return function
+
+
+@_rule
+def subscripts_are_known(program: Program) -> Iterator[str]:
+    """A field varies with n, k and index fields, in blocks of constants and sizes; it has an extent per subscript."""
+    known = {"n", "k", *program.sizes, *(field.name for field in program.fields if field.number is None)}
+    for field in program.fields:
+        if len(field.index) != len(field.extents) and not field.table:
+            yield f"{field.name} has {len(field.index)} subscripts and {len(field.extents)} extents"
+        for index in field.index:
+            if not index.names() <= known | ({"N", "K"} if flat_of(index) is not None else set()):
+                yield f"{field.name} is subscripted by {index}"
+
+
+@_rule
+def placements_are_of_fields(program: Program) -> Iterator[str]:
+    """A placement has a tile for each coordinate of its field, carried by variables of its tensor."""
+    fields = {field.name: field for field in program.fields}
+    for tensor in program.tensors:
+        variables = {var.name for var in tensor.vars} | {""}
+        for placement in tensor.placements:
+            if placement.field not in fields:
+                yield f"{tensor.name} stores {placement.field}, which is no field"
+            elif not placement.flat and len(placement.digits) != len(fields[placement.field].extents):
+                yield f"{placement.field} in {tensor.name} has {len(placement.digits)} tiles"
+            if len(placement.extents) != len(placement.digits) or any(digits.count("") != 1 for digits in placement.digits):
+                yield f"{placement.field} in {tensor.name} has coordinates without a digit for what a record holds"
+            if not set(placement.vars) <= variables:
+                yield f"{placement.field} in {tensor.name} moves with variables that {tensor.name} does not have"
+
+
+@_rule
+def slices_say_what_records_say(program: Program) -> Iterator[str]:
+    """Every piece of a record is where the slices say, and no bit is claimed twice."""
+    for tensor in program.tensors:
+        if not all(placement.slices for placement in tensor.placements):
+            continue
+        wanted: list[Held | None] = [None] * tensor.record_bits
+        for piece in walk(tensor.lines):
+            for t in range(0 if piece.field is None else piece.width if piece.place is None else BYTE):
+                before = wanted[piece.at + t].elements if piece.place else ()       # type: ignore[union-attr]
+                wanted[piece.at + t] = Held(str(piece.field), (*before, piece.index), piece.lo + t, piece.place is not None)
+        found = spread({placement.field: placement.slices for placement in tensor.placements}, tensor.record_bits)
+        for bit, (a, b) in enumerate(zip(wanted, found, strict=True)):
+            if a != b:
+                yield f"bit {bit} of {tensor.name} is {a} in the record and {b} in the slices"
+                break
+
+
+@_rule
+def fields_are_stored_once(program: Program) -> Iterator[str]:
+    """Over all tensors, the slices of a stored field are its bits, each once in every range of its elements."""
+    placed = [placement for tensor in program.tensors for placement in tensor.placements]
+    if not placed or not all(placement.slices for placement in placed):
+        return
+    for field in program.fields:
+        parts = sorted((part.lo, part.lo + part.width) for p in placed if p.field == field.name for part in p.slices
+                       if part.start == 0)
+        if field.name in program.where:
+            if parts:
+                yield f"{field.name} is stored though its value is fixed"
+        elif not parts or parts[0][0] != 0 or parts[-1][1] != field.bits or any(a[1] != b[0] for a, b in pairwise(parts)):
+            yield f"{field.name} has bits {parts} of {field.bits}"
+
+
+@_rule
+def values_refer_back(program: Program) -> Iterator[str]:
+    """A value is made of values before it, and varies over at least as many axes as they do."""
+    for number, value in enumerate(program.values):
+        for arg in value.args:
+            if arg >= number:
+                yield f"%{number} reads %{arg}"
+            elif len(program.values[arg].index) > len(value.index):
+                yield f"%{number} varies over less than its argument %{arg}"
+
+
+@_rule
+def types_agree(program: Program) -> Iterator[str]:
+    """Integers meet integers, floats meet floats, and an integer becomes a float only where float32 holds it exactly."""
+    for number, value in enumerate(program.values):
+        ints = [program.values[arg].is_int for arg in value.args]
+        if value.op == "float":
+            limits = program.values[value.args[0]].range
+            if limits is None or max(-limits[0], limits[1]) > F32_EXACT:
+                yield f"%{number} is not exact in float32"
+        elif value.op == "table":
+            limits = program.values[value.args[0]].range
+            if limits is None or limits[0] < 0 or limits[1] >= len(program.spec.table(value.name).values):
+                yield f"%{number} reads outside of table {value.name}"
+        elif value.op == "entry":
+            limits = program.values[value.args[0]].range
+            *planes, rows, _ = program.field(value.name).table
+            if limits is None or limits[0] < 0 or limits[1] >= rows or not 0 <= value.const < prod(planes):
+                yield f"%{number} reads outside of stored table {value.name}"
+        elif value.op not in ("field", "const") and any(i != value.is_int for i in ints):
+            yield f"%{number} mixes integers and floats"
+        elif value.op in ("//", "%") and not value.is_int:
+            yield f"%{number} divides floats as integers"
+    if program.values and program.values[-1].is_int:
+        yield "the last value is an integer"
+
+
+@_rule
+def units_fill_their_tiles(program: Program) -> Iterator[str]:
+    """The digits and lanes of a unit count every weight of a record once."""
+    units = program.units
+    if units is None:
+        return
+    for axis in "nk":
+        digits = [(weight, extent) for _, weight, extent in units.digits if axis == "k" and extent]
+        digits += [(lane.weight, lane.extent) for lane in units.lanes if lane.axis == axis]
+        if prod(extent for _, extent in digits) != units.tiles[axis]:
+            yield f"{axis}: {digits} do not count {units.tiles[axis]}"
+        filled = 1
+        for weight, extent in sorted(digits):
+            if weight != filled:
+                yield f"{axis}: weight {weight} follows {filled}"
+            filled *= extent

@@ -1,0 +1,327 @@
+"""Integer expressions over N, K, n, k, parameters and loop variables, kept in a normal form.
+
+An `Index` is a constant plus integer multiples of atoms; an atom is a name, a quotient, a remainder, a ceiling or a product
+that cannot be split further.  Building one simplifies it with what is known of its names (`Facts`): the digits of a mixed
+radix number fall out of `//` and `%`, which is what turns addresses derived from layouts back into short text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import gcd
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of names: inclusive bounds (None: no upper bound) and divisors.  A name not listed is at least 0.
+
+    blocks: of lengths that may be a whole axis, what divides them where they are none; of a whole axis all quotients are 0.
+    """
+
+    bounds: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
+    divisors: Mapping[str, int] = field(default_factory=dict)
+    blocks: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """`op` is 'name', 'div' (floor), 'mod', 'ceil' (ceiling division), 'exact' (division that must divide) or 'mul'."""
+
+    op: str
+    name: str = ""
+    args: tuple[Index, ...] = ()
+
+    @property
+    def key(self) -> tuple[bool, str, tuple[str, ...]]:
+        """Names first, then by operation and text: the order of terms with equal coefficients."""
+        return (self.op != "name", self.name or self.op, tuple(str(argument) for argument in self.args))
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    const: int = 0
+    terms: tuple[tuple[Atom, int], ...] = ()
+
+    def __str__(self) -> str:
+        return text(self)
+
+    @property
+    def is_const(self) -> bool:
+        return not self.terms
+
+    @property
+    def size(self) -> int:
+        """How many names and numbers it has."""
+        return 1 + sum(sum(argument.size for argument in atom.args) or 1 for atom, _ in self.terms)
+
+    def names(self) -> set[str]:
+        """Every name that the expression reads."""
+        found: set[str] = set()
+        for atom, _ in self.terms:
+            found |= {atom.name} if atom.op == "name" else set().union(*(a.names() for a in atom.args))
+        return found
+
+    def __add__(self, other: Index | int) -> Index:
+        return combine([(self, 1), (as_index(other), 1)])
+
+    def __sub__(self, other: Index | int) -> Index:
+        return combine([(self, 1), (as_index(other), -1)])
+
+    def __mul__(self, other: Index | int) -> Index:
+        return multiply(self, as_index(other))
+
+    def __call__(self, values: Mapping[str, int]) -> int:
+        """The value, for values of all names.  Raises ArithmeticError where an exact division leaves a remainder."""
+        return self.const + sum(coefficient * _value(atom, values) for atom, coefficient in self.terms)
+
+
+def flat_of(index: Index) -> Atom | None:
+    """The quotient or remainder of the flat position n * K + k that an index is; None where it is neither."""
+    atom, coefficient = index.terms[0] if len(index.terms) == 1 and not index.const else (None, 0)
+    return atom if atom is not None and coefficient == 1 and atom.op in ("div", "mod") and atom.args[0] == FLAT else None
+
+
+def as_index(value: Index | int) -> Index:
+    return Index(value) if isinstance(value, int) else value
+
+
+def name(word: str) -> Index:
+    return Index(0, ((Atom("name", word), 1),))
+
+
+def combine(parts: list[tuple[Index, int]]) -> Index:
+    """The sum of coefficient * part."""
+    const = 0
+    terms: dict[Atom, int] = {}
+    for part, factor in parts:
+        const += factor * part.const
+        for atom, coefficient in part.terms:
+            terms[atom] = terms.get(atom, 0) + factor * coefficient
+    kept = [(atom, coefficient) for atom, coefficient in terms.items() if coefficient]
+    if len(kept) > 1:
+        kept.sort(key=lambda term: (-abs(term[1]), term[0].key))
+    return Index(const, tuple(kept))
+
+
+def multiply(left: Index, right: Index) -> Index:
+    if left.is_const:
+        return combine([(right, left.const)])
+    if right.is_const:
+        return combine([(left, right.const)])
+    if len(left.terms) == 1 and not left.const and left.terms[0][1] != 1:
+        atom, coefficient = left.terms[0]
+        return combine([(multiply(Index(0, ((atom, 1),)), right), coefficient)])
+    if len(right.terms) == 1 and not right.const and right.terms[0][1] != 1:
+        atom, coefficient = right.terms[0]
+        return combine([(multiply(left, Index(0, ((atom, 1),))), coefficient)])
+    return Index(0, ((Atom("mul", args=(left, right)), 1),))
+
+
+def div(top: Index, bottom: Index | int, facts: Facts = Facts()) -> Index:
+    """Floor division."""
+    bottom = as_index(bottom)
+    if not bottom.is_const:
+        return _div_by_name(top, bottom, facts)
+    by = bottom.const
+    if by == 1:
+        return top
+    whole, rest = _split(top, by)
+    low, high = bounds(rest, facts)
+    if low is not None and high is not None and low // by == high // by:
+        return whole + low // by
+    for step in _steps(rest, by):
+        big, small = _split(rest, step)
+        low, high = bounds(small, facts)
+        if low is not None and high is not None and low >= 0 and high < step:
+            return whole + div(big, by // step, facts)
+    return whole + Index(0, ((Atom("div", args=(rest, bottom)), 1),))
+
+
+def mod(top: Index, bottom: Index | int, facts: Facts = Facts()) -> Index:
+    """Remainder, with the sign of a positive divisor."""
+    bottom = as_index(bottom)
+    if not bottom.is_const:
+        return Index(0, ((Atom("mod", args=(top, bottom)), 1),))
+    by = bottom.const
+    _, rest = _split(top, by)
+    low, high = bounds(rest, facts)
+    if low is not None and high is not None and low // by == high // by:
+        return rest - by * (low // by)
+    for step in _steps(rest, by):
+        big, small = _split(rest, step)
+        low, high = bounds(small, facts)
+        if low is not None and high is not None and low >= 0 and high < step:
+            return mod(big, by // step, facts) * step + small
+    return Index(0, ((Atom("mod", args=(rest, bottom)), 1),))
+
+
+def ceil(top: Index, bottom: Index | int) -> Index:
+    """Ceiling division; ceil(ceil(a / b) / c) is ceil(a / (b * c))."""
+    bottom = as_index(bottom)
+    if bottom == Index(1):
+        return top
+    if len(top.terms) == 1 and not top.const and top.terms[0][1] == 1 and top.terms[0][0].op == "ceil":
+        inner, by = top.terms[0][0].args
+        return ceil(inner, by * bottom)
+    if top.is_const and bottom.is_const:
+        return Index(-(-top.const // bottom.const))
+    return Index(0, ((Atom("ceil", args=(top, bottom)), 1),))
+
+
+def exact(top: Index, bottom: Index | int) -> Index:
+    """Division that must leave no remainder; of a quotient, which must leave none either, by the product."""
+    bottom = as_index(bottom)
+    if len(top.terms) == 1 and not top.const and top.terms[0][1] == 1 and top.terms[0][0].op == "exact":
+        inner, by = top.terms[0][0].args
+        return exact(inner, by * bottom)
+    if bottom.is_const and bottom.const and top.const % bottom.const == 0 \
+            and all(coefficient % bottom.const == 0 for _, coefficient in top.terms):
+        return Index(top.const // bottom.const, tuple((a, c // bottom.const) for a, c in top.terms))
+    return Index(0, ((Atom("exact", args=(top, bottom)), 1),))
+
+
+def substitute(index: Index, values: Mapping[str, Index], facts: Facts = Facts()) -> Index:
+    """Names replaced, and everything simplified anew."""
+    parts = [(Index(index.const), 1)]
+    for atom, coefficient in index.terms:
+        if atom.op == "name":
+            parts.append((values.get(atom.name, Index(0, ((atom, 1),))), coefficient))
+        else:
+            left, right = (substitute(argument, values, facts) for argument in atom.args)
+            parts.append((_rebuild(atom.op, left, right, facts), coefficient))
+    return combine(parts)
+
+
+def _rebuild(op: str, left: Index, right: Index, facts: Facts) -> Index:
+    if op == "div":
+        return div(left, right, facts)
+    if op == "mod":
+        return mod(left, right, facts)
+    return {"ceil": ceil, "exact": exact, "mul": multiply}[op](left, right)
+
+
+def bounds(index: Index, facts: Facts) -> tuple[int | None, int | None]:
+    """Inclusive bounds; None where there is none."""
+    low: int | None = index.const
+    high: int | None = index.const
+    for atom, coefficient in index.terms:
+        first, last = _atom_bounds(atom, facts)
+        if coefficient < 0:
+            first, last = last, first
+        low = None if low is None or first is None else low + coefficient * first
+        high = None if high is None or last is None else high + coefficient * last
+    return low, high
+
+
+def divisor(index: Index, facts: Facts) -> int:
+    """A number that divides every value; 0 for the constant 0."""
+    found = index.const
+    for atom, coefficient in index.terms:
+        known = facts.divisors.get(atom.name, 1) if atom.op == "name" else 1
+        if atom.op == "mul":
+            known = divisor(atom.args[0], facts) * divisor(atom.args[1], facts)
+        found = gcd(found, coefficient * known)
+    return found
+
+
+def _value(atom: Atom, values: Mapping[str, int]) -> int:
+    if atom.op == "name":
+        return values[atom.name]
+    left, right = (argument(values) for argument in atom.args)
+    if atom.op == "mul":
+        return left * right
+    if right == 0:
+        raise ArithmeticError(f"division by zero in {text(Index(0, ((atom, 1),)))}")
+    if atom.op == "exact" and left % right:
+        raise ArithmeticError(f"{left} is not a multiple of {right}")
+    if atom.op == "ceil":
+        return -(-left // right)
+    return left % right if atom.op == "mod" else left // right
+
+
+def _split(index: Index, by: int) -> tuple[Index, Index]:
+    """(whole, rest) with index == by * whole + rest, every coefficient of rest not a multiple, and 0 <= rest.const < by."""
+    whole = tuple((atom, c // by) for atom, c in index.terms if c % by == 0)
+    rest = tuple((atom, c) for atom, c in index.terms if c % by)
+    return Index(index.const // by, whole), Index(index.const % by, rest)
+
+
+def _steps(index: Index, by: int) -> list[int]:
+    """Divisors of `by` at which a sum may split into coarse and fine digits, coarsest first."""
+    return sorted({step for _, c in index.terms if 1 < (step := gcd(c, by)) < by}, reverse=True)
+
+
+def _div_by_name(top: Index, bottom: Index, facts: Facts) -> Index:
+    """`(8*t + i) // group` is `t // (group // 8)` where 8 divides every group and i < 8; `8*t // group` where one is the axis."""
+    known = divisor(bottom, facts)
+    alone = bottom.terms[0][0].name if len(bottom.terms) == 1 and not bottom.const and bottom.terms[0][1] == 1 else ""
+    for step in sorted({gcd(c, facts.blocks.get(alone, known)) for _, c in top.terms}, reverse=True):
+        big, small = _split(top, step)
+        low, high = bounds(small, facts)
+        if step > 1 and low is not None and high is not None and low >= 0 and high < step:
+            if known % step == 0:
+                return Index(0, ((Atom("div", args=(big, div(bottom, step, facts))), 1),))
+            top = big * step
+            break
+    if top == Index(0):
+        return top
+    return Index(0, ((Atom("div", args=(top, bottom)), 1),))
+
+
+def _atom_bounds(atom: Atom, facts: Facts) -> tuple[int | None, int | None]:
+    if atom.op == "name":
+        return facts.bounds.get(atom.name, (0, None))
+    (low, high), (small, large) = (bounds(argument, facts) for argument in atom.args)
+    if atom.op == "mod" and large is not None:
+        return 0, large - 1 if high is None or low is None or low < 0 else min(high, large - 1)
+    if low is None or small is None or low < 0 or small < 0:
+        return None, None
+    if atom.op == "mul":
+        return low * small, None if high is None or large is None else high * large
+    if atom.op == "mod":
+        return 0, high
+    up = high if small == 0 or high is None else -(-high // small) if atom.op == "ceil" else high // small
+    return 0, up
+
+
+_PRECEDENCE = {"mul": 2, "div": 2, "mod": 2, "exact": 2, "ceil": 4, "name": 4}
+
+
+def text(index: Index, tight: int = 0, cdiv: str = "cdiv") -> str:
+    """Python text, with `cdiv` as the ceiling division.
+
+    `tight` says what stands around it: 0 nothing, 2 the left side of a product, 3 its right side.
+    """
+    if not index.terms:
+        return str(index.const) if index.const >= 0 or tight < 2 else f"({index.const})"
+    rows = [("-" if coefficient < 0 else "+", _term_text(atom, abs(coefficient), cdiv)) for atom, coefficient in index.terms]
+    if index.const:
+        rows.append(("-" if index.const < 0 else "+", str(abs(index.const))))
+    if rows[0][0] == "-":                                       # a leading minus would bind tighter than // and %
+        rows.sort(key=lambda row: row[0] == "-")
+    sign, first = rows[0]
+    joined = first if sign == "+" else f"-({first})"
+    joined += "".join(f" {sign} {row}" for sign, row in rows[1:])
+    if len(rows) > 1 or sign == "-":
+        return f"({joined})" if tight >= 2 else joined
+    level = _PRECEDENCE[index.terms[0][0].op] if index.terms[0][1] == 1 else 2
+    return f"({joined})" if tight > level else joined
+
+
+def _term_text(atom: Atom, coefficient: int, cdiv: str) -> str:
+    return _atom_text(atom, 0, cdiv) if coefficient == 1 else f"{coefficient} * {_atom_text(atom, 3, cdiv)}"
+
+
+def _atom_text(atom: Atom, tight: int, cdiv: str) -> str:
+    if atom.op == "name":
+        return atom.name
+    left, right = atom.args
+    if atom.op == "ceil":
+        return f"{cdiv}({text(left, 0, cdiv)}, {text(right, 0, cdiv)})"
+    op = {"mul": "*", "div": "//", "mod": "%", "exact": "//"}[atom.op]
+    body = f"{text(left, 2, cdiv)} {op} {text(right, 3, cdiv)}"
+    return f"({body})" if tight > 2 else body
+
+
+FLAT = name("n") * name("K") + name("k")                         # the position of a weight where rows follow one another

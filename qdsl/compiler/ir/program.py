@@ -1,0 +1,283 @@
+"""What a format means: one typed program for each storage and each choice of the parameters that shape its bits.
+
+Passes fill a `Program` from left to right (params, fields, tensors, values, units); printers read it and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from qdsl.compiler.ir.index import Facts, Index
+from qdsl.compiler.spec.model import Spec
+from qdsl.compiler.spec.source import Span, Text
+from qdsl.core.layout import Line, Slice
+from qdsl.core.numbers import Number
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field: its type (None for an index into `groups`), and what it is subscripted by for weight [n, k].
+
+    `kind` is the type as the spec names it: a number type, 'index', or a parameter that lists types.  `index` is over n, k,
+    size parameters and the names of index fields (a gather); `extents` is the shape of the field.  A stored table has constant
+    extents and no index: all weights share it, and decode reads its entries.
+    """
+
+    name: str
+    kind: str
+    number: Number | None
+    index: tuple[Index, ...]
+    extents: tuple[Index, ...]
+    groups: Index | None
+    span: Span
+
+    @property
+    def bits(self) -> int:
+        return self.number.bits if self.number else 32
+
+    @property
+    def table(self) -> tuple[int, ...]:
+        """The shape of a stored table; () of any other field."""
+        return () if self.index else tuple(extent.const for extent in self.extents)
+
+
+@dataclass(frozen=True, slots=True)
+class Var:
+    """A digit of a tensor's axis: `t < extent`.  `exact` says that the extent divides evenly, so nothing is padding.
+
+    spare: whole records may be padding, `ceil(K/1024)*8` of 128 columns each.
+    """
+
+    name: str
+    extent: Index
+    exact: bool
+    spare: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One physical axis: the product of its digits, slowest first; '' stands for the word.
+
+    extent: how many elements it has where the last record is cut off after the last word that holds something.
+    """
+
+    digits: tuple[str, ...]
+    extent: Index | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a field lies in a tensor: per coordinate its digits, and the slices of a record.
+
+    digits: of a coordinate, slowest first, the names of variables, and '' for what a record holds, extents[axis] elements.
+    ('t', '') is the plain case, coordinate = extent * t + local; ('', 't') a record of elements that are t's extent apart.
+    `flat` says that the one coordinate is the position n * K + k of a two-dimensional field.  `slices` is
+    empty until the layouts are inferred.
+    """
+
+    field: str
+    digits: tuple[tuple[str, ...], ...]
+    extents: tuple[int, ...]
+    flat: bool
+    slices: tuple[Slice, ...] = ()
+
+    @property
+    def vars(self) -> tuple[str, ...]:
+        """The variables that carry the field from record to record, those of slower digits first."""
+        return tuple(dict.fromkeys(digit for digits in self.digits for digit in digits if digit))
+
+    @property
+    def plain(self) -> bool:
+        """Whether each coordinate has one variable or none, and a record holds consecutive elements."""
+        return all(digits[1:] in ((), ("",)) and (len(digits) > 1 or not digits[0]) for digits in self.digits)
+
+    @property
+    def tiles(self) -> tuple[tuple[str, int], ...]:
+        """Of a plain placement, per coordinate (variable or '', elements of a record)."""
+        assert self.plain
+        return tuple((digits[0], extent) for digits, extent in zip(self.digits, self.extents, strict=True))
+
+    @property
+    def ranges(self) -> int:
+        """How many ranges of elements have slices of their own."""
+        return len({part.start for part in self.slices})
+
+    @property
+    def cuts(self) -> tuple[tuple[Slice, ...], ...]:
+        """The slices of the same bits together, in all ranges of elements."""
+        found: dict[int, tuple[Slice, ...]] = {}
+        for part in self.slices:
+            found[part.lo] = (*found.get(part.lo, ()), part)
+        return tuple(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """stored = packed + amount modulo 2^bits, on the words of a tensor (`field` None) or on one field; amount is signed."""
+
+    field: str | None
+    amount: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The entropy code that holds a tensor's elements (passes/streams.py); tensors: what the storage calls those of the code."""
+
+    coding: str
+    tensors: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A stored tensor: records of `record_bits`, each along the word digit of an axis, in elements of `element`.
+
+    `kind` is the element type as the spec names it.  omitted: it is left out where its field has the value of a missing one.
+    seen: the axes that files give it, where they are others.
+    """
+
+    name: str
+    kind: str
+    element: Number
+    vars: tuple[Var, ...]
+    axes: tuple[Axis, ...]
+    lines: tuple[Line, ...]
+    record_bits: int
+    placements: tuple[Placement, ...]
+    stored: Add | None
+    optional: bool
+    omitted: bool
+    aliases: tuple[str, ...]
+    span: Span
+    record_span: Span
+    stream: Stream | None = None
+    seen: tuple[Text, ...] = ()
+
+    @property
+    def words(self) -> int:
+        """Elements of one record."""
+        return self.record_bits // self.element.bits
+
+    def var(self, name: str) -> Var:
+        return next(var for var in self.vars if var.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One step of decode.  `op` is 'field', 'const', 'table', 'neg' or an operator; integers carry their range, f32 has none.
+
+    A table of rows has one argument too, the row: the column is k modulo the row's length.  'entry' is the same of a stored
+    table, `const` the number of the plane of rows, those of the axes before the last two.  `index` is what the value varies over;
+    two values meet at the finer of their subscripts.
+    """
+
+    op: str
+    args: tuple[int, ...]
+    name: str
+    const: int | float
+    range: tuple[int, int] | None
+    index: tuple[Index, ...]
+    span: Span = field(compare=False)
+
+    @property
+    def is_int(self) -> bool:
+        return self.range is not None
+
+
+Terms = tuple[tuple[float, tuple[str, ...]], ...]               # a sum of products of fields: coefficient, names or '/name'
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """w = scale * (code + zero) + offset, where code is a field of every weight and the rest belongs to groups.
+
+    table: what the code is looked up in first, '' for none.
+    """
+
+    code: str
+    scale: Terms
+    zero: Terms
+    offset: Terms
+    table: str = ""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of scale, zero and offset."""
+        parts = (self.scale, self.zero, self.offset)
+        return tuple(dict.fromkeys(f.removeprefix("/") for part in parts for _, product in part for f in product))
+
+
+Constant = int | float | str | tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """The scheme that chooses codes: its roles (role -> field), options, and what it needs to know of decode.
+
+    Constants are numbers, names of tables, and of what depends on one field alone the numbers for all its codes.
+    `open` names the options that a caller of quantize may give too; importance: it may give that.
+    """
+
+    scheme: str
+    roles: Mapping[str, str]
+    options: Mapping[str, str | int | float]
+    constants: Mapping[str, Constant]
+    open: tuple[str, ...]
+    importance: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A digit that a kernel unrolls: weight `axis` moves by `weight` for each of its `extent` values."""
+
+    name: str
+    axis: str
+    weight: int
+    extent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """How a kernel walks the weight: by words of `tensor`, whose variable along `last` is contiguous in memory.
+
+    `digits` are the variables of the unit, slowest first: (name, weight in k, extent or None).  `lanes` are the weights
+    of one unit.  `whole` says that the words of a record are loaded together because elements straddle them.
+    """
+
+    tensor: str
+    last: str
+    tiles: Mapping[str, int]
+    digits: tuple[tuple[str, int, int | None], ...]
+    lanes: tuple[Lane, ...]
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """`params` has the structural parameters' values; `sizes` names the others; `dims` are the derived extents."""
+
+    spec: Spec
+    storage: str
+    params: Mapping[str, int | str]
+    sizes: tuple[str, ...]
+    dims: Mapping[str, Index] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
+    fields: tuple[Field, ...] = ()
+    where: Mapping[str, Index] = field(default_factory=dict)
+    defaults: Mapping[str, Index] = field(default_factory=dict)
+    tensors: tuple[Tensor, ...] = ()
+    values: tuple[Value, ...] = ()
+    affine: Affine | None = None
+    encode: Encode | None = None
+    units: Units | None = None
+
+    @property
+    def unstored(self) -> Mapping[str, Index]:
+        """The values of fields that no tensor holds, or that an optional one does."""
+        return {**self.defaults, **self.where}
+
+    def field(self, name: str) -> Field:
+        return next(field for field in self.fields if field.name == name)
+
+    def tensor(self, name: str) -> Tensor:
+        return next(tensor for tensor in self.tensors if tensor.name == name)

@@ -1,0 +1,175 @@
+"""Every record bit placed once, every field bit stored once, for every N and K.
+
+Does: walks each record and proves that it holds whole elements; proves that every field's tiles fill the field; compares
+extents at concrete sizes (samples), where a variable's extent is a quotient and nothing can hide between the samples.
+Does not: look for strides (infer_layouts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+from qdsl.compiler.ir.index import Index
+from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
+from qdsl.compiler.passes.samples import SampleSizes, sample_sizes, samples_of
+from qdsl.compiler.spec.source import Problems, did_you_mean
+from qdsl.core.layout import Clash, coverage, walk
+
+
+def check_coverage(program: Program, problems: Problems) -> Program:
+    held: dict[str, set[int]] = {}
+    for tensor in program.tensors:
+        _check_words(tensor, problems)
+        for placement in tensor.placements:
+            _check_tile(program, tensor, placement, held, problems)
+    storage = next(s for s in program.spec.storages if s.name.value == program.storage)
+    for field in program.fields:
+        bits = held.get(field.name, set())
+        if field.name in program.where:
+            if bits:
+                problems.add(field.span, f"field '{field.name}' is stored by '{program.storage}', which also fixes its value")
+        elif not bits:
+            problems.add(storage.name.span, f"storage '{program.storage}' does not store field '{field.name}'",
+                         "store it, or give its value under where")
+        elif missing := sorted(set(range(field.bits)) - bits):
+            problems.add(storage.name.span, f"storage '{program.storage}' does not store bit {missing[0]} of '{field.name}'")
+    if problems:
+        return program
+    return replace(program, tensors=tuple(_check_extents(program, tensor, problems) for tensor in program.tensors))
+
+
+def _check_words(tensor: Tensor, problems: Problems) -> None:
+    span = tensor.record_span
+    if tensor.record_bits % tensor.element.bits:
+        problems.add(span, f"the record of '{tensor.name}' has {tensor.record_bits} bits, which is not a whole number of "
+                           f"{tensor.element.bits}-bit elements", "fill it with pad:BITS")
+    elif tensor.words != 1 and not any("" in axis.digits for axis in tensor.axes):
+        problems.add(span, f"the record of '{tensor.name}' has {tensor.record_bits} bits and an element has "
+                           f"{tensor.element.bits}: add 'word' to the axis along which its {tensor.words} elements lie")
+
+
+    for axis in tensor.axes:
+        if tensor.words > 1 and "" in axis.digits[:-1]:
+            problems.add(tensor.span, f"the {tensor.words} elements of a record of '{tensor.name}' lie together: "
+                                      "'word' is the last digit of its axis")
+
+
+def _check_tile(program: Program, tensor: Tensor, placement: Placement, held: dict[str, set[int]], problems: Problems) -> None:
+    """One record holds the same bits of every element of the field's tile, each once."""
+    field = program.field(placement.field)
+    pieces = [piece for piece in walk(tensor.lines) if piece.field == field.name]
+    bits = {bit for piece in pieces for bit in range(piece.lo, piece.lo + piece.width)}
+    if outside := [bit for bit in bits if not 0 <= bit < field.bits]:
+        problems.add(tensor.record_span, f"'{tensor.name}' stores bit {min(outside)} of '{field.name}', which has "
+                                         f"{field.bits} bits")
+        return
+    unmoved = [var.name for var in tensor.vars if var.name not in placement.vars]
+    if unmoved and placement.digits:
+        problems.add(tensor.span, f"'{tensor.name}' stores '{field.name}' again for every '{unmoved[0]}', "
+                                  f"which no subscript of '{field.name}' has")
+        return
+    if bits & held.get(field.name, set()):
+        problems.add(tensor.span, f"'{tensor.name}' stores '{field.name}', which another tensor stores already")
+        return
+    held.setdefault(field.name, set()).update(bits)
+    clash = coverage(pieces, placement.extents, bits)
+    if clash is not None:
+        problems.add(tensor.record_span, _describe(field, placement, clash), *_where(field, placement, clash))
+
+
+def _describe(field: Field, placement: Placement, clash: Clash) -> str:
+    element = f"{field.name}[{', '.join(map(str, clash.index))}]" if clash.index else field.name
+    if any(not 0 <= i < extent for i, extent in zip(clash.index, placement.extents, strict=True)):
+        box = " x ".join(map(str, placement.extents))
+        return f"a record stores {element}, outside its {box} elements of '{field.name}'"
+    if not clash.pieces:
+        return f"no item of the record stores bit {clash.bit} of {element}"
+    places = " and ".join(str(piece.at + clash.bit - piece.lo) for piece in clash.pieces[:3])
+    return f"bit {clash.bit} of {element} is stored {len(clash.pieces)} times, at record bits {places}"
+
+
+def _where(field: Field, placement: Placement, clash: Clash) -> list[str]:
+    """The first weight that the clash breaks."""
+    if len(clash.index) != len(field.index) or not clash.index or min(clash.index) < 0:
+        return []
+    shared = [1 if not i.terms or i.terms[0][0].op == "name" else
+              i.terms[0][0].args[1].const if i.terms[0][0].args[1].is_const else 0 for i in field.index]
+    first = [f"{'n' if 'n' in i.names() else 'k'} = {c * s}"
+             for c, s, i in zip(clash.index, shared, field.index, strict=True) if s]
+    return [f"it breaks first at {', '.join(first)}, bit {clash.bit}"] if first else []
+
+
+def _check_extents(program: Program, tensor: Tensor, problems: Problems) -> Tensor:
+    """The digits of a coordinate count its elements, exactly or (ceil) with padding at the end, and no more than they must."""
+    exact = {var.name: True for var in tensor.vars}
+    spare: set[str] = set()
+    used = {name for placement in tensor.placements for name in placement.vars}
+    for var in tensor.vars:
+        if var.name not in used:
+            problems.add(tensor.span, f"variable '{var.name}' of '{tensor.name}' is in no subscript of its record"
+                                      f"{did_you_mean(var.name, used)}")
+            return tensor
+    extents = [var.extent for t in program.tensors for var in t.vars]
+    for placement in tensor.placements:
+        field = program.field(placement.field)
+        wanted = list(field.extents)
+        if placement.flat:
+            wanted = [wanted[0] * wanted[1]]
+        for digits, tile, extent in zip(placement.digits, placement.extents, wanted, strict=True):
+            have = [tensor.var(name).extent for name in digits if name]
+            if tile == 1 and have == [extent]:
+                continue                                         # a record for each element, whatever the sizes are
+            fit = _fit(sample_sizes(program), tuple(dict.fromkeys([*extents, *wanted])), tuple(have), tile, extent)
+            if not fit.is_exact:
+                exact.update(dict.fromkeys(filter(None, digits), False))
+            if fit.is_spare:
+                spare.update(filter(None, digits))
+            if fit.misfit is not None:
+                records, elements, sample = fit.misfit
+                sizes = ", ".join(f"{size} = {value}" for size, value in sample.items())
+                problems.add(tensor.span, f"'{tensor.name}' has {records} records of {tile} '{field.name}' along "
+                                          f"'{' '.join(filter(None, digits)) or 'its only record'}', but there are "
+                                          f"{elements} to store", f"at {sizes}")
+                return tensor
+            if not fit.is_tried:
+                problems.add(tensor.span, f"there are no N and K at which the extents of '{program.storage}' divide")
+                return tensor
+    return replace(tensor, vars=tuple(replace(var, exact=exact[var.name], spare=var.name in spare) for var in tensor.vars))
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How records of a tile count elements.  misfit: the records, elements and sizes where they are too few or too many."""
+
+    is_tried: bool = False
+    is_exact: bool = True
+    is_spare: bool = False
+    misfit: tuple[int, int, Mapping[str, int]] | None = None
+
+
+@lru_cache(maxsize=1 << 12)                                      # tensors, storages and edited specs ask the same again
+def _fit(sizes: SampleSizes, defined: tuple[Index, ...], counts: tuple[Index, ...], tile: int, extent: Index) -> Fit:
+    """Compare tile * product of `counts` with `extent`, at samples of sizes for which all of `defined` have values."""
+    fit = Fit()
+    for sample in samples_of(sizes, defined):
+        numbers, elements = [count(sample) for count in counts], extent(sample)
+        records = prod(numbers)
+        steps = [_step(count, sample) for count in counts]
+        less = min((records - records // number * step for number, step in zip(numbers, steps, strict=True) if number), default=0)
+        fit = Fit(True, fit.is_exact and tile * records == elements,
+                  fit.is_spare or (max(steps, default=1) > 1 and tile * (records - 1) >= elements))
+        if tile * records < elements or (tile * less >= elements and records):
+            return replace(fit, misfit=(records, elements, sample))
+    return fit
+
+
+def _step(extent: Index, sample: Mapping[str, int]) -> int:
+    """How many records come at once: of `8 * ceil(K / 1024)` and of `1024 * ceil(K / 1024) / 128`, eight."""
+    by = 1
+    if len(extent.terms) == 1 and extent.terms[0][0].op == "exact":
+        extent, divisor = extent.terms[0][0].args[0] * extent.terms[0][1], extent.terms[0][0].args[1]
+        by = divisor(sample)
+    return max(1, extent.terms[0][1] // by) if len(extent.terms) == 1 and extent.terms[0][0].op == "ceil" else 1

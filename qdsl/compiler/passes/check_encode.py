@@ -1,0 +1,334 @@
+"""The encode scheme: known, given the fields that it chooses, and the inverse of decode.
+
+Does: checks roles and options, and that fields of one level share a subscript; matches decode with what the scheme inverts and
+reads the constants off it.  Does not: judge whether a scheme suits a format.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise, permutations
+from math import prod
+
+from qdsl.compiler.ir.index import Index, flat_of
+from qdsl.compiler.ir.program import Constant, Encode, Program, Value
+from qdsl.compiler.passes.schemes import KINDS, SCHEMES, Scheme
+from qdsl.compiler.spec import grammar as g
+from qdsl.compiler.spec.model import Storage
+from qdsl.compiler.spec.source import Problems, Source, Span, Text, did_you_mean
+from qdsl.compiler.spec.tables import is_number
+
+Constants = dict[str, Constant]
+_OPERATIONS: dict[str, Callable[..., float]] = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
+                                               "//": operator.floordiv, "%": operator.mod, "neg": operator.neg, "float": float}
+LEVELS = (("scale", "min", "zero"), ("super_scale", "super_min"))    # roles of blocks of one size
+
+
+def check_encode(program: Program, problems: Problems) -> Program:
+    call = program.spec.encode
+    if call is None:
+        for option, _ in _storage(program).options:
+            problems.add(option.span, f"'{option}' is an option of encode, which the format has not")
+        return program
+    scheme = SCHEMES.get(call.name)
+    if scheme is None:
+        problems.add(call.span, f"unknown encode scheme '{call.name}'{did_you_mean(call.name, SCHEMES)}")
+        return program
+    if call.arguments:
+        problems.add(call.arguments[0].span, f"arguments of '{call.name}' are named: {', '.join(scheme.required)}")
+        return program
+    roles: dict[str, str] = {}
+    options: dict[str, str | int | float] = {}
+    for key, value in call.keywords:
+        if key.name in roles or key.name in options:
+            problems.add(key.span, f"'{key.name}' stands here twice")
+        elif key.name in scheme.roles:
+            _role(program, scheme, key, value, roles, problems)
+        elif key.name in scheme.options:
+            _option(scheme, key, value, options, problems)
+        else:
+            problems.add(key.span, f"'{call.name}' has no role or option '{key.name}'"
+                                   f"{did_you_mean(key.name, (*scheme.roles, *scheme.options))}")
+    for word in scheme.required:
+        if word not in {key.name for key, _ in call.keywords}:
+            problems.add(call.span, f"'{call.name}' needs '{word}'", scheme.summary)
+    if problems:
+        return program
+    found = ((i, _matched(program, roles, _parsed(pattern), program.values[-1])) for i, pattern in enumerate(scheme.patterns))
+    constants = next(({**each, **({scheme.which: i} if scheme.which else {})} for i, each in found if each is not None), None)
+    if constants is None:
+        problems.add(call.span, f"'{call.name}' inverts {' or '.join(scheme.patterns)}, and decode is something else")
+        return program
+    _check_blocks(program, call, scheme, roles, constants, problems)
+    chosen = set(roles.values()) | set(program.unstored) | {f.name for f in program.fields if f.number is None}
+    for field in program.fields:
+        if field.name not in chosen:
+            problems.add(call.span, f"'{call.name}' does not choose field '{field.name}'")
+    code = program.field(roles["code"]).number
+    assert code is not None
+    offered = scheme.open(code)
+    for word in () if code.is_float else scheme.of_integers:
+        if word not in options:
+            problems.add(call.span, f"'{call.name}' of codes that are {code.name} needs '{word}'", scheme.summary)
+    for key, value in call.keywords:
+        words = scheme.words(key.name, code) if scheme.options.get(key.name) else ()
+        if key.name in options and scheme.options[key.name] and options[key.name] not in words:
+            problems.add(value.span, f"'{key.name}' of codes that are {code.name} is {' or '.join(words)}" if words else
+                         f"'{key.name}' is for codes that are floats; {code.name} is none")
+        if key.name == "lost" and (options.get("by") != "exact" or not constants.get("offset")):
+            problems.add(key.span, "'lost' is for codes with an offset and by=exact")
+    for given, choice in _storage(program).options:
+        allowed = scheme.words(given.value, code) if given.value in offered and scheme.options[given.value] else ()
+        is_numeric = given.value in offered and scheme.options[given.value] is None
+        if is_numeric and not is_number(choice.value):
+            problems.add(given.span, f"'{given}' of '{call.name}' is a number, not {choice}")
+        elif not is_numeric and choice.value not in allowed:
+            problems.add(given.span, f"'{given}' of '{call.name}' is one of {', '.join(allowed)}, not {choice}" if allowed else
+                         f"'{given}' is no option of '{call.name}' that a caller chooses{did_you_mean(given.value, offered)}")
+    return replace(program, encode=Encode(call.name, roles, options, constants, offered, scheme.takes_importance(code)))
+
+
+def _storage(program: Program) -> Storage:
+    return next(storage for storage in program.spec.storages if storage.name.value == program.storage)
+
+
+def _role(program: Program, scheme: Scheme, key: g.Name, value: g.Expr, roles: dict[str, str], problems: Problems) -> None:
+    fields = {field.name: field for field in program.fields if field.number is not None}
+    if not isinstance(value, g.Name) or value.name not in fields:
+        shown = value.name if isinstance(value, g.Name) else "an expression"
+        problems.add(value.span, f"'{key.name}' is a field, not {shown}"
+                                 f"{did_you_mean(value.name, fields) if isinstance(value, g.Name) else ''}")
+        return
+    number = fields[value.name].number
+    assert number is not None
+    words, fits = KINDS[scheme.roles[key.name]]
+    if fits(number):
+        roles[key.name] = value.name
+    else:
+        problems.add(value.span, f"{words}; '{value.name}' is {number.name}")
+
+
+def _option(scheme: Scheme, key: g.Name, value: g.Expr, options: dict[str, str | int | float], problems: Problems) -> None:
+    allowed = scheme.options[key.name]
+    if allowed is None:
+        sign = -1 if isinstance(value, g.Negate) else 1
+        inner = value.value if isinstance(value, g.Negate) else value
+        if isinstance(inner, g.Number) and inner.value:
+            options[key.name] = sign * inner.value
+        else:
+            problems.add(value.span, f"'{key.name}' is a number other than 0")
+    elif isinstance(value, g.Name) and value.name in allowed:
+        options[key.name] = value.name
+    else:
+        problems.add(value.span, f"'{key.name}' is one of {', '.join(allowed)}")
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mapping[str, str], constants: Constants,
+                  problems: Problems) -> None:
+    """Fields of one level share a subscript; super-blocks are whole blocks of a row, and so are rows of a grid in them.
+
+    Levels are rising integers; a super-scale of blocks of any rows is that of the whole weight, or of blocks of blocks of the
+    flat position.
+    """
+    for table in program.spec.tables:
+        if table.name.value == constants.get("levels") and not (table.is_int and all(a < b for a, b in pairwise(table.values))):
+            problems.add(call.span, f"'{call.name}' needs a table of rising integers; '{table.name}' is none")
+    if "sums" in roles:
+        _check_sums(program, call, roles, constants, problems)
+    for level in LEVELS:
+        given = [role for role in level if role in roles]
+        for role in given[1:]:
+            if program.field(roles[role]).index != program.field(roles[given[0]]).index:
+                problems.add(call.span, f"'{roles[given[0]]}' and '{roles[role]}' belong to different blocks")
+    if scheme.across:
+        above = program.field(roles["super_scale"]).index if "super_scale" in roles else ()
+        if above and flat_of(above[0]) is None:
+            problems.add(call.span, f"'{call.name}' needs a super-scale of the whole weight, which has no subscript")
+        return
+    nested = [role for role in ("code", "shift", "scale", "super_scale")[0 if "grid" in constants else 1:] if role in roles]
+    sizes = [_length(program.field(roles[role]).index) for role in nested]
+    whole = [size for size in sizes if size is not None]
+    if len(whole) < len(sizes) or any(large % small for small, large in pairwise(whole)):
+        problems.add(call.span, f"'{call.name}' needs blocks of columns, n, k // size, in super-blocks of whole blocks")
+    elif "grid" in constants:
+        _check_rows(program, call, roles, constants, whole, problems)
+
+
+def _check_sums(program: Program, call: g.Apply, roles: Mapping[str, str], constants: Constants, problems: Problems) -> None:
+    """Sums of integers over runs of columns: integers that hold the largest, or floats of the blocks of the scale."""
+    code, field = program.field(roles["code"]).number, program.field(roles["sums"])
+    size, offset = _length(field.index), constants.get("offset", 0)
+    assert code is not None and field.number is not None
+    if code.is_float or size is None:
+        problems.add(call.span, f"sums are of integers, in runs of columns: '{field.name}' is for each n, k // size")
+    elif field.number.is_float:
+        if field.index != program.field(roles["scale"]).index:
+            problems.add(call.span, f"'{field.name}' and '{roles['scale']}' need the same subscript", "sums are times the scale")
+    elif isinstance(offset, int):
+        ends = [size * (end - offset) for end in (code.low, code.high)]
+        if ends[0] < field.number.low or ends[1] > field.number.high:
+            problems.add(field.span, f"sums of {size} codes are {ends[0]} to {ends[1]}; {field.number.name} holds "
+                                     f"{field.number.low} to {field.number.high}")
+
+
+def _check_rows(program: Program, call: g.Apply, roles: Mapping[str, str], constants: Constants, sizes: list[int],
+                problems: Problems) -> None:
+    """A row is for as many columns as share its code; signs that are no rows are of single weights."""
+    tables = {table.name.value: table for table in program.spec.tables}
+    for role, name in (("code", "grid"), ("sign", "signs")):
+        if name in constants and _length(program.field(roles[role]).index) != tables[str(constants[name])].shape[1]:
+            problems.add(call.span, f"'{roles[role]}' and a row of '{constants[name]}' are of different numbers of columns")
+    if "signs" in constants and not set(tables[str(constants["signs"])].values) <= {1, -1}:
+        problems.add(call.span, f"'{call.name}' needs signs of 1 and -1, and '{constants['signs']}' has others")
+    if "sign" in roles and "signs" not in constants and program.field(roles["sign"]).index != program.values[-1].index:
+        problems.add(call.span, f"'{call.name}' needs a sign for every weight, or rows of signs")
+    steps = constants["steps"]
+    assert isinstance(steps, tuple)
+    if not all(low < high for low, high in pairwise((0, *steps))):
+        problems.add(call.span, f"'{call.name}' needs scales that rise from above 0")
+    if any(size & size - 1 for size in sizes):
+        problems.add(call.span, f"'{call.name}' needs blocks of 2 ** a columns")
+
+
+def _length(index: tuple[Index, ...]) -> int | None:
+    """The size of (n, k // size), which is a number; None for any other subscript."""
+    if len(index) != 2 or str(index[0]) != "n" or len(index[1].terms) != 1 or index[1].terms[0][0].op != "div":
+        return None
+    size = index[1].terms[0][0].args[1]
+    return size.const if size.is_const and "k" in index[1].names() else None
+
+
+# -- decode -----------------------------------------------------------------------------------------------------------
+
+
+def _parsed(pattern: str) -> g.Expr:
+    return g.expression(Text(pattern, (Span(Source("", pattern), 1, 1),)))
+
+
+def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:
+    """The constants with which a value is what a pattern says, whatever the order of factors and summands; None if it is not.
+
+    A name of the pattern that is no role is a constant, which may be missing: a summand is an integer, and a table has a name.
+    An application is whatever depends on that role alone.
+    """
+    value = _plain(program, value)
+    match pattern:
+        case g.Name(word) if word in roles:
+            return {} if value.op == "field" and value.name == roles[word] else None
+        case g.Name(word):
+            default = program.unstored.get(value.name) if value.op == "field" else None
+            number = value.const if value.op == "const" else None if default is None else default.const
+            return {word: int(number)} if number is not None and number == int(number) else None
+        case g.Number(number):
+            return {} if value.op == "const" and value.const == number else None
+        case g.Subscript(word, (row, *columns)):
+            shape = [table.shape for table in program.spec.tables if value.op == "table" and table.name.value == value.name]
+            found = _matched(program, roles, row, program.values[value.args[0]]) if shape else None
+            return None if found is None or len(shape[0]) != 1 + len(columns) else {**found, word: value.name}
+        case g.Apply():
+            return _alone(program, roles, pattern, [value])
+        case g.Binary("-", left, g.Name(word)) if word not in roles:
+            whole = _matched(program, roles, left, value)
+            return _sides(program, roles, pattern, value) if value.op == "-" and whole is None else whole
+        case g.Binary("*"):
+            return _products(program, roles, pattern, value)
+        case g.Binary(op) if op == value.op:
+            return _sides(program, roles, pattern, value)
+    return None
+
+
+def _sides(program: Program, roles: Mapping[str, str], pattern: g.Binary, value: Value) -> Constants | None:
+    """A sum either way round, a difference or a quotient as it stands."""
+    sides = [program.values[i] for i in value.args]
+    found = _each(program, roles, (pattern.left, pattern.right), sides)
+    return found if found is not None or pattern.op in ("-", "/") else _each(program, roles, (pattern.right, pattern.left), sides)
+
+
+def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:
+    """Factors in any order.  Numbers are multiplied, and a factor that is 1 unless a weight has another is left out."""
+    wanted, factors = list(_factors_of(pattern)), list(_factors(program, value))
+    alone: Constants | None = {}
+    for part in wanted:
+        if isinstance(part, g.Apply):
+            mine = [factor for factor in factors if _read(program, factor) <= {roles[role] for role in g.names(part)}]
+            alone = _alone(program, roles, part, mine)
+            factors = [factor for factor in factors if factor not in mine]
+    if alone is None:
+        return None
+    wanted = [part for part in wanted if not isinstance(part, g.Apply)]
+    free = [part.name for part in wanted if isinstance(part, g.Name) and part.name not in roles]
+    number = prod(factor.const for factor in factors if factor.op == "const")
+    number /= prod(part.value for part in wanted if isinstance(part, g.Number))
+    if number != 1 and not free:
+        return None
+    parts = [part for part in wanted if not isinstance(part, g.Number) and not (isinstance(part, g.Name) and part.name in free)]
+    rest = [factor for factor in factors if factor.op != "const" and not _is_one(program, roles, factor)]
+    if len(parts) != len(rest):
+        return None
+    found = (_each(program, roles, order, rest) for order in permutations(parts))
+    constants = next((each for each in found if each is not None), None)
+    return None if constants is None else {**alone, **constants, **({} if number == 1 else {free[0]: number})}
+
+
+def _alone(program: Program, roles: Mapping[str, str], pattern: g.Apply, factors: list[Value]) -> Constants | None:
+    """The product of values that depend on one role's field alone, for each of its codes."""
+    [field] = (program.field(roles[role]) for role in g.names(pattern))
+    if {field.name} != {name for factor in factors for name in _read(program, factor)}:
+        return None
+    assert field.number is not None
+    codes = range(field.number.low, field.number.high + 1)
+    return {pattern.name: tuple(prod(_at(program, factor, code) for factor in factors) for code in codes)}
+
+
+def _read(program: Program, value: Value) -> set[str]:
+    """The fields and tables that a value is made of."""
+    own = {value.name} if value.op in ("field", "table") else set()
+    return own.union(*(_read(program, program.values[i]) for i in value.args))
+
+
+def _at(program: Program, value: Value, code: int) -> float:
+    """A value that depends on one field alone, where that field is `code`."""
+    if value.op in ("field", "const"):
+        return code if value.op == "field" else value.const
+    return _OPERATIONS[value.op](*(_at(program, program.values[i], code) for i in value.args))
+
+
+def _is_one(program: Program, roles: Mapping[str, str], value: Value) -> bool:
+    default = program.unstored.get(value.name) if value.op == "field" and value.name not in roles.values() else None
+    return default is not None and default.is_const and default.const == 1
+
+
+def _each(program: Program, roles: Mapping[str, str], patterns: Sequence[g.Expr], values: Sequence[Value]) -> Constants | None:
+    found: Constants = {}
+    for pattern, value in zip(patterns, values, strict=True):
+        constants = _matched(program, roles, pattern, value)
+        if constants is None:
+            return None
+        found |= constants
+    return found
+
+
+def _factors_of(pattern: g.Expr) -> Iterator[g.Expr]:
+    if isinstance(pattern, g.Binary) and pattern.op == "*":
+        yield from (*_factors_of(pattern.left), *_factors_of(pattern.right))
+    else:
+        yield pattern
+
+
+def _factors(program: Program, value: Value) -> Iterator[Value]:
+    value = _plain(program, value)
+    if value.op == "*":
+        for i in value.args:
+            yield from _factors(program, program.values[i])
+    else:
+        yield value
+
+
+def _plain(program: Program, value: Value) -> Value:
+    """The integer that is turned into a float, where one is."""
+    return program.values[value.args[0]] if value.op == "float" else value

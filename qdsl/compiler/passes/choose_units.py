@@ -1,0 +1,117 @@
+"""How a kernel walks the weight, read off the bit layouts.
+
+Does: takes the tensor that holds most bits of a weight, lets one of its elements (a word) be the unit of work, and splits the
+digits of n and k into those that move inside a word (lanes, unrolled) and those that move from word to word (the unit).
+Where elements straddle words, the unit is a whole record.  Does not: choose tile sizes; leaves `units` None where the
+layout does not fit (flat positions, ranges of elements, rows inside a record), and kernels then work weight by weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+
+from qdsl.compiler.ir import index as ix
+from qdsl.compiler.ir.program import Lane, Placement, Program, Tensor, Units
+from qdsl.compiler.spec.source import Problems
+from qdsl.core.layout import Slice, refine, split
+
+MAX_WORDS = 8
+_LANE_NAMES = "hijabcefuvwxyz"
+
+
+@dataclass(frozen=True, slots=True)
+class _Digit:
+    """A digit of a coordinate inside a record: whether it moves inside some word, and whether it moves some word."""
+
+    axis: str
+    weight: int
+    extent: int
+    inside: bool
+    outside: bool = False
+
+
+def choose_units(program: Program, problems: Problems) -> Program:
+    """Never finds problems: a layout without units is served weight by weight."""
+    return replace(program, units=_units(program))
+
+
+def full_placements(program: Program) -> list[tuple[Tensor, Placement]]:
+    """Where the fields lie that have a value of their own for every weight."""
+    every = (ix.name("n"), ix.name("k"))
+    return [(tensor, placement) for tensor in program.tensors for placement in tensor.placements
+            if program.field(placement.field).index == every]
+
+
+def _units(program: Program) -> Units | None:
+    full = full_placements(program)
+    tiles = {placement.extents for _, placement in full}
+    if not full or len(tiles) > 1 or any(placement.flat or not placement.plain or placement.ranges > 1 for _, placement in full):
+        return None
+    tensor, first = max(full, key=lambda pair: sum(part.width for part in pair[1].slices))
+    cut = [split(part, owner.element.bits) for owner, placement in full for part in placement.slices]
+    whole = None in cut
+    if whole and any(owner.words > MAX_WORDS or owner.element.bits != 32 or placement.extents[0] > 1
+                     for owner, placement in full):
+        return None
+    places = [(replace(part, dims=part.places),) * 2 for _, placement in full for part in placement.slices if part.places]
+    digits = [] if whole else _digits(first, [*(pair for pair in cut if pair is not None), *places])
+    if whole:
+        digits = [_Digit(axis, 1, extent, True) for axis, extent in zip("nk", first.extents, strict=True) if extent > 1]
+    if digits is None or any(digit.axis == "n" and not digit.inside for digit in digits):
+        return None
+    variables = {axis: name for axis, (name, _) in zip("nk", first.tiles, strict=True)}
+    if "" in variables.values():
+        return None
+    names = iter(letter for letter in _LANE_NAMES if letter not in variables.values())
+    # Outermost the lanes that choose a word, so that a word is loaded once and cut in the loops inside.
+    inside = sorted((d for d in digits if d.inside), key=lambda d: (d.axis == "k", not d.outside, -d.weight))
+    lanes = tuple(Lane(next(names), d.axis, d.weight, d.extent) for d in inside)
+    steps = sorted(((d.weight, d.extent) for d in digits if not d.inside), reverse=True)
+    outer = (variables["k"], first.extents[1], None)
+    unit = (outer, *((next(names), weight, extent) for weight, extent in steps))
+    return Units(tensor.name, _contiguous(tensor, variables, len(steps) > 0), dict(zip("nk", first.extents, strict=True)),
+                 unit, lanes, whole)
+
+
+def _digits(placement: Placement, cut: list[tuple[Slice, Slice]]) -> list[_Digit] | None:
+    """Digits of n and k inside a record, cut where any slice cuts; None where the cuts do not nest."""
+    found: list[_Digit] = []
+    for axis, letter in enumerate("nk"):
+        size = placement.extents[axis]
+        cuts = sorted({prod(e for e, _ in shift.dims[axis].modes[:i]) for shift, _ in cut
+                       for i in range(1 + len(shift.dims[axis].modes))} | {1, size})
+        if any(b % a for a, b in pairwise(cuts)):
+            return None
+        shifts = [refine(shift.dims[axis], cuts) for shift, _ in cut]
+        steps = [refine(words.dims[axis], cuts) for _, words in cut]
+        if None in shifts or None in steps:
+            return None
+        for i, (weight, above) in enumerate(pairwise(cuts)):
+            inside, outside = (any(layout is not None and layout.modes[i][1] for layout in strides)
+                               for strides in (shifts, steps))
+            found.append(_Digit(letter, weight, above // weight, inside, outside))
+    return _merge(found)
+
+
+def _merge(digits: list[_Digit]) -> list[_Digit]:
+    """Neighbouring digits of a unit as one: their words follow one another wherever the text asks for both."""
+    merged: list[_Digit] = []
+    for digit in digits:
+        last = merged[-1] if merged else None
+        if last and not last.inside and not digit.inside and last.axis == digit.axis \
+                and last.weight * last.extent == digit.weight:
+            merged[-1] = replace(last, extent=last.extent * digit.extent)
+        else:
+            merged.append(digit)
+    return merged
+
+
+def _contiguous(tensor: Tensor, variables: dict[str, str], steps: bool) -> str:
+    """The axis whose neighbours are neighbours in memory: that of the last digit of the tensor's last axis."""
+    digits = tensor.axes[-1].digits
+    if digits[-1] == "" and (steps or len(digits) == 1):
+        return "k"
+    last = digits[-1] if digits[-1] else digits[-2]
+    return "n" if last == variables["n"] else "k"

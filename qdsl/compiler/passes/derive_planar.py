@@ -1,0 +1,183 @@
+"""The planar storage: a format's fields laid out for matrix units.
+
+Does: where decode is a line in its code (factor_decode) and the code's bits fit registers, writes one more storage in the
+language of specs: the code in planes of 4, 2 and 1 bits (or 8), each chunk of 128 columns in the order in which a warp's
+lanes want it (gpu/kernels/lanes.py), and every other field alone in a tensor, row by row, in bytes or its own float type.  It
+then takes the way of every other storage through the passes, which prove that it holds each bit once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import gcd
+
+from qdsl.compiler.ir import index as ix
+from qdsl.compiler.ir.index import Index
+from qdsl.compiler.ir.program import Field, Program
+from qdsl.compiler.passes.samples import divisor_of
+from qdsl.compiler.spec import grammar as g
+from qdsl.compiler.spec.model import Storage, Tensor
+from qdsl.compiler.spec.source import Span, Text
+from qdsl.core.numbers import Number
+
+PLANAR, ORDER = "planar", "order"
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+# Columns of a record, its loops, and where its chunks of 128 columns are, by the width of the first plane and of a plane.
+# Bits of a later plane lie as far apart as the first plane's codes, so that one shift brings two of them to their place.
+ORDERS = {
+    (8, 8): (128, "h<2 c<4 u<4 e<2 i<2", "128*t"),
+    (4, 4): (128, "c<4 u<4 e<2 i<2 h<2", "128*t"),
+    (4, 2): (256, "c<4 u<4 e<2 i<2 h<2 j<2", "256*t + 128*j"),
+    (4, 1): (512, "c<4 u<4 e<2 i<2 h<2 j<4", "512*t + 128*j"),
+    (2, 2): (256, "c<4 u<4 e<2 i<2 j<2 h<2", "256*t + 128*j"),
+    (2, 1): (512, "c<4 u<4 e<2 i<2 j<2 h<2 l<2", "512*t + 256*l + 128*j"),
+    (1, 1): (512, "c<4 u<4 e<2 i<2 l<2 j<2 h<2", "512*t + 256*l + 128*j"),
+}
+LOOKED_UP = "u4"                                                 # codes that stand for the numbers of a table
+LOOKED_UP_ORDER = (128, "c<4 u<4 i<2 e<2 h<2", "128*t")          # bytes are looked up four at a time (gpu/kernels/codebook.py)
+FLOAT_CODES = ("e4m3", "e5m2", "e2m1")                           # whose bits become a 16-bit float's by shifts alone
+GROUP_FLOATS = ("f32", "bf16", "f16", "e8m0", "e8m0h", "e4m3", "ue4m3")
+
+
+def derive_planar(programs: Sequence[Program]) -> Program | None:
+    """A program of the same params with the planar storage, before its passes; None where the format has none.
+
+    programs: the format's other storages, with one choice of params.  Blocks that are whole in all of them are whole here.
+    """
+    missing = {key: value for each in programs for key, value in (*each.where.items(), *each.defaults.items())}
+    program = replace(programs[-1], defaults=missing)
+    whole = gcd(*(divisor_of("K", [var.extent for tensor in each.tensors for var in tensor.vars]) for each in programs))
+    affine = program.affine
+    if affine is None:
+        return None
+    code = program.field(affine.code)
+    groups = [program.field(name) for name in affine.fields]
+    if not is_code(code.number, affine.table) or not all(_is_group(program, field) for field in groups):
+        return None
+    if {field.name for field in program.fields if field.number} != {affine.code, *affine.fields}:
+        return None
+    span = program.spec.span
+    tensors = [*_planes(code, affine.table, span), *(_plain(program, field, whole, span) for field in groups)]
+    where = [(_text(field.name, span), g.expression(_text(str(index), span)))
+             for field in program.fields if field.groups is not None and (index := _in_order(program, field)) is not None]
+    if len(where) < sum(field.number is None for field in program.fields):
+        return None
+    fixed = [(_text(key, span), g.expression(_text(str(value), span))) for key, value in program.params.items()]
+    storage = Storage(_text(PLANAR, span), (*fixed, *where), tuple(tensors))
+    spec = replace(program.spec, storages=(storage,), claims=())
+    return Program(spec, PLANAR, program.params, program.sizes)
+
+
+def _text(value: str, span: Span) -> Text:
+    return Text(value, (span,))
+
+
+def order_name(program: Program) -> str:
+    """What the tensor is called that may hold an order of the columns; '' where there is none.
+
+    Of a planar program there is one where an index field alone says which values columns share; else its spec names it.
+    """
+    authored = next((each.order for each in program.spec.storages if each.name.value == program.storage), None)
+    if authored is not None:
+        return authored.value
+    if program.storage != PLANAR or program.affine is None or sum(field.groups is not None for field in program.fields) != 1:
+        return ""
+    if any("k" in at.names() for name in program.affine.fields for at in program.field(name).index):
+        return ""
+    name = ORDER
+    while any(tensor.name == name for tensor in program.tensors):
+        name += "_"
+    return name
+
+
+def is_code(number: Number | None, table: str = "") -> bool:
+    """Whether the planar storage has an order for codes of this type, which are numbers or are looked up in a table."""
+    if number is None or (table and number.name != LOOKED_UP):
+        return False
+    return number.name in FLOAT_CODES if number.is_float else number.bits in PLANES
+
+
+def _is_group(program: Program, field: Field) -> bool:
+    """Whether a group's field is a number that a kernel reads as it is stored, and lies by rows and columns."""
+    number = field.number
+    if number is None or (number.is_float and number.name not in GROUP_FLOATS) or (not number.is_float and number.bits > 8):
+        return False
+    if number.kind == "signed" and number.bits < 8:
+        return False
+    return len(field.index) <= 2 and coordinates(program, field) is not None
+
+
+def coordinates(program: Program, field: Field) -> list[tuple[str, str]] | None:
+    """The axis and the block of every coordinate; blocks of the flat position, of which rows hold whole ones, are of rows too.
+
+    None where a subscript is something else.
+    """
+    flat = [atom for index in field.index if (atom := ix.flat_of(index)) is not None]
+    if flat:
+        return [("n", "1"), ("k", str(flat[0].args[1]).replace(" ", ""))] if flat[0].op == "div" else None
+    found = [coordinate(program, index) for index in field.index]
+    return None if None in found else [pair for pair in found if pair is not None]
+
+
+def coordinate(program: Program, index: Index) -> tuple[str, str] | None:
+    """The axis of a subscript and the block it is divided by, '1' where it is not: of n, n // b, k // b, or an index field."""
+    if str(index) in ("n", "k"):
+        return (str(index), "1") if str(index) == "n" else None
+    atom, coefficient = index.terms[0] if len(index.terms) == 1 else (None, 0)
+    if atom is None or coefficient != 1 or index.const:
+        return None
+    if atom.op == "name":
+        field = next((f for f in program.fields if f.name == atom.name), None)
+        known = _in_order(program, field) if field is not None else None
+        return None if known is None else coordinate(program, known)
+    if atom.op == "div" and str(atom.args[0]) in ("n", "k"):
+        return str(atom.args[0]), str(atom.args[1])
+    return None
+
+
+def _in_order(program: Program, field: Field) -> Index | None:
+    """What an index field is where columns lie in order."""
+    return program.defaults.get(field.name) or program.where.get(field.name)
+
+
+def _planes(code: Field, table: str, span: Span) -> Iterator[Tensor]:
+    assert code.number is not None
+    widths = PLANES[code.number.bits]
+    low = 0
+    for place, width in enumerate(widths):
+        name = code.name if len(widths) == 1 else f"{code.name}_{place}"
+        part = f".at({low}):{width}" if len(widths) > 1 else ""
+        columns, loops, at = LOOKED_UP_ORDER if table else ORDERS[widths[0], width]
+        shape = f"i32[n<N, t<ceil(K/{columns}) word]"
+        yield _tensor(name, shape, f"{loops}: {code.name}[n, {at} + 32*u + 16*i + 8*h + 2*c + e]{part}", span)
+        low += width
+
+
+def _plain(program: Program, field: Field, divisor: int, span: Span) -> Tensor:
+    """A field alone, rows first; integers below 8 bits in bytes.  K is a multiple of `divisor`."""
+    assert field.number is not None
+    found = coordinates(program, field) or []
+    flat = len(field.index) < len(found)                         # then K is a multiple of the block in this storage
+    names = {"n": "r", "k": "g"}
+    axes, subscripts = [], []
+    for axis, block in sorted(found, reverse=True):
+        whole = axis.upper()
+        even = flat or (axis == "k" and block.isdigit() and divisor % int(block) == 0)
+        axes.append(f"{names[axis]}<{whole if block == '1' else f'{whole}/{block}' if even else f'ceil({whole}/{block})'}")
+    for axis, _ in found:
+        subscripts.append(names[axis])
+    if flat:
+        subscripts = [f"K/{found[1][1]}*{names['n']} + {names['k']}"]
+    element = field.kind if field.number.is_float else "i8" if field.number.kind == "signed" else "u8"
+    spare = 0 if field.number.is_float else 8 - field.number.bits
+    item = f"{field.name}[{', '.join(subscripts)}]" if subscripts else field.name
+    shape = f"{element}[{', '.join(axes)}]" if axes else f"{element}[]"
+    default = program.defaults.get(field.name)
+    return _tensor(field.name, shape, item + (f" pad:{spare}" if spare else ""), span, None if default is None else str(default))
+
+
+def _tensor(name: str, shape: str, record: str, span: Span, optional: str | None = None) -> Tensor:
+    text = _text(record, span)
+    default = None if optional is None else g.expression(_text(optional, span))
+    return Tensor(_text(name, span), g.shape(_text(shape, span)), None, g.record(text), text, default, (), ())

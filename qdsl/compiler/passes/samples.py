@@ -1,0 +1,86 @@
+"""Concrete sizes at which a program's extents are compared: the smallest that its divisions allow, whole and ragged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import islice, product
+from math import lcm
+
+from qdsl.compiler.ir import index as ix
+from qdsl.compiler.ir.index import Atom, Index, substitute
+from qdsl.compiler.ir.program import Program
+
+MAX_CHOICES = 128
+SampleSizes = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+
+def samples(program: Program, extents: Sequence[Index]) -> tuple[Mapping[str, int], ...]:
+    """Values for N, K and the size parameters at which every one of `extents` is defined."""
+    return samples_of(sample_sizes(program), tuple(dict.fromkeys(extents)))
+
+
+def sample_sizes(program: Program) -> SampleSizes:
+    """A program's size parameters: name, axis, values."""
+    listed = {p.name.value: tuple(v for v in p.values if isinstance(v, int)) for p in program.spec.params}
+    return tuple((size, size_axis(program, size), listed[size]) for size in program.sizes)
+
+
+@lru_cache(maxsize=32)                                           # tensors of a program have the same extents
+def samples_of(sizes: SampleSizes, extents: tuple[Index, ...]) -> tuple[Mapping[str, int], ...]:
+    """Values for N, K and `sizes` at which every one of `extents` is defined."""
+    read = {word for extent in extents for word in extent.names()}
+    found: list[Mapping[str, int]] = []
+    for values in islice(product(*(listed if size in read else listed[:1] for size, _, listed in sizes)), MAX_CHOICES):
+        chosen = {size: value for (size, _, _), value in zip(sizes, values, strict=True) if value > 0}
+        known = [substitute(extent, {size: Index(value) for size, value in chosen.items()}) for extent in extents]
+        rows, columns = (_candidates(divisor_of(axis, known), _large(known)) for axis in ("N", "K"))
+        for n, k in sorted(product(rows, columns), key=lambda shape: shape[0] * shape[1]):
+            whole = {size: {"N": n, "K": k}[axis] for size, axis, _ in sizes if size not in chosen}
+            sample = {"N": n, "K": k, **chosen, **whole}
+            if _defined(extents, sample):
+                found.append(sample)
+    return tuple(found)
+
+
+def _defined(extents: Sequence[Index], sample: Mapping[str, int]) -> bool:
+    try:
+        return all(extent(sample) is not None for extent in extents)
+    except ArithmeticError:
+        return False
+
+
+def divisor_of(axis: str, extents: Sequence[Index]) -> int:
+    """What an axis must be a multiple of, so that every exact division of it by a constant divides."""
+    found = 1
+    for extent in extents:
+        for atom, _ in extent.terms:
+            found = lcm(found, *_divisors(atom, axis))
+    return found
+
+
+def _divisors(atom: Atom, axis: str) -> list[int]:
+    found = [d for argument in atom.args for inner, _ in argument.terms for d in _divisors(inner, axis)]
+    if atom.op == "exact" and atom.args[1].is_const and atom.args[0] == Index(0, ((Atom("name", axis), 1),)):
+        found.append(atom.args[1].const)
+    return found
+
+
+def _candidates(step: int, large: int) -> list[int]:
+    return [step * i for i in (*((1, 2, 3, 5) if step > 1 else (1, 2, 3, 8, 33, 64)), large)]
+
+
+def _large(extents: Sequence[Index]) -> int:
+    """A size at which quotients by different constants differ: a multiple of them all, and of more than any record's tile."""
+    by = {atom.args[1].const for extent in extents for atom, _ in extent.terms if atom.args and atom.args[1].const > 1}
+    return lcm(*by) << 14
+
+
+def size_axis(program: Program, size: str) -> str:
+    """The axis that a size parameter divides: 'N' or 'K'."""
+    for field in program.fields:
+        for index in field.index:
+            if size in index.names():
+                return "N" if "n" in index.names() and ix.flat_of(index) is None else "K"
+    dims = [index for index in program.dims.values() if size in index.names()]
+    return "N" if dims and "N" in dims[0].names() else "K"

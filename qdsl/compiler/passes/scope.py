@@ -1,0 +1,111 @@
+"""Names in reach, and the integer expressions that may be written with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import lcm
+
+from qdsl.compiler.ir import index as ix
+from qdsl.compiler.ir.index import Facts, Index
+from qdsl.compiler.spec import grammar as g
+from qdsl.compiler.spec.source import Problems, Span, did_you_mean
+
+MAX_INT = 1 << 33
+MAX_TERMS = 64
+
+
+class Scope:
+    """What names mean at one place of a spec.  `what` completes 'unknown name x in ...'."""
+
+    def __init__(self, names: Mapping[str, Index], what: str, problems: Problems, facts: Facts = Facts()) -> None:
+        self.names = names
+        self.what = what
+        self.problems = problems
+        self.facts = facts
+
+    def index(self, expr: g.Expr) -> Index | None:
+        """The expression as an Index; None, with a problem added, where it is not an integer expression of this scope."""
+        try:
+            return self._index(expr)
+        except _Unreadable as error:
+            self.problems.add(error.span, error.message, *error.notes)
+            return None
+
+    def const(self, expr: g.Expr, what: str) -> int | None:
+        """An integer that is the same for every N and K."""
+        value = self.index(expr)
+        if value is None or value.is_const:
+            return None if value is None else value.const
+        self.problems.add(expr.span, f"{what} must be a constant; '{value}' depends on {', '.join(sorted(value.names()))}")
+        return None
+
+    def _index(self, expr: g.Expr) -> Index:
+        match expr:
+            case g.Number(value, span):
+                if isinstance(value, float) or value >= MAX_INT:
+                    raise _Unreadable(span, "an integer below 2**33 is expected here")
+                return Index(value)
+            case g.Name(word, span):
+                if word not in self.names:
+                    raise _Unreadable(span, f"unknown name '{word}' in {self.what}{did_you_mean(word, self.names)}")
+                return self.names[word]
+            case g.Negate(value):
+                return self._index(value) * -1
+            case g.Binary():
+                return self._binary(expr)
+            case g.Apply():
+                return self._apply(expr)
+        raise _Unreadable(expr.span, f"'{expr.name}[...]' is not an integer expression")
+
+    def _binary(self, expr: g.Binary) -> Index:
+        left, right = self._index(expr.left), self._index(expr.right)
+        if (size := left.size * right.size if expr.op == "*" else left.size + right.size) > MAX_TERMS:
+            raise _Unreadable(expr.span, f"an expression of {size} terms, and at most {MAX_TERMS} are allowed")
+        found = self._combined(expr, left, right)
+        if any(abs(number) > MAX_INT for number in (found.const, *(coefficient for _, coefficient in found.terms))):
+            raise _Unreadable(expr.span, "this has a number beyond 2**33")
+        return found
+
+    def _combined(self, expr: g.Binary, left: Index, right: Index) -> Index:
+        if expr.op in ("/", "//", "%") and right.is_const and right.const < 1:
+            raise _Unreadable(expr.right.span, f"'{expr.op}' needs a positive number on its right, not {right}")
+        if expr.op == "**":
+            if not (left.is_const and right.is_const and 0 <= right.const <= 32 and 0 <= left.const <= 2):
+                raise _Unreadable(expr.span, "'**' takes constants: 2 ** a, with a from 0 to 32")
+            return Index(left.const ** right.const)
+        if expr.op == "/":
+            if {"N", "K"} & right.names():
+                raise _Unreadable(expr.right.span, f"'/' divides an axis; {right} is one itself")
+            if left.is_const and right.is_const and left.const % right.const:
+                raise _Unreadable(expr.span, f"'/' must divide, and {left} / {right} leaves {left.const % right.const}",
+                                  "write ceil(a / b) to round up, or a // b to round down")
+            return ix.exact(left, right)
+        if expr.op in ("//", "%"):
+            return (ix.div if expr.op == "//" else ix.mod)(left, right, self.facts)
+        return left * right if expr.op == "*" else left + right if expr.op == "+" else left - right
+
+    def _apply(self, expr: g.Apply) -> Index:
+        arguments = expr.arguments
+        if expr.name == "ceil" and len(arguments) == 1 and not expr.keywords:
+            inner = arguments[0]
+            if not isinstance(inner, g.Binary) or inner.op != "/":
+                raise _Unreadable(expr.span, "ceil takes a quotient: ceil(a / b)")
+            top, bottom = self._index(inner.left), self._index(inner.right)
+            if bottom.is_const and bottom.const < 1:
+                raise _Unreadable(inner.right.span, f"ceil needs a positive divisor, not {bottom}")
+            return ix.ceil(top, bottom)
+        if expr.name == "lcm" and len(arguments) == 2 and not expr.keywords:
+            left, right = (self._index(argument) for argument in arguments)
+            if not left.is_const or not right.is_const:
+                raise _Unreadable(expr.span, "lcm takes constants")
+            return Index(lcm(left.const, right.const))
+        raise _Unreadable(expr.span, f"unknown function '{expr.name}' in {self.what}"
+                                     f"{did_you_mean(expr.name, ('ceil', 'lcm'))}")
+
+
+class _Unreadable(Exception):
+    def __init__(self, span: Span, message: str, *notes: str) -> None:
+        super().__init__(message)
+        self.span = span
+        self.message = message
+        self.notes = notes

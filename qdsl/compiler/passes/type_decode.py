@@ -1,0 +1,297 @@
+"""The decode expression as typed values.
+
+Does: names, types and integer ranges of every step; folds constants; refuses integers that float32 cannot hold exactly where
+they meet a float.  Does not: reorder or merge anything, because the order of roundings is the format's definition.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from qdsl.compiler.ir import index as ix
+from qdsl.compiler.ir.index import Index
+from qdsl.compiler.ir.program import Field, Program, Value
+from qdsl.compiler.spec import grammar as g
+from qdsl.compiler.spec.source import Problems, Span, did_you_mean
+from qdsl.core.numbers import round_to_f32
+
+F32_EXACT = 1 << 24
+INT32 = 1 << 31
+
+
+def type_decode(program: Program, problems: Problems) -> Program:
+    builder = _Builder(program, problems)
+    root = builder.value(program.spec.decode)
+    if root is None:
+        return program
+    if builder.values[root].is_int:
+        root = builder.to_float(root)
+    index = builder.values[root].index if root is not None else ()
+    if root is not None and index != (ix.name("n"), ix.name("k")):
+        problems.add(program.spec.decode.span, "no field of decode is stored for every weight [n, k]")
+    read = {value.name for value in builder.values if value.op == "table"}
+    for table in reversed(program.spec.tables):
+        if table.formula is not None and table.name.value in read:
+            read |= set(g.names(table.formula))
+    for table in program.spec.tables:
+        if root is not None and table.name.value not in read:
+            problems.add(table.name.span, f"table '{table.name}' is not read by decode, nor by a table that is")
+    return replace(program, values=tuple(builder.values))
+
+
+class _Builder:
+    def __init__(self, program: Program, problems: Problems) -> None:
+        self.program = program
+        self.problems = problems
+        self.values: list[Value] = []
+
+    def add(self, op: str, args: tuple[int, ...], span: Span, *, name: str = "", const: int | float = 0,
+            range: tuple[int, int] | None = None, index: tuple[Index, ...] = ()) -> int:
+        value = Value(op, args, name, const, range, index, span)
+        if value in self.values:
+            return self.values.index(value)
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def value(self, expr: g.Expr) -> int | None:
+        """The number of the value of an expression; None, with a problem added, where it has no meaning."""
+        match expr:
+            case g.Number(value, span):
+                fixed = (value, value) if isinstance(value, int) else None
+                return self.checked(self.add("const", (), span, const=value, range=fixed))
+            case g.Name():
+                return self.name(expr)
+            case g.Negate(inner, span):
+                arg = self.value(inner)
+                return None if arg is None else self.negate(arg, span)
+            case g.Binary():
+                left, right = self.value(expr.left), self.value(expr.right)
+                return None if left is None or right is None else self.binary(expr, left, right)
+            case g.Subscript():
+                return self.table(expr)
+            case g.Apply(word, _, _, span):
+                self.problems.add(span, f"unknown function '{word}' in decode")
+        return None
+
+    def name(self, expr: g.Name) -> int | None:
+        program = self.program
+        if expr.name in {table.name.value for table in program.spec.tables}:
+            self.problems.add(expr.span, f"'{expr.name}' is a table: it has a value by its subscript, {expr.name}[...]")
+            return None
+        parameter = program.params.get(expr.name)
+        if isinstance(parameter, int):
+            return self.add("const", (), expr.span, const=parameter, range=(parameter, parameter))
+        field = next((f for f in program.fields if f.name == expr.name), None)
+        if field is None or field.number is None:
+            known = [f.name for f in program.fields if f.number] + [p for p, v in program.params.items() if isinstance(v, int)]
+            what = "is an index field: it has no value of its own" if field else "is unknown in decode"
+            self.problems.add(expr.span, f"'{expr.name}' {what}{'' if field else did_you_mean(expr.name, known)}")
+            return None
+        if field.table:
+            self.problems.add(expr.span, f"'{expr.name}' is a stored table: it has a value by its subscripts, {expr.name}[...]")
+            return None
+        return self.add("field", (), expr.span, name=field.name, range=_limits(field), index=_reach(program, field.index))
+
+    def table(self, expr: g.Subscript) -> int | None:
+        """A table's number, by an integer that never leaves the table; of a table of rows, the column's number in a row."""
+        stored = next((field for field in self.program.fields if field.name == expr.name and field.table), None)
+        if stored is not None:
+            return self.entry(expr, stored)
+        table = next((table for table in self.program.spec.tables if table.name.value == expr.name), None)
+        if table is None:
+            known = [table.name.value for table in self.program.spec.tables]
+            known += [field.name for field in self.program.fields if field.table]
+            self.problems.add(expr.span, f"unknown table '{expr.name}': fields stand in decode without subscripts"
+                                         f"{did_you_mean(expr.name, known)}")
+            return None
+        if len(expr.index) != len(table.shape):
+            wanted = "one subscript" if len(table.shape) == 1 else "two subscripts"
+            self.problems.add(expr.span, f"table '{expr.name}' has {wanted}, not {len(expr.index)}")
+            return None
+        arg = self.row(expr, expr.index[0], table.shape)
+        if arg is None:
+            return None
+        by = self.values[arg]
+        limits = (int(min(table.values)), int(max(table.values))) if table.is_int else None
+        index = by.index if len(table.shape) == 1 else _columns(by)
+        return self.add("table", (arg,), expr.span, name=expr.name, range=limits, index=index)
+
+    def entry(self, expr: g.Subscript, field: Field) -> int | None:
+        """A stored table's number: planes of rows by constants, then as of a table of rows."""
+        shape = field.table
+        if len(expr.index) != len(shape):
+            self.problems.add(expr.span, f"stored table '{expr.name}' has {len(shape)} subscripts, not {len(expr.index)}")
+            return None
+        plane = 0
+        for at, extent in zip(expr.index, shape[:-2], strict=False):
+            if not isinstance(at, g.Number) or not isinstance(at.value, int) or not at.value < extent:
+                self.problems.add(at.span, f"a subscript of '{expr.name}' before the row is a number from 0 to {extent - 1}")
+                return None
+            plane = plane * extent + at.value
+        arg = self.row(expr, expr.index[-2], shape[-2:])
+        return None if arg is None else self.add("entry", (arg,), expr.span, name=field.name, const=plane,
+                                                 range=_limits(field), index=_columns(self.values[arg]))
+
+    def row(self, expr: g.Subscript, at: g.Expr, shape: tuple[int, ...]) -> int | None:
+        """The subscript that says which row, or which entry of a table without columns: an integer that is always one."""
+        arg = self.value(at)
+        if arg is None or (len(shape) > 1 and not self.is_column(expr, at, shape[1], self.values[arg])):
+            return None
+        limits = self.values[arg].range
+        if limits is None or limits[0] < 0 or limits[1] >= shape[0]:
+            runs = "is no integer" if limits is None else f"runs from {limits[0]} to {limits[1]}"
+            self.problems.add(at.span, f"table '{expr.name}' has entries 0 to {shape[0] - 1}, and its subscript {runs}")
+            return None
+        return arg
+
+    def is_column(self, expr: g.Subscript, at: g.Expr, columns: int, by: Value) -> bool:
+        """Whether a table of rows is read as one: by a field of whole runs of columns, each column at its place in the row."""
+        match expr.index[-1]:
+            case g.Binary("%", g.Name("k"), g.Number(value)) if value == columns:
+                pass
+            case other:
+                self.problems.add(other.span, f"a row of '{expr.name}' holds {columns} columns in order: expected k % {columns}")
+                return False
+        blocks = [i.terms[0][0].args[1] for i in by.index if "k" in i.names() and i.terms[0][0].op == "div"]
+        if by.op != "field" or len(blocks) != 1 or blocks[0] != Index(columns):
+            self.problems.add(at.span, f"a row of '{expr.name}' is for {columns} columns: expected a field that as "
+                                                  f"many share, [n, k // {columns}]")
+            return False
+        return True
+
+    def negate(self, arg: int, span: Span) -> int | None:
+        value = self.values[arg]
+        if value.op == "const":
+            return self.add("const", (), span, const=-value.const, range=None if value.range is None else
+                            (-int(value.const), -int(value.const)))
+        limits = None if value.range is None else (-value.range[1], -value.range[0])
+        return self.add("neg", (arg,), span, range=limits, index=value.index)
+
+    def binary(self, expr: g.Binary, left: int, right: int) -> int | None:
+        a, b = self.values[left], self.values[right]
+        if expr.op == "**":
+            if a.op == b.op == "const" and a.const == 2 and isinstance(b.const, int) and -126 <= b.const <= 30:
+                power = 2 ** b.const
+                return self.add("const", (), expr.span, const=power, range=(power, power) if b.const >= 0 else None)
+            self.problems.add(expr.span, "'**' takes constants: 2 ** a, with a from -126 to 30")
+            return None
+        if a.is_int and b.is_int and expr.op != "/":
+            return self.integer(expr, left, right)
+        if expr.op in ("//", "%"):
+            self.problems.add(expr.span, f"'{expr.op}' is for integers")
+            return None
+        if b.op == "const" and b.const == 0 and expr.op == "/":
+            self.problems.add(expr.right.span, "division by zero")
+            return None
+        floats = self.to_float(left), self.to_float(right)
+        if None in floats:
+            return None
+        if a.op == b.op == "const":
+            folded = _round(_fold_floats(expr.op, _round(float(a.const)), _round(float(b.const))))
+            if not math.isfinite(folded):
+                self.problems.add(expr.span, "the constant does not fit float32")
+                return None
+            return self.add("const", (), expr.span, const=folded)
+        return self.add(expr.op, (floats[0] or 0, floats[1] or 0), expr.span, index=_finer(a.index, b.index))
+
+    def integer(self, expr: g.Binary, left: int, right: int) -> int | None:
+        a, b = self.values[left], self.values[right]
+        assert a.range is not None and b.range is not None
+        (low, high), (small, large) = a.range, b.range
+        if expr.op in ("//", "%"):
+            if small < 1 or low < 0:
+                self.problems.add(expr.span, f"'{expr.op}' needs a left side of at least 0 and a right side of at least 1; "
+                                             f"they run from {low} and from {small}")
+                return None
+            ends = [x // y for x in (low, high) for y in (small, large)] if expr.op == "//" else [0, large - 1]
+        elif expr.op == "*":
+            ends = [x * y for x in (low, high) for y in (small, large)]
+        else:
+            ends = [low + small, high + large] if expr.op == "+" else [low - large, high - small]
+        if not -INT32 <= min(ends) <= max(ends) < INT32:
+            self.problems.add(expr.span, f"the integer runs from {min(ends)} to {max(ends)}, which 32 bits cannot hold")
+            return None
+        limits = (min(ends), max(ends))
+        if a.op == b.op == "const":
+            return self.add("const", (), expr.span, const=_fold(expr.op, int(a.const), int(b.const)), range=limits)
+        return self.add(expr.op, (left, right), expr.span, range=limits, index=_finer(a.index, b.index))
+
+    def to_float(self, number: int) -> int | None:
+        """The value as float32; an integer must be exact there."""
+        value = self.values[number]
+        if value.range is None:
+            return number
+        low, high = value.range
+        if max(-low, high) > F32_EXACT:
+            self.problems.add(value.span, f"the integer runs from {low} to {high}, and float32 holds integers exactly only "
+                                          f"up to {F32_EXACT}")
+            return None
+        if value.op == "const":
+            return self.add("const", (), value.span, const=float(value.const))
+        return self.add("float", (number,), value.span, index=value.index)
+
+    def checked(self, number: int) -> int | None:
+        value = self.values[number]
+        if value.range is not None and abs(int(value.const)) >= INT32:
+            self.problems.add(value.span, f"{value.const} does not fit 32 bits")
+            return None
+        return number
+
+
+def _limits(field: Field) -> tuple[int, int] | None:
+    """The integers that a field can be; None for a float."""
+    number = field.number
+    assert number is not None
+    return None if number.is_float else (number.low, number.high)
+
+
+def _columns(row: Value) -> tuple[Index, ...]:
+    """What a row's entries vary over: what the row does, and every column."""
+    return (*(i for i in row.index if "k" not in i.names()), ix.name("k"))
+
+
+def _fold(op: str, a: int, b: int) -> int:
+    return {"+": a + b, "-": a - b, "*": a * b, "//": a // b if b else 0, "%": a % b if b else 0}[op]
+
+
+def _round(value: float) -> float:
+    """The nearest float32, or infinity where there is none."""
+    return round_to_f32(value) if abs(value) < 3.4028235677973366e38 else math.inf
+
+
+def _fold_floats(op: str, a: float, b: float) -> float:
+    return a / b if op == "/" else a * b if op == "*" else a + b if op == "+" else a - b
+
+
+def _reach(program: Program, index: tuple[Index, ...]) -> tuple[Index, ...]:
+    """A field's subscripts, where one by an index field varies with every column."""
+    indices = {field.name for field in program.fields if field.number is None}
+    return tuple(ix.name("k") if i.names() & indices else i for i in index)
+
+
+def _finer(a: tuple[Index, ...], b: tuple[Index, ...]) -> tuple[Index, ...]:
+    """What a value varies over that is made of two others; blocks of the flat position meet single weights and each other."""
+    flat = [i for i in (*a, *b) if ix.flat_of(i) is not None]
+    if flat:
+        every = (ix.name("n"), ix.name("k"))
+        return every if every in (a, b) else (min(flat, key=_flat_size),)
+    found: list[Index] = []
+    for axis in ("n", "k"):
+        both = {i for i in (*a, *b) if axis in i.names()}
+        if both:
+            found.append(both.pop() if len(both) == 1 else _finest(both, axis))
+    return tuple(found)
+
+
+def _flat_size(index: Index) -> int:
+    """The size of a block of the flat position, or its multiple of a parameter."""
+    by = index.terms[0][0].args[1]
+    return by.terms[0][1] if by.terms else by.const
+
+
+def _finest(both: set[Index], axis: str) -> Index:
+    """Of two subscripts along one axis, the one whose blocks lie inside the other's, else the axis itself."""
+    by = {i: i.terms[0][0].args[1].const if i.terms[0][0].op == "div" and i.terms[0][0].args[1].is_const else 0 for i in both}
+    small, large = sorted(both, key=lambda i: by[i])
+    return small if by[small] and by[large] % by[small] == 0 else ix.name(axis)

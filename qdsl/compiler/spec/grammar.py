@@ -1,0 +1,497 @@
+"""The small grammars inside a spec's scalars: expressions, types, record lines, tensor shapes and calls.
+
+Everything is parsed into the dataclasses below, each with its span; nothing of the text survives into generated code.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+
+from qdsl.compiler.spec.source import Problem, Span, Text
+
+_T = TypeVar("_T")
+
+MAX_LENGTH = 2000
+MAX_DEPTH = 40
+MAX_ATOMS = 200
+MAX_LINES = 256
+_TOKEN = re.compile(r"[ \t]*(?:(?P<float>\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+)|(?P<int>\d+)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)"
+                    r"|(?P<op>\*\*|//|[-+*/%()\[\]{},<:=.;]))")
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    value: int | float
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    name: str
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Subscript:
+    """`name[index, ...]`"""
+
+    name: str
+    index: tuple[Expr, ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """`name(argument, ..., key=value, ...)`"""
+
+    name: str
+    arguments: tuple[Expr, ...]
+    keywords: tuple[tuple[Name, Expr], ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Negate:
+    value: Expr
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """`left op right`, op one of + - * / // % **"""
+
+    op: str
+    left: Expr
+    right: Expr
+    span: Span
+
+
+Expr = Number | Name | Subscript | Apply | Negate | Binary
+
+
+@dataclass(frozen=True, slots=True)
+class Type:
+    """`e4m3`, `u{bits}`, `index(G)` or the name of a parameter that lists types."""
+
+    name: str
+    parameter: Name | None
+    extent: Expr | None
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """`i<32`: a loop of a record line, or a digit of a tensor's axis."""
+
+    name: str
+    extent: Expr
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """`q[l + 16].hi:2`: part is 'whole', 'lo', 'hi', 'at' or, with no field, 'pad'."""
+
+    field: Name | None
+    index: tuple[Expr, ...]
+    part: str
+    lo: Expr | None
+    width: Expr | None
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Digits:
+    """`base3(j<5: q[l + 32*j])`: one byte of the items that a line has, the most significant digit first."""
+
+    line: Line
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    loops: tuple[Loop, ...]
+    items: tuple[Item | Digits, ...]
+    span: Span
+
+    @property
+    def fields(self) -> Iterator[Item]:
+        """The items that are bits or digits, those of bytes of digits too."""
+        for item in self.items:
+            yield from item.line.fields if isinstance(item, Digits) else (item,)
+
+    @property
+    def extents(self) -> Iterator[Expr]:
+        """The extents of its loops, those of bytes of digits too."""
+        yield from (loop.extent for loop in self.loops)
+        for item in self.items:
+            yield from item.line.extents if isinstance(item, Digits) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """`t<K/8 word`: the digits of one axis of a tensor, slowest first; a digit None is the word."""
+
+    digits: tuple[Loop | None, ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """`i32[t<K/8 word, n<N]`"""
+
+    type: Type
+    axes: tuple[Axis, ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """`f16[n, k // 32]`: a field's type and subscripts."""
+
+    type: Type
+    index: tuple[Expr, ...]
+    span: Span
+
+
+def names(expr: Expr | None) -> Iterator[str]:
+    """Every name that an expression reads."""
+    match expr:
+        case Name(word):
+            yield word
+        case Subscript(word, index):
+            yield word
+            for part in index:
+                yield from names(part)
+        case Apply(_, arguments, keywords):
+            for part in (*arguments, *(value for _, value in keywords)):
+                yield from names(part)
+        case Negate(value):
+            yield from names(value)
+        case Binary(_, left, right):
+            yield from names(left)
+            yield from names(right)
+
+
+class GrammarError(Exception):
+    """A scalar that does not parse; `problem` says where and what was expected."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(problem.message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    kind: str
+    text: str
+    begin: int
+    end: int
+
+
+def expression(text: Text) -> Expr:
+    """`d * (q - 8)`"""
+    return _whole(text, _Parser.expression)
+
+
+def call(text: Text) -> Apply:
+    """`absmax(code=q, scale=s)`, or a name alone."""
+    return _whole(text, _Parser.call)
+
+
+def typed(text: Text) -> Typed:
+    """`f16[n, k // 32]`"""
+    return _whole(text, _Parser.typed)
+
+
+def shape(text: Text) -> Shape:
+    """`i32[t<K/8 word, n<N]`"""
+    return _whole(text, _Parser.shape)
+
+
+def table(text: Text) -> tuple[tuple[Loop, ...], Expr]:
+    """`i<256 j<8: level[codes[i] // 4**j % 4]`"""
+    return _whole(text, _Parser.table)
+
+
+def record(text: Text) -> tuple[Line, ...]:
+    """Record lines, one per line of the text; empty lines are skipped."""
+    lines: list[Line] = []
+    begin = 0
+    for row in text.value.split("\n"):
+        if len(lines) == MAX_LINES:
+            raise GrammarError(Problem(f"a record has at most {MAX_LINES} lines", text.at(begin, begin + 1)))
+        if row.strip():
+            lines.append(_Parser(text, begin, begin + len(row)).line())
+        begin += len(row) + 1
+    if not lines:
+        raise GrammarError(Problem("a record needs at least one item", text.span))
+    return tuple(lines)
+
+
+def _whole(text: Text, rule: Callable[[_Parser], _T]) -> _T:
+    parser = _Parser(text, 0, len(text.value))
+    result = rule(parser)
+    parser.expect_end()
+    return result
+
+
+class _Parser:
+    """Recursive descent over characters [begin, end) of one scalar."""
+
+    def __init__(self, text: Text, begin: int, end: int) -> None:
+        self.text = text
+        self.tokens = _tokens(text, begin, end)
+        self.at = 0
+        self.depth = 0
+        self.atoms = 0
+
+    @property
+    def token(self) -> _Token:
+        return self.tokens[self.at]
+
+    def fail(self, expected: str) -> NoReturn:
+        token = self.token
+        found = f"'{token.text}'" if token.text else "the end"
+        raise GrammarError(Problem(f"expected {expected}, found {found}", self.text.at(token.begin, token.end)))
+
+    def span(self, begin: int) -> Span:
+        """From token number `begin` to the one before the current."""
+        return self.text.at(self.tokens[begin].begin, self.tokens[max(begin, self.at - 1)].end)
+
+    def take(self, *ops: str) -> str | None:
+        """The operator if it is one of these, and past it."""
+        if self.token.kind == "op" and self.token.text in ops:
+            self.at += 1
+            return self.tokens[self.at - 1].text
+        return None
+
+    def expect(self, op: str) -> None:
+        if self.take(op) is None:
+            self.fail(f"'{op}'")
+
+    def expect_end(self) -> None:
+        if self.token.kind != "end":
+            self.fail("the end")
+
+    def name(self, what: str) -> Name:
+        if self.token.kind != "name":
+            self.fail(what)
+        self.at += 1
+        return Name(self.tokens[self.at - 1].text, self.span(self.at - 1))
+
+    def many(self, rule: Callable[[], _T], close: str) -> tuple[_T, ...]:
+        """Comma-separated, up to and past `close`; may be empty."""
+        found: list[_T] = []
+        if self.take(close):
+            return ()
+        while True:
+            found.append(rule())
+            if self.take(close):
+                return tuple(found)
+            if not self.take(","):
+                self.fail(f"',' or '{close}'")
+
+    # -- expressions --------------------------------------------------------------------------------------------------
+
+    def expression(self) -> Expr:
+        return self.binary(("+", "-"), lambda: self.binary(("*", "/", "//", "%"), self.unary))
+
+    def binary(self, ops: tuple[str, ...], operand: Callable[[], Expr]) -> Expr:
+        begin = self.at
+        left = operand()
+        while op := self.take(*ops):
+            left = Binary(op, left, operand(), self.span(begin))
+        return left
+
+    def unary(self) -> Expr:
+        begin = self.at
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            self.fail(f"an expression at most {MAX_DEPTH} levels deep")
+        value: Expr = Negate(self.unary(), self.span(begin)) if self.take("-") else self.power()
+        self.depth -= 1
+        return value
+
+    def power(self) -> Expr:
+        begin = self.at
+        base = self.atom()
+        return Binary("**", base, self.unary(), self.span(begin)) if self.take("**") else base
+
+    def atom(self) -> Expr:
+        begin = self.at
+        self.atoms += 1
+        if self.atoms > MAX_ATOMS:
+            self.fail(f"an expression of at most {MAX_ATOMS} names and numbers")
+        token = self.token
+        if token.kind in ("int", "float"):
+            self.at += 1
+            if token.kind == "int" and len(token.text) > 1 and token.text[0] == "0":
+                self.at -= 1
+                self.fail("a number without leading zeros")
+            if token.kind == "float" and math.isinf(float(token.text)):
+                self.at -= 1
+                self.fail("a finite number")
+            return Number(float(token.text) if token.kind == "float" else int(token.text), self.span(begin))
+        if self.take("("):
+            value = self.expression()
+            self.expect(")")
+            return value
+        name = self.name("a number, a name or '('")
+        if self.take("["):
+            return Subscript(name.name, self.many(self.expression, "]"), self.span(begin))
+        if self.take("("):
+            return self.apply(name, begin)
+        return name
+
+    def apply(self, name: Name, begin: int) -> Apply:
+        parts = self.many(self.argument, ")")
+        arguments = tuple(value for key, value in parts if key is None)
+        keywords = tuple((key, value) for key, value in parts if key is not None)
+        return Apply(name.name, arguments, keywords, self.span(begin))
+
+    def argument(self) -> tuple[Name | None, Expr]:
+        if self.token.kind == "name" and self.tokens[self.at + 1].text == "=":
+            key = self.name("an option")
+            self.expect("=")
+            return key, self.expression()
+        return None, self.expression()
+
+    def call(self) -> Apply:
+        begin = self.at
+        name = self.name("the name of an encode scheme")
+        return self.apply(name, begin) if self.take("(") else Apply(name.name, (), (), self.span(begin))
+
+    # -- types, fields and tensors ------------------------------------------------------------------------------------
+
+    def type(self) -> Type:
+        begin = self.at
+        name = self.name("a type")
+        parameter = extent = None
+        if self.take("{"):
+            parameter = self.name("a parameter")
+            self.expect("}")
+        elif self.take("("):
+            extent = self.expression()
+            self.expect(")")
+        return Type(name.name, parameter, extent, self.span(begin))
+
+    def typed(self) -> Typed:
+        begin = self.at
+        kind = self.type()
+        self.expect("[")
+        return Typed(kind, self.many(self.expression, "]"), self.span(begin))
+
+    def shape(self) -> Shape:
+        begin = self.at
+        kind = self.type()
+        self.expect("[")
+        return Shape(kind, self.many(self.axis, "]"), self.span(begin))
+
+    def axis(self) -> Axis:
+        begin = self.at
+        if self.token.text == "1":
+            self.at += 1
+            return Axis((), self.span(begin))
+        digits: list[Loop | None] = []
+        while not digits or self.token.kind == "name":
+            if self.token.text == "word":
+                self.at += 1
+                digits.append(None)
+            else:
+                digits.append(self.loop("a dimension such as 'n<N', 'word' or 1"))
+        return Axis(tuple(digits), self.span(begin))
+
+    def loop(self, what: str) -> Loop:
+        begin = self.at
+        name = self.name(what)
+        self.expect("<")
+        extent = self.expression()
+        return Loop(name.name, extent, self.span(begin))
+
+    def table(self) -> tuple[tuple[Loop, ...], Expr]:
+        loops = [self.loop("a loop such as 'i<256'")]
+        while not self.take(":"):
+            loops.append(self.loop("another loop, or ':'"))
+        return tuple(loops), self.expression()
+
+    # -- records ------------------------------------------------------------------------------------------------------
+
+    def line(self) -> Line:
+        loops = self.loops()
+        items: list[Item | Digits] = [self.item()]
+        while self.token.kind != "end":
+            items.append(self.item())
+        return Line(tuple(loops), tuple(items), self.span(0))
+
+    def loops(self) -> list[Loop]:
+        """Loops and the colon behind them, or nothing."""
+        found: list[Loop] = []
+        if self.tokens[min(self.at + 1, len(self.tokens) - 1)].text == "<":
+            while not self.take(":"):
+                found.append(self.loop("another loop such as 'i<32', or ':'"))
+        return found
+
+    def digits(self, begin: int) -> Digits:
+        """What follows `base3(`, up to and past the closing bracket."""
+        first = self.at
+        loops = self.loops()
+        items = [self.field()]
+        while not self.take(")"):
+            items.append(self.field())
+        return Digits(Line(tuple(loops), tuple(items), self.span(first)), self.span(begin))
+
+    def item(self) -> Item | Digits:
+        begin = self.at
+        if self.token.text == "base3" and self.tokens[self.at + 1].text == "(":
+            self.at += 2
+            return self.digits(begin)
+        return self.field()
+
+    def field(self) -> Item:
+        begin = self.at
+        name = self.name("a field or 'pad:BITS'")
+        if name.name == "pad" and self.take(":"):
+            width = self.width()
+            return Item(None, (), "pad", None, width, self.span(begin))
+        index = self.many(self.expression, "]") if self.take("[") else ()
+        if not self.take("."):
+            return Item(name, index, "whole", None, None, self.span(begin))
+        part = self.name("'lo', 'hi' or 'at(bit)'")
+        lo = None
+        if part.name == "at":
+            self.expect("(")
+            lo = self.expression()
+            self.expect(")")
+        elif part.name not in ("lo", "hi"):
+            self.at -= 1
+            self.fail("'lo', 'hi' or 'at(bit)'")
+        self.expect(":")
+        width = self.width()
+        return Item(name, index, part.name, lo, width, self.span(begin))
+
+    def width(self) -> Expr:
+        if self.token.kind not in ("int", "name") and self.token.text != "(":
+            self.fail("a number of bits")
+        return self.atom()
+
+
+def _tokens(text: Text, begin: int, end: int) -> list[_Token]:
+    if end - begin > MAX_LENGTH:
+        raise GrammarError(Problem(f"longer than {MAX_LENGTH} characters", text.at(begin, begin + 1)))
+    found: list[_Token] = []
+    at = begin
+    stop = begin + len(text.value[begin:end].rstrip(" \t\n"))
+    while at < stop:
+        match = _TOKEN.match(text.value, at, stop)
+        if match is None:
+            at += len(text.value[at:stop]) - len(text.value[at:stop].lstrip(" \t"))
+            raise GrammarError(Problem(f"unexpected character {text.value[at]!r}", text.at(at, at + 1)))
+        kind = match.lastgroup or "op"
+        found.append(_Token(kind, match.group(kind), match.start(kind), match.end()))
+        at = match.end()
+    return [*found, _Token("end", "", stop, stop)]

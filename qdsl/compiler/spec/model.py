@@ -1,0 +1,131 @@
+"""A spec as its author wrote it: parsed and placed, not yet checked for meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qdsl.compiler.spec.grammar import Apply, Expr, Line, Shape, Typed
+from qdsl.compiler.spec.source import Source, Span, Text
+
+Data = bool | int | str | list["Data"] | dict[str, "Data"]
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter and the finite set of values it may have, the default first: integers or names of number types."""
+
+    name: Text
+    values: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """A derived extent (`G: ceil(K / group)`) or a constant of the parameters (`P: lcm(bits, 32) / bits`)."""
+
+    name: Text
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Numbers that decode looks up: all integers, or all float32; in a row, or in rows of columns one after the other.
+
+    loops, formula: what computed them, where they are not listed.
+    """
+
+    name: Text
+    values: tuple[int, ...] | tuple[float, ...]
+    shape: tuple[int, ...]
+    loops: tuple[str, ...] = ()
+    formula: Expr | None = None
+
+    @property
+    def is_int(self) -> bool:
+        return isinstance(self.values[0], int)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    name: Text
+    typed: Typed
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What lies in the file for what the record packs: `target` is 'word' or a field, under conditions on parameters."""
+
+    when: tuple[tuple[Text, tuple[int | str, ...]], ...]
+    target: Text
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a storage.  `run` is the shorthand of record tensors: a record holds consecutive elements of that axis.
+
+    `stream` is the entropy code that holds its elements, in tensors of its own.  seen: the shape that files give it.
+    """
+
+    name: Text
+    shape: Shape | None
+    run: Text | None
+    record: tuple[Line, ...]
+    record_text: Text
+    optional: Expr | None
+    aliases: tuple[Text, ...]
+    stored: tuple[Stored, ...]
+    stream: Apply | None = None
+    omitted: bool = False
+    seen: tuple[Text, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """`where` fixes parameters to one value and gives fields that are not stored their value; `only` lists those it allows.
+
+    shape: the tensor that says N and K.  options: those of the encode scheme that its producers choose.  least: of dims.
+    transient: it is made for a machine when a weight is loaded, and no file has it.
+    order: the tensor that may say in which order columns are stored.
+    """
+
+    name: Text
+    where: tuple[tuple[Text, Expr], ...]
+    tensors: tuple[Tensor, ...]
+    only: tuple[tuple[Text, tuple[int | str, ...]], ...] = ()
+    shape: Text | None = None
+    options: tuple[tuple[Text, Text], ...] = ()
+    least: tuple[tuple[Text, int], ...] = ()
+    transient: bool = False
+    order: Text | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    name: Text
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    source: Source
+    name: Text
+    title: str
+    origin: str
+    params: tuple[Param, ...]
+    dims: tuple[Dim, ...]
+    tables: tuple[Table, ...]
+    fields: tuple[Field, ...]
+    decode: Expr
+    decode_text: str
+    encode: Apply | None
+    storages: tuple[Storage, ...]
+    detect: Mapping[str, Data]
+    claims: tuple[Claim, ...]
+
+    @property
+    def span(self) -> Span:
+        return self.name.span
+
+    def table(self, name: str) -> Table:
+        return next(table for table in self.tables if table.name.value == name)

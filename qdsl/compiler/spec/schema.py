@@ -1,0 +1,498 @@
+"""From strict YAML nodes to a `Spec`: which keys there are, what each holds, and which names are allowed."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from qdsl.compiler.spec import grammar, marked
+from qdsl.compiler.spec.marked import Mapping, Node, Sequence
+from qdsl.compiler.spec.model import Claim, Data, Dim, Field, Param, Spec, Storage, Stored, Table, Tensor
+from qdsl.compiler.spec.source import Problem, Problems, Source, Span, SpecError, Text, did_you_mean
+from qdsl.compiler.spec.tables import MAX_TABLE, computed, from_file, is_number, numbers
+from qdsl.core.numbers import FLOATS
+from qdsl.core.shapes import is_axis
+
+_T = TypeVar("_T")
+
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,8})\Z")
+_NUMBER = re.compile(r"(0|[1-9][0-9]{0,8})(\.[0-9]{1,9})?\Z")
+_LOWER = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
+_ANY_CASE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
+_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,127}\Z")
+_HEX = re.compile(r"0x[0-9a-f]{8}\Z")
+_DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}
+RESERVED = frozenset({
+    "n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm",                    # the language
+    "x", "out", "bias", "fields", "tensors", "device", "integer", "joined", "spread", "as_float", "as_type",   # generated code
+    "base3", "trit", "cdiv", "empty", "entries", "space", "workspace",
+    "lanes", "Lanes", "Narrow", "Pairs", "records", "Records", "planar", "codebook", "Table",
+    "gemv", "gemv_records", "skinny", "tile_gemm", "w8a8",
+    "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Stream", "Variant",
+    "w", "live", "inside", "sizes", "use", "state",
+    "absmax", "absmax_level", "signmax", "minmax", "affine", "edge_affine", "meansign", "kquant_minmax", "kquant_signmax",
+    "nearest", "nested_absmax", "block_levels", "float_zero", "float_middle", "scaled_zero", "ternary", "unit_absmax",
+    "unit_level", "unit_level_nested", "kquant_levels", "grid_signs", "grid_shifts",
+    "torch", "triton", "tl", "qdsl", "sum", "range", "int", "str", "dict", "float",
+    *FLOATS,
+})
+_ALIAS = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,127}\Z")
+MAX_ENTRIES = 64                # of a mapping or a list: no format comes near it, and every pass stays quick
+
+KEYS = {
+    "format": "the format's name; the generated module is called so",
+    "title": "one line that says what it is",
+    "source": "where the layout is defined",
+    "params": "parameters, each with the finite list of its values, the default first",
+    "weight": "[N, K]: n is the output row, k the input column, the axis that a matmul reduces",
+    "dims": "derived extents and constants",
+    "tables": "numbers that decode looks up: listed, read from a file, or computed from other tables",
+    "fields": "stored values: a type, and a subscript that says which weights share one",
+    "decode": "the value of weight [n, k], each operation rounded to float32 in the order written",
+    "encode": "the scheme that chooses the fields for given weights",
+    "storage": "storages by name: tensors, and where every bit of a field lies in them",
+    "detect": "how a checkpoint of this format is recognised",
+    "claims": "facts that the compiler checks: bytes of a record, bits-per-weight",
+}
+DETECT_KEYS = {
+    "gguf": "the name of the GGML type",
+    "safetensors": "the dtype of a safetensors file",
+    "config": "settings that a checkpoint's quantization_config must have",
+    "header": "what the JSON that a header's metadata have under a weight's name must say",
+    "tensors": "small tensors beside a weight that say its parameters and shape",
+    "words": "words that tell storages apart which fit alike",
+    "spills": "fields that a producer lost, by the words that it wrote then",
+    "parts": "the tensor that says where the later weights of a group begin",
+}
+TENSOR_KEYS = {
+    "tensor": "type and axes, such as 'i32[t<K/8 word, n<N]'",
+    "run": "for tensors of records: a record holds consecutive elements along this axis, and subscripts are local",
+    "record": "the items in storage order, low bits first",
+    "optional": "the tensor may be missing; the expression is then its field's value",
+    "omit": "true: a quantizer leaves the optional tensor out where its field has that value",
+    "aliases": "other names that checkpoints use for the tensor",
+    "seen": "the shape that files give the tensor, where it is not that of its axes",
+    "stored": "a reversible operation between what the record packs and what the file holds",
+    "stream": "the entropy code that holds the tensor's elements, and what its tensors are called",
+}
+
+
+def load(path: Path | str, name: str | None = None) -> Spec:
+    """Read a spec file.  `name` is what messages call it.  Raises SpecError, or OSError where it cannot be read."""
+    data = Path(path).read_bytes()
+    label = name or str(path)
+    try:
+        text = data.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        before = data[:error.start]
+        place = Span(Source(label, ""), before.count(b"\n") + 1, error.start - before.rfind(b"\n"))
+        raise SpecError([Problem("the file is not UTF-8 text", place)]) from None
+    return parse(text, label, Path(path).parent)
+
+
+def parse(text: str, name: str = "spec.yaml", folder: Path | None = None) -> Spec:
+    """A Spec from text; `folder` is where its tables' files lie.  Raises SpecError with everything that is wrong in its shape."""
+    source = Source(name, text)
+    problems = Problems()
+    root = marked.read(source, problems)
+    problems.stop()
+    if not isinstance(root, Mapping):
+        raise SpecError([Problem("a spec is a mapping that begins with 'format: NAME'", Span(source, 1, 1))])
+    spec = _Reader(source, problems, folder).spec(root)
+    problems.stop()
+    assert spec is not None
+    return spec
+
+
+class _Reader:
+    def __init__(self, source: Source, problems: Problems, folder: Path | None) -> None:
+        self.source = source
+        self.folder = folder
+        self.problems = problems
+
+    # -- nodes --------------------------------------------------------------------------------------------------------
+
+    def mapping(self, node: Node | None, what: str) -> tuple[tuple[Text, Node], ...]:
+        if node is None:
+            return ()
+        if not isinstance(node, Mapping):
+            self.problems.add(node.span, f"{what} is a mapping")
+            return ()
+        return self.few(node.items, node.span, what)
+
+    def few(self, items: tuple[_T, ...], span: Span, what: str, most: int = MAX_ENTRIES) -> tuple[_T, ...]:
+        """The items, or with a problem the first of them."""
+        if len(items) > most:
+            self.problems.add(span, f"{what} has {len(items)} entries, and at most {most} are allowed")
+        return items[:most]
+
+    def keys(self, node: Node, known: Iterable[str], what: str) -> dict[str, Node]:
+        """A mapping's items by key, where all keys are known."""
+        found: dict[str, Node] = {}
+        for key, value in self.mapping(node, what):
+            if key.value in known:
+                found[key.value] = value
+            else:
+                self.problems.add(key.span, f"unknown key '{key.value}' in {what}{did_you_mean(key.value, known)}")
+        return found
+
+    def text(self, node: Node | None, what: str) -> Text | None:
+        if node is None or isinstance(node, Text):
+            return node
+        self.problems.add(node.span, f"{what} is a text")
+        return None
+
+    def texts(self, node: Node | None, what: str, most: int = MAX_ENTRIES) -> tuple[Text, ...]:
+        """A list of scalars."""
+        if node is None:
+            return ()
+        if not isinstance(node, Sequence):
+            self.problems.add(node.span, f"{what} is a list")
+            return ()
+        return tuple(text for item in self.few(node.items, node.span, what, most) if (text := self.text(item, what)) is not None)
+
+    def parsed(self, rule: Callable[[Text], _T], text: Text | None) -> _T | None:
+        if text is None:
+            return None
+        try:
+            return rule(text)
+        except grammar.GrammarError as error:
+            self.problems.add(error.problem.span, error.problem.message)
+            return None
+
+    def name(self, text: Text, what: str, form: re.Pattern[str] = _LOWER) -> bool:
+        """Whether a name of the author's may become an identifier of generated code."""
+        word = text.value
+        if not form.match(word):
+            rule = "a letter, then letters, digits and '_'" if form is _ANY_CASE else \
+                "a small letter, then small letters, digits and '_'"
+            self.problems.add(text.span, f"{what} name {word!r} is not allowed: {rule}, at most 64")
+        elif keyword.iskeyword(word) or re.fullmatch(r"acc\d+", word) or keyword.issoftkeyword(word) or word in _DEVICES or \
+                (word in RESERVED and what != "format"):
+            self.problems.add(text.span, f"{what} name '{word}' is reserved: choose another")
+        else:
+            return True
+        return False
+
+    def values(self, node: Node, what: str) -> tuple[int | str, ...]:
+        """Integers and type names of a parameter, from a list or a single scalar."""
+        texts = (node,) if isinstance(node, Text) else self.texts(node, what)
+        found: list[int | str] = []
+        for text in texts:
+            if _INTEGER.match(text.value):
+                found.append(int(text.value))
+            elif _LOWER.match(text.value):
+                found.append(text.value)
+            else:
+                self.problems.add(text.span, f"{what} is an integer or a number type, not '{text.value}'")
+                continue
+            if found[-1] in found[:-1]:
+                self.problems.add(text.span, f"'{text.value}' stands here twice")
+        return tuple(found)
+
+    # -- the parts of a spec ------------------------------------------------------------------------------------------
+
+    def spec(self, root: Mapping) -> Spec | None:
+        parts = self.keys(root, KEYS, "a spec")
+        for key in ("format", "weight", "fields", "decode", "storage"):
+            if key not in parts:
+                self.problems.add(root.span, f"'{key}' is missing: {KEYS[key]}")
+        name = self.text(parts.get("format"), "format")
+        if name is not None:
+            self.name(name, "format")
+        weight = parts.get("weight")
+        if weight is not None and [t.value for t in self.texts(weight, "weight")] != ["N", "K"]:
+            self.problems.add(weight.span, "weight is [N, K]")
+        decode_text = self.text(parts.get("decode"), "decode")
+        decode = self.parsed(grammar.expression, decode_text)
+        params = tuple(self.params(parts.get("params")))
+        dims = tuple(self.dims(parts.get("dims")))
+        tables = tuple(self.tables(parts.get("tables")))
+        fields = tuple(self.fields(parts.get("fields")))
+        storages = tuple(self.storage(key, node) for key, node in self.named(parts.get("storage"), "storage"))
+        if "storage" in parts and not storages:
+            self.problems.add(parts["storage"].span, "a format needs at least one storage")
+        encode = self.parsed(grammar.call, self.text(parts.get("encode"), "encode"))
+        claims = tuple(self.claims(parts.get("claims")))
+        detect = self.rules(self.keys(parts["detect"], DETECT_KEYS, "detect")) if "detect" in parts else {}
+        self.detection(parts.get("detect"), params, storages)
+        self.unique([*(p.name for p in params), *(d.name for d in dims), *(t.name for t in tables), *(f.name for f in fields)])
+        self.arguments(params, tables, storages)
+        if name is None or decode is None or decode_text is None:
+            return None
+        title, origin = (self.text(parts.get(key), key) for key in ("title", "source"))
+        return Spec(self.source, name, self.line(title), self.line(origin), params, dims, tables, fields, decode,
+                    " ".join(decode_text.value.split()), encode, storages, detect, claims)
+
+    def line(self, text: Text | None) -> str:
+        """One line of prose for headers; what could end a docstring or a comment is refused."""
+        if text is None:
+            return ""
+        if len(text.value) > 200 or any(c in text.value for c in "\\\"\n") or not text.value.isprintable():
+            self.problems.add(text.span, "one printable line of at most 200 characters, without quotes or backslashes")
+        return text.value
+
+    def named(self, node: Node | None, what: str) -> list[tuple[Text, Node]]:
+        return [(key, value) for key, value in self.mapping(node, what) if self.name(key, what)]
+
+    def unique(self, names: Iterable[Text]) -> None:
+        seen: dict[str, Span] = {}
+        for text in names:
+            if text.value in seen:
+                self.problems.add(text.span, f"'{text.value}' already names something else", f"at {seen[text.value]}")
+            seen.setdefault(text.value, text.span)
+
+    def arguments(self, params: Iterable[Param], tables: Iterable[Table], storages: Iterable[Storage]) -> None:
+        """Parameters and tables are arguments of generated functions beside tensors; parameters also of `encode`, beside the
+        weight and options; a table is a constant of the generated module.
+        """
+        tensors = {tensor.name.value: tensor.name.span for storage in storages for tensor in storage.tensors}
+        given = ("weight", "importance", "options")
+        reserved: list[tuple[Text, str, tuple[str, ...]]] = [(param.name, "parameter", given) for param in params]
+        reserved += [(table.name, "table", ("format", "spec", "variant")) for table in tables]
+        for name, what, words in reserved:
+            if name.value in words:
+                self.problems.add(name.span, f"{what} name '{name}' is reserved: choose another")
+            elif name.value in tensors:
+                self.problems.add(name.span, f"'{name}' already names something else", f"at {tensors[name.value]}")
+
+    def params(self, node: Node | None) -> Iterable[Param]:
+        for key, value in self.named(node, "parameter"):
+            values = self.values(value, "a parameter's value")
+            if values:
+                yield Param(key, values)
+            else:
+                self.problems.add(key.span, f"parameter '{key}' needs a list of the values it may have")
+
+    def dims(self, node: Node | None) -> Iterable[Dim]:
+        for key, value in self.mapping(node, "dims"):
+            if self.name(key, "dim", _ANY_CASE):
+                parsed = self.parsed(grammar.expression, self.text(value, "a dim"))
+                if parsed is not None:
+                    yield Dim(key, parsed)
+
+    def tables(self, node: Node | None) -> Iterable[Table]:
+        known: dict[str, Table] = {}
+        for key, value in self.named(node, "table"):
+            made = self.listed(key, value) if isinstance(value, Sequence) else self.made(key, value, known)
+            if made is not None:
+                known[key.value] = made
+        return known.values()
+
+    def made(self, key: Text, value: Node, known: dict[str, Table]) -> Table | None:
+        """A table from a file, or computed from those above it."""
+        if not isinstance(value, Mapping):
+            return self.parsed(lambda text: computed(key, text, known), self.text(value, "a table"))
+        node = self.keys(value, ["file"], f"table '{key}'").get("file")
+        if node is None:
+            self.problems.add(key.span, f"table '{key}' is a list, {{file: NAME}} or a computation such as 'i<256: i % 4'")
+        return self.parsed(lambda text: from_file(key, text, self.folder), self.text(node, "file"))
+
+    def listed(self, key: Text, value: Node) -> Table | None:
+        texts = self.texts(value, f"table '{key}'", MAX_TABLE)
+        wrong = next((text for text in texts if not is_number(text.value)), None)
+        if wrong is not None:
+            self.problems.add(wrong.span, f"a table holds numbers of float32, not '{wrong}'")
+        elif not texts:
+            self.problems.add(key.span, f"table '{key}' needs a list of numbers")
+        else:
+            return Table(key, numbers([text.value for text in texts]), (len(texts),))
+        return None
+
+    def fields(self, node: Node | None) -> Iterable[Field]:
+        for key, value in self.named(node, "field"):
+            parsed = self.parsed(grammar.typed, self.text(value, "a field"))
+            if parsed is not None:
+                yield Field(key, parsed)
+
+    def claims(self, node: Node | None) -> Iterable[Claim]:
+        for key, value in self.mapping(node, "claims"):
+            text = self.text(value, "a claim")
+            if key.value not in ("bytes", "bits-per-weight"):
+                self.problems.add(key.span, f"unknown claim '{key}'{did_you_mean(key.value, ('bytes', 'bits-per-weight'))}")
+            elif text is not None and not _NUMBER.match(text.value):
+                self.problems.add(text.span, f"a claim is a number, not '{text}'")
+            elif text is not None:
+                yield Claim(key, float(text.value))
+
+    def storage(self, name: Text, node: Node) -> Storage:
+        where: list[tuple[Text, grammar.Expr]] = []
+        only: list[tuple[Text, tuple[int | str, ...]]] = []
+        tensors: list[Tensor] = []
+        shapes: list[Text] = []
+        options: list[tuple[Text, Text]] = []
+        least: list[tuple[Text, int]] = []
+        transient: Text | None = None
+        order: Text | None = None
+        for key, value in self.mapping(node, f"storage '{name}'"):
+            if key.value == "where":
+                for field, expr in self.mapping(value, "where"):
+                    if isinstance(expr, Sequence):
+                        only.append((field, self.values(expr, "a parameter's value")))
+                    elif (parsed := self.parsed(grammar.expression, self.text(expr, "a value"))) is not None:
+                        where.append((field, parsed))
+            elif key.value == "least":
+                numbers = [(dim, self.text(number, "an extent")) for dim, number in self.mapping(value, "least")]
+                least = [(dim, int(text.value)) for dim, text in numbers if text is not None and self.counted(text)]
+            elif key.value == "encode":
+                given = [(option, self.text(word, "an option's value")) for option, word in self.mapping(value, "encode")]
+                options = [(option, word) for option, word in given if word is not None]
+            elif key.value == "transient" and isinstance(value, Text):
+                transient = self.text(value, "transient")
+                if transient is not None and transient.value != "true":
+                    self.problems.add(transient.span, "transient is true, for a storage that no file has")
+            elif key.value == "order" and isinstance(value, Text):
+                order = self.text(value, "order")
+                order = order if order is not None and self.name(order, "tensor", _ANY_CASE) else None
+            elif self.name(key, "tensor", _ANY_CASE):
+                tensor = self.tensor(key, value)
+                if self.says_shape(tensor):
+                    shapes.append(key)
+                else:
+                    tensors.append(tensor)
+        if not tensors:
+            self.problems.add(name.span, f"storage '{name}' has no tensors")
+        for other in shapes[1:]:
+            self.problems.add(other.span, f"'{other}' says N and K, as '{shapes[0]}' does")
+        self.unique([*(tensor.name for tensor in tensors), *shapes, *([order] if order else [])])
+        shape = shapes[0] if shapes else None
+        return Storage(name, tuple(where), tuple(tensors), tuple(only), shape, tuple(options), tuple(least),
+                       transient is not None, order)
+
+    def tensor(self, name: Text, node: Node) -> Tensor:
+        what = f"tensor '{name}'"
+        parts = self.keys(node, TENSOR_KEYS, what)
+        if "record" not in parts:
+            self.problems.add(name.span, f"{what} has no record: {TENSOR_KEYS['record']}")
+        if ("tensor" in parts) == ("run" in parts):
+            self.problems.add(name.span, f"{what} needs either 'tensor' or 'run'")
+        record_text = self.text(parts.get("record"), "a record") or name
+        record = self.parsed(grammar.record, record_text) if "record" in parts else ()
+        aliases = self.texts(parts.get("aliases"), "aliases")
+        for alias in aliases:
+            if not _ALIAS.match(alias.value):
+                self.problems.add(alias.span, f"alias {alias.value!r} is not a name of letters, digits, '_' and '.'")
+        seen = self.texts(parts.get("seen"), "seen")
+        for extent in seen:
+            if not is_axis(extent.value):
+                self.problems.add(extent.span, f"{extent.value!r} is no extent such as 16*ceil(K/128)")
+        for extent in [extent for extent in seen if extent.value == "?"][1:]:
+            self.problems.add(extent.span, "one extent alone is '?', what the others leave")
+        omit = self.text(parts.get("omit"), "omit")
+        if omit is not None and (omit.value != "true" or "optional" not in parts):
+            self.problems.add(omit.span, "omit is true, for an optional tensor")
+        stored = parts.get("stored")
+        rules = stored.items if isinstance(stored, Sequence) else () if stored is None else (stored,)
+        return Tensor(name, self.parsed(grammar.shape, self.text(parts.get("tensor"), "tensor")),
+                      self.text(parts.get("run"), "run"), record or (), record_text,
+                      self.parsed(grammar.expression, self.text(parts.get("optional"), "optional")),
+                      aliases, tuple(rule for item in rules if (rule := self.stored(item)) is not None),
+                      self.parsed(grammar.call, self.text(parts.get("stream"), "stream")), omit is not None, seen)
+
+    def counted(self, text: Text) -> bool:
+        if not _INTEGER.match(text.value) or int(text.value) < 1:
+            self.problems.add(text.span, f"the least extent is a positive integer, not '{text}'")
+            return False
+        return True
+
+    def says_shape(self, tensor: Tensor) -> bool:
+        """Whether a tensor holds N and K themselves: `i64[word]` with the record `N K`."""
+        items = [item for line in tensor.record for item in line.items if isinstance(item, grammar.Item)]
+        names = [item.field.name for item in items if item.field is not None and not item.index and item.part == "whole"]
+        if not {"N", "K"} & set(names):
+            return False
+        words = tensor.shape is not None and tensor.shape.type.name == "i64" and \
+            [axis.digits for axis in tensor.shape.axes] == [(None,)]
+        more = (tensor.optional, tensor.aliases, tensor.stored, *(line.loops for line in tensor.record))
+        if names != ["N", "K"] or len(items) != 2 or not words or any(more):
+            self.problems.add(tensor.record_text.span, "a tensor that says the weight's shape is i64[word], with the record N K")
+        return True
+
+    def stored(self, node: Node) -> Stored | None:
+        """`{bits: [2, 4], word: word - 5}`: all keys but the last are conditions on parameters."""
+        items = self.mapping(node, "a rule of 'stored'")
+        if not items:
+            return None
+        *conditions, (target, node) = items
+        value = self.parsed(grammar.expression, self.text(node, "the stored value"))
+        when = tuple((key, self.values(values, "a condition")) for key, values in conditions)
+        return None if value is None else Stored(when, target, value)
+
+    def detection(self, node: Node | None, params: Iterable[Param], storages: Iterable[Storage]) -> None:
+        """Rules of `detect` are mappings, and speak of storages that there are; `words` of parameters and tensors, too, and
+        `spills` of tensors and their fields' bits.
+        """
+        known = [storage.name.value for storage in storages]
+        params = list(params)
+        tensors = {tensor.name.value for storage in storages for tensor in storage.tensors}
+        spared = {item.field.name for storage in storages for tensor in storage.tensors if tensor.optional is not None
+                  for line in tensor.record for item in line.fields if item.field is not None}
+        listed = [(key.value, rule) for key, value in (node.items if isinstance(node, Mapping) else ())
+                  for rule in (value.items if isinstance(value, Sequence) else (value,))
+                  if key.value in ("config", "header", "words", "spills")]
+        for key, rule in listed:
+            if not isinstance(rule, Mapping):
+                self.problems.add(rule.span, f"a rule of '{key}' is a mapping")
+                continue
+            for name, value in rule.items:
+                word = value.value if isinstance(value, Text) else ""
+                if name.value == "storage" and word not in known:
+                    self.problems.add(value.span, f"there is no storage '{word}'{did_you_mean(word, known)}")
+                elif key in ("config", "header") and name.value == "where":
+                    self.chosen(value, params)
+                elif key in ("config", "header") and name.value != "with" and isinstance(value, Mapping):
+                    self.following(value, tensors | spared)
+                elif key == "words" and name.value in tensors and not _HEX.match(word):
+                    self.problems.add(value.span, "a word has 32 bits, as 0x88888888")
+                elif key == "spills" and name.value != "storage":
+                    self.spilled(name, value, params, tensors)
+                elif key == "words" and name.value not in ("storage", *(p.name.value for p in params), *tensors):
+                    near = did_you_mean(name.value, tensors)
+                    self.problems.add(name.span, f"'{name}' is neither a parameter nor a tensor{near}")
+
+    def chosen(self, node: Node, params: Iterable[Param]) -> None:
+        """Parameters whose values a rule says by its other words."""
+        values = {param.name.value: param.values for param in params}
+        for name, value in node.items if isinstance(node, Mapping) else ():
+            if name.value not in values:
+                self.problems.add(name.span, f"there is no parameter '{name}'{did_you_mean(name.value, values)}")
+            elif self.plain(value) not in values[name.value]:
+                self.problems.add(value.span, f"'{name}' is one of {', '.join(map(str, values[name.value]))}")
+        if not isinstance(node, Mapping) or not node.items:
+            self.problems.add(node.span, "expected {PARAMETER: value}")
+
+    def spilled(self, name: Text, bits: Node, params: Iterable[Param], tensors: set[str]) -> None:
+        """A tensor, and the parameter that is how many bits its fields have."""
+        if name.value not in tensors:
+            self.problems.add(name.span, f"there is no tensor '{name}'{did_you_mean(name.value, tensors)}")
+        widths = [param.name.value for param in params if all(type(value) is int and 1 <= value <= 32 for value in param.values)]
+        if not isinstance(bits, Text) or bits.value not in widths:
+            self.problems.add(bits.span, "expected the parameter that says how many bits a field has")
+
+    def following(self, rule: Mapping, names: set[str]) -> None:
+        """A setting that follows from a tensor, or a field of an optional one: its word where that is said, and where not."""
+        for name, words in rule.items:
+            if name.value not in names:
+                self.problems.add(name.span, f"there is no tensor or optional field '{name}'{did_you_mean(name.value, names)}")
+            if len(rule.items) != 1 or not isinstance(words, Sequence) or len(words.items) != 2:
+                self.problems.add(name.span, "expected {NAME: [word where it is there, word where it is not]}")
+
+    def rules(self, items: dict[str, Node]) -> dict[str, Data]:
+        return {key: self.plain(value) for key, value in items.items()}
+
+    def plain(self, node: Node) -> Data:
+        """Words, integers, booleans, lists and mappings of them, for detect."""
+        if isinstance(node, Sequence):
+            return [self.plain(item) for item in node.items]
+        if isinstance(node, Mapping):
+            return self.rules({str(self.plain(key)): value for key, value in node.items})
+        if _INTEGER.match(node.value):
+            return int(node.value)
+        if node.value in ("true", "false"):
+            return node.value == "true"
+        if not _WORD.match(node.value):
+            self.problems.add(node.span, f"{node.value!r} is neither an integer nor a word of letters, digits and _ . : / + -")
+        return node.value

@@ -1,0 +1,106 @@
+"""Where a weight can be cut into weights of the same numbers: borders of blocks and words, and smaller blocks.  No torch.
+
+Rows and columns of a format can be cut at multiples of a step.  A piece with other borders is held up to the next ones: along N
+its other rows are left out of the product, along K x is padded with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd, lcm, prod
+
+from qdsl.core.shapes import Axis
+from qdsl.core.stored import PLANAR, Description
+
+UNITS = {"N": "rows", "K": "columns"}
+Params = Mapping[str, int | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows (dim 'N') or columns ('K') [start, stop) that are needed of a weight, and [first, last) that are held of it."""
+
+    dim: str
+    start: int
+    stop: int
+    first: int
+    last: int
+
+    @property
+    def is_padded(self) -> bool:
+        return (self.start, self.stop) != (self.first, self.last)
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """How many of those held come before and after those needed."""
+        return self.start - self.first, self.last - self.stop
+
+
+def span(dim: str, start: int, stop: int, whole: int, step: int) -> Span:
+    """Rows or columns [start, stop) of `whole`, held up to multiples of `step`."""
+    return Span(dim, start, stop, start // step * step, min(whole, -(-stop // step) * step)) if start < stop else \
+        Span(dim, start, stop, start, stop)
+
+
+def targets(format: Description, storage: str, params: Params, shape: tuple[int, int],
+            ) -> Iterator[tuple[str, dict[str, int | str]]]:
+    """The storages and parameters that a piece may have: the weight's own, then smaller blocks, then the storage `planar`."""
+    names = [name for name in format.sizes if name not in format.by]
+    sizes = format.numbers(params, shape)
+    values = [[params[name], *_smaller(format, params, sizes, name)] for name in names]
+    whole = {-1: 1 + max(shape)}                                 # longer than any other block
+    choices = sorted(_products(values), key=lambda choice: -prod(whole.get(int(value), int(value)) for value in choice))
+    planar = [PLANAR] if format.key(params) in format.planar else []
+    for name in dict.fromkeys((storage, *planar)):
+        for choice in choices:
+            yield name, {**params, **dict(zip(names, choice, strict=True))}
+
+
+def _products(values: Sequence[Sequence[int | str]]) -> list[tuple[int | str, ...]]:
+    result: list[tuple[int | str, ...]] = [()]
+    for several in values:
+        result = [(*before, value) for before in result for value in several]
+    return result
+
+
+def _smaller(format: Description, params: Params, sizes: Mapping[str, int], name: str) -> list[int]:
+    """The values of a size parameter that make blocks smaller, or as long as a whole axis that is one block; largest first."""
+    most = sizes[name] - (params[name] != -1)
+    return sorted((int(value) for value in format.params[name] if 0 < int(value) <= most), reverse=True)
+
+
+def shard_step(format: Description, storage: str, params: Params, shape: tuple[int, int], dim: str) -> int:
+    """The least number of rows or columns at whose multiples a weight can be cut, packed again if need be; all where never."""
+    return min(piece_step(format, params, shape, dim, *target) for target in targets(format, storage, params, shape))
+
+
+def piece_step(format: Description, params: Params, shape: tuple[int, int], dim: str, storage: str, new: Params) -> int:
+    """The same for pieces of one storage, with parameters `new`; `params` are the weight's."""
+    fields = format.fields.get(format.key(params))
+    whole = max(1, shape[dim == "K"])
+    if fields is None:                                           # weights of one block lie all over the matrix
+        return whole
+    old, sizes = format.numbers(params, shape), format.numbers(new, shape)
+    stored = format.variants[format.key(new)].get(storage, {})
+    blocks = [axis for axes in fields.values() for axis in axes if not spans_all(axis, new)]
+    exact = [axis for tensor in stored.values() for axis in tensor.axes if axis.exact and not spans_all(axis, new)]
+    if any(axis.by(old) % axis.by(sizes) and (axis.extent(*shape, old) or 0) > 1 for axis in blocks):
+        return whole                                             # smaller blocks that are not parts of the larger ones
+    if any(dim == "K" and axis.dim == "N*K" and shape[1] % axis.by(sizes) for axis in blocks):
+        return whole                                             # rows do not end with a block
+    return min(whole, lcm(*(border_step(axis, sizes, dim, shape) for axis in blocks),
+                          *(border_step(axis, sizes, dim, shape, ends_rows=False) for axis in exact)))
+
+
+def border_step(axis: Axis, sizes: Mapping[str, int], dim: str, shape: tuple[int, int], ends_rows: bool = True) -> int:
+    """At which multiples of rows or columns blocks end.  ends_rows: along K, those of a flat axis must end with every row."""
+    by = axis.by(sizes)
+    if axis.dim != "N*K":
+        return by if axis.dim == dim else 1
+    return by if dim == "K" and ends_rows else by // gcd(by, shape[dim == "N"])
+
+
+def spans_all(axis: Axis, params: Params) -> bool:
+    """Whether the axis has one block, however long the weight is."""
+    return any(params.get(size) == -1 for size in axis.step if isinstance(size, str))

@@ -1,0 +1,450 @@
+"""Where a bit lies.
+
+A `Layout` sends a mixed-radix index to a bit position: `(32,2,4):(8,4,256)@128` puts element i at bit
+128 + 8*(i % 32) + 4*(i // 32 % 2) + 256*(i // 64).  Extents and strides are written fastest first, positions count bits
+from the least significant bit of byte 0.  A record (the author's nested loops in storage order) is walked into placed
+pieces, the pieces of a field are gathered into `Slice`s, and from there on every width, shift, proof and picture is
+arithmetic on layouts.  Up to five base-3 digits may share a byte; such a piece has a place in its byte instead of bits.
+Each operation states its post-condition (`@post`), which tests/unit/test_layout.py checks by brute force.
+
+This module uses the standard library only and knows nothing of formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise, product
+from math import gcd, prod
+
+BYTE = 8
+BASE, PLACES, DIGIT_BITS = 3, 5, 2                               # 3^5 values fit a byte; a digit alone takes two bits
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A strided map from [0, size) to positions: modes are (extent, stride), fastest first."""
+
+    modes: tuple[tuple[int, int], ...] = ()
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        if any(extent < 1 for extent, _ in self.modes):
+            raise ValueError(f"extents are at least 1: {self}")
+
+    @property
+    def size(self) -> int:
+        return prod(extent for extent, _ in self.modes)
+
+    @property
+    def first(self) -> int:
+        """The smallest position.   @post first == min(self(i) for i in range(size))"""
+        return self.offset + sum((extent - 1) * stride for extent, stride in self.modes if stride < 0)
+
+    @property
+    def last(self) -> int:
+        """The largest position.   @post last == max(self(i) for i in range(size))"""
+        return self.offset + sum((extent - 1) * stride for extent, stride in self.modes if stride > 0)
+
+    def __call__(self, index: int) -> int:
+        position = self.offset
+        for extent, stride in self.modes:
+            index, digit = divmod(index, extent)
+            position += digit * stride
+        return position
+
+    def __str__(self) -> str:
+        extents = ",".join(str(extent) for extent, _ in self.modes) or "1"
+        strides = ",".join(str(stride) for _, stride in self.modes) or "0"
+        return f"({extents}):({strides})@{self.offset}"
+
+
+def coalesce(layout: Layout) -> Layout:
+    """The same map with the fewest modes.
+
+    @post coalesce(L)(i) == L(i) for all i, and no mode has extent 1 or continues the one before it
+    """
+    modes: list[tuple[int, int]] = []
+    for extent, stride in layout.modes:
+        if extent == 1:
+            continue
+        if modes and stride == modes[-1][0] * modes[-1][1]:
+            modes[-1] = (modes[-1][0] * extent, modes[-1][1])
+        else:
+            modes.append((extent, stride))
+    return Layout(tuple(modes), layout.offset)
+
+
+def factor(positions: Sequence[int]) -> Layout | None:
+    """The coalesced layout through these positions, or None where they are not strided.
+
+    @post factor(P) is None or all(factor(P)(i) == P[i] for i in range(len(P)))
+    @post factor([L(i) for i in range(L.size)]) is not None
+    """
+    modes: list[tuple[int, int]] = []
+    rest = list(positions)
+    while len(rest) > 1:
+        stride = rest[1] - rest[0]
+        extent = next((i for i, p in enumerate(rest) if p != rest[0] + i * stride), len(rest))
+        while extent > 1 and not _repeats(rest, extent, stride):
+            extent -= 1
+        if extent == 1:
+            return None
+        modes.append((extent, stride))
+        rest = rest[::extent]
+    return coalesce(Layout(tuple(modes), rest[0])) if rest else None
+
+
+def _repeats(positions: Sequence[int], extent: int, stride: int) -> bool:
+    """Whether the positions are whole runs of `extent` elements, `stride` apart."""
+    return len(positions) % extent == 0 and all(
+        positions[i] == positions[i - i % extent] + i % extent * stride for i in range(len(positions)))
+
+
+def refine(layout: Layout, cuts: Iterable[int]) -> Layout | None:
+    """The same map with a mode boundary at every index weight in `cuts`; None where a mode cannot be cut there.
+
+    @post refine(L, C)(i) == L(i) for all i
+    @post every c in C with c < size is the product of the extents of the first modes
+    """
+    wanted = sorted({cut for cut in cuts if 1 < cut < layout.size})
+    modes: list[tuple[int, int]] = []
+    weight = 1
+    for extent, stride in layout.modes:
+        if extent == 1:
+            continue
+        end = weight * extent
+        begin = weight
+        for cut in [c for c in wanted if weight < c < end] + [end]:
+            if cut % begin:
+                return None
+            modes.append((cut // begin, stride * (begin // weight)))
+            begin = cut
+        weight = end
+    return Layout(tuple(modes), layout.offset)
+
+
+def inverse(layout: Layout) -> Layout:
+    """From positions back to indices, for a layout whose positions fill [offset, offset + size).
+
+    @post inverse(L)(L(i) - L.offset) == i for all i
+    Raises ValueError where positions are missing or shared.
+    """
+    modes: list[tuple[int, int]] = []
+    weights = [prod(extent for extent, _ in layout.modes[:i]) for i in range(len(layout.modes))]
+    filled = 1
+    for (extent, stride), weight in sorted(zip(layout.modes, weights, strict=True), key=lambda m: (m[0][1], -m[0][0])):
+        if extent == 1:
+            continue
+        if stride != filled:
+            raise ValueError(f"{layout} does not fill its positions: nothing or too much lies at {layout.offset + filled}")
+        modes.append((extent, weight))
+        filled *= extent
+    return Layout(tuple(modes))
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """`width` bits of a field, from its bit `lo`: one layout per coordinate of the field, sharing an offset.
+
+    The slice of element (i, j) lies at bits [at, at + width) of the record, at = offset + dims[0](i) + dims[1](j).
+    start: the slice holds a range of elements, of which the first has this last coordinate; indices count from there.
+    places: where not empty, the element is a base-3 digit of the byte at `at`, the more significant the smaller its place,
+    places[0](i) + places[1](j).
+    """
+
+    lo: int
+    width: int
+    offset: int
+    dims: tuple[Layout, ...]
+    start: int = 0
+    places: tuple[Layout, ...] = ()
+
+    def bit(self, index: Sequence[int]) -> int:
+        return self.offset + sum(layout(i) for layout, i in zip(self.dims, index, strict=True))
+
+    def place(self, index: Sequence[int]) -> int:
+        return sum(layout(i) for layout, i in zip(self.places, index, strict=True))
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        return tuple(layout.size for layout in self.dims)
+
+    @property
+    def room(self) -> int:
+        """Bits of the record that an element needs: its own, or the byte of a digit."""
+        return BYTE if self.places else self.width
+
+    @property
+    def filled(self) -> int:
+        """Bits of the record that all elements take."""
+        if not self.places:
+            return self.width * prod(self.extents)
+        return BYTE * len(self.bytes)
+
+    @property
+    def bytes(self) -> frozenset[int]:
+        """The bits at which its bytes of digits begin."""
+        return frozenset(self.bit(index) for index in product(*map(range, self.extents)) if self.places)
+
+    def __str__(self) -> str:
+        since = f"from {self.start}: " if self.start else ""
+        return since + _text(self.dims, self.offset) + (f" digit {_text(self.places, None)}" if self.places else "")
+
+
+def _text(dims: Sequence[Layout], offset: int | None) -> str:
+    """The layouts that have more than one element; an offset None is that of the layouts, 0 not told."""
+    shown = [layout for layout in dims if layout.size > 1] or [Layout()]
+    texts = [str(Layout(layout.modes)).removesuffix("@0") for layout in shown]
+    start = sum(layout.offset for layout in dims) if offset is None else offset
+    return " x ".join(texts) + (f"@{start}" if offset is not None or start else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """const + sum of coefficient * variable, with integer coefficients: what a record's subscript may be."""
+
+    const: int = 0
+    terms: tuple[tuple[str, int], ...] = ()
+
+    def __call__(self, values: Mapping[str, int]) -> int:
+        return self.const + sum(coefficient * values[name] for name, coefficient in self.terms)
+
+    def coefficient(self, name: str) -> int:
+        return dict(self.terms).get(name, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One item of a record line: `width` bits of an element from its bit `lo`; `field` None is padding.
+
+    place: the element is the base-3 digit at this place of a byte.  Digits of a byte are items one after the other, from
+    place 0 on; `last` is the one behind which the next item begins.
+    """
+
+    field: str | None
+    index: tuple[Affine, ...]
+    lo: Affine
+    width: int
+    place: int | None = None
+    last: bool = True
+
+    @property
+    def step(self) -> int:
+        """Bits of the record from this item to the next."""
+        return self.width if self.place is None else BYTE if self.last else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Nested loops, rightmost fastest, around items written one after the other."""
+
+    loops: tuple[tuple[str, int], ...]
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bits [lo, lo + width) of element `index` of a field, at bit `at` of its record.  `field` None is padding.
+
+    place: the element is the base-3 digit at this place of the byte at `at`.
+    """
+
+    field: str | None
+    index: tuple[int, ...]
+    lo: int
+    width: int
+    at: int
+    line: int
+    item: int
+    place: int | None = None
+
+
+@lru_cache(maxsize=32)                                           # every pass walks the records of a program anew
+def walk(lines: tuple[Line, ...]) -> tuple[Piece, ...]:
+    """The pieces of a record in storage order; a variable that no loop binds (a tile) counts from 0.
+
+    @post pieces are adjacent: the first is at bit 0, each next one where the last ended; digits of a byte are at one bit
+    """
+    at = 0
+    found: list[Piece] = []
+    for number, line in enumerate(lines):
+        free = {name for item in line.items for form in (*item.index, item.lo) for name, _ in form.terms}
+        values = dict.fromkeys(free, 0)
+        names = [name for name, _ in line.loops]
+        for counters in product(*(range(extent) for _, extent in line.loops)):
+            values.update(zip(names, counters, strict=True))
+            for position, item in enumerate(line.items):
+                index = tuple(form(values) for form in item.index)
+                found.append(Piece(item.field, index, item.lo(values), item.width, at, number, position, item.place))
+                at += item.step
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Clash:
+    """A bit of an element that is stored by no piece (`pieces` empty) or by several."""
+
+    index: tuple[int, ...]
+    bit: int
+    pieces: tuple[Piece, ...]
+
+
+def coverage(pieces: Iterable[Piece], extents: Sequence[int], bits: Iterable[int]) -> Clash | None:
+    """The first (element, bit) of a field's tile that is not stored exactly once, in index order, or None.
+
+    @post None iff each of `bits` of every element of the box `extents` is stored once, and nothing else is
+    """
+    held: dict[tuple[tuple[int, ...], int], list[Piece]] = {}
+    for piece in pieces:
+        for bit in range(piece.lo, piece.lo + piece.width):
+            held.setdefault((piece.index, bit), []).append(piece)
+    wanted = sorted(bits)
+    # A box has as many elements as pieces or one is missing, and it is found before more of them are looked at.
+    for index in product(*(range(min(extent, len(held) + 1)) for extent in extents)):
+        for bit in wanted:
+            owners = held.pop((index, bit), [])
+            if len(owners) != 1:
+                return Clash(index, bit, tuple(owners))
+    for (index, bit), owners in sorted(held.items()):
+        return Clash(index, bit, tuple(owners))
+    return None
+
+
+def gather(pieces: Sequence[Piece]) -> tuple[Slice, ...] | None:
+    """The slices of one field from its pieces in one record, lowest bits first; None where they are not strided.
+
+    Bits of an element that lie together in every element share a slice, so a field stored whole has one slice and a
+    field cut in two (Q4_K's scales) has two.  Every element must have the same bits in the record (see `coverage`).
+    Where elements do not lie at the strides of one layout, those that the same lines store have slices of their own, in
+    ranges along the last coordinate, all cut at the same bits.
+
+    @post for every piece and every t < width: one slice s has s.lo <= piece.lo + t < s.lo + s.width and index =
+          piece.index, less s.start at the last coordinate, inside of s.extents; and for that
+          s.bit(index) + piece.lo + t - s.lo == piece.at + t, or, of a digit, s.bit(index) == piece.at and
+          s.place(index) == piece.place
+    """
+    where = {(piece.index, piece.lo + t): (piece.at + t, piece.place) for piece in pieces for t in range(piece.width)}
+    indices = sorted({index for index, _ in where})
+    bits = sorted({bit for _, bit in where})
+    cuts: list[tuple[int, int]] = []
+    while bits:
+        lo = bits.pop(0)
+        width = 1
+        while bits and bits[0] == lo + width and all(
+                where[i, bits[0]] == (where[i, lo][0] + width, where[i, lo][1]) for i in indices):
+            bits.pop(0)
+            width += 1
+        cuts.append((lo, width))
+    for starts in dict.fromkeys(((0,), _ranges(pieces))):
+        found: list[Slice | None] = []
+        for first, end in pairwise([*starts, 1 + max((index[-1] for index in indices if index), default=0)]):
+            inside = [index for index in indices if not index or first <= index[-1] < end]
+            local = {index: (*index[:-1], index[-1] - first) if index else () for index in inside}
+            found += [_strided(lo, width, first, {local[i]: where[i, lo] for i in inside}) for lo, width in cuts]
+        slices = tuple(part for part in found if part is not None)
+        if len(slices) == len(found):
+            return slices
+    return None
+
+
+def _ranges(pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """The last coordinates at which other lines begin to store the elements."""
+    lines: dict[int, set[int]] = {}
+    for piece in pieces:
+        lines.setdefault(piece.index[-1] if piece.index else 0, set()).add(piece.line)
+    return (0, *(after for before, after in pairwise(sorted(lines)) if lines[before] != lines[after]))
+
+
+def _strided(lo: int, width: int, start: int, where: Mapping[tuple[int, ...], tuple[int, int | None]]) -> Slice | None:
+    """The slice through (position, place) of the elements of a box, where its axes add up; else None."""
+    origin = min(where)
+    extents = [1 + max(index[axis] for index in where) for axis in range(len(origin))]
+    lines = [[(*origin[:axis], i, *origin[axis + 1:]) for i in range(extent)] for axis, extent in enumerate(extents)]
+    if any(origin) or len(where) != prod(extents) or len({place is None for _, place in where.values()}) > 1:
+        return None
+    offset, first = where[origin]
+    dims = [factor([where[index][0] - offset for index in line]) for line in lines]
+    places = [factor([(where[index][1] or 0) - (first or 0) for index in line]) for line in lines] if first is not None else []
+    if None in dims or None in places:
+        return None
+    layouts = [layout for layout in places if layout is not None]
+    if first:
+        layouts[-1] = replace(layouts[-1], offset=first)
+    found = Slice(lo, width, offset, tuple(d for d in dims if d is not None), start, tuple(layouts))
+    exact = all(found.bit(index) == at and (place is None or found.place(index) == place) for index, (at, place) in where.items())
+    return found if exact else None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What lies at a bit of a record: a bit of an element, or of the byte that is made of the base-3 `digits` `elements`."""
+
+    field: str
+    elements: tuple[tuple[int, ...], ...]
+    bit: int
+    digits: bool = False
+
+
+def spread(slices: Mapping[str, Sequence[Slice]], bits: int) -> list[Held | None]:
+    """What lies at each bit of a record, None for padding.  The way back.
+
+    @post spread(gather(walk(lines)))[piece.at + t] is bit piece.lo + t of piece.index for every piece of bits, and bit t
+          of a byte whose elements have piece.index at piece.place for every digit, t < 8
+    """
+    record: list[Held | None] = [None] * bits
+    for field, parts in slices.items():
+        for part in parts:
+            digits: dict[int, dict[int, tuple[int, ...]]] = {}
+            for index in product(*(range(extent) for extent in part.extents)):
+                at = part.bit(index)
+                element = (*index[:-1], index[-1] + part.start) if index else ()
+                if part.places:
+                    digits.setdefault(at, {})[part.place(index)] = element
+                for t in range(0 if part.places else part.width):
+                    record[at + t] = Held(field, (element,), part.lo + t)
+            for at, held in digits.items():
+                for t in range(BYTE):
+                    record[at + t] = Held(field, tuple(held[place] for place in sorted(held)), t, True)
+    return record
+
+
+def split(part: Slice, word: int) -> tuple[Slice, Slice] | None:
+    """Cut a slice at words of `word` bits: (its bits inside a word, which word); None where an element straddles.
+
+    A digit may move both: Q4_K's second half of mins lies four bytes and four bits after the first.
+
+    @post None, or for every element, with (inside, words) as returned:
+          part.bit(i) == word * words.bit(i) + inside.bit(i), and 0 <= inside.bit(i) <= word - part.room
+    """
+    inner: list[Layout] = []
+    outer: list[Layout] = []
+    for layout in part.dims:
+        inside: list[tuple[int, int]] = []
+        outside: list[tuple[int, int]] = []
+        for extent, stride in layout.modes:
+            period = min(extent, word // gcd(stride, word))      # after so many steps the digit is at a word again
+            if extent % period:
+                return None
+            whole = stride // word if abs(stride) >= word else 0
+            inside += [(period, stride - whole * word), (extent // period, 0)]
+            outside += [(period, whole), (extent // period, stride * period // word)]
+        inner.append(Layout(tuple(mode for mode in inside if mode[0] > 1)))
+        outer.append(Layout(tuple(mode for mode in outside if mode[0] > 1)))
+    start = part.offset % word
+    if start + sum(layout.first for layout in inner) < 0 or start + sum(layout.last for layout in inner) + part.room > word:
+        return None
+    return replace(part, offset=start, dims=tuple(inner)), replace(part, offset=part.offset // word, dims=tuple(outer))
+
+
+def vector_width(part: Slice, record: int, limit: int = 128) -> int | None:
+    """The widest load, a power of two of bits up to `limit`, that serves this slice of a record of `record` bits.
+
+    @post the width divides `record`, so that loads stay aligned from record to record, and `split` cuts the slice there
+    @post no wider power of two up to `limit` does; None where none does (an element that straddles every word)
+    """
+    width = limit
+    while width and (record % width or split(part, width) is None):
+        width //= 2
+    return width or None

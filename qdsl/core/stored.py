@@ -1,0 +1,374 @@
+"""Which storage, parameters and shape given tensors are, from their dtypes and shapes alone; and why they are none.
+
+`wrap` asks of tensors in memory, a reader of checkpoints of those that headers list: nothing here needs torch.  Dtypes are
+called as in torch: 'float8_e4m3fn'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any
+
+from qdsl.core.numbers import number
+from qdsl.core.shapes import Axis, axis, extents, seen_shape
+
+FLOATS = {
+    "f32": "float32", "f16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
+    "e4m3fnuz": "float8_e4m3fnuz", "e5m2fnuz": "float8_e5m2fnuz", "e8m0": "float8_e8m0fnu",
+}
+PLANAR = "planar"                                                # the storage that the compiler derives
+NO_SHAPE = "; give shape=(N, K)"                                 # how messages end where tensors do not say N and K
+INTEGERS = {"u8": "uint8", "i8": "int8", "u16": "uint16", "i16": "int16", "u32": "uint32", "i32": "int32", "index": "int32",
+            "shape": "int64"}
+# Tensors of a layer without which its weight is another one: x is multiplied by them first.
+OF_X = ("pre_quant_scale", "act_pre_scale", "_weight_act_pre_scale")
+
+
+def field_dtype(kind: str) -> str:
+    """The dtype of a field: codes up to 8 bits and floats that torch lacks are bytes, wider codes and indices int32."""
+    known = number(kind)
+    if kind in FLOATS or known is None or known.bits > 8:
+        return FLOATS.get(kind, "int32")
+    return "int8" if known.kind == "signed" else "uint8"
+
+
+def element_dtype(kind: str) -> str:
+    """The dtype of a stored tensor's elements."""
+    return INTEGERS.get(kind) or field_dtype(kind)
+
+
+def meant(values: Sequence[int | str], default: int | str) -> int | str:
+    """The value of a parameter of which several fit: the default, else the whole axis, which the others that fit cover too."""
+    if len(values) == 1:
+        return values[0]
+    return -1 if -1 in values and default not in values else default
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Stored:
+    """A stored tensor: element type and axes.
+
+    The type is 'u8', 'i32', 'e4m3', a parameter, 'index' for a field of that type, or 'shape' for N and K themselves.
+    optional: the field that has its default where the tensor is missing; '' for a tensor that must be there.
+    bits: where all its fields lie, as runtime/weight/bits.py reads it; nothing where they do not lie at digits.
+    adds: what an element that the file holds has more than the one whose bits these are.
+    padding: the bits of an element that hold nothing, for readers of checkpoints.  seen: the axes that files give the tensor,
+    where they are others.
+    """
+
+    dtype: str
+    axes: tuple[Axis, ...]
+    aliases: tuple[str, ...]
+    optional: str
+    bits: tuple[str, ...]
+    adds: int
+    padding: int
+    seen: tuple[Axis, ...]
+
+    def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: str = "", bits: Sequence[str] = (),
+                 adds: int = 0, padding: int = 0, seen: Sequence[str] = ()) -> None:
+        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "axes", tuple(map(axis, axes)))
+        object.__setattr__(self, "aliases", tuple(aliases))
+        object.__setattr__(self, "optional", optional)
+        object.__setattr__(self, "bits", tuple(bits))
+        object.__setattr__(self, "adds", adds)
+        object.__setattr__(self, "padding", padding)
+        object.__setattr__(self, "seen", tuple(map(axis, seen)))
+
+    @property
+    def text(self) -> str:
+        return ", ".join(each.text for each in self.axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A format as readers of tensors need it: values of parameters, the default first, and the tensors of its storages.
+
+    sizes: parameters that are block lengths, and the axis each divides.  variants: the tensors by storage, for each choice of
+    the parameters named in `by`.  detect: the spec's rules for checkpoints.  tables: the numbers that small tensors beside a
+    weight repeat, as those rules say.  fields: their axes by the same choices, of variants whose blocks are runs of weights.
+    planar: the choices that have the storage `planar`.
+    """
+
+    name: str
+    params: Mapping[str, tuple[int | str, ...]]
+    sizes: Mapping[str, str]
+    by: tuple[str, ...]
+    variants: Mapping[tuple[int | str, ...], Mapping[str, Mapping[str, Stored]]]
+    detect: Mapping[str, Any] = field(default_factory=dict)
+    tables: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    fields: Mapping[tuple[int | str, ...], Mapping[str, tuple[Axis, ...]]] = field(default_factory=dict)
+    planar: frozenset[tuple[int | str, ...]] = frozenset()
+
+    @property
+    def singles(self) -> list[str]:
+        """The tensors of one number."""
+        layouts = [layout for storages in self.variants.values() for layout in storages.values()]
+        return list(dict.fromkeys(name for layout in layouts for name, stored in layout.items() if not stored.axes))
+
+    @property
+    def spared(self) -> set[str]:
+        """The fields that have a value where no tensor says one."""
+        return {stored.optional for storages in self.variants.values() for layout in storages.values()
+                for stored in layout.values()} - {""}
+
+    @property
+    def indices(self) -> set[str]:
+        """The fields of them that say where columns belong."""
+        return {stored.optional for storages in self.variants.values() for layout in storages.values()
+                for stored in layout.values() if stored.dtype == "index"}
+
+    @property
+    def in_bytes(self) -> set[str]:
+        """The names of tensors of bytes, and their aliases."""
+        every = [each for storages in self.variants.values() for layout in storages.values() for each in layout.items()]
+        return {key for name, stored in every if stored.dtype == "u8" for key in (name, *stored.aliases)}
+
+    def layout(self, storage: str, params: Mapping[str, int | str]) -> Mapping[str, Stored]:
+        """The tensors of a storage, by all parameters."""
+        return self.variants[self.key(params)][storage]
+
+    def key(self, params: Mapping[str, int | str]) -> tuple[int | str, ...]:
+        """The choice of the parameters named in `by`."""
+        return tuple(params[name] for name in self.by)
+
+    def numbers(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]:
+        """Size parameters as numbers: -1 is the axis that the parameter divides."""
+        whole = {"N": shape[0], "K": shape[1]}
+        values = {name: int(params.get(name, self.params[name][0])) for name in self.sizes}
+        return {name: value if value > 0 else max(1, whole[self.sizes[name]]) for name, value in values.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A tensor of which only this is known.  values: of the tensor that says N and K, what it says."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    values: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a given tensor is in a storage: its name there, and the dtype and the shape to view it in."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One way to read the tensors: what each of the storage's is among those given.
+
+    as_stored: no tensor has all its axes run together, as some packages do.  exact: all have their very shapes; else axes of
+    one element are more or less than the storage's, experts have an axis for themselves, or records are seen in other shapes.
+    """
+
+    storage: str
+    params: Mapping[str, int | str]
+    shape: tuple[int, int]
+    tensors: Mapping[str, Use]
+    as_stored: bool
+    exact: bool
+
+
+class Misfit(ValueError):
+    """Why tensors are no weight of a format.  reached: how far the nearest way came."""
+
+    def __init__(self, reached: int, message: str) -> None:
+        super().__init__(message)
+        self.reached = reached
+
+
+def fits(format: Description, tensors: Mapping[str, Given], shape: tuple[int, int] | None = None, storage: str | None = None,
+         params: Mapping[str, int | str] | None = None) -> list[Fit]:
+    """Every way to read the tensors, those with given (N, K), storage and parameters alone.
+
+    Raises Misfit with the reason of the nearest miss, which is what their author meant, where there is none.
+    """
+    found: list[Fit] = []
+    nearest = Misfit(-1, f"{format.name} has no storage '{storage}' here")
+    given = dict(params or {})
+    for choice, name, layout in _candidates(format, storage, given):
+        label = f"{format.name}.{name}" + "".join(f" {key}={value}" for key, value in choice.items())
+        try:
+            found += _fits(format, layout, name, label, tensors, shape, {**given, **choice})
+        except Misfit as miss:
+            nearest = max(nearest, miss, key=lambda each: each.reached)
+    if not found:
+        raise nearest
+    return [fit for fit in found if fit.as_stored] or found
+
+
+def _candidates(format: Description, storage: str | None, given: Mapping[str, int | str],
+                ) -> Iterator[tuple[dict[str, int | str], str, Mapping[str, Stored]]]:
+    for key, storages in format.variants.items():
+        choice = dict(zip(format.by, key, strict=True))
+        if all(given.get(name, value) == value for name, value in choice.items()):
+            for name, layout in storages.items():
+                if storage in (None, name):
+                    yield choice, name, layout
+
+
+def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label: str, tensors: Mapping[str, Given],
+          shape: tuple[int, int] | None, given: Mapping[str, int | str]) -> list[Fit]:
+    keys = named(layout, tensors)
+    missing = [name for name, stored in layout.items() if not stored.optional and name not in keys]
+    if missing:
+        raise Misfit(0, f"{label} needs tensor '{missing[0]}'; given are {', '.join(tensors) or 'none'}")
+    there = _rows_of_experts(layout, {name: tensors[key] for name, key in keys.items()})
+    chosen, dtypes = _typed(format, layout, label, there, given)
+    told = _said(layout, label, there, shape) or shape
+    solved = told or _solved(layout, label, there, _lengths(format, chosen))
+    found: list[Fit] = []
+    nearest = Misfit(0, "")
+    for sizes in _open(format, chosen):
+        try:
+            shapes = _shaped(layout, label, there, solved, format.numbers({**chosen, **sizes}, solved), told is not None)
+        except Misfit as miss:
+            nearest = max(nearest, miss, key=lambda each: each.reached)
+            continue
+        values = {**chosen, **sizes}
+        complete = {name: own[own.index(values.get(name, own[0]))] for name, own in format.params.items()}
+        uses = {name: Use(keys[name], dtypes[name], shapes[name]) for name in there}
+        alike = all(_squeezed(shapes[name]) == _squeezed(tensor.shape) for name, tensor in there.items())
+        exact = all(shapes[name] == tensors[keys[name]].shape for name in there)
+        found.append(Fit(storage, complete, solved, uses, alike, exact))
+    if not found:
+        raise nearest
+    return found
+
+
+def _lengths(format: Description, given: Mapping[str, int | str]) -> dict[str, int]:
+    """The block lengths that are given, or that have one value alone."""
+    values = {name: given.get(name, format.params[name][0]) for name in format.sizes
+              if name in given or len(format.params[name]) == 1}
+    return {name: value for name, value in values.items() if isinstance(value, int) and value > 0}
+
+
+def named(layout: Mapping[str, Stored], tensors: Mapping[str, object]) -> dict[str, str]:
+    """What a storage's tensors are called among those given, by their own names or by aliases."""
+    found: dict[str, str] = {}
+    for name, stored in layout.items():
+        key = next((key for key in (name, *stored.aliases) if key in tensors), None)
+        if key is not None:
+            found[name] = key
+    return found
+
+
+def _rows_of_experts(layout: Mapping[str, Stored], tensors: Mapping[str, Given]) -> dict[str, Given]:
+    """Tensors of experts [E, N, ...] as those of one weight of E * N rows, where all of them have that axis in front."""
+    more = {tensor.shape[0] if len(tensor.shape) == 1 + len(layout[name].axes) > 1 and layout[name].axes[0].dim == "N" else 0
+            for name, tensor in tensors.items()}
+    if len(more) > 1 or 0 in more:
+        return dict(tensors)
+    return {name: Given(tensor.dtype, (tensor.shape[0] * tensor.shape[1], *tensor.shape[2:])) for name, tensor in tensors.items()}
+
+
+def _typed(format: Description, layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given],
+           given: Mapping[str, int | str]) -> tuple[dict[str, int | str], dict[str, str]]:
+    """Parameters that dtypes decide, and the dtypes of the storage: 8-bit floats may come as raw bytes."""
+    chosen = dict(given)
+    dtypes: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        kind = layout[name].dtype
+        kinds = [str(chosen[kind])] if kind in chosen else [str(v) for v in format.params.get(kind, (kind,))]
+        fit = [k for k in kinds if tensor.dtype == element_dtype(k)] or \
+            [k for k in kinds if tensor.dtype == "uint8" and k in FLOATS and "float8" in FLOATS[k]]
+        if not fit:
+            wanted = " or ".join(element_dtype(k) for k in kinds)
+            raise Misfit(1, f"{label}: tensor '{name}' has dtype {tensor.dtype}; the format needs {wanted}")
+        if kind in format.params:
+            chosen[kind] = fit[0]
+        dtypes[name] = element_dtype(fit[0])
+    return chosen, dtypes
+
+
+def _said(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given], shape: tuple[int, int] | None,
+          ) -> tuple[int, int] | None:
+    """N and K from the tensor that says them."""
+    for name, tensor in tensors.items():
+        if layout[name].dtype == "shape" and tensor.values:
+            if len(tensor.values) != 2 or min(tensor.values) < 0 or shape not in (None, tensor.values):
+                raise Misfit(2, f"{label}: '{name}' says {list(tensor.values)}{f', not {list(shape)}' if shape else ''}")
+            return tensor.values[0], tensor.values[1]
+    return None
+
+
+def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given], sizes: Mapping[str, int],
+            ) -> tuple[int, int]:
+    """N and K from the axes that decide them, else from how many elements a tensor has.  sizes: block lengths that are known."""
+    dims: dict[str, tuple[int, str]] = {}
+    for name, tensor in tensors.items():
+        shown = layout[name].seen if len(layout[name].seen) == len(tensor.shape) else layout[name].axes
+        for each, extent in zip(shown, tensor.shape, strict=False) if len(shown) == len(tensor.shape) else ():
+            value = each.solve(extent, sizes)
+            if value is None or each.dim not in ("N", "K"):
+                continue
+            known, by = dims.setdefault(each.dim, (value, name))
+            if known != value:
+                raise Misfit(2, f"{label}: '{by}' {list(tensors[by].shape)} says {each.dim} = {known}, but '{name}' "
+                                f"{list(tensor.shape)} is [{', '.join(axis.text for axis in shown)}], so {each.dim} = {value}")
+    solved = {dim: value for dim, (value, _) in dims.items()}
+    for name, tensor in tensors.items() if len(solved) == 1 else ():
+        solved |= _counted(layout[name].axes, prod(tensor.shape), solved, sizes)
+    if missing := [dim for dim in ("N", "K") if dim not in solved]:
+        shown_all = ", ".join(f"'{name}' {list(tensor.shape)} is [{layout[name].text}]" for name, tensor in tensors.items())
+        raise Misfit(1, f"{label}: the tensors do not say what {' and '.join(missing)} are ({shown_all}){NO_SHAPE}")
+    return solved["N"], solved["K"]
+
+
+def _counted(axes: Sequence[Axis], count: int, dims: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
+    """The one of N and K that is not in `dims`, from a tensor's number of elements; nothing where that does not decide it."""
+    missing = "K" if "N" in dims else "N"
+    elements, step, missing_axes = 1, 1, 0
+    for each in axes:
+        if (by := each.solve(each.words, sizes)) is None:
+            return {}
+        elements, step = elements * each.words, step * by
+        for dim in each.dim.split("*"):
+            elements, missing_axes = elements * dims.get(dim, 1), missing_axes + (dim == missing)
+    return {missing: count * step // elements} if missing_axes == 1 and elements and count * step % elements == 0 else {}
+
+
+def _open(format: Description, given: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
+    """All values of parameters that dtypes and names leave open: block sizes, and types of codes in bytes."""
+    names = [name for name in format.params if name not in given]
+    for values in product(*(format.params[name] for name in names)):
+        yield dict(zip(names, values, strict=True))
+
+
+def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given], shape: tuple[int, int],
+            sizes: Mapping[str, int], told: bool) -> dict[str, tuple[int, ...]]:
+    """Exactly the storage's shapes.  Records that have the last axis for themselves may be seen in any shape.
+
+    told: N and K are said, and not found from these shapes; then axes may be run together, in the order that they have here.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for reached, (name, tensor) in enumerate(tensors.items()):
+        stored = layout[name]
+        if len(tensor.shape) != len(stored.axes) and any(axis.dim == "?" for axis in stored.axes):
+            raise Misfit(2, f"{label}: tensor '{name}' has shape {list(tensor.shape)}; the format needs [{stored.text}]")
+        wanted = extents(stored.axes, *shape, sizes, tensor.shape)
+        if wanted is None:
+            bad = next(a for a in stored.axes if a.extent(*shape, sizes) is None)
+            raise Misfit(2, f"{label}: {bad.wrong(*shape, sizes)}")
+        records = stored.axes and stored.axes[-1].dim == "1" and wanted[-1] > 1 and prod(tensor.shape) == prod(wanted)
+        shown_as = seen_shape(stored.seen, *shape, sizes, prod(wanted)) if stored.seen else None
+        fit = [_squeezed(each) for each in (wanted, shown_as, (prod(wanted),) if told else None) if each is not None]
+        if not records and _squeezed(tensor.shape) not in fit:
+            shown = "".join(f", {key} = {value}" for key, value in sizes.items())
+            raise Misfit(3 + reached, f"{label}: tensor '{name}' has shape {list(tensor.shape)}; the format needs "
+                                      f"[{stored.text}] = {list(wanted)} for N = {shape[0]}, K = {shape[1]}{shown}")
+        found[name] = wanted
+    return found
+
+
+def _squeezed(shape: Sequence[int]) -> list[int]:
+    """Without axes of one element, which packages drop and add; some run all axes together."""
+    return [extent for extent in shape if extent != 1]

@@ -1,0 +1,51 @@
+"""Matrices of bfloat16 as the tensors that a format holds them in, and back: numpy alone, one or several matrices at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qdsl.codecs import df11
+from qdsl.codecs.bfloat16 import FIX4, HLANE
+from qdsl.codecs.lookup import StreamError
+
+FORMS = {"hlane": HLANE, "fix4": FIX4}
+LEAVES = {"df11": df11.NAMES, **{name: form.leaves for name, form in FORMS.items()}}
+DTYPES = {"uint8": "U8", "int16": "I16", "int32": "I32", "int64": "I64"}
+NUMPY = {"U8": "u1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "BF16": "<u2"}
+
+Tensors = Mapping[str, NDArray[Any]]
+Shape = tuple[int, ...]
+
+
+def encode(format: str, matrices: Sequence[NDArray[np.uint16]], threads: int) -> dict[str, NDArray[Any]]:
+    """The tensors of bit patterns [..., N, K], of several such in DF11 alone.  Raises StreamError for what it cannot hold."""
+    if format == "df11":
+        return df11.encode([each.reshape(-1) for each in matrices], threads)
+    [matrix] = matrices
+    return FORMS[format].encode(matrix.reshape(as_rows(matrix.shape)))
+
+
+def decode(format: str, tensors: Tensors, shapes: Sequence[Shape], threads: int | None, *, every: bool = False,
+           ) -> list[NDArray[np.uint16]]:
+    """The bit patterns again, each [n].  every: what only other decoders begin at is looked at, too.
+
+    Raises StreamError for tensors that are damaged, or of matrices of other shapes.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    if format == "df11":
+        splits = np.cumsum(sizes)[:-1]
+        if not np.array_equal(tensors["split_positions"], splits) or tensors["sign_mantissa"].size != sum(sizes):
+            raise StreamError(f"split_positions are not those of matrices {', '.join(str(list(shape)) for shape in shapes)}")
+        return np.split(df11.decode(tensors, threads, every=every), splits)
+    [shape] = shapes
+    return [FORMS[format].decode(tensors, as_rows(shape)).reshape(-1)]
+
+
+def as_rows(shape: Shape) -> tuple[int, int]:
+    """Experts' matrices [E, N, K] are held as one of E * N rows."""
+    return math.prod(shape[:-1]), shape[-1]

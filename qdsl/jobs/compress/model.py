@@ -1,0 +1,251 @@
+"""A model as plain tensors: those of its files, or those that a compressed one stands for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from qdsl.checkpoint.detect.groups import CONFIG, Group
+from qdsl.checkpoint.detect.guard import CLASS, has_own_settings, unguarded
+from qdsl.checkpoint.detect.layers import Layers, layers
+from qdsl.checkpoint.detect.quantization import quantizations
+from qdsl.checkpoint.detect.rules import OWN
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.references import local_headers
+from qdsl.checkpoint.files.safetensors import Entry, Header, laid_out, shown
+from qdsl.jobs.compress import codecs, original
+from qdsl.jobs.compress.codecs import Shape
+from qdsl.jobs.compress.original import ORIGINAL, Original
+from qdsl.jobs.compress.tensors import Coded, Data, Part, bytes_of
+from qdsl.jobs.engine import RewriteError
+from qdsl.jobs.engine.shards import index_text
+
+WEIGHT = ".weight"
+STEMS = {True: "diffusion_pytorch_model", False: "model"}        # of files that diffusers reads, and transformers
+Files = Mapping[str, tuple[bytes, Header]]                       # by name: the bytes before the tensors, and what they state
+Shapes = Callable[[Folder], Mapping[str, Shape]]                 # of a model's parameters, from elsewhere than its files
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's files of plain tensors, and where the numbers of these lie.
+
+    folder: the files that there are.  texts: of config.json and the index.  is_decoded: whether the folder is compressed.
+    is_exact: whether the files are those that were compressed, byte for byte, as far as their tensors are.
+    """
+
+    folder: Folder
+    files: Files
+    data: Mapping[str, Data]
+    index_name: str
+    texts: Mapping[str, str]
+    is_decoded: bool = False
+    is_exact: bool = True
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    @cached_property
+    def places(self) -> dict[str, str]:
+        """The names of tensors, in the order of the files, and of their files."""
+        return {name: file for file, (_, header) in self.files.items() for name in header.tensors}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return dict(json.loads(self.texts.get("config.json", "{}")))
+
+    @property
+    def index(self) -> dict[str, Any]:
+        return dict(json.loads(self.texts.get(self.index_name, "{}")))
+
+    @property
+    def has_settings(self) -> bool:
+        """Whether files state how layers are quantized that are not decoded."""
+        return any(not (self.is_decoded and _is_own(each.settings)) for each in quantizations(self.folder))
+
+    def names(self) -> list[str]:
+        return list(self.places)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.places
+
+    def entry(self, name: str) -> Entry:
+        return self.files[self.places[name]][1].tensors[name]
+
+    def plain_texts(self) -> dict[str, str | None]:
+        """Files beside the tensors as the plain model has them; None for those that it has not."""
+        return {**(dict.fromkeys((ORIGINAL, "config.json")) if self.is_decoded else {}), **self.texts}
+
+
+def plain(folder: Folder) -> Model:
+    """The model that a folder has, as it is."""
+    names = ["config.json", folder.index_name] if folder.path.is_dir() else []
+    texts = {name: (folder.root / name).read_bytes().decode() for name in names if (folder.root / name).is_file()}
+    return Model(folder, _files_of(folder), {name: bytes_of(folder, name) for name in folder.names()}, folder.index_name, texts)
+
+
+def decoded(folders: Mapping[str, Folder], like: str | Path | None = None, shapes: Shapes | None = None) -> dict[str, Model]:
+    """The models that compressed ones stand for; plain ones as they are.
+
+    like: a reference to a checkpoint with the same tensors, whose headers state shapes and files where the folder's do not.
+    shapes: called where neither states them; raises RewriteError where it cannot.  Raises RewriteError, CheckpointError, OSError.
+    """
+    with ExitStack() as stack:
+        base = None if like is None else stack.enter_context(local_headers(like))
+        if base is not None and not base.exists():
+            raise FileNotFoundError(f"{like} does not exist")
+        models = {}
+        for name, folder in folders.items():
+            has_base = base is not None and (base / name).exists()
+            models[name] = _decoded(folder, stack.enter_context(Folder(base / name)) if base and has_base else None, shapes)
+        return models
+
+
+def lasting(like: str | Path | None) -> str | None:
+    """A reference that means the same in another folder."""
+    return None if like is None else str(Path(like).resolve() if Path(like).exists() else like)
+
+
+def _files_of(folder: Folder) -> Files:
+    return {file.path.name: (file.start_bytes(), file.header) for file in folder.files()}
+
+
+def _decoded(folder: Folder, like: Folder | None, shapes: Shapes | None) -> Model:
+    kept, known = original.read(folder), layers(folder)
+    if kept is None and not known.groups and not any(layer.format in codecs.FORMS for layer in known.layers):
+        return plain(folder)
+    files: Files = kept.headers if kept is not None else {} if like is None else _files_of(like)
+    parts = _parts(folder, known, kept, files, shapes)
+    streams = {full for layer in known.layers if layer.format in codecs.FORMS for full in layer.tensors.values()}
+    streams |= {full for group in known.groups for full in group.tensors.values()}
+    others = [name for name in folder.names() if name not in streams]
+    index_name = folder.index_name if like is None else like.index_name
+    if not files:
+        stem = STEMS[CLASS in folder.config] if known.groups and folder.path.is_dir() else ""
+        files = _new_files(folder, others, parts, stem)
+        index_name = f"{stem}.safetensors.index.json" if stem else index_name
+    why = {name: layer.why for layer in known.layers for name in (layer.name, f"{layer.name}{WEIGHT}")}
+    data = _data(folder, files, others, parts, why)
+    if kept is not None:
+        index_name = next((name for name in kept.files if name.endswith(".index.json")), index_name)
+    elif lost := [name for name in (*others, *parts) if name not in data]:
+        raise RewriteError(f"{like.path if like else folder.path} has no tensor {shown(lost[0])}, which {folder.path} has")
+    texts = kept.files if kept is not None else _texts(folder, files, index_name)
+    return Model(folder, files, data, index_name, texts, is_decoded=True, is_exact=kept is not None)
+
+
+def _parts(folder: Folder, known: Layers, kept: Original | None, files: Files, shapes: Shapes | None) -> dict[str, Part]:
+    """By their names the matrices that are coded.  Raises RewriteError for streams that are wrong, and unknown shapes."""
+    entries = {name: entry for _, header in files.values() for name, entry in header.tensors.items()}
+    crc = kept.crc if kept is not None else {}
+    parts: dict[str, Part] = {}
+    for layer in known.layers:
+        if layer.format in codecs.FORMS:
+            name = layer.name if layer.name in entries else f"{layer.name}{WEIGHT}".lstrip(".")
+            tensors = {leaf: bytes_of(folder, full) for leaf, full in layer.tensors.items()}
+            shape = entries[name].shape if name in entries else tuple(tensors["weight_shape"].read().tolist())
+            coded = Coded(str(folder.path), layer.format, layer.name, tensors, (name,), (shape,), (crc.get(name),), None)
+            parts[name] = Part(coded, 0)
+        elif not layer.format and kept is None:
+            raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: {layer.why}")
+    stated: Mapping[str, Shape] = {name: entry.shape for name, entry in entries.items()}
+    if known.groups and not files:
+        stated = _model_shapes(folder, shapes)
+    for group in known.groups:
+        names = _names(folder, group, kept)
+        for name, count in zip(names, group.parts.values(), strict=False):
+            if name not in stated:
+                raise RewriteError(f"{folder.path}: nothing says the shape of {shown(name)}; --like REF can")
+            if math.prod(stated[name]) != count:
+                raise RewriteError(f"{folder.path}: {shown(name)} has {count} numbers, and not the shape {list(stated[name])}")
+        tensors = {leaf: bytes_of(folder, full) for leaf, full in group.tensors.items()}
+        coded = Coded(str(folder.path), group.format, group.name, tensors, names, tuple(stated[name] for name in names),
+                      tuple(map(crc.get, names)), group.threads)
+        parts |= {name: Part(coded, number) for number, name in enumerate(names)}
+    return parts
+
+
+def _names(folder: Folder, group: Group, kept: Original | None) -> tuple[str, ...]:
+    """What a group's matrices are called.  Raises RewriteError where nothing says it, and for tensors that are wrong."""
+    names = tuple(kept.groups.get(group.name, ())) if kept is not None else ()
+    wrong = [*group.problems, *([group.unnamed] if group.unnamed and not names else [])]
+    if wrong:
+        raise RewriteError(f"{folder.path}: group {shown(group.name)}: {wrong[0]}")
+    return names or tuple(group.parts)
+
+
+def _model_shapes(folder: Folder, shapes: Shapes | None) -> Mapping[str, Shape]:
+    """The shapes of a model's parameters, from elsewhere.  Raises RewriteError with the remedy where nothing states them."""
+    why = ""
+    if shapes is not None:
+        try:
+            return shapes(folder)
+        except RewriteError as error:
+            why = f": {error}"
+    raise RewriteError(f"{folder.path}: no file here says what shapes its matrices have{why}; --like REF can, a folder or "
+                       "repository with tensors of the same names and shapes, such as the model before it was compressed")
+
+
+def _new_files(folder: Folder, others: list[str], parts: Mapping[str, Part], stem: str) -> Files:
+    """The files of plain tensors, where nothing says what they were: those that there are.  stem: of new names, '' for none."""
+    tensors: dict[Path, dict[str, tuple[str, Shape]]] = {file.path: {} for file in folder.files()}
+    for name in others:
+        entry = folder.entry(name)
+        tensors[folder.file(name).path][name] = (entry.dtype, entry.shape)
+    for name, part in parts.items():
+        tensors[part.coded.tensors["sign_mantissa"].path][name] = (part.dtype, part.shape)
+    used = [path for path, own in tensors.items() if own]
+    names = [path.name for path in used]
+    if stem:
+        names = [f"{stem}-{number:05d}-of-{len(used):05d}.safetensors" for number in range(1, len(used) + 1)]
+        names = names if len(used) > 1 else [f"{stem}.safetensors"]
+    default = {"format": "pt"} if stem else None
+    metadata = {file.path: file.header.metadata or default for file in folder.files()}
+    return {name: laid_out(path, tensors[path], metadata[path]) for name, path in zip(names, used, strict=True)}
+
+
+def _data(folder: Folder, files: Files, others: list[str], parts: Mapping[str, Part], why: Mapping[str, str]) -> dict[str, Data]:
+    """Where the tensors of files lie now.  Raises RewriteError for one that is neither there nor coded."""
+    data: dict[str, Data] = {}
+    present = set(others)
+    for name, entry in ((name, entry) for _, header in files.values() for name, entry in header.tensors.items()):
+        if name in present:
+            now = folder.entry(name)
+            if (now.dtype, now.shape) != (entry.dtype, entry.shape):
+                raise RewriteError(f"{folder.path}: tensor {shown(name)} is {now.dtype} {list(now.shape)}, and was "
+                                   f"{entry.dtype} {list(entry.shape)}")
+            data[name] = bytes_of(folder, name)
+        elif name in parts and entry.dtype == "BF16" and len(entry.shape) > 1:
+            data[name] = parts[name]
+        else:
+            reason = f": {why[name]}" if why.get(name) else ", and nothing that holds a matrix of that name"
+            raise RewriteError(f"{folder.path}: there is no tensor {shown(name)}{reason}")
+    return data
+
+
+def _texts(folder: Folder, files: Files, index_name: str) -> dict[str, str]:
+    """config.json without the settings of a compression, and the index."""
+    if not folder.path.is_dir():
+        return {}
+    config = {key: value for key, value in folder.config.items()
+              if key != CONFIG and not (key == "quantization_config" and _is_own(value))}
+    config = config if has_own_settings(config) else unguarded(config)
+    texts = {"config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
+    if folder.index or len(files) > 1:
+        placed = {name: file for file, (_, header) in files.items() for name in header.tensors}
+        nbytes = sum(entry.nbytes for _, header in files.values() for entry in header.tensors.values())
+        texts[index_name] = index_text(placed, nbytes, folder.index)
+    return texts
+
+
+def _is_own(settings: object) -> bool:
+    """Whether settings are those that `compress` writes."""
+    return isinstance(settings, Mapping) and settings.get("quant_method") == OWN and settings.get("format") in codecs.LEAVES
+

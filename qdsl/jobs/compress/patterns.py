@@ -1,0 +1,151 @@
+"""Which weights are held together: by patterns of modules' names as dfloat11 has them, given or made of the names that there are.
+
+A pattern is a regular expression for whole names of modules, and the weights below each such module, by their modules' names from
+there; none for a module that is a weight's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from qdsl.checkpoint.detect.groups import CONFIG
+from qdsl.checkpoint.files.folder import CONFIG_LIMIT
+from qdsl.checkpoint.files.safetensors import CheckpointError, open_regular, shown, strict_json
+from qdsl.jobs.compress.model import WEIGHT, Model
+from qdsl.jobs.engine import RewriteError
+
+MOST = (1 << 31) - 1                                             # numbers of a group: DF11 counts them in 31 bits
+COLUMNS = 64                                                     # of a stack's matrices, at least
+_EMBEDDING = re.compile("embed|bias")                            # T5's blocks have one called relative_attention_bias
+Patterns = Mapping[str, Sequence[str]]
+
+
+def matrices(model: Model) -> dict[str, int]:
+    """The modules whose weights are bfloat16 matrices, as those of Linear and Embedding are, in the order of the files; and how
+    many numbers each has.
+    """
+    return {name.removesuffix(WEIGHT): model.entry(name).nbytes // 2 for name in model.names() if is_matrix(model, name)}
+
+
+def is_matrix(model: Model, name: str) -> bool:
+    entry = model.entry(name)
+    return name.endswith(WEIGHT) and entry.dtype == "BF16" and len(entry.shape) == 2 and entry.nbytes > 0
+
+
+def is_stack(model: Model, name: str) -> bool:
+    """Whether a tensor is matrices of experts, one after the other: a weight, or a parameter of its experts.
+
+    Of fewer columns it would be a convolution's kernels, and grow.
+    """
+    entry = model.entry(name)
+    return entry.dtype == "BF16" and len(entry.shape) == 3 and entry.nbytes > 0 and entry.shape[2] >= COLUMNS and (
+        name.endswith(WEIGHT) or name.split(".")[-2:-1] == ["experts"])
+
+
+def modules(model: Model) -> list[str]:
+    """All modules, by the names of their tensors."""
+    return list(dict.fromkeys(name[:place] for name in model.names() for place in range(1, len(name)) if name[place] == "."))
+
+
+def found(sizes: Mapping[str, int], every: Iterable[str] = ()) -> dict[str, list[str]]:
+    """Patterns for modules of so many numbers: those below a number, such as 'layers.0', together, one pattern for all blocks
+    with the same ones below.
+
+    Others are for themselves, and so is what is called as an Embedding: dfloat11 gives the weights of a block to Linear alone.
+    Of a block that has more numbers than a group may, those below a second number, such as 'layers.0.experts.0', are blocks,
+    and the rest, if that is still too large, is for itself.  every: all modules, so that no pattern names another one.
+    """
+    linear = [module for module in sizes if not _EMBEDDING.search(module.rpartition(".")[2])]
+    blocks: dict[str, list[str]] = {}
+    _gather(linear, blocks, 1)
+    for block, inside in list(blocks.items()):
+        if sum(sizes[module] for module in inside) > MOST:
+            del blocks[block]
+            _gather(inside, blocks, 2)
+            if block in blocks and sum(sizes[module] for module in blocks[block]) > MOST:
+                del blocks[block]
+    alike: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    for block, inside in blocks.items():
+        below = tuple(sorted(module[len(block) + 1:] for module in inside))
+        alike.setdefault(_masked(block), {}).setdefault(below, []).append(block)
+    others = [module for module in every if module not in blocks]
+    patterns = {masked if len(kinds) == 1 and not any(map(re.compile(masked).fullmatch, others)) else _either(some): list(below)
+                for masked, kinds in alike.items() for below, some in kinds.items()}
+    held = {module for inside in blocks.values() for module in inside}
+    return patterns | {re.escape(module): [] for module in sizes if module not in held}
+
+
+def _gather(modules: Iterable[str], blocks: dict[str, list[str]], depth: int) -> None:
+    """Modules by the names up to their number at `depth`, or to the last before it."""
+    for module in modules:
+        parts = module.split(".")
+        places = [place for place, part in enumerate(parts[:-1]) if place and part.isdecimal()][:depth]
+        if places:
+            blocks.setdefault(".".join(parts[:places[-1] + 1]), []).append(module)
+
+
+def _masked(block: str) -> str:
+    return r"\.".join(r"\d+" if part.isdecimal() and place else re.escape(part) for place, part in enumerate(block.split(".")))
+
+
+def _either(blocks: Sequence[str]) -> str:
+    """A pattern for some blocks whose names differ in numbers, of which others have other modules."""
+    stems = {block.rpartition(".")[0] for block in blocks}
+    if len(stems) > 1:
+        return f"(?:{'|'.join(map(re.escape, blocks))})"
+    return rf"{re.escape(stems.pop())}\.(?:{'|'.join(block.rpartition('.')[2] for block in blocks)})"
+
+
+def read(text: str) -> dict[str, list[str]]:
+    """Patterns as JSON, as a file that holds that, or as a config.json of dfloat11's.  Raises RewriteError for anything else."""
+    if not text.lstrip().startswith("{"):
+        with open_regular(Path(text)) as file:
+            data, where = file.read(CONFIG_LIMIT), text
+    else:
+        data, where = text.encode(), "--patterns"
+    try:
+        said = strict_json(data, where, depth=64, constants=True)
+    except CheckpointError as error:
+        raise RewriteError(str(error)) from None
+    said = said.get(CONFIG, said) if isinstance(said, dict) else said
+    said = said.get("pattern_dict", said) if isinstance(said, dict) else said
+    if not isinstance(said, dict) or not all(isinstance(each, list) and all(isinstance(one, str) for one in each)
+                                             for each in said.values()):
+        raise RewriteError(f"{where}: patterns are a mapping of regular expressions to lists of names")
+    for pattern in said:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise RewriteError(f"{where}: {shown(pattern)} is not a regular expression: {error}") from None
+    return said
+
+
+def matched(model: Model, patterns: Patterns) -> dict[str, list[str]]:
+    """The weights of each module that a pattern names, in the pattern's order.
+
+    Raises RewriteError for a weight that is not there, that is no bfloat16 matrix, or that is held twice.
+    """
+    names = modules(model)
+    groups: dict[str, list[str]] = {}
+    held: dict[str, str] = {}
+    for pattern, attributes in patterns.items():
+        for module in filter(re.compile(pattern).fullmatch, names):
+            where = f"{model.path}: {shown(module)}, which {shown(pattern)} names"
+            own = f"{module}{WEIGHT}"
+            weights = [own] if own in model else [f"{module}.{each}{WEIGHT}" for each in attributes]
+            if module in groups or not weights:
+                why = "is named twice" if module in groups else "has no weight, and the pattern lists none"
+                raise RewriteError(f"{where}, {why}")
+            for weight in weights:
+                if weight not in model:
+                    raise RewriteError(f"{where}, has no {shown(weight)}")
+                if not is_matrix(model, weight):
+                    entry = model.entry(weight)
+                    raise RewriteError(f"{where}: {shown(weight)} is {entry.dtype} {list(entry.shape)}, and no bfloat16 matrix")
+                if weight in held:
+                    raise RewriteError(f"{where}: {shown(weight)} is in {shown(held[weight])} already")
+                held[weight] = module
+            groups[module] = weights
+    return groups

@@ -1,0 +1,142 @@
+"""Units encoded into files of the stage, some at a time: what such a file depends on, and what a process does to make it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from qdsl.checkpoint.files.safetensors import CheckpointError, Chunks, Header, read_header, write_chunks
+from qdsl.codecs.lookup import StreamError
+from qdsl.host.files import digest
+from qdsl.jobs.compress import codecs
+from qdsl.jobs.compress.tensors import Coded, Reader, checksum, octets
+from qdsl.jobs.compress.units import Aim, Unit
+from qdsl.jobs.engine import stage
+
+PIECES = "pieces"                                                # their folder in the stage
+WORTH = 1 << 25                                                  # bytes of units that are worth a file
+MOST = 256                                                       # units of a file
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Units and the file that they are encoded into.  key: what it depends on."""
+
+    path: Path
+    aim: Aim
+    units: tuple[Unit, ...]
+    key: str
+
+    @property
+    def size(self) -> int:
+        return sum(unit.nbytes for unit in self.units)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The contents of a piece.  raw: why units stay as they are.  crc: CRC-32 of the bytes of each matrix that does not."""
+
+    header: Header
+    raw: Mapping[str, str]
+    crc: Mapping[str, int]
+
+
+Complete = Sequence[tuple[Piece, Contents]]
+
+
+def pieces(units: Sequence[Unit], aim: Aim, stage: Path, sources: Mapping[Path, list[Any]]) -> list[Piece]:
+    """Units in a row, cut by their sizes.  sources: what is known of their files."""
+    result = []
+    for number, some in enumerate(_batches(units)):
+        origins = [[unit.label, unit.plain, [[name, data.shape, [[sources[own.path], own.start] for own in data.places]]
+                                             for name, data in unit.parts.items()]] for unit in some]
+        result.append(Piece(stage / PIECES / f"{number:06}.safetensors", aim, tuple(some),
+                            digest(aim.format, aim.threads, aim.may_grow, origins)))
+    return result
+
+
+def _batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
+    """Units of one model each; those that are decoded together follow one another, in one batch."""
+    first: dict[int, int] = {}
+    some: list[Unit] = []
+    last: Coded | None = None
+    for unit in sorted(units, key=lambda unit: first.setdefault(id(unit.source), unit.number) if unit.source else unit.number):
+        full = len(some) == MOST or sum(other.nbytes for other in some) + unit.nbytes > WORTH
+        is_same = unit.source is not None and unit.source is last
+        if some and (unit.model != some[0].model or (full and not is_same)):
+            yield some
+            some = []
+        some.append(unit)
+        last = unit.source
+    if some:
+        yield some
+
+
+def read_contents(piece: Piece) -> Contents | None:
+    """The contents of a piece that is complete and whose inputs are unchanged; None for all others."""
+    try:
+        header = read_header(piece.path)
+    except (FileNotFoundError, CheckpointError):
+        return None
+    if header.metadata.get("key") != piece.key:
+        return None
+    try:
+        raw, crc = (json.loads(header.metadata.get(name, "")) for name in ("raw", "crc"))
+    except ValueError:
+        return None
+    is_ours = stage.fits(raw, {"*": str}) and stage.fits(crc, {"*": int}) and \
+        all(crc.keys() >= unit.parts.keys() and header.tensors.keys() >= set(map(unit.full, codecs.LEAVES[piece.aim.format]))
+            for unit in piece.units if unit.name not in raw)
+    return Contents(header, raw, crc) if is_ours else None
+
+
+def encoded_units(pieces: Complete) -> list[tuple[Unit, Piece, Contents]]:
+    """The units of pieces that do not stay as they are, in the order of the files."""
+    encoded = [(unit, piece, contents) for piece, contents in pieces for unit in piece.units if unit.name not in contents.raw]
+    return sorted(encoded, key=lambda item: item[0].number)
+
+
+def encode(piece: Piece) -> int:
+    """Write a piece; returns how many bytes its units take, those that stay as they are among them.
+
+    Matrices that are decoded and stay as they are lie in it under their own names.  Raises OSError, and RewriteError for streams
+    that are damaged.
+    """
+    tensors: dict[str, Chunks] = {}
+    raw: dict[str, str] = {}
+    crc: dict[str, int] = {}
+    size, reader = 0, Reader()
+    for unit in piece.units:
+        matrices = {name: reader.read(data) for name, data in unit.parts.items()}
+        streams = _encoded(unit, piece.aim, list(matrices.values()))
+        if isinstance(streams, str):
+            raw[unit.name] = streams
+            size += unit.nbytes
+            tensors |= {name: Chunks("BF16", matrix.shape, [octets(matrix)]) for name, matrix in matrices.items()
+                        if unit.source is not None}
+            continue
+        size += sum(each.nbytes for each in streams.values())
+        crc |= {name: checksum(matrix) for name, matrix in matrices.items()}
+        tensors |= {unit.full(leaf): Chunks(codecs.DTYPES[each.dtype.name], each.shape, [octets(each)])
+                    for leaf, each in streams.items()}
+    write_chunks(piece.path, tensors, {"key": piece.key, "raw": json.dumps(raw), "crc": json.dumps(crc)})
+    return size
+
+
+def _encoded(unit: Unit, aim: Aim, matrices: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]] | str:
+    """The tensors of a unit's streams, or why it stays as it is."""
+    if unit.plain:
+        return unit.plain
+    try:
+        streams = codecs.encode(aim.format, matrices, aim.threads)
+    except StreamError as error:
+        return str(error)
+    now = sum(each.nbytes for each in streams.values())
+    if now >= unit.nbytes and not aim.may_grow:
+        return f"{now} bytes would take the place of {unit.nbytes}"
+    return streams

@@ -1,0 +1,145 @@
+"""The files of a compressed checkpoint, when its pieces are there: which tensors each has, and what else is said of it.
+
+hlane and fix4 leave the files as they were cut.  DF11's are those of dfloat11: one, or one for each group with all of its module,
+and one for the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from qdsl.checkpoint.detect.groups import CONFIG
+from qdsl.checkpoint.detect.guard import guarded
+from qdsl.checkpoint.detect.rules import OWN
+from qdsl.checkpoint.files.components import within
+from qdsl.checkpoint.files.safetensors import Header, laid_out, shown
+from qdsl.host.files import digest
+from qdsl.jobs.compress import original, pieces
+from qdsl.jobs.compress.codecs import LEAVES
+from qdsl.jobs.compress.model import Model
+from qdsl.jobs.compress.original import ORIGINAL
+from qdsl.jobs.compress.pieces import Complete
+from qdsl.jobs.compress.tensors import Bytes, placed
+from qdsl.jobs.compress.units import Aim
+from qdsl.jobs.engine import RewriteError
+from qdsl.jobs.engine.shards import Copy, Shard, in_order, index
+
+SINGLE = "model.safetensors"
+DF11_VERSION = "0.5.0"                                           # of the package whose files these are
+VERSION = 1                                                      # of hlane's, fix4's and df11's settings and tensors in files
+
+
+@dataclass(slots=True)
+class _File:
+    """A file as it is planned: its tensors, and out of which bytes they come.
+
+    old: the plain file that it was: the bytes before its tensors, and what they state.  changed: whether it has other tensors.
+    """
+
+    old: tuple[bytes, Header] | None = None
+    tensors: dict[str, Bytes] = field(default_factory=dict)
+    changed: bool = False
+
+
+def shards(models: Mapping[str, Model], aim: Aim, complete: Complete, sources: Mapping[Any, list[Any]]) -> list[Shard]:
+    """All files.  Raises RewriteError where two tensors would have one name."""
+    return [shard for name, model in models.items() for shard in _of_model(name, model, aim, complete, sources)]
+
+
+def _of_model(name: str, model: Model, aim: Aim, complete: Complete, sources: Mapping[Any, list[Any]]) -> list[Shard]:
+    encoded = {unit.name: (unit, piece, contents) for unit, piece, contents in pieces.encoded_units(complete)
+               if unit.model == name}
+    gone = {own for unit, _, _ in encoded.values() for own in unit.parts}
+    files: dict[str, _File] = {}
+    keep = aim.format != "df11" or not encoded
+    homes = encoded if aim.by_group else {}
+    if homes:
+        files[SINGLE] = _File()                                  # also where nothing is left for it
+
+    def add(own: str, data: Bytes, old: str, home: str) -> None:
+        place = model.places[old] if keep else home
+        file = files.setdefault(place, _File(model.files[place] if keep else None))
+        if any(own in each.tensors for each in files.values()):
+            raise RewriteError(f"{model.path}: two tensors would be called {shown(own)}")
+        file.tensors[own] = data
+
+    plain = _plain(name, model, complete)
+    for own in model.names():
+        if own not in gone:
+            add(own, plain[own], own, _home(own, homes))
+        elif keep:
+            place = model.places[own]
+            files.setdefault(place, _File(model.files[place])).changed = True
+    for unit, piece, contents in encoded.values():
+        largest = max(unit.parts, key=lambda own: unit.parts[own].nbytes)
+        for own in map(unit.full, LEAVES[aim.format]):
+            add(own, placed(piece.path, contents.header.tensors[own]), largest, _home(own, homes))
+    known = {**sources, **{piece.path: [piece.key] for piece, _ in complete}}
+    return [_shard(within(name, own), file, known) for own, file in files.items() if file.tensors or not keep]
+
+
+def _plain(name: str, model: Model, complete: Complete) -> dict[str, Bytes]:
+    """Where tensors lie that stay as they are: in their files, and in pieces those that were decoded."""
+    decoded = {own: placed(piece.path, contents.header.tensors[own]) for piece, contents in complete for unit in piece.units
+               if unit.model == name and unit.name in contents.raw for own in unit.parts if own in contents.header.tensors}
+    return {own: data for own, data in model.data.items() if isinstance(data, Bytes)} | decoded
+
+
+def _home(name: str, groups: Mapping[str, object]) -> str:
+    """dfloat11's file for a tensor: that of the innermost group in whose module it lies, or the one for the rest."""
+    parts = name.split(".")
+    inside = next((module for count in range(len(parts) - 1, 0, -1) if (module := ".".join(parts[:count])) in groups), None)
+    return SINGLE if inside is None else f"{inside.replace('.', '_')}.safetensors"
+
+
+def _shard(name: str, file: _File, sources: Mapping[Any, list[Any]]) -> Shard:
+    if file.old is not None and not file.changed:
+        start, header = file.old
+    else:
+        metadata = (file.old[1].metadata or None) if file.old else None
+        start, header = laid_out(name, {each: (data.dtype, data.shape) for each, data in file.tensors.items()}, metadata)
+    steps = [Copy(each, data.path, data.start, data.nbytes, header.tensors[each].start) for each, data in file.tensors.items()]
+    origins = [[step.path.name, sources[step.path], step.start, step.nbytes] for step in steps]
+    return Shard(name, start, header.size, tuple(header.tensors), in_order(steps), digest(start.hex(), origins))
+
+
+def texts(models: Mapping[str, Model], aim: Aim, complete: Complete, used: Mapping[str, Mapping[str, list[str]]],
+         shards: Sequence[Shard]) -> dict[str, str | None]:
+    """The text files that change: configs, indices, and what restores the plain files.  None for one that is left out."""
+    result: dict[str, str | None] = {}
+    for name, model in models.items():
+        encoded = [(unit, contents) for unit, _, contents in pieces.encoded_units(complete) if unit.model == name]
+        if not encoded:
+            result |= {within(name, own): text for own, text in model.plain_texts().items()}
+            continue
+        config = _config(model, aim, used.get(name, {}))
+        if config is not None:
+            result[within(name, "config.json")] = config
+        mine = [shard for shard in shards if shard.name.rpartition("/")[0] == name]
+        indexed = aim.format != "df11" and (bool(model.index) or len(mine) > 1)
+        result[within(name, model.index_name)] = index(mine, model.index) if indexed else None
+        groups = {unit.name: list(unit.parts) for unit, _ in encoded} if aim.format == "df11" else {}
+        crc = {own: contents.crc[own] for unit, contents in encoded for own in unit.parts}
+        result[within(name, ORIGINAL)] = original.text(aim.format, model.files, model.texts, groups, crc)
+    return result
+
+
+def _config(model: Model, aim: Aim, patterns: Mapping[str, list[str]]) -> str | None:
+    """The model's config.json, guarded; None for a file by itself that needs none.
+
+    Settings of other layers stay, for these need them; hlane's and fix4's tensors and DF11's groups are recognised without any.
+    """
+    config = model.config
+    if aim.format == "df11":
+        config[CONFIG] = {"version": DF11_VERSION, "threads_per_block": [aim.threads], "bytes_per_thread": 8,
+                          "pattern_dict": patterns}
+        if aim.plain_config:
+            return json.dumps(config, indent=2)
+    elif not model.path.is_dir():
+        return None
+    if not model.path.is_dir() or not model.has_settings:
+        config["quantization_config"] = {"quant_method": OWN, "format": aim.format, "storage": aim.format, "version": VERSION}
+    return json.dumps(guarded(config), indent=2, ensure_ascii=False) + "\n"

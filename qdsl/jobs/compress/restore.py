@@ -1,0 +1,131 @@
+"""A compressed checkpoint back to the one that it was made of: the same tensors, and, by qdsl-original.json, the same files.
+
+Without that file matrices go where their streams are.  Shapes of DF11's matrices are stated by another checkpoint with the same
+tensors, or by the class of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from qdsl.checkpoint.files import components
+from qdsl.checkpoint.files.components import within
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import Header
+from qdsl.host.files import check_output, digest, identity
+from qdsl.host.processes import affordable
+from qdsl.jobs.compress.model import Model, Shapes, decoded, lasting
+from qdsl.jobs.compress.original import ORIGINAL
+from qdsl.jobs.compress.tensors import Bytes, Coded, Part, octets
+from qdsl.jobs.compress.units import needed
+from qdsl.jobs.engine import RewriteError, stage
+from qdsl.jobs.engine.complete import complete
+from qdsl.jobs.engine.shards import Copy, Shard, Step, in_order, share
+from qdsl.jobs.engine.work import Telling, quiet, write
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Matrices that are coded together, those of one file.  to: where each goes, None for one of another file."""
+
+    coded: Coded
+    to: tuple[int | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.extents)
+
+    @property
+    def extents(self) -> Sequence[tuple[int, int]]:
+        return [(start, Part(self.coded, number).nbytes) for number, start in enumerate(self.to) if start is not None]
+
+    def write(self, out: BinaryIO) -> None:
+        """Raises RewriteError for tensors that are damaged."""
+        for start, matrix in zip(self.to, self.coded.decoded(), strict=True):
+            if start is not None:
+                out.seek(start)
+                out.write(octets(matrix))
+
+
+def decompress(path: Path, out: Path, *, like: str | Path | None = None, shapes: Shapes | None = None, jobs: int | None = 1,
+               part: tuple[int, int] | None = None, force: bool = False, tell: Telling = quiet) -> dict[str, Any]:
+    """Write the checkpoint that a compressed one was made of.
+
+    like: a reference to a checkpoint with the same tensors, whose headers state shapes and files where nothing else does.
+    shapes: what, given a model's folder, returns the shapes of its parameters where neither states them.
+    part, force, tell, jobs and memory are those of `compress`; parts are of files.
+    Raises RewriteError, CheckpointError and OSError.
+    """
+    check_output(out, path)
+    with components.opened(path) as folders:
+        plan = _plan(path, folders, like, shapes)
+        request = {"command": "decompress", "work": "a decompression", "from": str(path.resolve()), "like": lasting(like)}
+        if stage.was_ended(out, request):
+            return _report(out, plan, plan.shards, [])
+        place = stage.begin(out, request, force)
+        mine = plan.shards if part is None else share(plan.shards, *part)
+        todo = [shard for shard in mine if not stage.is_whole(shard, out)]
+        jobs = jobs or affordable(needed(max(step.coded.nbytes for shard in plan.shards for step in shard.steps
+                                             if isinstance(step, Decode))))
+        with tell(sum(shard.nbytes for shard in todo)) as told:
+            write(todo, place, jobs, told)
+        notes = [] if part else _complete(path, plan, out)
+        return _report(out, plan, mine, notes)
+
+
+def merge(out: Path, *, shapes: Shapes | None = None) -> dict[str, Any]:
+    """Complete a checkpoint whose parts are all there.  Raises RewriteError where they are not."""
+    asked = stage.asked(out, {**stage.REQUESTS, "like": (str, None)})
+    path = Path(asked["from"])
+    with components.opened(path) as folders:
+        plan = _plan(path, folders, asked.get("like"), shapes)
+        return _report(out, plan, plan.shards, _complete(path, plan, out))
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    models: Mapping[str, Model]
+    shards: Sequence[Shard]
+    inputs: Mapping[Path, list[Any]]
+
+
+def _plan(path: Path, folders: Mapping[str, Folder], like: str | Path | None, shapes: Shapes | None) -> _Plan:
+    models = decoded(folders, like, shapes)
+    if not any(isinstance(data, Part) for model in models.values() for data in model.data.values()):
+        raise RewriteError(f"{path}: nothing here is compressed")
+    inputs = {path: identity(path) for model in models.values() for path in model.folder.shards}
+    return _Plan(models, [_shard(model, name, file, *content, [inputs[path] for path in model.folder.shards])
+                          for name, model in models.items() for file, content in model.files.items()], inputs)
+
+
+def _shard(model: Model, component: str, file: str, start: bytes, header: Header, inputs: list[Any]) -> Shard:
+    steps: list[Step] = []
+    together: dict[int, tuple[Coded, dict[int, int]]] = {}
+    for name, entry in header.tensors.items():
+        data = model.data[name]
+        if isinstance(data, Bytes):
+            steps.append(Copy(name, data.path, data.start, data.nbytes, entry.start))
+        else:
+            together.setdefault(id(data.coded), (data.coded, {}))[1][data.number] = entry.start
+    steps += [Decode(coded, tuple(map(starts.get, range(len(coded.names))))) for coded, starts in together.values()]
+    return Shard(within(component, file), start, header.size, tuple(header.tensors), in_order(steps), digest(start.hex(), inputs))
+
+
+def _complete(path: Path, plan: _Plan, out: Path) -> list[str]:
+    """Put all files in their places; returns notes of what was left out."""
+    folders = [model.folder for model in plan.models.values()]
+    read = {file for folder in folders for file in (*folder.shards, folder.root / folder.index_name)}
+    texts = {within(name, file): text for name, model in plan.models.items() if model.path.is_dir()
+             for file, text in model.plain_texts().items()}
+    return complete(path, read, plan.shards, texts, out, plan.inputs, is_restored=True)
+
+
+def _report(out: Path, plan: _Plan, shards: Sequence[Shard], notes: Sequence[str]) -> dict[str, Any]:
+    exact = all(model.is_exact for model in plan.models.values())
+    more = [] if exact else [f"no {ORIGINAL} says what the files were: their tensors are the same, the files may not be"]
+    count = sum(isinstance(data, Part) for model in plan.models.values() for data in model.data.values())
+    return {"out": str(out), "units": count, "shards": [shard.name for shard in shards], "exact": exact,
+            "nbytes": sum(shard.size for shard in shards), "notes": [*more, *notes]}

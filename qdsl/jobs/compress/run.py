@@ -1,0 +1,214 @@
+"""A checkpoint compressed: units encoded into pieces, pieces put together to files, both taken up where they were broken off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qdsl.checkpoint.files import components
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import Entry, shown
+from qdsl.codecs.lookup import StreamError
+from qdsl.host.files import check_output, identity
+from qdsl.host.processes import affordable, results
+from qdsl.jobs.compress import codecs, pieces, plan
+from qdsl.jobs.compress.model import Model, Shapes, decoded, lasting, plain
+from qdsl.jobs.compress.pieces import Complete, Piece
+from qdsl.jobs.compress.tensors import Bytes, Reader, placed
+from qdsl.jobs.compress.units import FORMATS, THREAD_COUNTS, Aim, left, needed, units
+from qdsl.jobs.engine import RewriteError, stage
+from qdsl.jobs.engine.complete import complete
+from qdsl.jobs.engine.shards import Copy, Shard, share
+from qdsl.jobs.engine.work import Tell, Telling, quiet, write
+
+
+def compress(path: Path, aim: Aim, out: Path, *, like: str | Path | None = None, shapes: Shapes | None = None,
+             jobs: int | None = 1, part: tuple[int, int] | None = None, check: bool = False, force: bool = False,
+             tell: Telling = quiet) -> dict[str, Any]:
+    """Write a checkpoint whose bfloat16 matrices are held in fewer bits, and all else is as it was.
+
+    path: a folder, one of several models, or a .safetensors file.  Of compressed models matrices are decoded on the way, those
+    that are coded together at a time; what is written is what the plain model would become.  like, shapes: as of
+    `decompress`, where files of compressed models do not state shapes.  part: (i, n), from 1: the i-th of n parts of the encoding
+    alone, which leaves the rest to a call without it, or to `merge`.  check: what was written is decoded and compared before it
+    takes its place.  force: whether a checkpoint in `out` is replaced.
+    What was done by an earlier call is not done again, where it was made of the same files by the same version; bytes do not
+    depend on jobs, parts or interruptions.  Until it is complete, what is compressed lies there twice.
+    tell: what, given how many bytes there are to encode and then to write, is told how many are.
+    Memory: at most 2.5 times the matrices that are held together, for each process.  jobs: processes, None for as many as there
+    are processors and memory for.
+    Raises RewriteError, CheckpointError and OSError.
+    """
+    check_output(out, path)
+    with components.opened(path) as folders:
+        aim = replace(aim, only=components.meant(folders, aim.only))
+        request = _plain({"command": "compress", "work": f"a compression to {aim.format}", "from": str(path.resolve()),
+                          "like": lasting(like), **asdict(aim)})
+        if stage.was_ended(out, request):
+            return _report(out, aim, (), (), [])
+        work = _work(path, folders, aim, out, like, shapes)
+        stage.begin(out, request, force)
+        jobs = jobs or _jobs(work)
+        mine = work.pieces if part is None else share(work.pieces, *part)
+        _encode([each for each in mine if pieces.read_contents(each) is None], jobs, tell)
+        if part is not None:
+            return _report(out, aim, _complete_pieces(mine), (), work.left)
+        return _finish(work, _complete_pieces(mine), out, jobs, check, tell)
+
+
+def merge(out: Path, *, shapes: Shapes | None = None, jobs: int | None = 1, tell: Telling = quiet) -> dict[str, Any]:
+    """Complete a checkpoint whose parts are all there.
+
+    Raises RewriteError where some are missing, or are not of the input as it is now.
+    """
+    request = stage.asked(out, {**stage.REQUESTS, "format": str, "threads": int, "patterns": ({"*": [str]}, None), "only": [str],
+                              "by_group": bool, "plain_config": bool, "like": (str, None)})
+    if request["format"] not in FORMATS or request["threads"] not in THREAD_COUNTS:
+        raise RewriteError(f"{out}: no compression to {shown(request['format'])} with {request['threads']} threads")
+    aim = Aim(request["format"], request["threads"], request.get("patterns"), request["by_group"], tuple(request["only"]),
+              request["plain_config"])
+    path = Path(request["from"])
+    with components.opened(path) as folders:
+        work = _work(path, folders, aim, out, request.get("like"), shapes)
+        done = _complete_pieces(work.pieces)
+        if missing := len(work.pieces) - len(done):
+            raise RewriteError(f"{out}: {missing} of {len(work.pieces)} pieces are not there, or not of {path} as it is now")
+        return _finish(work, done, out, jobs or _jobs(work), False, tell)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The work of one call.  left: notes on what stays as it is; used: by model the patterns of DF11's groups; sources: the
+    identities of files.
+    """
+
+    path: Path
+    models: Mapping[str, Model]
+    aim: Aim
+    pieces: Sequence[Piece]
+    left: Sequence[str]
+    used: Mapping[str, dict[str, list[str]]]
+    sources: Mapping[Path, list[Any]]
+
+
+def _work(path: Path, folders: Mapping[str, Folder], aim: Aim, out: Path, like: str | Path | None, shapes: Shapes | None,
+          ) -> _Work:
+    compressed = decoded({name: folder for name, folder in folders.items() if aim.means(name)}, like, shapes)
+    models = {name: compressed.get(name) or plain(folder) for name, folder in folders.items()}
+    every, used = units(models, aim)
+    sources = {each: identity(each) for folder in folders.values() for each in folder.shards}
+    return _Work(path, models, aim, pieces.pieces(every, aim, out / stage.STAGE, sources), left(models, aim, every), used,
+                 sources)
+
+
+def _jobs(work: _Work) -> int:
+    return affordable(needed(max(unit.nbytes_read for piece in work.pieces for unit in piece.units)))
+
+
+def _complete_pieces(every: Sequence[Piece]) -> Complete:
+    """The pieces that are complete, and their contents."""
+    return [(piece, contents) for piece in every if (contents := pieces.read_contents(piece)) is not None]
+
+
+def _plain(request: dict[str, Any]) -> dict[str, Any]:
+    """As JSON gives it back."""
+    patterns = request.get("patterns")
+    names = patterns and {key: list(parts) for key, parts in patterns.items()}
+    return {**request, "only": list(request["only"]), "patterns": names}
+
+
+def _encode(todo: Sequence[Piece], jobs: int, tell: Telling) -> None:
+    if not todo:
+        return
+    todo[0].path.parent.mkdir(exist_ok=True)                     # which goes with the stage, and all that a killed process left
+    before = after = 0
+    with tell(sum(each.size for each in todo)) as told, closing(results(pieces.encode, todo, min(jobs, len(todo)))) as sizes:
+        for piece, size in zip(todo, sizes, strict=True):
+            before += piece.size
+            after += size
+            told(before, f"{100 * after / before:.1f} % {piece.units[-1].label}")
+
+
+def _finish(work: _Work, complete_pieces: Complete, out: Path, jobs: int, check: bool, tell: Telling) -> dict[str, Any]:
+    """Files of pieces, and all that lies beside them."""
+    shards = plan.shards(work.models, work.aim, complete_pieces, work.sources)
+    todo = [shard for shard in shards if not stage.is_whole(shard, out)]
+    with tell(sum(shard.nbytes for shard in todo)) as told:
+        write(todo, out / stage.STAGE, jobs, told)
+    if check:
+        checks = list(_checks(shards, complete_pieces, out))
+        with tell(sum(each.piece.size for each in checks)) as told:
+            _check(checks, jobs, told)
+    read = {each for model in work.models.values()
+            for each in (*model.folder.shards, model.folder.root / model.folder.index_name)}
+    notes = complete(work.path, read, shards, plan.texts(work.models, work.aim, complete_pieces, work.used, shards), out,
+                     work.sources)
+    return _report(out, work.aim, complete_pieces, shards, [*work.left, *notes]) | {"checked": check}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A piece, and of its units that were encoded the names and where their tensors were written."""
+
+    piece: Piece
+    tensors: Mapping[str, Mapping[str, Bytes]]
+
+
+def _checks(shards: Sequence[Shard], complete_pieces: Complete, out: Path) -> Iterator[Check]:
+    written = {(shard.name.rpartition("/")[0], step.name): (stage.place(shard, out), step.to) for shard in shards
+               for step in shard.steps if isinstance(step, Copy)}
+    for piece, contents in complete_pieces:
+        units: dict[str, dict[str, Bytes]] = {}
+        for unit in piece.units:
+            for leaf in codecs.LEAVES[piece.aim.format] if unit.name not in contents.raw else ():
+                entry = contents.header.tensors[unit.full(leaf)]
+                path, start = written[unit.model, unit.full(leaf)]
+                units.setdefault(unit.name, {})[leaf] = placed(path, Entry(entry.dtype, entry.shape, start, start + entry.nbytes))
+        yield Check(piece, units)
+
+
+def _check(checks: Sequence[Check], jobs: int, told: Tell) -> None:
+    count = 0
+    with closing(results(different, checks, min(jobs, len(checks)))) as answers:
+        for check, wrong in zip(checks, answers, strict=True):
+            if wrong:
+                raise RewriteError(wrong)
+            count += check.piece.size
+            told(count, check.piece.units[-1].label)
+
+
+def different(check: Check) -> str:
+    """What a process does: '' where the tensors of all units stand for their matrices, else what is wrong."""
+    reader = Reader()
+    for unit in check.piece.units:
+        if unit.name not in check.tensors:
+            continue
+        shapes = [part.shape for part in unit.parts.values()]
+        try:
+            tensors = {leaf: data.read() for leaf, data in check.tensors[unit.name].items()}
+            matrices = codecs.decode(check.piece.aim.format, tensors, shapes, check.piece.aim.threads, every=True)
+        except StreamError as error:
+            return f"{unit.label}: {error}"
+        for (name, part), matrix in zip(unit.parts.items(), matrices, strict=True):
+            if not np.array_equal(reader.read(part).reshape(-1), matrix):
+                return f"{unit.label}: {shown(name)} is another matrix when it is decoded"
+    return ""
+
+
+def _report(out: Path, aim: Aim, complete_pieces: Complete, shards: Sequence[Shard], notes: Sequence[str],
+            ) -> dict[str, Any]:
+    encoded = [unit for unit, _, _ in pieces.encoded_units(complete_pieces)]
+    raw = [{"name": unit.label, "why": contents.raw[unit.name]} for piece, contents in complete_pieces for unit in piece.units
+           if unit.name in contents.raw]
+    before = sum(unit.nbytes for unit in encoded)
+    after = sum(contents.header.tensors[unit.full(leaf)].nbytes for unit, _, contents in pieces.encoded_units(complete_pieces)
+                for leaf in codecs.LEAVES[aim.format])
+    return {"out": str(out), "format": aim.format, "units": len(encoded), "matrices": sum(len(unit.parts) for unit in encoded),
+            "raw": raw, "nbytes_before": before, "nbytes_after": after,
+            "bits_per_weight": 16 * after / before if before else None,
+            "shards": [shard.name for shard in shards], "nbytes": sum(shard.size for shard in shards), "notes": list(notes)}

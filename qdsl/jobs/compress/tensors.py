@@ -1,0 +1,138 @@
+"""Where a tensor's numbers come from: bytes of a file, or a matrix that is decoded out of others."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import Entry, read_into, shown
+from qdsl.codecs.lookup import StreamError
+from qdsl.jobs.compress import codecs
+from qdsl.jobs.compress.codecs import NUMPY, Shape
+from qdsl.jobs.engine import RewriteError
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """A tensor in a file."""
+
+    path: Path
+    dtype: str
+    shape: Shape
+    start: int
+    nbytes: int
+
+    @property
+    def places(self) -> list[Bytes]:
+        """The tensors of files that it depends on."""
+        return [self]
+
+    def read(self) -> NDArray[Any]:
+        """In memory: of a map, a file that is cut meanwhile would end the process.  Raises CheckpointError for such a file."""
+        array = np.empty(self.shape, NUMPY[self.dtype])
+        read_into(self.path, self.start, octets(array))
+        return array
+
+
+def bytes_of(folder: Folder, name: str) -> Bytes:
+    """A tensor of a folder."""
+    return placed(folder.file(name).path, folder.entry(name))
+
+
+def placed(path: Path, entry: Entry) -> Bytes:
+    return Bytes(path, entry.dtype, entry.shape, entry.start, entry.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """Matrices that are coded together: the tensors of their streams, and in order their names, shapes and CRC-32 of their bytes.
+
+    where: the folder, for messages.  crc: None where it is unknown.  threads: of a block, in DF11.
+    """
+
+    where: str
+    format: str
+    name: str
+    tensors: Mapping[str, Bytes]
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    crc: tuple[int | None, ...]
+    threads: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices when they are decoded."""
+        return sum(2 * math.prod(shape) for shape in self.shapes)
+
+    def decoded(self) -> list[NDArray[np.uint16]]:
+        """The bit patterns of all matrices, [n] each.  Raises RewriteError for tensors that are damaged."""
+        tensors = {leaf: data.read() for leaf, data in self.tensors.items()}
+        try:
+            matrices = codecs.decode(self.format, tensors, self.shapes, self.threads)
+        except StreamError as error:
+            raise RewriteError(f"{self.where}: {shown(self.name)}: {error}") from None
+        for name, crc, matrix in zip(self.names, self.crc, matrices, strict=True):
+            if crc is not None and checksum(matrix) != crc:
+                raise RewriteError(f"{self.where}: {shown(name)} is not what was compressed: its tensors are damaged")
+        return matrices
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the matrices that are coded together.  number: which of them."""
+
+    coded: Coded
+    number: int
+
+    @property
+    def dtype(self) -> str:
+        return "BF16"
+
+    @property
+    def shape(self) -> Shape:
+        return self.coded.shapes[self.number]
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * math.prod(self.shape)
+
+    @property
+    def places(self) -> list[Bytes]:
+        """The tensors of files that it depends on."""
+        return list(self.coded.tensors.values())
+
+
+Data = Bytes | Part
+
+
+class Reader:
+    """Reads tensors one after the other, and decodes matrices that are coded together once if they follow one another."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Coded, list[NDArray[np.uint16]]] | None = None
+
+    def read(self, data: Data) -> NDArray[Any]:
+        """A tensor in its shape, bfloat16 as bit patterns.  Raises RewriteError for streams that are damaged."""
+        if isinstance(data, Bytes):
+            return data.read()
+        if self._last is None or self._last[0] is not data.coded:
+            self._last = None                                    # its memory first
+            self._last = data.coded, data.coded.decoded()
+        return self._last[1][data.number].reshape(data.shape)
+
+
+def octets(array: NDArray[Any]) -> memoryview:
+    """The bytes of an array, in order."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def checksum(array: NDArray[Any]) -> int:
+    return zlib.crc32(octets(array))

@@ -1,0 +1,133 @@
+"""What of a checkpoint becomes smaller: matrices that are held together, as bytes of files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from qdsl.checkpoint.files.components import within
+from qdsl.codecs.huffman_windows.reference import THREADS
+from qdsl.jobs.compress import patterns
+from qdsl.jobs.compress.model import WEIGHT, Model
+from qdsl.jobs.compress.tensors import Coded, Data, Part
+from qdsl.jobs.engine import RewriteError
+
+FORMATS = ("hlane", "fix4", "df11")
+THREAD_COUNTS = tuple(1 << power for power in range(3, 11))
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What matrices are to become.
+
+    threads: of a block, in DF11.  patterns: of its groups, None for those that names suggest.  by_group: files as dfloat11 cuts
+    them with save_single_file=False.  only: the models of a pipeline that are meant, none for all.  plain_config: config.json as
+    the dfloat11 package writes it, without settings that name qdsl and without a guard.
+    """
+
+    format: str
+    threads: int = THREADS
+    patterns: Mapping[str, Sequence[str]] | None = None
+    by_group: bool = False
+    only: tuple[str, ...] = ()
+    plain_config: bool = False
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether what takes more room than before is held so nevertheless, because the patterns ask for it."""
+        return self.patterns is not None
+
+    def means(self, model: str) -> bool:
+        return not self.only or model in self.only
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Matrices that are coded together, by their names.  model: the folder of a pipeline's model, ''.  name: of the module.
+
+    number: its place in the order of the files.  plain: why it stays plain, '' for one that is encoded.
+    """
+
+    model: str
+    name: str
+    parts: Mapping[str, Data]
+    number: int = 0
+    plain: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.parts.values())
+
+    @property
+    def source(self) -> Coded | None:
+        """What the first of its matrices is decoded out of; None for plain ones."""
+        first = next(iter(self.parts.values()))
+        return first.coded if isinstance(first, Part) else None
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes of all matrices in memory, those among them that are decoded together with its own."""
+        return max([self.nbytes, *(part.coded.nbytes for part in self.parts.values() if isinstance(part, Part))])
+
+    @property
+    def label(self) -> str:
+        """What it is called in the folder of all models."""
+        return within(self.model, self.name)
+
+    def full(self, leaf: str) -> str:
+        """What a tensor of it is called."""
+        return f"{self.name}.{leaf}" if self.name else leaf
+
+
+def units(models: Mapping[str, Model], aim: Aim) -> tuple[list[Unit], dict[str, dict[str, list[str]]]]:
+    """What becomes smaller, in the order of the files, and by model the patterns of DF11's groups.
+
+    Raises RewriteError where nothing does, and for patterns that do not fit.
+    """
+    if unknown := [name for name in aim.only if name not in models]:
+        raise RewriteError(f"no model {unknown[0]!r}: there are {', '.join(filter(None, models)) or 'not several here'}")
+    result: list[Unit] = []
+    used: dict[str, dict[str, list[str]]] = {}
+    for name, model in models.items():
+        if not aim.means(name):
+            continue
+        if aim.format == "df11":
+            chosen = patterns.found(patterns.matrices(model), patterns.modules(model)) if aim.patterns is None else {
+                key: list(each) for key, each in aim.patterns.items()}
+            groups = patterns.matched(model, chosen)
+            used |= {name: chosen} if groups else {}
+        else:
+            groups = {own.removesuffix(WEIGHT): [own] for own in model.names()
+                      if patterns.is_matrix(model, own) or patterns.is_stack(model, own)}
+        coded = {own for weights in groups.values() for own in weights}
+        result += [Unit(name, own, {each: model.data[each] for each in weights}) for own, weights in groups.items()]
+        result += [Unit(name, own, {own: data}, plain="it is no part of a unit that is encoded")
+                   for own, data in model.data.items() if isinstance(data, Part) and own not in coded]
+    if all(unit.plain for unit in result):
+        where = ", ".join(str(model.path) for model in models.values())
+        what = "no pattern names a module" if aim.patterns else "no bfloat16 matrix, whose exponents could be coded"
+        raise RewriteError(f"{where}: {what}")
+    return [replace(unit, number=number) for number, unit in enumerate(result)], used
+
+
+def left(models: Mapping[str, Model], aim: Aim, encoded: Iterable[Unit]) -> list[str]:
+    """What of the models that are meant stays as it is, in words; of tensors with one axis it goes without saying."""
+    coded = {(unit.model, name) for unit in encoded for name in unit.parts}
+    sums: dict[tuple[str, str, int], list[int]] = {}
+    for own, model in models.items():
+        for name in model.names() if aim.means(own) else ():
+            entry = model.entry(name)
+            if len(entry.shape) > 1 and (own, name) not in coded:
+                sums.setdefault((own, entry.dtype, len(entry.shape)), []).append(entry.nbytes)
+    kinds = "not of Linear or Embedding" + ("" if aim.format == "df11" else ", nor experts")
+    plain = "no pattern names them" if aim.patterns else kinds
+    others = [f"{own}: stays as it is; `--component {own}` compresses it" for own in models if not aim.means(own)]
+    described = (f"{own}{': ' * bool(own)}tensors of {dtype} with {axes} axes stay as they are, {len(sizes)} of "
+                 f"{sum(sizes)} bytes: {plain if dtype == 'BF16' else 'not bfloat16'}"
+                 for (own, dtype, axes), sizes in sums.items())
+    return [*others, *described]
+
+
+def needed(nbytes: int) -> int:
+    """Bytes of memory of a process, for matrices of so many that are held together."""
+    return 5 * nbytes // 2 + 100_000_000

@@ -1,0 +1,173 @@
+"""What the models of a checkpoint need in a GPU's memory, in several formats, from headers alone; and which of them fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+
+from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.files import components
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError, strict_json
+from qdsl.jobs.convert.plain import plain_layers
+from qdsl.jobs.engine import RewriteError
+
+AS_STORED = "as stored"
+MODELS = ("transformer", "unet", "text_encoder", "vae", "controlnet")  # how names of components with weights begin
+LOSSLESS = {"hlane": 10.8, "fix4": 12.0}                         # bits per weight, of normal weights and those of trained models
+# The formats that a plan chooses from: those that keep more of the numbers first, of lossless ones the faster.
+CHOICES = (AS_STORED, "fix4", "hlane", "q8_0", "fp8_channel", "q4_k", "nvfp4_ct")
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes of a model in a format: what stays in memory, and what is decoded at one time, in bfloat16: a weight, or a block."""
+
+    resident: int
+    scratch: int
+
+    @property
+    def peak(self) -> int:
+        return self.resident + self.scratch
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model of a checkpoint.  weights: numbers of all its tensors.  needs: by format, those that it can have."""
+
+    name: str
+    weights: int
+    needs: Mapping[str, Need]
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """A format for each model, by its name.  peak: bytes that their weights take at most, without activations."""
+
+    formats: Mapping[str, str]
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """together: the best combination with all models in memory; in_turn: with one at a time, but for the resident
+    ones; None where nothing fits, or where there is one model."""
+
+    models: tuple[Model, ...]
+    vram: int
+    resident: tuple[str, ...]
+    together: Combination | None = None
+    in_turn: Combination | None = None
+    commands: tuple[str, ...] = ()
+
+
+def capacity(path: Path, vram: int, resident: Collection[str] = (), ref: str = "") -> Capacity:
+    """What a checkpoint needs, the combinations of formats that lose least of those that fit, and the commands that write one.
+
+    ref: what commands call the checkpoint, by default its path.
+    resident: models that stay in memory while others run.  Sizes of hlane and fix4 are predicted: they depend on the numbers.
+    Raises CheckpointError, RewriteError for a name that no model has, and OSError.
+    """
+    with components.opened(path) as folders:
+        if missing := _missing(path, folders):
+            raise RewriteError(f"{path}: no weights in {missing[0]}, which {components.PIPELINE} names")
+        if unknown := [name for name in resident if name not in folders]:
+            raise RewriteError(f"{path}: no model {unknown[0]!r}: there are {', '.join(filter(None, folders)) or 'not several'}")
+        meant = components.meant(folders) or tuple(folders)
+        models = tuple(_model(name, folder, name in meant) for name, folder in folders.items())
+    together = _best(models, vram, [model.name for model in models])
+    in_turn = _best(models, vram, resident) if len(models) > 1 else None
+    best = together or in_turn
+    return Capacity(models, vram, tuple(resident), together, in_turn, _commands(ref or str(path), best.formats if best else {}))
+
+
+def _missing(path: Path, folders: Collection[str]) -> list[str]:
+    """Models that a pipeline's index names, and of which there is no folder with weights."""
+    index = path / components.PIPELINE
+    if not index.is_file():
+        return []
+    found = strict_json(index.read_bytes(), str(index), depth=8)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{index}: not a JSON object")
+    return [name for name, entry in found.items() if name.startswith(MODELS) and name not in folders
+            and isinstance(entry, list) and all(isinstance(part, str) for part in entry)]
+
+
+def _commands(ref: str, formats: Mapping[str, str]) -> tuple[str, ...]:
+    """The commands that write a checkpoint with its models in these formats; one takes what the one before it wrote."""
+    commands = []
+    for model, format in formats.items():
+        if format != AS_STORED:
+            out = f"{ref.rstrip('/').rpartition('/')[2]}{f'-{model}' if model else ''}-{format}"
+            verb = "compress" if format in LOSSLESS else "quantize"
+            commands.append(f"qdsl {verb} {ref} --format {format}{f' --component {model}' if model else ''} --out {out}")
+            ref = out
+    return tuple(commands)
+
+
+def _model(name: str, folder: Folder, is_meant: bool) -> Model:
+    entries = {full: folder.entry(full) for full in folder.names()}
+    stored = sum(entry.nbytes for entry in entries.values())
+    known = layers(folder)
+    # Of models that are packed already, the weights that their tensors stand for.
+    packed = [(layer.experts or 1, math.prod(layer.shape)) for layer in known.layers]
+    owned = {own for layer in known.layers for own in layer.tensors.values()}
+    owned |= {own for group in known.groups for own in group.tensors.values()}
+    weights = sum(math.prod(entry.shape) for full, entry in entries.items() if full not in owned)
+    weights += sum(experts * numbers for experts, numbers in packed) + sum(group.numbers for group in known.groups)
+    if not is_meant or known.layers or known.groups:             # an autoencoder, or quantized already
+        decoded = [numbers for _, numbers in packed] + [group.numbers for group in known.groups]
+        return Model(name, weights, {AS_STORED: Need(stored, 2 * max(decoded, default=0))})
+    found = {layer.name: layer for layer in plain_layers(folder)[0]}
+    sizes = {layer.name: (layer.experts or 1, *layer.shape) for layer in found.values()}
+    plain = {layer.name: sum(entries[full].nbytes for full in layer.tensors.values()) for layer in found.values()}
+    largest = max((2 * n * k for _, n, k in sizes.values()), default=0)
+    needs = {AS_STORED: Need(stored, 0)}
+    for format, bits in LOSSLESS.items():
+        matrices = [entry for entry in entries.values() if len(entry.shape) in (2, 3) and entry.dtype == "BF16"]
+        saved = sum(entry.nbytes - int(math.prod(entry.shape) * bits / 8) for entry in matrices)
+        if matrices:
+            needs[format] = Need(stored - saved, largest)
+    for format in (each for each in CHOICES if each not in needs):
+        nbytes_of = {layer: experts * nbytes for layer, (experts, n, k) in sizes.items() if (nbytes := _nbytes(format, n, k))}
+        if nbytes_of:
+            needs[format] = Need(stored + sum(nbytes - plain[layer] for layer, nbytes in nbytes_of.items()), largest)
+    return Model(name, weights, needs)
+
+
+@cache
+def _nbytes(format: str, n: int, k: int) -> int | None:
+    """Bytes of a weight [N, K] in a format, None where it cannot hold it."""
+    from qdsl.runtime.weight.errors import FormatError
+
+    try:
+        weight = import_module(f"qdsl.generated.{format}").FORMAT.empty((n, k))
+    except FormatError:
+        return None
+    return sum(int(tensor.nbytes) for tensor in weight.tensors.values())
+
+
+def _best(models: Sequence[Model], vram: int, resident: Collection[str]) -> Combination | None:
+    """The combination that fits and loses least: the worst format first, then the sum of all, then memory."""
+    fitting = (each for each in _combinations(models, resident) if each.peak <= vram)
+    ranks = {format: rank for rank, format in enumerate(CHOICES)}
+
+    def loss(each: Combination) -> tuple[int, int, int]:
+        chosen = [ranks[format] for format in each.formats.values()]
+        return max(chosen), sum(chosen), each.peak
+
+    return min(fitting, key=loss, default=None)
+
+
+def _combinations(models: Sequence[Model], resident: Collection[str]) -> Iterator[Combination]:
+    """All choices of formats; models that are not resident are in memory one at a time."""
+    for formats in product(*(model.needs for model in models)):
+        needs = {model.name: model.needs[format] for model, format in zip(models, formats, strict=True)}
+        stays = sum(needs[name].resident for name in resident)
+        turns = [need.scratch if name in resident else need.peak for name, need in needs.items()]
+        yield Combination({model.name: format for model, format in zip(models, formats, strict=True)}, stays + max(turns))

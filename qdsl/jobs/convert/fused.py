@@ -1,0 +1,23 @@
+"""Layers that engines run as one product, whose scales of the whole weight must therefore be the same."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from qdsl.checkpoint.detect.layers import Layer
+
+# The last names of modules that vLLM and others join along N.  llm-compressor and ModelOpt give their NVFP4 weights one scale.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
+         ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"), ("query", "key", "value"))
+_FAMILY = {name: names for names in FUSED for name in names}
+
+
+def fused_layers(layers: Iterable[Layer]) -> Mapping[str, tuple[Layer, ...]]:
+    """For the names of layers that engines fuse with others, those and the layer itself, in the order of `layers`."""
+    families: dict[tuple[str, tuple[str, ...]], list[Layer]] = defaultdict(list)
+    for layer in layers:
+        parent, _, name = layer.name.rpartition(".")
+        if name in _FAMILY and layer.experts is None:
+            families[parent, _FAMILY[name]].append(layer)
+    return {layer.name: tuple(family) for family in families.values() if len(family) > 1 for layer in family}

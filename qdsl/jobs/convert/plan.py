@@ -1,0 +1,433 @@
+"""What becomes of every tensor of a checkpoint: in which file it goes, where, and out of which bytes.
+
+Files are those of the input.  A layer's tensors go into the file that holds the largest of them now.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from qdsl.checkpoint.detect.groups import refuse_groups
+from qdsl.checkpoint.detect.header_claims import Stated
+from qdsl.checkpoint.detect.ignored import is_skipped
+from qdsl.checkpoint.detect.layer_weights import module_of, unread
+from qdsl.checkpoint.detect.layers import Layer, Layers
+from qdsl.checkpoint.detect.rules import EXPERTS, choices, numbers, saying, says_extents, says_numbers
+from qdsl.checkpoint.detect.tensor_names import WEIGHT
+from qdsl.checkpoint.files.components import within
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import Entry, TensorFile, laid_out, shown, torch_dtypes
+from qdsl.core.shapes import granule
+from qdsl.core.stored import Description
+from qdsl.host.files import digest, identity
+from qdsl.jobs.convert import encoded, header
+from qdsl.jobs.convert.aim import Aim, become, description, params_in, shares_scale, target
+from qdsl.jobs.convert.fused import fused_layers
+from qdsl.jobs.engine import RewriteError
+from qdsl.jobs.engine.shards import Copy, Shard, Step, copy, in_order
+
+if TYPE_CHECKING:
+    import torch
+
+    from qdsl.runtime.weight.format import Format
+    from qdsl.runtime.weight.packed import PackedWeight
+
+
+_Named = list[tuple[str, str, tuple[str, tuple[int, ...]]]]       # new tensors: names in the storage and in files, dtypes, shapes
+WHOLE = ("modelopt",)                                            # storages with 'down_proj_weight_scale', not 'down_proj_scale'
+OF_LINEARS = "compressed-tensors"                                # whose settings are of Linear modules alone
+SAID = 8                                                         # problems, of those that there are
+LONGEST = -1.1754943508222875e-38                                # a float32 with as many letters as any
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A layer that becomes something else; where its tensors, named as there, go in the new file.
+
+    names: what its tensors are called in the new file.  settings: words that small tensors beside it have, as the config has
+    them.  source: the folder that has the layer.  model: that of a pipeline, ''.  sharing: the layers that share a super-scale
+    with it, itself among them; none where it has its own.  has_streams: whether some of its tensors are as long as an entropy
+    code, whose extents are 0 until `encoded`, a file of qdsl/jobs/convert/encoded.py, holds them.
+    """
+
+    layer: Layer
+    aim: Aim
+    to: Mapping[str, Entry]
+    names: Mapping[str, str]
+    settings: Mapping[str, Any]
+    source: Path
+    model: str = ""
+    sharing: tuple[Layer, ...] = ()
+    has_streams: bool = False
+    encoded: Path | None = None
+
+    @property
+    def label(self) -> str:
+        """The layer's name in the folder of all models."""
+        return within(self.model, self.layer.name)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.to.values())
+
+    @property
+    def extents(self) -> Sequence[tuple[int, int]]:
+        return [(entry.start, entry.nbytes) for entry in self.to.values()]
+
+    def write(self, out: BinaryIO) -> tuple[str, dict[str, Any]] | None:
+        """What requantizing it cost, None where it is exact.  Raises RewriteError where the storage cannot hold it after all."""
+        from qdsl.jobs.convert.steps import change
+
+        if self.encoded is not None:
+            return encoded.copy(self, self.encoded, out)
+        cost = change(self, out)
+        return None if cost is None else (self.label, asdict(cost))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The files of a folder, the layers that change, as they are now, and those that do not.
+
+    left: layers that stay as they are, and why.  inputs: the identities of the folder's files.
+    """
+
+    aim: Aim
+    shards: tuple[Shard, ...]
+    changed: tuple[Layer, ...]
+    kept: tuple[Layer, ...]
+    left: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[Path, list[Any]] = field(default_factory=dict)
+
+    @property
+    def format(self) -> str:
+        """That of the layers that change, when they have changed."""
+        return self.aim.format if self.aim.requantize else self.changed[0].format
+
+    @property
+    def storages(self) -> list[tuple[str, str]]:
+        """The format and the storage of all layers, when they have changed."""
+        made = [(self.aim.format if self.aim.requantize else layer.format, self.aim.storage) for layer in self.changed]
+        return [*made, *((layer.format, layer.storage) for layer in self.kept)]
+
+    @property
+    def params(self) -> list[Mapping[str, int | str]]:
+        """Of all layers, when they have changed."""
+        known: dict[str, Mapping[str, int | str]] = {}            # thousands of layers have the same
+        for layer in self.changed:
+            if not self.aim.exact(layer) and self.aim.format not in known:
+                known[self.aim.format] = params_in(layer, self.aim)
+        return [layer.params if self.aim.exact(layer) else known[self.aim.format] for layer in (*self.changed, *self.kept)]
+
+    @property
+    def tensors(self) -> list[Collection[str]]:
+        """Their names in the storage, of all layers, when they have changed."""
+        made = [step.to for shard in self.shards for step in shard.steps if isinstance(step, Change)]
+        return [*made, *(layer.tensors for layer in self.kept)]
+
+
+@dataclass(slots=True)
+class _File:
+    """A file as it is planned: what its tensors are called and are, and out of what they come."""
+
+    old: TensorFile
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    copied: list[str] = field(default_factory=list)
+    layers: list[tuple[Layer, dict[str, str]]] = field(default_factory=list)
+
+
+def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
+    """Every layer that is meant as it is to become, and all else as it is.  model: that of a pipeline, ''.
+
+    Nothing but headers is read, indices of columns, and of each quantized layer some rows, to see that it can be converted.
+    Raises RewriteError with every quantized layer that cannot; plain ones are left.
+    """
+    known = layers.layers
+    wanted = [layer for layer in known if aim.meant(layer)]
+    changed = [layer for layer in wanted if not aim.reached(layer)]
+    _refuse(folder, [(layer, layer.why) for layer in known if not layer.format])
+    if not wanted and not aim.is_from_plain:
+        refuse_groups(folder, layers.groups)
+        raise RewriteError(f"{folder.path}: no layer of format {aim.format}" if known else
+                           f"{folder.path}: no quantized layer; `qdsl quantize FOLDER --format FORMAT` quantizes plain ones")
+    named: dict[str, _Named] = {}
+    problems: list[tuple[Layer, str]] = []
+    for layer in changed:
+        try:
+            named[layer.name] = _named(folder, layer, aim)
+        except RewriteError as error:
+            problems.append((layer, str(error)))
+    if not aim.is_from_plain and not (aim.keep_misfits and named):
+        _refuse(folder, [(layer, f"{layer.format}.{layer.storage} cannot be {aim.storage}: {why}") for layer, why in problems],
+                *([] if aim.requantize else ["--requantize FORMAT writes other numbers, and says how far they are from these"]),
+                *(["--keep-misfits leaves them as they are"] if named else []))
+    changed = [layer for layer in changed if layer.name in named]
+    files = _files(folder, [(layer, named[layer.name]) for layer in changed])
+    kept = tuple(layer for layer in known if not aim.meant(layer) or aim.reached(layer) or
+                 (layer.name not in named and not aim.is_from_plain))
+    said = _stated(folder, files.values(), kept, aim)
+    sources = {path: identity(path) for path in folder.shards}
+    sharing = fused_layers(layer for layer in changed if shares_scale(layer, aim))
+    shards = tuple(_shard(folder, file, said[path], aim, sources, model, sharing) for path, file in files.items() if file.tensors)
+    left = {layer.name: "a pattern names it" for layer in known if not aim.is_from_plain and is_skipped(layer.name, aim.skip)}
+    return Plan(aim, shards, tuple(changed), kept, left | {layer.name: why for layer, why in problems}, sources)
+
+
+def _files(folder: Folder, layers: Sequence[tuple[Layer, _Named]]) -> dict[Path, _File]:
+    """The files with the new tensors of layers and all tensors of others.  Raises RewriteError where two have one name."""
+    files = {file.path: _File(file) for file in folder.files()}
+    gone = {full for layer, _ in layers for full in (*layer.tensors.values(), *layer.settings)}
+    for name in folder.names():
+        if name not in gone:
+            file = files[folder.file(name).path]
+            file.copied.append(name)
+            file.tensors[name] = (folder.entry(name).dtype, folder.entry(name).shape)
+    for layer, named in layers:
+        largest = max(layer.tensors.values(), key=lambda name: folder.entry(name).nbytes)
+        file = files[folder.file(largest).path]
+        for _, full, kind in named:
+            if full in file.tensors:
+                raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: there is a tensor {shown(full)} already")
+            file.tensors[full] = kind
+        file.layers.append((layer, {name: full for name, full, _ in named}))
+    names = [name for file in files.values() for name in file.tensors]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RewriteError(f"{folder.path}: two tensors would be called {shown(twice)}")
+    return files
+
+
+def _stated(folder: Folder, files: Collection[_File], kept: Sequence[Layer], aim: Aim) -> dict[Path, dict[str, str]]:
+    """The metadata of the files, which say in each what all weights are, where producers want that."""
+    changed = {header.weight(layer): header.said(layer, target(layer, aim).name, aim.storage, params_in(layer, aim), list(names))
+               for file in files for layer, names in file.layers}
+    ours = {full for layer in kept for full in layer.tensors.values()}
+    ours |= {full for file in files for _, names in file.layers for full in names.values()}
+    plain = [name for file in files for name in file.tensors if name not in ours]
+    new = header.texts(Stated(folder), changed, kept, plain)
+    gone = [*changed, *(layer.name for file in files for layer, _ in file.layers)]
+    return {file.old.path: header.renewed(file.old.header.metadata, new, gone, plain) for file in files}
+
+
+def _refuse(folder: Folder, problems: Sequence[tuple[Layer, str]], *advice: str) -> None:
+    """Raises RewriteError where there are any; each is told once, as a checkpoint may have thousands of layers that are alike."""
+    if not problems:
+        return
+    alike: dict[str, list[str]] = {}
+    for layer, problem in problems:
+        alike.setdefault(problem, []).append(shown(layer.name))
+    lines = [f"{folder.path}: layer {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {problem}"
+             for problem, names in alike.items()]
+    more = [f"... and {sum(map(len, list(alike.values())[SAID:]))} layers more"] if len(alike) > SAID else []
+    raise RewriteError("\n".join([*lines[:SAID], *more, *advice]))
+
+
+def _named(folder: Folder, layer: Layer, aim: Aim) -> _Named:
+    """A layer's new tensors: their names in the storage and in files, dtypes and shapes.
+
+    Raises RewriteError where the storage cannot hold the layer.
+    """
+    dtypes = {dtype: name for name, dtype in torch_dtypes().items()}
+    storages = [item for variant in description(target(layer, aim).name).variants.values() for item in variant.items()]
+    layouts = [layout for _, layout in sorted(storages, key=lambda item: item[0] == aim.storage)]   # its own names come last
+    aliases = {name: stored.aliases for layout in layouts for name, stored in layout.items()}
+    format, params = target(layer, aim).name, params_in(layer, aim)
+    stated = header.rule(format, aim.storage, params) is not None
+    if aim.is_from_plain and layer.experts is not None and producer(format, aim.storage) == OF_LINEARS:
+        raise RewriteError(f"{OF_LINEARS} has no names for experts in one tensor")
+    tensors = tensors_in(folder, layer, aim)
+    if wrong := header.unsaid(layer, format, aim.storage, params, list(tensors)):
+        raise RewriteError(wrong)
+    named = []
+    for name, (dtype, shape) in tensors.items():
+        shape = header.seen(format, aim.storage, name, layer.shape, params, shape) or shape
+        full = header.called(layer, format, aim.storage, name) if stated else \
+            full_name(layer, name, aliases.get(name, ()), aim.storage in WHOLE)
+        named.append((name, full, (dtypes[dtype], shape)))
+    return named
+
+
+def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """What tensors a layer will have, their dtypes and shapes: those of the storage, and small ones that its producer adds.
+
+    Some rows are converted, all where what the storage does not store may differ from row to row.
+    Raises RewriteError where the storage cannot hold the layer, CheckpointError where its tensors do not fit together.
+    """
+    from qdsl.runtime.weight.packed import FormatError
+
+    format, params = target(layer, aim), params_in(layer, aim)
+    known = description(format.name)
+    written = dict.fromkeys(name for storages in known.variants.values() for name in storages)
+    if aim.storage not in written:
+        raise RewriteError("it is made when a checkpoint is loaded" if aim.storage in format.storages else
+                           f"{format.name} has no such storage; it has {', '.join(written)}")
+    try:
+        if layer.experts is not None and has_streams(layer, aim):
+            raise RewriteError("an entropy code has all rows of a matrix in one, and these are experts in one tensor")
+        other = format.empty(layer.shape, aim.storage, "meta", (), **params)
+        stored = [_quantized(format, aim.storage, layer.shape, tuple(aim.options.items()))] if aim.is_from_plain else \
+            [_stored(weight, _sample(weight, other, layer, aim), aim.exact(layer)) for weight in unread(folder, layer)]
+    except FormatError as error:
+        raise RewriteError(str(error)) from None
+    if any(each != stored[0] for each in stored):
+        raise RewriteError("some of its experts need other tensors there")
+    if layer.turned:
+        _check_turned(stored[0], known, header.rule(format.name, aim.storage, params) is not None)
+    if layer.experts is not None and says_numbers(known):
+        raise RewriteError("what tensors of numbers say there beside a weight, none says of experts in one tensor")
+    if layer.experts is not None and not says_extents(known):
+        return {name: (dtype, (layer.experts, *(shape[::-1] if layer.turned else shape)))
+                for name, (dtype, shape) in stored[0].items()}
+    if layer.experts is not None:
+        _check_flat(layer, other, numbers(known))
+    found = {name: (dtype, shape if layer.experts is None else (layer.experts * shape[0], *shape[1:]))
+             for name, (dtype, shape) in stored[0].items() if name not in numbers(known)}
+    return found | {name: (dtype, small) for name, (dtype, small, _)
+                    in beside(layer, format, params, _settings(folder, format)).items()}
+
+
+def _check_turned(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], known: Description, stated: bool) -> None:
+    """Raises RewriteError where experts' weights cannot be [E, K, N], as the model has them."""
+    if stated or says_extents(known) or any(len(shape) > 2 for _, shape in tensors.values()):
+        raise RewriteError("its experts are [E, K, N], and there they are [E, N, K]")
+
+
+def _check_flat(layer: Layer, other: PackedWeight, numbers: Sequence[str]) -> None:
+    """Raises RewriteError where tensors cannot run through all experts."""
+    if numbers:
+        raise RewriteError(f"'{numbers[0]}' is one number for all experts there")
+    axes = [axis for tensor in other.layout.tensors.values() for axis in tensor.axes]
+    axes += [axis for kind in other.variant.fields.values() for axis in kind.axes]
+    step = granule(axes, "N", other.sizes, layer.shape[1])       # of all experts; other.step is that of one
+    if layer.shape[0] % step:
+        raise RewriteError(f"experts of {layer.shape[0]} rows would share blocks, which begin every {step} rows")
+
+
+def producer(format: str, storage: str) -> str:
+    """Whose settings state a storage, '' where no page knows any."""
+    rules = description(format).detect.get("config", [])
+    return next((rule["quant_method"] for rule in (rules if isinstance(rules, list) else [rules])
+                 if rule.get("storage", storage) == storage and "quant_method" in rule), "")
+
+
+def _settings(folder: Folder, format: Format) -> dict[str, Any]:
+    """What the config has of the settings that small tensors beside a weight have, too."""
+    return {name: folder.config[name] for name in choices(description(format.name)) if name in folder.config}
+
+
+def beside(layer: Layer, format: Format, params: Mapping[str, int | str], settings: Mapping[str, Any],
+           told: Mapping[str, float] | None = None) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    """The small tensors that a producer puts beside a weight, or beside those of experts in one tensor: dtype, shape, bytes.
+
+    told: the tensors of one number that are said in JSON; without them it is as long as it can be, and no longer with them.
+    """
+    known = description(format.name)
+    values = {"N": layer.shape[0], "K": layer.shape[1], **params, **({} if layer.experts is None else {EXPERTS: layer.experts})}
+    longest = saying(known, {**values, **dict.fromkeys(numbers(known), LONGEST)}, settings)
+    found = longest if told is None else saying(known, {**values, **told}, settings)
+    dtypes = {str(dtype)[6:]: dtype for dtype in torch_dtypes().values()}
+    return {name: (dtypes[dtype], shape, found[name][2].ljust(len(data))) for name, (dtype, shape, data) in longest.items()}
+
+
+def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Aim) -> PackedWeight:
+    """A weight's first rows as they will be.  Raises FormatError where some rows cannot be so."""
+    import torch
+
+    least = math.lcm(weight.step("N"), other.step("N"))
+    fields = weight.variant.fields
+    every = aim.exact(layer) and any(fields[name].type != "index" for name in other.layout.where)
+    if weight.layout.streams and not every:                      # which can be cut nowhere, but some of whose rows can be decoded
+        rows = weight.open_rows(torch.arange(min(weight.shape[0], other.step("N"))))
+        if rows is not None:
+            return become(rows, layer, aim)
+    found = []
+    for start in range(0, weight.shape[0] if every else 1, least):
+        part = weight.format.checked(weight.cut("N", start, min(start + least, weight.shape[0])))
+        found.append(become(part, layer, aim))
+    return found[0]
+
+
+def _stored(weight: PackedWeight, sample: PackedWeight, exact: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The tensors of a whole weight, by those of some rows; what is left out because of its numbers, all rows decide."""
+    from qdsl.runtime.weight.convert import omitted
+
+    names, layout = set(sample.tensors), sample.layout
+    if exact and layout.omits:
+        open_ = {name for name, stored in layout.tensors.items() if stored.optional in layout.omits}
+        names = names - open_ | open_ - omitted(weight.format.checked(weight), layout)
+    every = sample.format.stored(sample.derive({}, weight.shape))
+    return {name: every[name] for name in every if name in names}
+
+
+@cache
+def _quantized(format: Format, storage: str, shape: tuple[int, int], options: tuple[tuple[str, Any], ...],
+               ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The tensors of a quantized weight, the same for all numbers.  Raises FormatError for a shape that does not fit."""
+    import torch
+
+    params = {name: value for name, value in options if name in format.params}
+    whole = format.empty(shape, storage, "meta", (), **params)
+    rows = min(shape[0], whole.step("N"))
+    return _stored(whole, format.quantize(torch.ones(rows, shape[1]), storage, **dict(options)), False)
+
+
+def full_name(layer: Layer, name: str, aliases: Sequence[str] = (), whole: bool = False) -> str:
+    """What a tensor of a storage is called in a checkpoint: as the layer calls the one of that name now, else by it.
+
+    An alias that has a dot where the name cannot have one is what files call it.  A weight with a name of its own gives it to
+    those beside it: 'weight_scale' is 'down_proj_scale', or, `whole`, 'down_proj_weight_scale'.  Raises RewriteError where
+    nothing says what they are called.
+    """
+    if not layer.stacked:
+        if name in layer.tensors:
+            return layer.tensors[name]
+        name = next((alias for alias in aliases if alias.replace(".", "_") == name), name)
+        return f"{layer.name}.{name}" if layer.name else name
+    for leaf in (*(alias for alias in aliases if alias.replace(".", "_") == name), name):
+        if leaf.startswith(WEIGHT):
+            return f"{layer.name}_{leaf}" if whole and leaf != WEIGHT else layer.name + leaf.removeprefix(WEIGHT)
+    if f"_{name}" in aliases:
+        return f"{layer.name}_{name}"
+    raise RewriteError(f"nobody says what '{name}' is called beside experts in one tensor")
+
+
+def has_streams(layer: Layer, aim: Aim) -> bool:
+    """Whether a layer will have tensors that are as long as an entropy code."""
+    return bool(target(layer, aim).storage(aim.storage, params_in(layer, aim))[1].streams)
+
+
+def _shard(folder: Folder, file: _File, metadata: Mapping[str, str], aim: Aim, known: Mapping[Path, list[Any]], model: str,
+           sharing: Mapping[str, tuple[Layer, ...]]) -> Shard:
+    path = file.old.path
+    start, head = laid_out(path, file.tensors, metadata)
+    places = head.tensors
+    steps: list[Step] = [copy(folder, name, places[name]) for name in file.copied]
+    steps += [Change(layer, aim, {name: places[full] for name, full in names.items()}, names,
+                     _settings(folder, target(layer, aim)), folder.path, model, sharing.get(layer.name, ()),
+                     has_streams(layer, aim)) for layer, names in file.layers]
+    ordered = in_order(steps)
+    return Shard(within(model, path.name), start, head.size, tuple(places), ordered, _key(folder, file, start, ordered, known))
+
+
+def _key(folder: Folder, file: _File, start: bytes, steps: Sequence[Step], known: Mapping[Path, list[Any]]) -> str:
+    """A digest of all that a file's bytes depend on: the formats, the layers, and the files that are read."""
+    sources = {folder.file(name).path for name in file.copied}
+    layers = {each.name: each for step in steps if isinstance(step, Change) for each in (step.layer, *step.sharing)}
+    sources |= {folder.file(full).path for layer in layers.values() for full in layer.tensors.values()}
+    return digest(start.hex(), [known[path] for path in sorted(sources)], list(map(_said, steps)))
+
+
+def _said(step: Step) -> list[Any]:
+    if isinstance(step, Copy):
+        return [step.path.name, step.start, step.nbytes]
+    assert isinstance(step, Change)
+    layer = step.layer
+    aim = replace(step.aim, ignore=None).data()
+    return [module_of(layer).FORMAT.key, target(layer, step.aim).key, aim, layer.storage, dict(layer.params),
+            layer.shape, layer.experts, layer.turned, dict(layer.tensors),
+            {name: entry.start for name, entry in step.to.items()}, dict(step.settings),
+            *([[each.format, each.storage, dict(each.tensors)] for each in step.sharing])]

@@ -1,0 +1,243 @@
+"""A folder converted: planned, written shard by shard, taken up again where it was broken off, by one machine or by many.
+
+A shard is written into the stage (qdsl/jobs/engine); when all are there, they are made a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from qdsl.checkpoint.detect.groups import refuse_groups
+from qdsl.checkpoint.detect.layers import Layers, layers
+from qdsl.checkpoint.detect.shaped import Shapes, shaped_layers
+from qdsl.checkpoint.files import components
+from qdsl.checkpoint.files.components import within
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import shown
+from qdsl.checkpoint.report import worker
+from qdsl.host.files import check_output
+from qdsl.host.processes import results
+from qdsl.jobs.convert import encoded
+from qdsl.jobs.convert.aim import Aim, aimed
+from qdsl.jobs.convert.config import readers, rewritten, stale
+from qdsl.jobs.convert.encoded import Piece
+from qdsl.jobs.convert.plain import plain_layers
+from qdsl.jobs.convert.plan import Change, Plan, plan
+from qdsl.jobs.convert.report import relative_rms
+from qdsl.jobs.engine import RewriteError, stage
+from qdsl.jobs.engine.complete import complete
+from qdsl.jobs.engine.shards import Shard, index, share
+from qdsl.jobs.engine.work import Telling, quiet, write
+from qdsl.jobs.gguf.quality import Sums
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A folder that is rewritten: by itself, '', or a model of a pipeline.  left: matrices that stay plain, and why."""
+
+    name: str
+    folder: Folder
+    layers: Layers
+    plan: Plan
+    left: Mapping[str, str] = field(default_factory=dict)
+
+
+def convert(folder: Folder, known: Layers, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int, int] | None = None,
+            force: bool = False, tell: Telling = quiet) -> dict[str, Any]:
+    """Write a checkpoint whose quantized layers have become what is aimed at, and all else is as it was.
+
+    part: (i, n), from 1: the i-th of n parts of the shards alone, which leaves the rest to `merge`.
+    force: whether a checkpoint in `out` is replaced.
+    What was done by an earlier call is not done again, where it was made of the same files by the same version; bytes do not
+    depend on jobs, parts or interruptions.
+    tell: what, given the bytes of all tensors, is told how many are written.
+    Memory: twice the largest tensor for each process, beside torch; to requantize some float32 weights as large as the largest.
+    Raises RewriteError, CheckpointError and OSError.
+    """
+    check_output(out, folder.path)
+    return _rewrite(folder.path, [_Model("", folder, known, plan(folder, known, aim))], aim, out, jobs, part, force, tell)
+
+
+def quantize(path: Path, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int, int] | None = None, force: bool = False,
+             tell: Telling = quiet) -> dict[str, Any]:
+    """Write a checkpoint whose plain Linear layers are quantized, and all else is as it was.
+
+    path: a folder, one of several models, or a .safetensors file.  aim: of `aimed` with `ignore`.  part, force, tell: as of
+    `convert`, which says what holds after an interruption, too.
+    Memory: the largest quantized tensor for each process, beside torch, and some float32 weights.
+    Raises RewriteError for folders that are quantized already or that have nothing to quantize, CheckpointError and OSError.
+    """
+    check_output(out, path)
+    with components.opened(path) as models:
+        aim = replace(aim, only=components.meant(models, aim.only))
+        return _rewrite(path, _quantized(path, models, aim), aim, out, jobs, part, force, tell)
+
+
+def _quantized(path: Path, models: Mapping[str, Folder], aim: Aim) -> list[_Model]:
+    """The models, those that are meant with their plain layers quantized."""
+    if unknown := [name for name in aim.only if name not in models]:
+        raise RewriteError(f"{path}: no model {shown(unknown[0])}: there are {', '.join(filter(None, models)) or 'not several'}")
+    found = []
+    for name, folder in models.items():
+        known = layers(folder)
+        is_meant = name in aim.only or not aim.only
+        if is_meant and known.layers:
+            raise RewriteError(f"{folder.path}: layer {shown(known.layers[0].name)} is quantized already; `qdsl convert "
+                               "--requantize` writes another format")
+        if is_meant:
+            refuse_groups(folder, known.groups)
+        chosen, left = plain_layers(folder, aim.ignore or ()) if is_meant else ([], {"": f"`--component {name}` quantizes it"})
+        planned = plan(folder, replace(known, layers=chosen), aim, name)
+        used = {full for layer in planned.changed for full in layer.tensors.values()}
+        known = replace(known, layers=[*planned.changed], plain=[full for full in folder.names() if full not in used])
+        found.append(_Model(name, folder, known, planned, {**left, **planned.left}))
+    if not any(model.plan.changed for model in found):
+        why = next(iter(dict.fromkeys(why for model in found for why in model.plan.left.values())), "no plain Linear layer")
+        raise RewriteError(f"{path}: nothing to quantize: {why}")
+    return found
+
+
+def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: int, part: tuple[int, int] | None, force: bool,
+             tell: Telling) -> dict[str, Any]:
+    shards = [shard for model in models for shard in model.plan.shards]
+    what = f"a quantization to {aim.label}" if aim.is_from_plain else f"a conversion to {aim.label}"
+    request = {"command": "convert", "work": what, "from": str(path.resolve()), **aim.data()}
+    if stage.was_ended(out, request):
+        shards = [replace(shard, size=(out / shard.name).stat().st_size) for shard in shards]     # entropy codes have theirs
+        return _report(models, aim, out, shards, 0, [f"{out} was complete already; what it cost is not measured again"], {})
+    place = stage.begin(out, request, force)
+    pieces = encoded.pieces(shards, place)
+    if pieces:
+        _encode(pieces if part is None else share(pieces, *part), jobs, models, tell)
+        if part is not None:                                     # files are as long as the codes of all parts
+            return _report(models, aim, out, [], 0, [], {})
+        models = _resized(models, pieces)
+        shards = [shard for model in models for shard in model.plan.shards]
+    mine = shards if part is None else share(shards, *part)
+    written = _write(mine, place, jobs, models, tell)
+    costs = stage.said(mine, out)
+    notes = [] if part else _complete(path, models, shards, out)
+    return _report(models, aim, out, mine, written, notes, costs)
+
+
+def _encode(pieces: Sequence[Piece], jobs: int, models: Sequence[_Model], tell: Telling) -> None:
+    """Make those pieces that are missing or old."""
+    todo = [piece for piece in pieces if encoded.contents(piece) is None]
+    if not todo:
+        return
+    todo[0].path.parent.mkdir(exist_ok=True)                     # which goes with the stage
+    count, paths = 0, tuple(model.folder.path for model in models)
+    try:
+        with tell(sum(piece.size for piece in todo)) as done, \
+                closing(results(encoded.encode, todo, min(jobs, len(todo)), worker.start, paths)) as sizes:
+            for piece, size in zip(todo, sizes, strict=True):
+                count += size
+                done(count, piece.changes[-1].label)
+    finally:
+        worker.finish()
+
+
+def _resized(models: Sequence[_Model], pieces: Sequence[Piece]) -> list[_Model]:
+    """The models with files as long as their entropy codes.  Raises RewriteError where pieces are missing."""
+    headers = [(piece, encoded.contents(piece)) for piece in pieces]
+    if missing := sum(header is None for _, header in headers):
+        raise RewriteError(f"{pieces[0].path.parent}: {missing} of {len(pieces)} pieces of work are not there, or not of the "
+                           "input as it is now")
+    every = {change.label: (piece.path, header) for piece, header in headers if header is not None for change in piece.changes}
+    return [replace(model, plan=replace(model.plan, shards=tuple(encoded.resized(shard, every) for shard in model.plan.shards)))
+            for model in models]
+
+
+def _write(shards: Sequence[Shard], place: Path, jobs: int, models: Sequence[_Model], tell: Telling) -> int:
+    """Write those files that are missing or old, and return how many."""
+    todo = [shard for shard in shards if not stage.is_whole(shard, place.parent)]
+    with tell(sum(shard.nbytes for shard in todo)) as done:
+        try:
+            write(todo, place, jobs, done, worker.start, tuple(model.folder.path for model in models))
+        finally:
+            worker.finish()
+    return len(todo)
+
+
+def merge(out: Path, shapes: Shapes | None = None) -> dict[str, Any]:
+    """Complete a checkpoint whose parts are all there.  shapes: of layers whose tensors do not say theirs.
+
+    Raises RewriteError where shards are missing, or are not of the input as it is now.
+    """
+    asked = stage.asked(out, {**stage.REQUESTS, "format": str, "storage": str, "requantize": bool,
+                              "params": {"*": (int, str, float, bool)}, "ignore": ([str], None), "only": ([str], None),
+                              "skip": ([str], None), "keep_misfits": (bool, None)})
+    path = Path(asked["from"])
+    aim = Aim(**{each.name: asked[each.name] for each in fields(Aim) if asked.get(each.name) is not None})
+    if aim.requantize:                                           # what a request names may not be there
+        aimed(aim.label, True, aim.params, aim.ignore, aim.only)
+    with ExitStack() as opened:
+        if aim.is_from_plain:
+            models = _quantized(path, opened.enter_context(components.opened(path)), aim)
+        else:
+            folder = opened.enter_context(Folder(path))
+            known = shaped_layers(folder, shapes)
+            models = [_Model("", folder, known, plan(folder, known, aim))]
+        if pieces := encoded.pieces([shard for model in models for shard in model.plan.shards], out / stage.STAGE):
+            models = _resized(models, pieces)
+            _write([shard for model in models for shard in model.plan.shards], out / stage.STAGE, 1, models, quiet)
+        shards = [shard for model in models for shard in model.plan.shards]
+        costs = stage.said(shards, out)
+        return _report(models, aim, out, shards, 0, _complete(path, models, shards, out), costs)
+
+
+def _complete(path: Path, models: Sequence[_Model], shards: Sequence[Shard], out: Path) -> list[str]:
+    notes: list[str] = []
+    texts: dict[str, str | None] = {}
+    for model in models:
+        changed, more = rewritten(model.folder, model.plan, model.layers)
+        more += stale(model.folder, model.plan)
+        if model.folder.index or len(model.plan.shards) > 1:
+            changed[model.folder.index_name] = index(model.plan.shards, model.folder.index)
+        texts |= {within(model.name, name): text for name, text in changed.items()}
+        notes += [f"{model.name}: {note}" if model.name else note for note in more]
+    read = [file for model in models for file in model.folder.shards]
+    inputs = {file: known for model in models for file, known in model.plan.inputs.items()}
+    return [*notes, *complete(path, read, shards, texts, out, inputs)]
+
+
+def _report(models: Sequence[_Model], aim: Aim, out: Path, shards: Sequence[Shard], written: int, notes: Sequence[str],
+            costs: Mapping[str, Any]) -> dict[str, Any]:
+    """What is in these shards, of which so many were written now."""
+    steps = {step.label: step for shard in shards for step in shard.steps if isinstance(step, Change)}
+    made = [step.layer for step in steps.values()]
+    changed = Counter((layer.format, layer.storage) for layer in made)
+    there = {name for shard in shards for name in shard.tensors}
+    kept = sum(next(iter(layer.tensors.values())) in there for model in models for layer in model.plan.kept)
+    sums = {name: Sums(*(cost.get(each.name, 0.0) for each in fields(Sums))) for name, cost in costs.items()}
+    readable = [(model, readers(model.folder, model.plan, model.layers)) for model in models if model.plan.changed]
+    notes = [*(f"layer {shown(layer.name)}: {problem}" for layer in made for problem in layer.problems), *notes]
+    return {"out": str(out), "shards": [shard.name for shard in shards], "shards_written": written,
+            "nbytes": sum(shard.size for shard in shards), "notes": notes, "layers_kept": kept,
+            "layers": [{"from": f"{format}.{storage}", "to": f"{aim.format if aim.requantize else format}.{aim.storage}",
+                        "count": count} for (format, storage), count in changed.items()],
+            "requantized": {name: each.data() for name, each in sums.items()},
+            "snr_db": sum(sums.values(), Sums()).data()["snr_db"],
+            "readers": {model.name: read for model, (read, _) in readable}, "not_read_by": {
+                model.name: others for model, (_, others) in readable},
+            "left": {within(model.name, name): why for model in models for name, why in
+                     (model.left if aim.is_from_plain else model.plan.left).items()},
+            **(_of_plain(steps, sums) if aim.is_from_plain else {})}
+
+
+def _of_plain(steps: Mapping[str, Change], sums: Mapping[str, Sums]) -> dict[str, Any]:
+    """What else is said of a folder that was plain: its layers."""
+    rows: list[dict[str, Any]] = []
+    for name, step in ((name, step) for name, step in steps.items() if name in sums):
+        decibels = sums[name].data()["snr_db"]
+        experts = [] if step.layer.experts is None else [step.layer.experts]
+        rows.append({"name": name, "from": step.layer.format, "shape": [*experts, *step.layer.shape], "nbytes": step.nbytes,
+                     "snr_db": decibels, "relative_rms": relative_rms(decibels)})
+    weights = sum(math.prod(row["shape"]) for row in rows)
+    return {"quantized": rows, "bits_per_weight": 8 * sum(row["nbytes"] for row in rows) / weights if weights else None}

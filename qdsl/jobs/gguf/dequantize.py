@@ -1,0 +1,81 @@
+"""A GGUF file's weights as plain floats in a safetensors file, a few rows at a time."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdsl.checkpoint.detect.gguf_weights import companions, packed_weight
+from qdsl.checkpoint.files.ggml_types import TORCH, WEIGHTLESS
+from qdsl.checkpoint.files.gguf import GgufFile, GgufTensor
+from qdsl.checkpoint.files.resume import Resume
+from qdsl.checkpoint.files.safetensors import Buffer, CheckpointError, Chunks, bytes_of, shown, write_chunks
+from qdsl.host.files import check_output, digest, identity
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
+WEIGHTS = 1 << 20                                                # of one piece: 4 MiB of floats, which stay in the cache
+
+
+def dequantize_file(path: str | os.PathLike[str], out: str | os.PathLike[str], dtype: str = "f32") -> dict[str, Any]:
+    """Write every tensor of a GGUF file under its name, in the model's shape; returns how many, and their bytes.
+
+    Checksums are written next to the file, for `qdsl verify`.
+
+    dtype: of the floats, f32, bf16 or f16; F64 and integers stay as they are.  Tensors that belong to a weight beside them, as
+    its scale, are in its numbers and not written again.
+    A call that follows one that was interrupted continues with the first tensor that is not whole.
+    Raises CheckpointError for a tensor that cannot be read or whose numbers a dtype cannot hold; nothing is written then.
+    """
+    with GgufFile(path, copies=True) as file:
+        check_output(out, *file.paths)
+        entries = [file.entry(name) for name in file.tensors]
+        used = {other for each in entries for other in companions(file, each).values()}
+        plan = {each.name: _chunks(file, each, dtype) for each in entries if each.name not in used}
+        inputs = {path: identity(path) for path in file.paths}
+        resume = Resume(digest("dequantize", list(inputs.values()), dtype), inputs)
+        write_chunks(out, plan, {"format": "pt"}, resume, state_checksums=True)
+    return {"file": str(out), "tensors": len(plan), "nbytes": Path(out).stat().st_size}
+
+
+def _chunks(file: GgufFile, entry: GgufTensor, dtype: str) -> Chunks:
+    if entry.type.name in WEIGHTLESS or entry.type.name == DTYPES[dtype]:
+        return Chunks(entry.type.name, entry.logical_shape,
+                      (bytes_of(file.rows(entry.name, *rows)) for rows in _row_ranges(math.prod(entry.shape[:-1]), entry)))
+    return Chunks(DTYPES[dtype], entry.logical_shape, _rounded(file, entry, dtype))
+
+
+def _rounded(file: GgufFile, entry: GgufTensor, dtype: str) -> Iterator[Buffer]:
+    import torch
+
+    to: torch.dtype = getattr(torch, TORCH[DTYPES[dtype]])
+    for exact in _exact(file, entry):
+        found = exact.to(to)
+        if to != exact.dtype and bool((found.isinf() & exact.isfinite()).any()):
+            raise CheckpointError(f"{file.path}: tensor {shown(entry.name)}: a number of {float(exact.abs().max())} does not fit "
+                                  f"{dtype}")
+        yield bytes_of(found)
+
+
+def _exact(file: GgufFile, entry: GgufTensor) -> Iterator[torch.Tensor]:
+    """The floats of some rows at a time, as the format has them."""
+    import torch
+
+    has_own = len(entry.shape) == 3 and bool(companions(file, entry))    # scales, for each expert
+    count = math.prod(entry.shape[1 if has_own else 0:-1])
+    for expert in range(entry.shape[0]) if has_own else [None]:
+        for start, stop in _row_ranges(count, entry):
+            packed = packed_weight(file, entry.name, expert, start, stop)
+            yield packed.format.dequantize(packed, torch.float32)
+
+
+def _row_ranges(count: int, entry: GgufTensor) -> Iterator[tuple[int, int]]:
+    """Ranges of rows, of some MiB each; none for a tensor without elements."""
+    step = max(1, WEIGHTS // max(1, entry.shape[-1] if entry.shape else 1))
+    for start in range(0, count if entry.nbytes else 0, step):
+        yield start, min(start + step, count)

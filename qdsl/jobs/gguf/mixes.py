@@ -1,0 +1,396 @@
+"""Which type llama-quantize gives each tensor of a language model, from metadata, names and shapes alone.
+
+The rules and their order are those of llama.cpp's src/llama-quant.cpp (MIT), at ggml-org/llama.cpp@0c1e57098.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH
+from qdsl.jobs.gguf import QuantizeError
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """A mix: its number in general.file_type, and the type that most tensors get; COPY has neither."""
+
+    name: str
+    file_type: int | None
+    default: str | None
+
+
+MIXES = {name: Mix(name, number, default) for number, default, *names in (
+    (0, "F32", "F32"), (1, "F16", "F16"), (2, "Q4_0", "Q4_0"), (3, "Q4_1", "Q4_1"), (7, "Q8_0", "Q8_0"), (8, "Q5_0", "Q5_0"),
+    (9, "Q5_1", "Q5_1"), (10, "Q2_K", "Q2_K"), (11, "Q3_K", "Q3_K_S"), (12, "Q3_K", "Q3_K_M"), (13, "Q3_K", "Q3_K_L"),
+    (14, "Q4_K", "Q4_K_S"), (15, "Q4_K", "Q4_K_M"), (16, "Q5_K", "Q5_K_S"), (17, "Q5_K", "Q5_K_M"), (18, "Q6_K", "Q6_K"),
+    (19, "IQ2_XXS", "IQ2_XXS"), (20, "IQ2_XS", "IQ2_XS"), (21, "Q2_K", "Q2_K_S"), (22, "IQ3_S", "IQ3_XS"),
+    (23, "IQ3_XXS", "IQ3_XXS"), (24, "IQ1_S", "IQ1_S"), (25, "IQ4_NL", "IQ4_NL"), (26, "IQ3_S", "IQ3_S"),
+    (27, "IQ3_S", "IQ3_M"), (28, "IQ2_XS", "IQ2_S"), (29, "IQ2_S", "IQ2_M"), (30, "IQ4_XS", "IQ4_XS"), (31, "IQ1_M", "IQ1_M"),
+    (32, "BF16", "BF16"), (36, "TQ1_0", "TQ1_0"), (37, "TQ2_0", "TQ2_0"), (38, "MXFP4", "MXFP4_MOE"), (40, "Q1_0", "Q1_0"),
+    (41, "Q2_0", "Q2_0"), (None, None, "COPY")) for name in names}
+ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
+
+_TWO_BITS = ("IQ2_S", "IQ2_M")                                   # of the lowest mixes, those that keep more in IQ3_S
+_LOWEST = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", *_TWO_BITS)
+_EMBEDDING = {**dict.fromkeys(_LOWEST, "Q2_K"), **dict.fromkeys((*_TWO_BITS, "IQ3_XXS"), "IQ3_S"),
+              **dict.fromkeys(("TQ1_0", "TQ2_0", "Q2_0"), "Q4_K")}
+_ATTENTION_OUTPUT = {"IQ1_S": "IQ2_XXS", "IQ1_M": "IQ2_XXS", "IQ2_S": "IQ3_S", "IQ2_M": "IQ3_S", "Q2_K": "Q3_K",
+                     "IQ3_XXS": "IQ3_S", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_M": "Q4_K"}
+_ATTENTION_OUTPUT_OF_8 = (*_LOWEST, "Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M",
+                          "IQ4_NL", "IQ4_XS")
+_FALLBACK = {**dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
+             **dict.fromkeys(("Q2_0", "Q2_K", "Q3_K", "TQ1_0", "TQ2_0"), "Q4_0"), "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_NO_WEIGHTS = ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K")  # the last two are of what weights are multiplied with
+# To which power importances count where 1, ggml's measure, costs perplexity: a search that follows it to the end spoils the other
+# columns.  These are ours alone; types whose bytes are ggml's have 1.
+IMATRIX_POWERS = {"IQ3_XXS": 0.5, "IQ3_S": 0.5}
+_IMATRIX_ONLY = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")
+
+# What stays as it is: tensors of few rows or few values, of which a small error would spread.
+_KEPT = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altup", "laurel", "per_layer_model_proj",
+         "ssm_conv1d", "shortconv.conv.weight", "indexer.k_proj.weight", "indexer.q_proj.weight", "attn_rel_b.weight",
+         ".position_embd", "sam.pos_embd", "sam.neck.", "sam.net_", ".rel_pos", ".patch_embd", ".patch_merger", "a.rvq.codebook",
+         "mm.a.code_embd", *(f"time_mix_{part}.weight" for part in ("first", "w0", "w1", "w2", "v0", "v1", "v2", "a0", "a1", "a2",
+                                                                    "g1", "g2", "decay_w1", "decay_w2", "lerp_fused")))
+_KEPT_NAMES = ("position_embd.weight", "token_types.weight")
+_KEPT_OF = {"glm5-next": ("hc_", "indexer.attn_q_b", "indexer.attn_k", "indexer.proj", "indexer_compressor_gate",
+                          "indexer_compressor_ape", "ssm_f_a.weight", "ssm_f_b.weight", "ssm_g_a.weight", "ssm_g_b.weight",
+                          "ssm_beta.weight", "attn_kv_a_mqa.weight", "attn_k_b.weight", "attn_v_b.weight")}
+_AT_LEAST_Q8 = {"glm5-next": ("attn_q_a", "attn_q_b", "nextn.eh_proj")}
+_LAYERS_OF_70B = {"deci": 80, "jais2": 68, "llama": 80, "llama-embed": 80, "olmo": 80, "qwen2": 80}
+
+OUTPUT = "output.weight"
+EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
+_ROLES = (("attn_qkv.weight", "value"), ("attn_kv_b.weight", "value"), ("attn_v.weight", "value"), ("attn_k.weight", "key"),
+          ("attn_q.weight", "query"), ("attn_output.weight", "attention output"), ("ffn_up", "up"), ("ffn_gate", "gate"),
+          ("ffn_down", "down"))
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the rules look at in a file's metadata.  heads and heads_kv are those of the first layer."""
+
+    architecture: str
+    layers: int
+    heads: int
+    heads_kv: int
+    experts: int = 0
+
+    @property
+    def heads_per_kv(self) -> int:
+        return self.heads // self.heads_kv if self.heads_kv else 0
+
+    @property
+    def is_70b(self) -> bool:
+        """Whether llama.cpp gives the narrow value projections of this size more bits."""
+        wide = self.heads == self.heads_kv or self.experts == 8
+        return _LAYERS_OF_70B.get(self.architecture) == self.layers and not (self.architecture.startswith("llama") and wide)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor by name, its shape as torch has it (columns last), and its type's name."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+
+    @property
+    def columns(self) -> int:
+        return self.shape[-1] if self.shape else 1
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    @property
+    def experts(self) -> int:
+        """Matrices, one after the other."""
+        return math.prod(self.shape[:-2])
+
+    @property
+    def rank(self) -> int:
+        """Dimensions without leading ones."""
+        return len(self.shape) - next((i for i, length in enumerate(self.shape) if length != 1), len(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a user asks for.  output, embedding: types of output.weight and of the token embedding.  overrides: patterns, as
+    re.search takes them, and types; the first that matches counts.  imatrix: there is an importance matrix.
+    """
+
+    mix: Mix
+    imatrix: bool = False
+    pure: bool = False
+    leave_output: bool = False
+    output: str | None = None
+    embedding: str | None = None
+    overrides: tuple[tuple[re.Pattern[str], str], ...] = ()
+
+    def override(self, name: str) -> str | None:
+        return next((type for pattern, type in self.overrides if pattern.search(name)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A tensor's type, and the one that its mix wanted: another where rows are not a multiple of that one's blocks."""
+
+    type: str
+    wanted: str
+
+
+def mix_of(name: str) -> Mix:
+    """A mix by name, in letters of either case, or by its number in general.file_type.  Raises QuantizeError."""
+    upper = next((mix.name for mix in MIXES.values() if name == str(mix.file_type)), name.upper())
+    if (found := MIXES.get(ALIASES.get(upper, upper))) is None:
+        near = get_close_matches(upper, [*MIXES, *ALIASES], n=1)
+        raise QuantizeError(f"no mix '{name}': expected one of {', '.join(MIXES)}"
+                            + (f"; did you mean {near[0]}?" if near else ""))
+    return found
+
+
+def type_named(name: str) -> str:
+    """A type's name as ggml writes it, but in capitals.  Raises QuantizeError for one that no weight can be given."""
+    upper = name.upper()
+    weights = [type for type in BY_NAME if type not in _NO_WEIGHTS]
+    if upper not in weights:
+        near = get_close_matches(upper, weights, n=1)
+        raise QuantizeError(f"no type '{name}' to store weights in" + (f"; did you mean {near[0]}?" if near else ""))
+    return upper
+
+
+def override_of(text: str) -> tuple[re.Pattern[str], str]:
+    """What a user wrote as PATTERN=TYPE: a regular expression that is searched in names, and a type.  Raises QuantizeError."""
+    pattern, equals, type = text.partition("=")
+    if not (pattern and equals and type):
+        raise QuantizeError(f"a type of tensors is given as PATTERN=TYPE, such as attn_v=q6_k, not '{text}'")
+    try:
+        return re.compile(pattern, re.IGNORECASE), type_named(type)
+    except re.error as error:
+        raise QuantizeError(f"'{pattern}' is no regular expression: {error}") from None
+
+
+def choose(model: Model, tensors: Iterable[Tensor], options: Options) -> dict[str, Choice]:
+    """The type of every tensor, by name, in the order in which llama-quantize writes them: by layer, then by name.
+
+    An architecture that the rules do not name gets the common ones.  Raises QuantizeError for rows that no type can hold.
+    """
+    ordered = sorted(tensors, key=place_of)
+    rules = _Rules(model, options, ordered)
+    return {tensor.name: rules.choice(tensor) for tensor in ordered}
+
+
+def requires_imatrix(name: str, type: str, mix: str) -> bool:
+    """Whether a tensor would be garbage in a type unless it is known which columns matter."""
+    if name == OUTPUT or name in EMBEDDINGS:
+        return False
+    return type in _IMATRIX_ONLY or (type == "Q2_K" and mix == "Q2_K_S")
+
+
+def is_kept(tensor: Tensor, leave_output: bool = False, architecture: str = "") -> bool:
+    """Whether a tensor of a language model stays in its type: vectors, norms, routers and other small ones."""
+    name = tensor.name
+    return tensor.rank < 2 or not name.endswith("weight") or name in _KEPT_NAMES or (leave_output and name == OUTPUT) \
+        or any(part in name for part in (*_KEPT, *_KEPT_OF.get(architecture, ())))
+
+
+def fitting(tensor: Tensor, wanted: str) -> Choice:
+    """The type wanted, or one of smaller blocks where rows are no multiple of its own.  Raises QuantizeError."""
+    type = wanted
+    if tensor.columns % BY_NAME[wanted].elements:
+        if wanted not in _FALLBACK and BY_NAME[wanted].elements > 32:
+            raise QuantizeError(f"{_misfit(tensor, wanted)}, for which there is no type to fall back on")
+        type = _FALLBACK.get(wanted, wanted)
+        if tensor.columns % BY_NAME[type].elements:
+            type = "F16"
+    return Choice(type, wanted)
+
+
+def place_of(tensor: Tensor) -> tuple[int, bytes]:
+    found = re.match(r"blk\.(\d+)", tensor.name)
+    return (int(found[1]) if found else -1, tensor.name.encode())
+
+
+def _role(name: str) -> str:
+    if name == OUTPUT:
+        return "output"
+    return "embedding" if name in EMBEDDINGS else next((role for part, role in _ROLES if part in name), "other")
+
+
+class _Rules:
+    """The rules at work: some types depend on how many tensors of a role came before."""
+
+    def __init__(self, model: Model, options: Options, tensors: Sequence[Tensor]) -> None:
+        self.model, self.options, self.mix = model, options, options.mix.name
+        self.is_falcon = model.architecture == "falcon"
+        roles = [_role(tensor.name) for tensor in tensors]
+        self.values = roles.count("value")
+        self.tied = "output" not in roles                        # the embedding is then the output's matrix too
+        self.seen: Counter[str] = Counter()
+
+    def choice(self, tensor: Tensor) -> Choice:
+        options, default = self.options, self.options.mix.default
+        role = _role(tensor.name)
+        if default is None or is_kept(tensor, options.leave_output, self.model.architecture):
+            return Choice(tensor.type, tensor.type)
+        named = options.override(tensor.name)
+        if role == "embedding" and options.embedding and not (named and tensor.name == EMBEDDINGS[1]):
+            return _exactly(tensor, options.embedding)
+        if role == "output" and options.output:
+            return _exactly(tensor, options.output)
+        if default in TORCH:
+            return Choice(default, default)
+        return fitting(tensor, named or (default if options.pure else self._mixed(tensor, role, default)))
+
+    def _mixed(self, tensor: Tensor, role: str, default: str) -> str:
+        architecture = self.model.architecture
+        if any(part in tensor.name for part in _AT_LEAST_Q8.get(architecture, ())):
+            return "Q8_0"
+        if role == "output" or (self.tied and role == "embedding"):
+            return self.options.output or self._output(tensor, default)
+        if self.mix == "MXFP4_MOE":                              # latent attention has stacked matrices that are no experts
+            stacked = tensor.experts > 1 and (architecture != "bailingmoe3" or role in ("up", "gate", "down"))
+            return "MXFP4" if stacked else "Q8_0"
+        if role == "embedding":
+            return _EMBEDDING.get(self.mix, default)
+        counted = self.seen[role]
+        found = self._lowest(role, counted) if self.mix in _LOWEST else self._usual(tensor.name, role, counted, default)
+        self.seen[role] += 1
+        return found or default
+
+    def _output(self, tensor: Tensor, default: str) -> str:
+        if self.mix == "MXFP4_MOE" or default == "Q8_0" or self.is_falcon or tensor.columns % BY_NAME[default].elements:
+            return "Q8_0"
+        return "Q5_K" if self.mix in (*_LOWEST, "IQ3_XXS") else "Q6_K"
+
+    def _lowest(self, role: str, counted: int) -> str | None:
+        more = "IQ3_S" if self.mix in _TWO_BITS else "Q2_K"
+        if role == "value":
+            return "Q4_K" if self.model.heads_per_kv >= 4 or self.model.experts >= 4 else more
+        if role == "key":
+            return "Q4_K" if self.model.experts == 8 else None
+        if role == "down":
+            return more if counted < self.model.layers // 8 else None
+        return self._attention_output() if role == "attention output" else None
+
+    def _usual(self, name: str, role: str, counted: int, default: str) -> str | None:
+        match role:
+            case "value":
+                return self._value(counted, default)
+            case "key" if self.model.experts == 8:
+                return "Q8_0"
+            case "key" | "query":
+                return {"IQ3_XS": "IQ3_XXS", "IQ3_XXS": "IQ2_S"}.get(self.mix)
+            case "attention output":
+                return self._attention_output()
+            case "down" if self.is_falcon:
+                return self._falcon_down(self._layer(name, counted)) or self._down(self._layer(name, counted))
+            case "down":
+                return self._down(self._layer(name, counted))
+            case "gate" | "up":
+                middle = self.model.layers // 8 <= self._layer(name, counted) < 7 * self.model.layers // 8
+                return "IQ3_XXS" if middle and self.mix == "IQ3_XS" else None
+        return None
+
+    def _attention_output(self) -> str | None:
+        if self.is_falcon and self.mix not in _LOWEST:
+            return "Q4_K" if self.mix == "Q3_K_L" else None
+        if self.model.experts == 8:
+            return "Q5_K" if self.mix in _ATTENTION_OUTPUT_OF_8 else None
+        return _ATTENTION_OUTPUT.get(self.mix)
+
+    def _value(self, place: int, default: str) -> str:
+        found = "Q8_0" if self.model.experts == 8 else self._dense_value(place) or default
+        return "Q5_K" if self.model.is_70b and found in ("Q3_K", "Q4_K") else found
+
+    def _dense_value(self, place: int) -> str | None:
+        narrow = self.model.heads_per_kv >= 4                    # few values for many heads: their bits cost little
+        match self.mix:
+            case "Q2_K":
+                return "Q4_K" if narrow else "Q3_K"
+            case "IQ3_XXS":
+                return "Q4_K" if narrow else None if self.options.imatrix else "IQ3_S"
+            case "Q2_K_S" | "IQ3_XS" | "IQ3_S" if narrow:
+                return "Q4_K"
+            case "IQ3_M":
+                return "Q4_K"
+            case "Q3_K_M":
+                return "Q5_K" if place < 2 else "Q4_K"
+            case "Q3_K_L":
+                return "Q5_K"
+            case "IQ4_NL" | "IQ4_XS" if narrow:
+                return "Q5_K"
+            case "Q4_K_M" | "Q5_K_M" if _wants_more(place, self.values):
+                return "Q6_K"
+            case "Q4_K_S" if place < 4:
+                return "Q5_K"
+        return None
+
+    def _down(self, layer: int) -> str | None:
+        layers, imatrix = self.model.layers, self.options.imatrix
+        first, more = layer < layers // 8, _wants_more(layer, layers)
+        match self.mix:
+            case "Q2_K":
+                return "Q3_K"
+            case "Q2_K_S" if first:
+                return "Q4_K"
+            case "IQ3_XXS" if not imatrix:
+                return "Q4_K" if first else "Q3_K"
+            case "Q3_K_M":
+                return "Q5_K" if layer < layers // 16 else "Q4_K"
+            case "IQ3_M" if first or (more and self.model.experts == 8):
+                return "Q4_K"
+            case "Q3_K_L":
+                return "Q5_K"
+            case "Q4_K_M" | "Q5_K_M" if more:
+                return "Q6_K"
+            case "IQ4_NL" | "IQ4_XS" if first and not imatrix:
+                return "Q5_K"
+            case "Q4_K_S" if first:
+                return "Q5_K"
+            case "Q4_0" | "Q5_0" if first and imatrix:           # these go wrong there with an importance matrix
+                return "Q4_1" if self.mix == "Q4_0" else "Q5_1"
+        return None
+
+    def _falcon_down(self, layer: int) -> str | None:
+        """Where falcon differs: None for what `_down` says."""
+        first, more = layer < self.model.layers // 16, _wants_more(layer, self.model.layers)
+        match self.mix:
+            case "Q3_K_M":
+                return "Q5_K" if first else "Q4_K" if more else "Q3_K"
+            case "Q3_K_L" | "Q4_K_S":
+                return "Q4_K"
+            case "Q4_K_M":
+                return "Q6_K" if first else "Q5_K" if more else "Q4_K"
+        return None
+
+    def _layer(self, name: str, counted: int) -> int:
+        """Which layer a tensor is of: among experts by its name, else by how many came before."""
+        if self.model.experts <= 1:
+            return counted
+        found = re.match(r"blk\.(\d+)", name)
+        if not found or int(found[1]) >= self.model.layers:
+            raise QuantizeError(f"tensor '{name}': its name says no layer from 0 to {self.model.layers - 1}")
+        return int(found[1])
+
+
+def _wants_more(place: int, count: int) -> bool:
+    """The first and last eighth, and every third between them."""
+    return place < count // 8 or place >= 7 * count // 8 or (place - count // 8) % 3 == 2
+
+
+def _exactly(tensor: Tensor, type: str) -> Choice:
+    if tensor.columns % BY_NAME[type].elements:
+        raise QuantizeError(_misfit(tensor, type))
+    return Choice(type, type)
+
+
+def _misfit(tensor: Tensor, type: str) -> str:
+    return f"tensor '{tensor.name}': rows of {tensor.columns} are no multiple of {BY_NAME[type].elements}, the block of {type}"

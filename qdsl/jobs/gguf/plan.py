@@ -1,0 +1,178 @@
+"""What quantizing a file comes to, before anything is read but its header: types, sizes, metadata.  torch is not imported."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH
+from qdsl.checkpoint.files.gguf_metadata import Value
+from qdsl.checkpoint.files.safetensors import shown
+from qdsl.checkpoint.report.contents import escaped
+from qdsl.jobs.gguf import QuantizeError
+from qdsl.jobs.gguf.imatrix import Imatrix
+from qdsl.jobs.gguf.mixes import ALIASES, EMBEDDINGS, MIXES, OUTPUT, Options, Tensor, place_of, requires_imatrix
+from qdsl.jobs.gguf.quality import Sums
+from qdsl.jobs.gguf.source import Source
+
+QUANTIZATION_VERSION = 2                                         # ggml's, of the blocks' layouts
+GUESSED = 1024                                                   # a bit of general.file_type
+TEXT_LIMIT = 127                                                 # bytes of a text about the imatrix, as llama-quantize cuts them
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One tensor, the type that it gets, and the one that its mix wanted."""
+
+    tensor: Tensor
+    type: str
+    wanted: str
+
+    @property
+    def copied(self) -> bool:
+        return self.type == self.tensor.type
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.rows * BY_NAME[self.type].row_bytes(self.tensor.columns)
+
+    @property
+    def weights(self) -> int:
+        return self.tensor.rows * self.tensor.columns
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All tensors in the order of the new file, and its metadata."""
+
+    steps: tuple[Step, ...]
+    metadata: dict[str, Value] = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors, without the header and what lies between them."""
+        return sum(step.nbytes for step in self.steps)
+
+    @property
+    def weights(self) -> int:
+        return sum(step.weights for step in self.steps)
+
+    def bits(self, steps: Sequence[Step]) -> float | None:
+        """Bits per weight of some of the tensors."""
+        weights = sum(step.weights for step in steps)
+        return 8 * sum(step.nbytes for step in steps) / weights if weights else None
+
+    def by_type(self) -> dict[str, list[Step]]:
+        """Tensors by their new type, the type of most bytes first."""
+        sizes = Counter[str]()
+        for step in self.steps:
+            sizes[step.type] += step.nbytes
+        return {type: [step for step in self.steps if step.type == type] for type, _ in sizes.most_common()}
+
+
+def plan(source: Source, options: Options, imatrix: Imatrix | None = None, requantize: bool = False) -> Plan:
+    """Raises QuantizeError for what has no type and, unless `requantize`, for quantized weights; CheckpointError for importances
+    that do not fit.
+    """
+    steps = tuple(Step(source.tensors[name], choice.type, choice.wanted) for name, choice in source.choices(options).items())
+    for step in steps:
+        type = step.tensor.type
+        if not step.copied and type not in TORCH and type in BY_NAME and not requantize:
+            raise QuantizeError(f"{source.path}: tensor {shown(step.tensor.name)} is quantized already, as {type}; quantize the "
+                                "original, or give --allow-requantize for a worse model")
+        if not step.copied and type in ("I8", "I16", "I32", "I64"):
+            raise QuantizeError(f"{source.path}: tensor {shown(step.tensor.name)}: integers of {type} are no weights")
+    return Plan(steps, _metadata(source, options, imatrix), tuple(_notes(steps, options, imatrix)))
+
+
+def _notes(steps: tuple[Step, ...], options: Options, imatrix: Imatrix | None) -> Iterator[str]:
+    for step in steps:
+        if step.type != step.wanted:
+            yield (f"tensor {shown(step.tensor.name)}: rows of {step.tensor.columns} are no multiple of "
+                   f"{BY_NAME[step.wanted].elements}, the block of {step.wanted}; it gets {step.type}")
+    missing = without_imatrix(steps, options, imatrix)
+    if missing:
+        yield f"{len(missing)} tensors need an importance matrix, the first {shown(missing[0].tensor.name)} as {missing[0].type}"
+    if imatrix is not None:
+        unknown = [step.tensor.name for step in steps if step.type not in TORCH and not step.copied
+                   and imatrix.entry(step.tensor) is None and step.tensor.name not in (OUTPUT, *EMBEDDINGS)]
+        if unknown:
+            yield f"{imatrix.path} has nothing of {len(unknown)} tensors, the first {shown(unknown[0])}"
+
+
+def without_imatrix(steps: tuple[Step, ...], options: Options, imatrix: Imatrix | None) -> list[Step]:
+    """Tensors that would be garbage because it is not known which of their columns matter."""
+    known = imatrix.entries if imatrix else {}
+    return [step for step in steps if not step.copied and step.tensor.name not in known
+            and requires_imatrix(step.tensor.name, step.type, options.mix.name)]
+
+
+def _metadata(source: Source, options: Options, imatrix: Imatrix | None) -> dict[str, Value]:
+    """The source's, then what llama-quantize adds, in its order."""
+    added: dict[str, tuple[str, Any]] = {"general.quantization_version": ("u32", QUANTIZATION_VERSION)}
+    number = source.metadata.get("general.file_type")
+    added["general.file_type"] = ("u32", options.mix.file_type if options.mix.file_type is not None else
+                                  number.decoded() if number is not None else _guessed_file_type(source))
+    if imatrix is not None:
+        added["quantize.imatrix.file"] = ("string", _cut(str(imatrix.path)))
+        if imatrix.datasets:
+            added["quantize.imatrix.dataset"] = ("string", _cut(imatrix.datasets[0]))
+        added["quantize.imatrix.entries_count"] = ("u32", len(imatrix.entries))
+        if imatrix.chunks:
+            added["quantize.imatrix.chunks_count"] = ("u32", imatrix.chunks)
+    kept = {key: value for key, value in source.metadata.items() if key not in added}
+    return kept | {key: Value.of(type, content) for key, (type, content) in added.items()}
+
+
+def _guessed_file_type(source: Source) -> int:
+    """The file type that llama.cpp infers where metadata state none: of the type that the most tensors have."""
+    counts, type = Counter[str](), "F32"
+    for tensor in sorted(source.tensors.values(), key=place_of):
+        counts[tensor.type] += 1
+        if counts[tensor.type] > counts[type] or counts.total() == 1:
+            type = tensor.type
+    mix = MIXES.get(ALIASES.get(type, type))
+    return GUESSED | (mix.file_type or 0 if mix else 0)
+
+
+def _cut(text: str) -> str:
+    return text.encode()[:TEXT_LIMIT].decode(errors="ignore")
+
+
+def data(found: Plan, path: Path, costs: Mapping[str, Sums] | None = None) -> dict[str, Any]:
+    """The plan for a program; costs: what each tensor's new type cost, once that is known."""
+    known = costs or {}
+    tensors = [{"name": step.tensor.name, "shape": list(step.tensor.shape), "from": step.tensor.type, "type": step.type,
+                "nbytes": step.nbytes, **(known[step.tensor.name].data() if step.tensor.name in known else {})}
+               for step in found.steps]
+    return {"file": str(path), "nbytes": found.nbytes, "weights": found.weights, "bits_per_weight": found.bits(found.steps),
+            "notes": list(found.notes), "types": [_sum(found, type, known) for type in found.by_type()], "tensors": tensors}
+
+
+def _sum(found: Plan, type: str, costs: Mapping[str, Sums]) -> dict[str, Any]:
+    steps = found.by_type()[type]
+    changed = [costs[step.tensor.name] for step in steps if step.tensor.name in costs]
+    return {"type": type, "tensors": len(steps), "weights": sum(step.weights for step in steps),
+            "nbytes": sum(step.nbytes for step in steps), "bits_per_weight": found.bits(steps),
+            **(sum(changed, Sums()).data() if changed else {})}
+
+
+def tables(report: Mapping[str, Any]) -> list[list[list[str]]]:
+    """What `data` gives as texts: a table of tensors and one of types, each with its heads first."""
+    ends = {"snr_db": "SNR dB", "weighted_snr_db": "weighted"}
+    keys = [key for key in ends if any(key in each for each in report["types"])]
+
+    def last(row: Mapping[str, Any]) -> list[str]:
+        ratios = ["" if key not in row else "exact" if row[key] is None else f"{row[key]:.1f}" for key in keys]
+        return [f"{row['nbytes'] / (1 << 20):.2f}", *ratios]
+
+    heads = ["MiB", *(ends[key] for key in keys)]
+    tensors = [[escaped(each["name"]), " x ".join(map(str, each["shape"])), each["from"], each["type"], *last(each)]
+               for each in report["tensors"]]
+    types = [[each["type"], str(each["tensors"]), str(each["weights"]), f"{each['bits_per_weight'] or 0:.3f}", *last(each)]
+             for each in report["types"]]
+    return [[["tensor", "shape", "from", "to", *heads], *tensors], [["type", "tensors", "weights", "bits", *heads], *types]]

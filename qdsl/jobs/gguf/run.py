@@ -1,0 +1,208 @@
+"""The work: a source's rows into the types of a plan, in chunks over processes, written as they come.
+
+Chunks and their order do not depend on how many processes there are, so neither do the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qdsl.checkpoint.detect.gguf_weights import module_of
+from qdsl.checkpoint.files.ggml_types import BY_NAME, TORCH
+from qdsl.checkpoint.files.gguf_write import NewTensor, write
+from qdsl.checkpoint.files.resume import Resume
+from qdsl.checkpoint.files.safetensors import Buffer, bytes_of, shown
+from qdsl.host.files import check_output, digest, identity
+from qdsl.host.processes import results
+from qdsl.host.system import processors
+from qdsl.jobs.gguf import QuantizeError
+from qdsl.jobs.gguf.imatrix import Imatrix
+from qdsl.jobs.gguf.mixes import IMATRIX_POWERS, Options
+from qdsl.jobs.gguf.plan import Plan, Step, without_imatrix
+from qdsl.jobs.gguf.quality import Sums, measured
+from qdsl.jobs.gguf.source import Source, Weights
+from qdsl.runtime import FormatError
+
+CHUNK = 1 << 20                                                  # weights: 4 MiB of floats
+Tell = Callable[[int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Rows [start, stop) of a tensor, all of one matrix of it, into a type.
+
+    importance: of its columns, float32 [K].  power: to which they count when scales are chosen.
+    """
+
+    name: str
+    type: str
+    start: int
+    stop: int
+    importance: Tensor | None = field(default=None, compare=False)
+    power: float = 1.0
+
+
+def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatrix: Imatrix | None = None, *, jobs: int = 1,
+                  power: float | None = None, tell: Tell = lambda done, name: None) -> dict[str, Sums]:
+    """Write a plan's file, and return for each tensor that became another type what it cost, from what was stored.
+
+    power: to which importances count when scales are chosen, 0 to 1; None for that of each type (IMATRIX_POWERS, else 1).
+    tell: is told of each tensor how many weights are done.  Memory: some chunks for each process.
+    A call that follows one that was interrupted continues with the first tensor that is not whole.
+    Raises QuantizeError, CheckpointError and OSError; `out` is then as it was.
+    """
+    check_output(out, *source.paths)
+    _check(plan, options, imatrix)
+    inputs = {Path(path): identity(Path(path)) for path in (*source.paths, *([imatrix.path] if imatrix else []))}
+    powers = {step.type: IMATRIX_POWERS.get(step.type, 1.0) if power is None else power for step in plan.steps if imatrix}
+    resume = Resume(digest("quantize", list(inputs.values()), [step.type for step in plan.steps], powers), inputs)
+    tasks = [list(_tasks(step, imatrix, powers)) for step in plan.steps]
+    encoded: Generator[tuple[Buffer, Sums], None, None] | None = None
+
+    def chunks(number: int) -> Iterator[Buffer]:
+        """The bytes of a tensor; the first that is not whole already begins the work for all that follow."""
+        nonlocal encoded
+        encoded = encoded or _results([task for some in tasks[number:] for task in some], source, jobs)
+        step, cost = plan.steps[number], None
+        if step.copied:
+            yield from _copied(source, step)
+        for _ in tasks[number]:
+            data, sums = next(encoded)
+            cost = (cost or Sums()) + sums
+            yield data
+        resume.notes[step.tensor.name] = cost and astuple(cost)
+        tell(sum(each.weights for each in plan.steps[:number + 1]), step.tensor.name)
+
+    try:
+        write(out, plan.metadata, [NewTensor(step.tensor.name, BY_NAME[step.type], step.tensor.shape, chunks(number))
+                                   for number, step in enumerate(plan.steps)], resume, state_checksums=True)
+    finally:
+        if encoded:
+            encoded.close()
+    return {name: Sums(*cost) for name, cost in resume.notes.items() if cost}
+
+
+def _check(plan: Plan, options: Options, imatrix: Imatrix | None) -> None:
+    """All that can be known before the first weight."""
+    if missing := without_imatrix(plan.steps, options, imatrix):
+        known = f"{imatrix.path} has nothing of it" if imatrix else "give one with --imatrix"
+        raise QuantizeError(f"tensor {shown(missing[0].tensor.name)} would be garbage as {missing[0].type} without an importance "
+                            f"matrix: {known}")
+    for type in sorted({step.type for step in plan.steps if not step.copied} - TORCH.keys()):
+        module = module_of(type)
+        variant = None if module is None else module.FORMAT.variant(module.FORMAT.complete({}))
+        if module is None or variant is None or variant.encode is None:
+            raise QuantizeError(f"there is no quantizer for {type} yet")
+        others = list(variant.storages[module.SPEC.storages[0]].tensors)[1:]
+        if others:
+            raise QuantizeError(f"{type} needs another tensor beside each, {others[0]}, which is not written")
+
+
+def _tasks(step: Step, imatrix: Imatrix | None, powers: Mapping[str, float]) -> Iterator[Task]:
+    if step.copied or not step.weights:
+        return
+    tensor = step.tensor
+    known = imatrix.values(tensor) if imatrix and step.type not in TORCH else None
+    rows = tensor.rows // tensor.experts
+    size = max(1, CHUNK // tensor.columns)
+    for expert in range(tensor.experts):
+        first = expert * rows
+        for start in range(first, first + rows, size):
+            yield Task(tensor.name, step.type, start, min(start + size, first + rows), None if known is None else known[expert],
+                       powers.get(step.type, 1.0))
+
+
+def _results(tasks: list[Task], source: Source, jobs: int) -> Generator[tuple[Buffer, Sums], None, None]:
+    """The tasks' bytes and costs in their order, a few ahead of the one that is asked for."""
+    jobs = min(jobs, len(tasks))
+    if jobs <= 1:
+        with _one_thread():
+            yield from (encode(source, task) for task in tasks)
+    else:
+        yield from results(_encode_there, tasks, jobs, _start, (source,))
+
+
+_there: list[Source] = []                                        # what a process of the pool works on
+
+
+def _start(source: Source) -> None:
+    torch.set_num_threads(1)
+    _there.append(source)
+
+
+def _encode_there(task: Task) -> tuple[bytes, Sums]:
+    data, sums = encode(_there[0], task)
+    return bytes(data), sums
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums in the order of one thread, as in the processes of a pool."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def encode(source: Weights, task: Task) -> tuple[Buffer, Sums]:
+    """Some rows in their new type, as bytes, and what that cost.  Raises QuantizeError with the place of a wrong weight."""
+    weight = source.rows(task.name, task.start, task.stop).float()
+    _check_finite(weight, source, task.name, task.start)
+    if task.type in TORCH:
+        stored = weight.to(getattr(torch, TORCH[task.type]))
+        _check_finite(stored, source, task.name, task.start, f" in {task.type}")
+        return bytes_of(stored), measured(weight, stored.float())
+    module = module_of(task.type)
+    assert module is not None                                    # looked up before the first task
+    try:
+        importance = None if task.importance is None else _counted(task.importance, task.power)
+        packed = module.quantize(weight, **({} if importance is None else {"importance": importance}))
+    except FormatError as error:
+        raise QuantizeError(f"{source.path}: tensor {shown(task.name)}, rows {task.start} to {task.stop}: {error}") from None
+    [blocks] = packed.tensors.values()
+    return bytes_of(blocks), measured(weight, module.dequantize(packed, torch.float32), task.importance)
+
+
+def _counted(importance: Tensor, power: float) -> Tensor:
+    """float32 [K]: importances to a power, in float64 before they are rounded, so that machines agree."""
+    return importance if power == 1 else (importance.double() ** power).float()
+
+
+def _copied(source: Source, step: Step) -> Iterator[Buffer]:
+    """The bytes of a tensor that keeps its type.  Raises QuantizeError for floats that are not finite."""
+    tensor = step.tensor
+    size = max(1, CHUNK // max(1, tensor.columns))
+    for start in range(0, tensor.rows if step.weights else 0, size):
+        rows = source.stored(tensor.name, start, min(start + size, tensor.rows))
+        if tensor.type in ("F32", "F16", "BF16", "F64"):
+            _check_finite(rows, source, tensor.name, start)
+        yield bytes_of(rows)
+
+
+def _check_finite(weight: Tensor, source: Weights, name: str, start: int, where: str = "") -> None:
+    """Raises QuantizeError for the first weight that is NaN or infinite.  start: which row of the tensor the first is."""
+    if math.isfinite(float(weight.sum(dtype=torch.float64))):
+        return
+    bad = torch.nonzero(~torch.isfinite(weight))
+    if bad.numel():
+        row, column = (int(i) for i in bad[0])
+        tensor = source.tensors[name]
+        rows = tensor.rows // tensor.experts
+        expert = f"expert {(start + row) // rows}, " if tensor.experts > 1 else ""
+        raise QuantizeError(f"{source.path}: tensor {shown(name)}: the weight at {expert}row {(start + row) % rows}, column "
+                            f"{column} is {float(weight[row, column])}{where}")
+
+
+def default_jobs(plan: Plan) -> int:
+    """As many processes as there are processors, but none for less than some seconds of work."""
+    work = sum(step.weights for step in plan.steps if not step.copied)
+    return max(1, min(processors(), work >> 26))

@@ -1,0 +1,177 @@
+"""Int4 weights as torch's own fused operations on a CPU and on an XPU read them, and products by those operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime.weight import order
+from qdsl.runtime.weight.layout import FLOATS
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
+
+if TYPE_CHECKING:
+    from qdsl.runtime.weight.format import Format
+
+
+@dataclass(frozen=True)
+class Int4Operation:
+    """A fused int4 product of torch, called with (x, codes, group size, *scales), and the weights that it reads.
+
+    name, packer: functions of torch.ops.aten; the packer makes the bytes of codes [N, K] that `name` reads on this machine.
+    format: a module of qdsl.generated.  storages: those that can have such bytes, of which `_storage` finds the one.  params:
+    parameters of the format.  arguments: the storage's tensors in the order of the call.  tail: the storage of rows behind the
+    last whole tile; '' where a storage takes all rows.  rows, group: what N and the group size must be multiples of.
+    dtypes: of x for which the operation is called.  split: scales are held as a sum of tensors [terms, ...] in the first of these
+    dtypes, and the operation is called once for each term.
+
+    This is the only place that knows which storage belongs to which operation.  A spec describes bytes; which function of a
+    library reads them depends on the version of that library, on the device and on the CPU.
+    """
+
+    name: str
+    format: str
+    storages: tuple[str, ...]
+    arguments: tuple[str, ...]
+    packer: str = ""
+    tail: str = ""
+    rows: int = 1
+    group: int = 32
+    params: tuple[tuple[str, str], ...] = ()
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
+    split: bool = False
+
+
+# On x86 torch has vector kernels for x and scales in bfloat16 alone; its loops for other dtypes are 30 to 110 times slower.  Most
+# scales are no numbers of bfloat16 and sums of two: a float16 has 11 bits, its product with a zero point 15, two terms have 16.
+OPERATIONS = {
+    "cpu": Int4Operation("_weight_int4pack_mm_for_cpu", "int4pack", ("cpu_avx512", "cpu_avx2", "cpu_scalar"),
+                         ("weight", "scales_and_zeros"), "_convert_weight_to_int4pack_for_cpu", "cpu_rest", rows=16,
+                         params=(("scale_type", "f32"),), dtypes=(torch.bfloat16,), split=True),
+    "xpu": Int4Operation("_weight_int4pack_mm_with_scales_and_zeros", "int_group", ("xpu_int4pack",),
+                         ("qweight", "scales", "qzeros")),
+}
+
+
+def operation_for(device: torch.device) -> Int4Operation:
+    """The fused int4 operation of a device.  Raises FormatError where this torch has none."""
+    operation = OPERATIONS.get(device.type)
+    if operation is None:
+        raise FormatError(f"torch has fused int4 operations for {' and '.join(OPERATIONS)}, not for {device.type}")
+    for name in filter(None, (operation.name, operation.packer)):
+        if not hasattr(torch.ops.aten, name):
+            raise FormatError(f"torch {torch.__version__} has no operation aten::{name}")
+    return operation
+
+
+@cache
+def format_of(operation: Int4Operation) -> Format:
+    """The format whose storages an operation reads."""
+    format: Format = import_module(f"qdsl.generated.{operation.format}").FORMAT
+    return format
+
+
+@cache
+def native_storage(operation: Int4Operation) -> str:
+    """The storage that has the bytes of torch's packer on this machine.  Raises FormatError where none has."""
+    if not operation.packer:
+        return operation.storages[0]
+    n, k = 128, 32
+    codes = (torch.arange(n * k) * 2654435761 // 65536 % 16).view(n, k)
+    wanted = getattr(torch.ops.aten, operation.packer)(codes.int(), 1).flatten()
+    fields = {"q": codes.byte(), "s": torch.ones(n, 1), "z": torch.zeros(n, 1)}
+    for storage in operation.storages:
+        packed = format_of(operation).pack(fields, storage, group=k, **dict(operation.params))
+        if torch.equal(packed.tensors[operation.arguments[0]].flatten(), wanted):
+            return storage
+    raise FormatError(f"aten::{operation.packer} packs as none of {', '.join(operation.storages)} on this machine")
+
+
+def for_device(packed: PackedWeight, dtype: torch.dtype) -> PackedWeight:
+    """The weight as the fused int4 operation of its device reads it: its storage, columns by groups, scales in x's dtype.
+
+    dtype: of x.  Scales and zeros that it does not hold are rounded to it, once, and `notes` of the result says so; on a CPU
+    float16 keeps float32 scales, and products do not take the operation.  Groups longer than the operation takes are cut, with
+    the same scales.  Raises FormatError where torch has no operation for the device, and where codes would change.
+    """
+    operation = operation_for(packed.device)
+    format = format_of(operation)
+    kinds = format.params["scale_type"]
+    kind = next((kind for kind in kinds if FLOATS[str(kind)] == dtype), "f32")
+    wide = format.convert(_regrouped(packed, format), native_storage(operation), **dict(operation.params))
+    if wide.sizes["group"] % operation.group:
+        raise FormatError(f"groups of {wide.sizes['group']} are no multiple of {operation.group}, which aten::{operation.name} "
+                          "needs")
+    if wide.params["scale_type"] == kind:
+        return wide
+    scaled = {name for name, stored in wide.layout.tensors.items() if stored.dtype == "scale_type"}
+    tensors = {name: tensor.to(FLOATS[str(kind)]) if name in scaled else tensor for name, tensor in wide.tensors.items()}
+    if not all(bool(tensors[name].isfinite().all()) for name in scaled):
+        raise FormatError(f"{packed.format.name}: scales are beyond {str(dtype)[6:]}; choose another dtype")
+    is_exact = all(torch.equal(tensors[name].to(wide.tensors[name].dtype), wide.tensors[name]) for name in scaled)
+    notes = () if is_exact else (f"scales and zeros are rounded to {str(dtype)[6:]}",)
+    return format._packed(wide.storage, tensors, wide.shape, {**wide.params, "scale_type": kind}, notes)
+
+
+def _regrouped(packed: PackedWeight, format: Format) -> PackedWeight:
+    """The weight with groups cut into those that another format has, each with the scale of the whole; as it is where it fits."""
+    own, k = packed.sizes.get("group", 0), packed.shape[1]
+    sizes = [int(size) for size in {*format.params["group"]} & {*packed.format.params.get("group", ())} if int(size) > 0]
+    if own in sizes or (format.params["group"].count(-1) and own == k):
+        return packed
+    fits = [size for size in sizes if math.gcd(own, k) % size == 0]
+    if not fits:
+        return packed                                            # the conversion says what does not fit
+    size, fields = max(fits), packed.format.unpack(packed)
+    for name, field in packed.variant.fields.items():
+        if field.groups is not None and name in fields:          # columns of a group are cut in the order in which they lie
+            parts = torch.arange(k, dtype=torch.int32, device=packed.device) // size
+            fields[name] = torch.empty_like(parts).index_copy_(0, order.by_groups(fields[name]).long(), parts)
+        elif name in fields and any(axis.step == ("group",) for axis in field.axes):
+            fields[name] = fields[name].repeat_interleave(own // size, 1)
+    return packed.format.pack(fields, packed.storage, **{**packed.params, "group": size})
+
+
+@dataclass(frozen=True, slots=True)
+class _FusedCall:
+    """What a product needs of an operation, looked up once: the weight evicts Python's data from the caches at every product.
+
+    codes, scales: the tensors of the storage.  dtypes: of x.
+    """
+
+    function: Callable[..., Tensor]
+    format: Format
+    codes: str
+    scales: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+@cache
+def _fused_call(device: str, storage: str) -> _FusedCall | None:
+    """The operation of a device that reads a storage on this machine; None where none does."""
+    operation = OPERATIONS.get(device)
+    if operation is None or storage not in operation.storages or storage != native_storage(operation):
+        return None
+    codes, *scales = operation.arguments
+    function = getattr(torch.ops.aten, operation.name).default
+    return _FusedCall(function, format_of(operation), codes, tuple(scales), operation.dtypes)
+
+
+def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor | None:
+    """x [M, K] @ w.T + bias by the fused operation of the device; None where the weight or x is not as that takes them."""
+    call = _fused_call(x.device.type, packed.storage)
+    if call is None or packed.format is not call.format or x.dtype not in call.dtypes or not x.numel():
+        return None
+    codes, scales = packed.tensors[call.codes], [packed.tensors[name] for name in call.scales]
+    if scales[0].dtype != x.dtype:
+        return None
+    n, rows = packed.shape[0], scales[0].shape[1]                # those of whole tiles
+    out = call.function(x, codes.view(rows, -1), packed.sizes["group"], *scales)
+    out = out if rows == n else out[:, :n].contiguous()
+    return out if bias is None else (out.float() + bias.float()).to(x.dtype)

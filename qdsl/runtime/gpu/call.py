@@ -1,0 +1,52 @@
+"""A launch of a kernel, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Argument = Tensor | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One launch: a kernel, its arguments in order, the constants it is specialised on, and how it is compiled.
+
+    An argument may be a tuple of tensors, None among them.
+
+    scratch: of a launch whose programs share K, the tensors for their sums and for the counters of those that have arrived.
+
+    For `qdsl analyze`: the weights that one program takes, and those of a trip of its loop, 0 without one.
+    workspace: arguments in memory that was allocated for this launch and the next ones, and that they write before they read.
+    aligned: arguments whose address is a multiple of so many bytes, on which the kernel relies.
+    """
+
+    kernel: Any
+    arguments: tuple[Argument | tuple[Argument, ...], ...]
+    constants: Mapping[str, Any]
+    grid: tuple[int, ...]
+    options: Mapping[str, Any]
+    weights: int = 0
+    step: int = 0
+    workspace: tuple[Tensor, ...] = ()
+    aligned: tuple[tuple[Tensor, int], ...] = ()
+    scratch: tuple[Tensor, ...] = ()
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors among the arguments."""
+        for argument in self.arguments:
+            yield from (each for each in (argument if isinstance(argument, tuple) else (argument,)) if isinstance(each, Tensor))
+
+    @property
+    def family(self) -> str:
+        """The kernel's name, without that of a storage: 'gemv', 'skinny', 'dequantize', 'linear'."""
+        name: str = self.kernel.fn.__name__
+        return name.split("_")[1] if name.startswith("_") else name
+
+    def run(self) -> Any:
+        """Launch.  Returns the kernel that Triton compiled, None where it interprets."""
+        return self.kernel[self.grid](*self.arguments, **self.constants, **self.options)

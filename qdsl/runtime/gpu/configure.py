@@ -1,0 +1,256 @@
+"""Configurations that kernels of a weight may be launched with, from its shape and the device alone.
+
+runtime/gpu/plan.py chooses among them.  Nothing is timed on first use; `qdsl.tune` keeps the fastest in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from qdsl.core.shapes import axis
+from qdsl.host.files import cache_folder
+from qdsl.runtime.gpu.devices import GPUS, Gpu, of_device
+from qdsl.runtime.weight.arrays import cdiv
+
+if TYPE_CHECKING:
+    from qdsl.runtime.weight.packed import PackedWeight
+
+MULTIPROCESSORS = 132                                            # of a device that is not there: an H100's
+TRIP = 256                                                       # columns of w that a warp takes in a trip of `skinny`
+MOST_PARTS = 8                                                   # programs of `tile_gemm` that share K
+SPLIT_PROGRAMS = 4                                               # per multiprocessor, up to which programs share K
+UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
+WARPS = 15                                                       # per multiprocessor, to have enough bytes under way (predicted)
+
+
+@dataclass(frozen=True, slots=True)
+class Tall:
+    """R tiles of 16 * W rows of w that meet 128 rows of x, for codes of 4 bits and groups of 128 columns and more.
+
+    unroll: chunks in a trip.  whole: for shapes that fill all tiles.  count: instructions of a thread per weight in the loop,
+    on sm_90; what it says of time is predicted.
+    """
+
+    R: int
+    W: int
+    unroll: int
+    whole: bool
+    count: float
+
+
+TALL = (Tall(2, 8, 1, True, 3.1), Tall(2, 4, 1, True, 3.3), Tall(1, 4, 2, True, 3.5), Tall(1, 4, 2, False, 3.7))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a launch depends on: the first digit of the compute capability (9: Hopper), 0 elsewhere, and multiprocessors."""
+
+    capability: int
+    multiprocessors: int
+
+
+_assumed = Target(0, MULTIPROCESSORS)
+_assumed_gpu = GPUS["h100"]
+
+
+@contextmanager
+def assumed(capability: int, multiprocessors: int, gpu: Gpu | None = None) -> Iterator[None]:
+    """Launches with tensors that are on no GPU are those of such a device, for those who look at kernels without one.
+
+    gpu: whose costs are modelled; by default those of the capability's first GPU with so many multiprocessors.
+    """
+    global _assumed, _assumed_gpu
+    before, before_gpu = _assumed, _assumed_gpu
+    _assumed = Target(capability, multiprocessors)
+    _assumed_gpu = gpu or of_device("", (capability or 9, 0), multiprocessors)
+    try:
+        yield
+    finally:
+        _assumed, _assumed_gpu = before, before_gpu
+
+
+def target(device: torch.device) -> Target:
+    return _target(device) if device.type in ("cuda", "xpu") else _assumed
+
+
+@cache
+def _target(device: torch.device) -> Target:
+    if device.type == "xpu":
+        return Target(0, torch.xpu.get_device_properties(device).max_compute_units)
+    capability = torch.cuda.get_device_capability(device)[0] if torch.version.cuda else 0
+    return Target(capability, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def gpu(device: torch.device) -> Gpu:
+    """The data sheet of a device, from which costs are modelled; of one that is not there, of the GPU that is assumed."""
+    return _gpu(device) if device.type == "cuda" else _assumed_gpu
+
+
+@cache
+def _gpu(device: torch.device) -> Gpu:
+    if not torch.version.cuda:
+        return GPUS["h200"]                                      # of AMD's there is no table: the plain kernel or decoded tiles
+    properties = torch.cuda.get_device_properties(device)
+    return of_device(properties.name, torch.cuda.get_device_capability(device), properties.multi_processor_count)
+
+
+def has_tile_gemm(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernel `tile_gemm` is used: a warp group of Hopper multiplies weights from registers."""
+    found = packed.layout.kernels.lanes
+    return found is not None and found.tile_gemm is not None and target(device).capability == 9 and not (
+        found.double and dtype == torch.bfloat16)
+
+
+def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | None = None) -> list[dict[str, int]]:
+    """Configurations of kernel 'gemv', 'skinny' or 'tile_gemm' for x [m, K], the one by rule first, those that split K last."""
+    n, k = packed.shape
+    device = device or packed.device
+    if kind == "tile_gemm" and m > 64 and is_tall(packed):
+        rule, *others = _tall(m, n, k, device)
+    elif kind == "tile_gemm":
+        rule = _many(min(m, most_columns(packed)), n, device)
+        others = [{**rule, "R": r, "STAGES": stages} for r in (1, 2) for stages in (2, 3, 4)]
+        others += [{**rule, "STAGES": 2, "UNROLL": 2}] if is_tall(packed) else []
+    else:
+        found = packed.layout.kernels.lanes
+        trip = found.trip(packed.sizes) if found is not None and kind == "gemv" else TRIP
+        rule = lanes(n, k, device, trip)
+        others = [_split(r, wk, k, trip) for r in (2, 1) for wk in (8, 4, 2, 1) if trip * wk <= k]
+    configs = [rule, *(other for other in others if other != rule)]
+    if kind != "tile_gemm":
+        return configs
+    return [{**config, "SPLIT": split} for split in range(1, MOST_PARTS + 1) for config in configs
+            if split == 1 or _may_split(config, split, m, n, k, device)]
+
+
+def _may_split(config: dict[str, int], split: int, m: int, n: int, k: int, device: torch.device) -> bool:
+    """Whether so many programs may share K: they fit on the multiprocessors as they are, and none has no chunk of K."""
+    tiles, chunks = cdiv(n, 16 * config["R"] * config["W"]) * cdiv(m, config["BM"]), k // 128
+    return tiles * split <= SPLIT_PROGRAMS * target(device).multiprocessors and (split - 1) * cdiv(chunks, split) < chunks
+
+
+def key(packed: PackedWeight, m: int, dtype: torch.dtype) -> str:
+    """What the fastest candidate for x [m, K] is kept under: one for 1 row, for up to 8, 16, 32 and so on."""
+    n, k = packed.shape
+    rows = 1 if m == 1 else max(8, power(m))
+    return " ".join((f"{packed.format.name}.{packed.storage}", packed.params_text, f"{n}x{k}", f"M={rows}", str(dtype)[6:]))
+
+
+@cache
+def tuned_file(device: torch.device) -> Path:
+    """Where tuned candidates of a device are kept: in $QDSL_CACHE, or qdsl below the user's cache folder."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+    return cache_folder() / f"tuned-{name.lower()}.json"
+
+
+@cache
+def tuned(path: Path) -> dict[str, Any]:
+    """What a file of tuned candidates holds; nothing where it is missing or is no such file."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def forget() -> None:
+    """Read the files of tuned candidates anew."""
+    tuned.cache_clear()
+    tuned_file.cache_clear()
+
+
+def _many(m: int, n: int, device: torch.device) -> dict[str, int]:
+    """R tiles of 64 rows of w per program, and BM rows of x."""
+    bm = 16 if m <= 16 else 32 if m <= 32 else 64
+    r = 2 if (4 if bm < 64 else 2) * cdiv(n, 128) >= target(device).multiprocessors else 1
+    return {"R": r, "W": 4, "BM": bm, "STAGES": 3, "UNROLL": 1, "WHOLE": 0}
+
+
+def most_columns(packed: PackedWeight) -> int:
+    """Rows of x that a program of kernel `tile_gemm` may take, the columns of its tile."""
+    found = packed.layout.kernels.lanes
+    return 128 if is_tall(packed) else 64 if found is None or min(found.sizes(packed.sizes), default=128) >= 128 else 32
+
+
+def is_tall(packed: PackedWeight) -> bool:
+    """Whether a program of kernel `tile_gemm` may take 128 rows of x."""
+    found = packed.layout.kernels.lanes
+    return found is not None and found.tall and min(found.sizes(packed.sizes), default=128) >= 128
+
+
+def _tall(m: int, n: int, k: int, device: torch.device) -> list[dict[str, int]]:
+    """Tiles for more than 64 rows of x, by the instructions of the multiprocessor that has most to do."""
+    def cost(tile: Tall) -> float:
+        rows = 16 * tile.R * tile.W
+        return cdiv(cdiv(n, rows) * cdiv(m, 128), target(device).multiprocessors) * rows * tile.count
+
+    fit = [tile for tile in TALL if not tile.whole or (m % 128 == 0 and n % (16 * tile.R * tile.W) == 0)]
+    return [{"R": tile.R, "W": tile.W, "BM": 128, "STAGES": 2, "UNROLL": tile.unroll, "WHOLE": k if tile.whole else 0}
+            for tile in sorted(fit, key=cost)]
+
+
+@cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether matrix units take E4M3; of a device that is not there, an H100's do."""
+    return device.type != "cuda" or bool(torch.version.cuda and torch.cuda.get_device_capability(device) >= (8, 9))
+
+
+def narrow(m: int, n: int, wide: bool, device: torch.device) -> tuple[dict[str, int], int]:
+    """BN rows of w and BM rows of x per program, and warps; wide: x's codes have 16 bits.
+
+    64 rows of w are the fewest that Hopper's instructions take.  Stages fill what shared memory every device has, 99 KB.
+    """
+    bm = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 or wide else 128
+    if bm < 64 or 4 * cdiv(n, 128) * cdiv(m, bm) < 3 * target(device).multiprocessors:
+        return {"BN": 64, "BM": min(bm, 64), "STAGES": 6 if bm < 64 else 4}, 4
+    return {"BN": 128, "BM": bm, "STAGES": 4 if bm == 64 and not wide else 3}, 4 if bm == 64 else 8
+
+
+def tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]:
+    """Rows and units of a tile, powers of two: long along the axis that is contiguous in memory."""
+    along = units if last == "k" else rows
+    across = rows if last == "k" else units
+    size = max(128, UNITS // sums)
+    long = min(256 if last == "k" else 128, power(along), size)
+    short = min(size // long, power(across))
+    return (short, long) if last == "k" else (long, short)
+
+
+def grid_axes(packed: PackedWeight) -> tuple[int, int]:
+    """Rows of tiles, and units along K, that those kernels walk."""
+    kernels = packed.layout.kernels
+    rows, units = (axis(text).extent(*packed.shape, packed.sizes) for text in (kernels.rows, kernels.units))
+    assert rows is not None and units is not None
+    return rows, units
+
+
+def power(value: int) -> int:
+    """The smallest power of two that is at least `value`."""
+    return 1 << (max(1, value) - 1).bit_length()
+
+
+def lanes(n: int, k: int, device: torch.device, trip: int = TRIP) -> dict[str, int]:
+    """R tiles of 16 rows per warp, and WK warps that share K, for a weight [n, k].
+
+    Two tiles share what is made of x, so that fewer than two only pay where programs would not fill the device.  Warps share
+    K until each multiprocessor has enough of them, evenly if they can; a warp takes `trip` columns at a time.
+    """
+    places = target(device).multiprocessors
+    r = 2 if 4 * cdiv(n, 32) >= 3 * places else 1
+    wk = 1
+    while wk < 8 and cdiv(n, 16 * r) * wk < WARPS * places and 2 * trip * wk <= k:
+        wk *= 2
+    return _split(r, wk, k, trip)
+
+
+def _split(r: int, wk: int, k: int, trip: int) -> dict[str, int]:
+    return {"R": r, "WN": 1, "WK": wk, "EVEN": k % (trip * wk) == 0}

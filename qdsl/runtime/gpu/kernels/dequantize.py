@@ -1,0 +1,53 @@
+"""dequantize: every weight in float32, rounded once to the dtype of out.
+
+A program decodes BN rows of tiles by BK units.  A unit is a word of codes where one holds several weights, else one weight.
+
+              units of w, packed                                   out [N, K]
+
+              u    u+1        u+BK-1                    the columns of unit u, ROWS rows of them
+            +----+----+- - -+----+                    +--+- - -+--+- - - - - - - - - - -+--+- -
+      n     | w0 | w1 |     |    |    thread t        |w0|     |w0|                     |w0|
+            | of | of |     |    |    decodes w0, w1  |  |     |  |                     |  |
+            | u  | u+1|     |    |    of its units    +--+- - -+--+- - - - - - - - - - -+--+- -
+            +----+----+- - -+----+    one by one        k of weight 0: the same in all rows
+      n+1   |    |    |     |    |
+            +----+----+- - -+----+
+
+Neighbouring threads take neighbouring units along the axis that is contiguous in memory (AXIS 1: along K, 0: along N), so
+that a warp loads whole sectors of 32 bytes.  A thread loads a word once and cuts all of its weights from it: `decode` calls
+`use` for one weight after the other, and values never change threads.  What the weights of a unit share, such as a scale, is
+loaded once per unit; the threads that share it read one address, which the L1 cache serves.
+
+A thread stores single elements.  Where a unit holds neighbouring columns (8 of a word of GPTQ), the compiler does not merge
+its stores; the L2 cache does.
+
+Cost: the loads of the packed weight and the stores of out go to memory once.  Contraction to fused multiply-adds is off, for
+these skip a rounding that the formula has.
+"""
+
+from qdsl.runtime.gpu.kernels import units
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+@triton.jit
+def store_weight(state, k, w, live, row: tl.constexpr = 0):
+    """Store weights w in columns k of a row of their tiles; state: (where row 0 of the tiles begins in out, K)."""
+    out, K = state
+    tl.store(out + units.row_offset(row, K) + k, w, live)
+    return state
+
+
+@triton.jit
+def dequantize(
+    tensors, out, N, K, sizes, tiles, count,
+    decode: tl.constexpr, ROWS: tl.constexpr, AXIS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LARGE: tl.constexpr,
+):
+    """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out [N, K].
+
+    tiles, count: rows of tiles of ROWS rows, and units in each.  AXIS: along which units neighbour, 0 for N, 1 for K.
+    LARGE: positions take 64 bits.
+    """
+    N, K = units.extents(N, K, LARGE)
+    n = units.axis(tl.program_id(0) * BN, BN, BK, 1 - AXIS, LARGE)
+    u = units.axis(tl.program_id(1) * BK, BK, BN, AXIS, LARGE)
+    decode(tensors, n, u, (n < tiles) & (u < count), N, K, sizes, store_weight, (out + n * (ROWS * K), K))

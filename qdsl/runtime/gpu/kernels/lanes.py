@@ -1,0 +1,529 @@
+"""Device functions of the lane-tile kernels: packed codes as operands of tensor cores, without a shuffle in between.
+
+A warp multiplies 16 rows of w by 8 columns.  Lane 4 * g + c holds rows g and g + 8 of w, and column g of the other operand.
+The planar storage puts the 128 columns of a chunk in the order that the instruction wants: k = 32 * u + 16 * i + 8 * h +
+2 * c + e lies in word u of lane c, at bit 16 * e + 8 * i + width * h.  A mask then leaves the pair e = 0, 1 in the two halves
+of a register, which is an operand as it stands.  Every tile that is loaded is two-dimensional, [8 * warps, 4 * words]: that
+alone gives lane 4 * g + c row g and words c * words onwards on every version of Triton, so that nothing moves between lanes.
+
+Numbers: an unsigned code of up to 10 bits is the float16 subnormal code * 2^-24, so a float16 kernel multiplies sums by 2^24
+once; bfloat16 has 128 + code in the bits of 0x4300 | code.  Products are exact and sums are float32.
+"""
+
+
+from qdsl.runtime.gpu.kernels import device
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+@triton.jit
+def field(word, at: tl.constexpr, to: tl.constexpr, width: tl.constexpr):
+    """The bits [at, at + width) of both 16-bit halves, moved to bit `to`."""
+    if at > to:
+        word = word >> (at - to)
+    if at < to:
+        word = word << (to - at)
+    return word & ((((1 << width) - 1) * 0x00010001) << to)
+
+
+@triton.jit
+def halves(word, F: tl.constexpr):
+    """The 16-bit halves of int32 [...] as numbers of type F [..., 2], low half first; no instruction."""
+    return tl.join(word.to(tl.int16).to(F, bitcast=True), (word >> 16).to(tl.int16).to(F, bitcast=True))
+
+
+@triton.jit
+def warps(W: tl.constexpr):
+    """Of a lane tile with W warps: warp and g, [8 * W, 1], and c, [1, 4]."""
+    p = tl.arange(0, 8 * W)[:, None]
+    return p // 8, p % 8, tl.arange(0, 4)[None, :]
+
+
+@triton.jit
+def tile(tiles, M, N):
+    """A program's rows of x, the first and one past the last, and the row of w at which those that they meet begin.
+
+    tiles: int32 [T, 3] of (expert, first row, one past the last); None for a weight that all rows of x meet.
+    """
+    if tiles is None:
+        return tl.program_id(1) * 8, M, 0
+    else:
+        p = tiles + tl.program_id(1) * 3
+        return tl.load(p + 1), tl.load(p + 2), tl.load(p).to(tl.int64) * N
+
+
+@triton.jit
+def rows(n, N, start=0):
+    """Rows n and n + 8 from `start` on, the last of N in place of those past it: [8 * W, 1] int64."""
+    return tl.minimum(n, N - 1).to(tl.int64) + start, tl.minimum(n + 8, N - 1).to(tl.int64) + start
+
+
+@triton.jit
+def words(plane, row, count, chunk, more: tl.constexpr = 0):
+    """16 words of rows g and g + 8, which have `count` times as many, `more` times 16 words on: int32 [8 * W, 16, 2]."""
+    at = chunk * 16 + tl.arange(0, 16)[None, :]
+    upper, lower = plane + (row[0] * (count * 16) + at), plane + (row[1] * (count * 16) + at)
+    return tl.join(tl.load(upper + 16 * more), tl.load(lower + 16 * more))
+
+
+@triton.jit
+def late_words(plane, row, K, chunk, more: tl.constexpr, step: tl.constexpr):
+    """The words of a plane of one bit, which hold 4 chunks; the last two, `step` bits higher, are moved down."""
+    shift = (chunk // 2 + more // 2) % 2 * step + tl.zeros_like(row[0]).to(tl.int32)
+    return words(plane, row, tl.cdiv(K, 512), chunk // 4) >> shift[:, :, None]
+
+
+@triton.jit
+def half_operand(low, high):
+    """w's operand [W, 16, 64] from numbers [8 * W, 16, 2, 2] of i = 0 and i = 1; its K is (u, c, i, e)."""
+    W: tl.constexpr = low.shape[0] // 8
+    v = tl.join(low, high).reshape(W, 8, 4, 4, 2, 2, 2)                 # w g c u r e i
+    return v.permute(0, 4, 1, 3, 2, 6, 5).reshape(W, 16, 64)
+
+
+@triton.jit
+def word_operand(v00, v01, v10, v11):
+    """w's operand [W, 16, 32] from numbers [8 * W, 4, 2, 2] of (h, i); its K is (h, c, i, e)."""
+    W: tl.constexpr = v00.shape[0] // 8
+    v = tl.join(tl.join(v00, v10), tl.join(v01, v11)).reshape(W, 8, 4, 2, 2, 2, 2)      # w g c r e h i
+    return v.permute(0, 3, 1, 5, 2, 6, 4).reshape(W, 16, 32)
+
+
+@triton.jit
+def columns(x00, x01, x10, x11, x20, x21, x30, x31, F: tl.constexpr):
+    """x's operand [W, 64, 8] from pairs int32 [8 * W, 4] of (u, i): column g is what lanes g hold."""
+    W: tl.constexpr = x00.shape[0] // 8
+    low = tl.join(tl.join(x00, x20), tl.join(x10, x30))
+    high = tl.join(tl.join(x01, x21), tl.join(x11, x31))
+    v = halves(tl.join(low, high), F).reshape(W, 8, 4, 2, 2, 2, 2)      # w g c u1 u0 i e
+    return v.permute(0, 3, 4, 2, 5, 6, 1).reshape(W, 64, 8)
+
+
+@triton.jit
+def columns_of_word(x00, x01, x10, x11, F: tl.constexpr):
+    """x's operand [W, 32, 8] from pairs int32 [8 * W, 4] of (h, i)."""
+    W: tl.constexpr = x00.shape[0] // 8
+    v = halves(tl.join(tl.join(x00, x10), tl.join(x01, x11)), F).reshape(W, 8, 4, 2, 2, 2)      # w g c h i e
+    return v.permute(0, 3, 2, 4, 5, 1).reshape(W, 32, 8)
+
+
+@triton.jit
+def diagonal(x0, x1, x2, x3, g, first: tl.constexpr, step: tl.constexpr, F: tl.constexpr):
+    """x's operand [W, 64, 8] of groups: pairs x0 (i = 0) and x1 (i = 1) of u = 0 and 2, x2 and x3 of u = 1 and 3, each in the
+    column of its group of `step` columns, counted from the first one's, and elsewhere 0.
+    """
+    r: tl.constexpr = 1 if step == 16 else 0
+    return columns(only(x0, g, first), only(x1, g, first + r),
+                   only(x2, g, first + 32 // step), only(x3, g, first + 32 // step + r),
+                   only(x0, g, first + 64 // step), only(x1, g, first + 64 // step + r),
+                   only(x2, g, first + 96 // step), only(x3, g, first + 96 // step + r), F)
+
+
+@triton.jit
+def only(pair, g, column: tl.constexpr):
+    """The pair in the lanes of a column, elsewhere 0; there are fewer predicates than columns, so that masks are numbers."""
+    return pair & (((g ^ column) - 1) >> 31)
+
+
+@triton.jit
+def sums(x, unit: tl.constexpr, F: tl.constexpr):
+    """The sums of the columns of x's operand over `unit`, as products with codes come, in every row [W, 16, 8]."""
+    return tl.dot(tl.full((x.shape[0], 16, x.shape[1]), 1.0 / unit, tl.float32).to(F), x)
+
+
+@triton.jit
+def within(index, count):
+    """The last of `count` in place of those past it.
+
+    Also where none can be past it: an address is then one product and sum, where a loop would move a wide pointer for each.
+    """
+    return tl.minimum(index, count - 1)
+
+
+@triton.jit
+def after(chunk, more: tl.constexpr, count, even: tl.constexpr):
+    """The chunk from which `more` are counted in words(), and where some may be past the last, the one that is meant."""
+    if even:
+        return chunk
+    else:
+        return within(chunk + more, count)
+
+
+@triton.jit
+def pairs(p, live, even: tl.constexpr):
+    """Pairs of columns of x, 0 where not live."""
+    if even:
+        return tl.load(p)
+    else:
+        return tl.load(p, live, 0)
+
+
+@triton.jit
+def groups(x, chunk, K, g, c, size: tl.constexpr, unit: tl.constexpr, even: tl.constexpr, F: tl.constexpr):
+    """x's operands of 8 * size columns, a half of a chunk in each, with a group of 16, 32 or 64 in a column; and their sums."""
+    at = within(chunk, K // 128) * 64 + g * (size // 2) + c
+    live = chunk * 128 + g * size < K
+    x00, x10 = pairs(x + at, live, even), pairs(x + (at + 4), live, even)
+    if size == 16:
+        zero = tl.zeros_like(x00)
+        return ((diagonal(x00, x00, x00, x00, g, 0, 16, F), diagonal(x10, x10, x10, x10, g, 0, 16, F)),
+                sums(columns_of_word(x00, zero, x10, zero, F), unit, F))
+    x01, x11 = pairs(x + (at + 8), live, even), pairs(x + (at + 12), live, even)
+    ones = sums(columns_of_word(x00, x01, x10, x11, F), unit, F)
+    y00, y10, y01, y11 = x00, x10, x01, x11
+    if size == 64:
+        y00, y10 = pairs(x + (at + 16), live, even), pairs(x + (at + 20), live, even)
+        y01, y11 = pairs(x + (at + 24), live, even), pairs(x + (at + 28), live, even)
+        ones += sums(columns_of_word(y00, y01, y10, y11, F), unit, F)
+    operands = ()
+    for t in tl.static_range(size // 16):
+        operands = operands + (diagonal(x00, x01, y00, y01, g, t * 128 // size, size, F),
+                               diagonal(x10, x11, y10, y11, g, t * 128 // size, size, F))
+    return operands, ones
+
+
+@triton.jit
+def token_rows(x, m, M, K):
+    """Where rows m of x begin, the last one in place of those past it; x is int32, two columns each."""
+    return x + tl.minimum(m, M - 1).to(tl.int64) * (K // 2)
+
+
+@triton.jit
+def tokens(x, chunk, count, c, size: tl.constexpr, unit: tl.constexpr, even: tl.constexpr, F: tl.constexpr):
+    """x's operands of a chunk of 128 columns, a token in a column, by halves or by groups of 32 or 16; and their sums.
+
+    Chunks from `count` on are 0.
+    """
+    live = chunk < count
+    operands = ()
+    if size == 128:
+        for h in tl.static_range(2):
+            p = x + (chunk * 64 + 4 * h + c)
+            operands = operands + (columns(
+                pairs(p, live, even), pairs(p + 8, live, even), pairs(p + 16, live, even), pairs(p + 24, live, even),
+                pairs(p + 32, live, even), pairs(p + 40, live, even), pairs(p + 48, live, even), pairs(p + 56, live, even), F),)
+        ones = (sums(operands[0], unit, F) + sums(operands[1], unit, F),)
+    else:
+        ones = ()
+        for u in tl.static_range(4):
+            p = x + (chunk * 64 + 16 * u + c)
+            x00, x10 = pairs(p, live, even), pairs(p + 4, live, even)
+            x01, x11 = pairs(p + 8, live, even), pairs(p + 12, live, even)
+            if size == 32:
+                operands = operands + (columns_of_word(x00, x01, x10, x11, F),)
+            else:
+                zero = tl.zeros_like(x00)
+                operands = operands + (columns_of_word(x00, zero, x10, zero, F), columns_of_word(zero, x01, zero, x11, F))
+        for i in tl.static_range(128 // size):
+            ones = ones + (sums(operands[i], unit, F),)
+    return operands, ones
+
+
+@triton.jit
+def tokens_in_order(x, chunk, count, c, unit: tl.constexpr, even: tl.constexpr, F: tl.constexpr):
+    """x's operands of both halves of a chunk for codes of 8 bits as rows hold them: byte b of word 4 * c + u of a half is
+    column 16 * c + 4 * u + b, so that a pair e = 0, 1 is two columns apart.  And their sums.
+    """
+    W: tl.constexpr = c.shape[0] * chunk.shape[0] // 8
+    live = chunk < count
+    a = tl.arange(0, 16)[None, :]
+    operands = ()
+    for h in tl.static_range(2):
+        p = x + (chunk * 64 + 32 * h + a // 4 * 8 + a % 4)
+        low = two_apart(pairs(p, live, even))
+        high = two_apart(pairs(p + 4, live, even))
+        v = tl.join(tl.join(low[0], high[0]), tl.join(low[1], high[1]))                 # w g c, u0 u1 i
+        v = halves(v, F).reshape(W, 8, 4, 2, 2, 2, 2).permute(0, 4, 3, 2, 5, 6, 1)
+        operands = operands + (v.reshape(W, 64, 8),)
+    return operands, (sums(operands[0], unit, F) + sums(operands[1], unit, F),)
+
+
+@triton.jit
+def two_apart(v):
+    """Of columns 0 to 3 in two words [..., 16]: the pairs (0, 2) and (1, 3), [..., 4, 2]."""
+    first, second = tl.split(v.reshape(v.shape[0], 4, 2, 2))
+    return (first & 0xFFFF) | (second << 16), ((first >> 16) & 0xFFFF) | (second & -65536)
+
+
+@triton.jit
+def half(codes: tl.constexpr, words, h: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """w's operand of a half, [W, 16, 64]."""
+    return half_operand(codes(words, h, 0, digit, to, flip, F), codes(words, h, 1, digit, to, flip, F))
+
+
+@triton.jit
+def product(codes: tl.constexpr, words, x, flip, first: tl.constexpr, count: tl.constexpr, width: tl.constexpr,
+            bits: tl.constexpr, F: tl.constexpr):
+    """The product of `count` halves with their operands of x.  Codes that lie at the same bit share an accumulator.
+
+    codes(words, half, i, digit, to, flip, F) makes the numbers of pairs i of a half of a span of 256 columns.
+    """
+    W: tl.constexpr = words[0][0].shape[0] // 8
+    places: tl.constexpr = min(4, 8 // width) if F == tl.float16 and 8 - width + bits <= 10 else 1
+    total = tl.zeros((W, 16, 8), tl.float32)
+    for i in tl.static_range(min(places, count)):
+        part = tl.zeros((W, 16, 8), tl.float32)
+        for h in tl.static_range(first + i, first + count, places):
+            w = words[h // 2 - first // 2]
+            part = tl.dot(half(codes, w, h % 4, 0, width * (h % places), flip[h % places], F), x[h - first], part)
+        if (first + i) % places == 0 and i == 0:
+            total = part
+        else:
+            total += part * (1.0 / (1 << (width * ((first + i) % places))))
+    if bits == 8 and F == tl.bfloat16:
+        part = tl.zeros((W, 16, 8), tl.float32)
+        for h in tl.static_range(first, first + count):
+            w = words[h // 2 - first // 2]
+            part = tl.dot(half(codes, w, h % 4, 1, 0, flip[1], F), x[h - first], part)
+        total += part * 16.0
+    return total
+
+
+@triton.jit
+def part(codes: tl.constexpr, words, x, u: tl.constexpr, chunk: tl.constexpr, flip, width: tl.constexpr, bits: tl.constexpr,
+         size: tl.constexpr, F: tl.constexpr):
+    """The product of group u of a chunk, the first or second of a span of 256 columns."""
+    if size == 128:
+        sum = product(codes, (words,), x, flip, 2 * chunk, 2, width, bits, F)
+    else:
+        sum = word_product(codes, words[u * size // 32], x[u], flip, 2 * chunk, bits, F)
+    return sum
+
+
+@triton.jit
+def word_product(codes: tl.constexpr, w, x, flip, h: tl.constexpr, bits: tl.constexpr, F: tl.constexpr):
+    """The product of what word u of a chunk's lanes holds, 32 columns; h is the first half of the chunk."""
+    sum = tl.dot(word_operand(codes(w, h, 0, 0, 0, flip[0], F), codes(w, h, 1, 0, 0, flip[0], F),
+                              codes(w, h + 1, 0, 0, 0, flip[0], F), codes(w, h + 1, 1, 0, 0, flip[0], F)), x)
+    if bits == 8 and F == tl.bfloat16:
+        sum += tl.dot(word_operand(codes(w, h, 0, 1, 0, flip[1], F), codes(w, h, 1, 1, 0, flip[1], F),
+                                   codes(w, h + 1, 0, 1, 0, flip[1], F), codes(w, h + 1, 1, 1, 0, flip[1], F)), x) * 16.0
+    return sum
+
+
+@triton.jit
+def by_size(words, size: tl.constexpr):
+    """The tiles of a chunk as they are, or what each word u of them holds."""
+    if size == 128:
+        return words
+    else:
+        return by_word(words)
+
+
+@triton.jit
+def by_word(words):
+    """The tiles of a chunk as what each word u holds: a tuple of four tuples of [8 * W, 4, 2]."""
+    first, second, third, fourth = (), (), (), ()
+    for i in tl.static_range(len(words)):
+        even, odd = tl.split(words[i].reshape(words[i].shape[0], 4, 2, 2, 2).permute(0, 1, 4, 2, 3))
+        u0, u2 = tl.split(even)
+        u1, u3 = tl.split(odd)
+        first, second, third, fourth = first + (u0,), second + (u1,), third + (u2,), fourth + (u3,)
+    return first, second, third, fourth
+
+
+@triton.jit
+def flips(N, width: tl.constexpr, bits: tl.constexpr, signed: tl.constexpr, F: tl.constexpr):
+    """What numbers() takes, by the place of a float16 code and by the digit of a bfloat16 one."""
+    sign: tl.constexpr = (0x00010001 << (bits - 1)) if signed else 0
+    if F == tl.float16:
+        return hidden(sign, N), hidden(sign << width, N), hidden(sign << 2 * width, N), hidden(sign << 3 * width, N)
+    elif bits == 8:
+        return hidden(0x43004300, N), hidden(0x43004300 ^ (sign >> 4), N)
+    else:
+        return hidden(0x43004300 ^ sign, N), hidden(0x43004300 ^ sign, N)
+
+
+@triton.jit
+def constants(table: tl.constexpr, g, N, width: tl.constexpr, bits: tl.constexpr, signed: tl.constexpr, F: tl.constexpr):
+    """What a format's numbers() takes besides words: a table's words, or flips()."""
+    if table is None:
+        return flips(N, width, bits, signed, F)
+    else:
+        return table(g, N, F)
+
+
+@triton.jit
+def blocks(row, size: tl.constexpr):
+    """The blocks of `size` rows that two rows are in; block 0, that of all rows, for a size of 0."""
+    if size == 0:
+        return tl.zeros_like(row[0]), tl.zeros_like(row[1])
+    elif size == 1:
+        return row
+    else:
+        return row[0] // size, row[1] // size
+
+
+@triton.jit
+def count(K, block: tl.constexpr):
+    """How many blocks of columns there are; K is a multiple of 128."""
+    if block <= 128:
+        return K // 128 * (128 // block)
+    else:
+        return tl.cdiv(K, block)
+
+
+@triton.jit
+def spread(upper, lower):
+    """Numbers of rows g and g + 8, [8 * W, 8], as [W, 16, 8]; or [8 * W, 4], one for both columns of lane c."""
+    W: tl.constexpr = upper.shape[0] // 8
+    v = tl.join(upper, lower)
+    if upper.shape[1] == 4:
+        v = tl.join(v, v).permute(0, 1, 3, 2)
+    return v.reshape(W, 8, 8, 2).permute(0, 3, 1, 2).reshape(W, 16, 8)
+
+
+@triton.jit
+def number(value, kind: tl.constexpr):
+    """float32 of a stored number: kind 0 is a float that its dtype tells, a name one of device, else an integer's bits.
+
+    An integer of up to 23 bits enters the mantissa of 2^23, for a cast would be slow.
+    """
+    if kind == 0:
+        return device.scale(value)
+    elif kind == "e8m0":
+        return device.e8m0(value)
+    elif kind == "e8m0h":
+        return device.e8m0h(value)
+    elif kind == "ue4m3":
+        return device.ue4m3(value)
+    elif kind == "e4m3":
+        return device.e4m3(value)
+    else:
+        return (value.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+
+
+@triton.jit
+def zeros(R: tl.constexpr, W: tl.constexpr):
+    """R accumulators [W, 16, 8]."""
+    acc = ()
+    for _ in tl.static_range(R):
+        acc = acc + (tl.zeros((W, 16, 8), tl.float32),)
+    return acc
+
+
+@triton.jit
+def hidden(value: tl.constexpr, N):
+    """The constant, in a register: (a & b) ^ c is one instruction only where one of b and c is no literal."""
+    return tl.where(N > 0, value, 0)
+
+
+@triton.jit
+def numbers(word, flip, signed: tl.constexpr, F: tl.constexpr):
+    """Pairs of codes as numbers of type F; `flip` makes signed codes unsigned and adds bfloat16's 128."""
+    if signed or F == tl.bfloat16:
+        word = word ^ flip
+    return halves(word, F)
+
+
+@triton.jit
+def float_numbers(word, at: tl.constexpr, exponent: tl.constexpr, mantissa: tl.constexpr, F: tl.constexpr):
+    """Pairs of small floats that start at bit `at` of each half, as numbers of type F; float16's are times 2^(bias - 15)."""
+    sign: tl.constexpr = at + exponent + mantissa
+    top: tl.constexpr = 10 if F == tl.float16 else 7
+    magnitude = field(word, at, top - mantissa, exponent + mantissa)
+    if sign < 15:
+        word = word << (15 - sign)
+    value = halves(magnitude | (word & -2147450880), F)
+    if F == tl.bfloat16:
+        value = value * (2.0 ** (128 - (1 << (exponent - 1))))
+    return value
+
+
+@triton.jit
+def shifted(value, base: tl.constexpr):
+    """value - base"""
+    if base == 0:
+        return value
+    else:
+        return value - base
+
+
+@triton.jit
+def of_rows(plane, row, size: tl.constexpr, kind: tl.constexpr):
+    """A field that has one value per `size` rows: [W, 16, 8]; one number where it has one for all rows, a size of 0."""
+    if size == 0:
+        return number(tl.load(plane), kind)
+    else:
+        block = blocks(row, size)
+        zero = tl.zeros((1, 4), tl.int32)
+        return spread(number(tl.load(plane + (block[0] + zero)), kind), number(tl.load(plane + (block[1] + zero)), kind))
+
+
+@triton.jit
+def by_column(plane, row, count, chunk, K, step: tl.constexpr, block: tl.constexpr, kind: tl.constexpr):
+    """A field that has `count` values in a row, one per `block` columns, where column j of the result stands for `step`
+    columns of w from 128 * chunk + step * j on: [W, 16, 8].  Past K comes the last value.
+    """
+    if block == step:
+        pair = tl.minimum(chunk * (64 // step) + tl.arange(0, 8)[None, :] // 2, count // 2 - 1)
+        at = pair * 2 + tl.arange(0, 8)[None, :] % 2
+    elif block < 128:
+        at = tl.minimum(chunk * (128 // block) + 2 * step * tl.arange(0, 4)[None, :] // block, count - 1)
+    else:
+        at = tl.minimum(chunk * 128 + 2 * step * tl.arange(0, 4)[None, :], K - 1) // block
+    return spread(number(tl.load(plane + (row[0] * count + at)), kind), number(tl.load(plane + (row[1] * count + at)), kind))
+
+
+@triton.jit
+def by_group(plane, row, count, chunk, size: tl.constexpr, block: tl.constexpr, kind: tl.constexpr):
+    """The field's values in the groups of `size` columns of a chunk, as a tuple of [W, 16, 8]; `block` columns share one."""
+    values = ()
+    if block >= 128:
+        at = chunk * 128 // block + tl.zeros((1, 4), tl.int32)
+        one = spread(number(tl.load(plane + (row[0] * count + at)), kind), number(tl.load(plane + (row[1] * count + at)), kind))
+        for i in tl.static_range(128 // size):
+            values = values + (one,)
+    else:
+        upper = of_chunk(plane + row[0] * count, chunk, block, kind)
+        lower = of_chunk(plane + row[1] * count, chunk, block, kind)
+        for i in tl.static_range(128 // size):
+            values = values + (spread(upper[i * size // block], lower[i * size // block]),)
+    return values
+
+
+@triton.jit
+def of_chunk(plane, chunk, block: tl.constexpr, kind: tl.constexpr):
+    """The 128 // block values of a chunk: a tuple of [8 * W, 4], the same in each lane of a row."""
+    count: tl.constexpr = 128 // block
+    held: tl.constexpr = 2 if count == 2 else 4                  # by a load of at most 16 bytes of a lane
+    at = chunk * count + tl.arange(0, 4 * held)[None, :] % held
+    value = number(tl.load(plane + at), kind)
+    R: tl.constexpr = value.shape[0]
+    if count == 2:
+        return tl.split(value.reshape(R, 4, 2))
+    elif count == 4:
+        return in_four(value.reshape(R, 4, 2, 2))
+    else:
+        other = number(tl.load(plane + (at + 4)), kind)
+        return in_four(value.reshape(R, 4, 2, 2)) + in_four(other.reshape(R, 4, 2, 2))
+
+
+@triton.jit
+def in_four(value):
+    """[..., 2, 2] as its four elements in order."""
+    even, odd = tl.split(value)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def store_row(sum, bias, out, tile, r: tl.constexpr, R: tl.constexpr, N, WN: tl.constexpr, WK: tl.constexpr):
+    """Store the sums [W, 16, 8] of one row of x, added up over columns and the WK warps of a tile of 16 * R rows of w."""
+    n = (tile + tl.arange(0, WN)[:, None]) * (16 * R) + 16 * r + tl.arange(0, 16)[None, :]
+    total = tl.sum(tl.sum(sum, axis=2).reshape(WN, WK, 16), axis=1)
+    if bias is not None:
+        total += tl.load(bias + n, n < N, 0).to(tl.float32)
+    tl.store(out + n, total, n < N)
+
+
+@triton.jit
+def store_columns(sum, bias, out, token, M, start, tile, r: tl.constexpr, R: tl.constexpr, N, WN: tl.constexpr,
+                  WK: tl.constexpr):
+    """Store the sums [W, 16, 8] of rows `token` onwards of x, added up over the WK warps of a tile; the bias from `start` on."""
+    m = token + tl.arange(0, 8)[None, None, :]
+    n = (tile + tl.arange(0, WN)[:, None, None]) * (16 * R) + 16 * r + tl.arange(0, 16)[None, :, None]
+    total = tl.sum(sum.reshape(WN, WK, 16, 8), axis=1)
+    if bias is not None:
+        total += tl.load(bias + start + n, n < N, 0).to(tl.float32)
+    tl.store(out + m.to(tl.int64) * N + n, total, (n < N) & (m < M))

@@ -1,0 +1,232 @@
+"""Device functions of the kernels for many rows of x: tiles of w in registers, of x in shared memory.
+
+A warp has 16 rows of a tile of w, whose words lie as lanes.py says; here every code becomes one number, which the
+matrix instruction takes with its columns in order.
+"""
+
+
+from qdsl.runtime.gpu.kernels import lanes
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+@triton.jit
+def first_span(words, chunk, steps: tl.constexpr):
+    """The words of a chunk, by plane, brought to where the first chunk of a span lies; steps: how much higher the second does."""
+    moved = ()
+    for i in tl.static_range(len(words)):
+        moved = moved + (shifted_down(words[i], chunk % 2, steps[i]),)
+    return moved
+
+
+@triton.jit
+def shifted_down(word, times, step: tl.constexpr):
+    """word >> times * step"""
+    if step == 0:
+        return word
+    else:
+        return word >> (times * step)
+
+
+@triton.jit
+def scaled(value, place: tl.constexpr, zero: tl.constexpr, F: tl.constexpr):
+    """Numbers that lie at bit `place` as the codes at bit 0, plus zero; exact in both types."""
+    if F == tl.float16:
+        if place:
+            value = value * (1.0 / (1 << place))
+        if zero != 0:
+            value = value + zero * 2.0 ** -24
+    elif zero != 0:
+        value = value + zero
+    return value
+
+
+@triton.jit
+def chunk_operand(v00, v01, v10, v11):
+    """w's rows [16 * W, 128] from numbers [8 * W, 16, 2, 2] of (h, i), columns in order."""
+    W: tl.constexpr = v00.shape[0] // 8
+    v = tl.join(tl.join(v00, v10), tl.join(v01, v11)).reshape(W, 8, 4, 4, 2, 2, 2, 2)       # w g c u r e h i
+    return v.permute(0, 4, 1, 3, 7, 6, 2, 5).reshape(W * 16, 128)
+
+
+@triton.jit
+def group_operand(v00, v01, v10, v11):
+    """w's rows [16 * W, 32] from numbers [8 * W, 4, 2, 2] of (h, i), columns in order."""
+    W: tl.constexpr = v00.shape[0] // 8
+    v = tl.join(tl.join(v00, v10), tl.join(v01, v11)).reshape(W, 8, 4, 2, 2, 2, 2)          # w g c r e h i
+    return v.permute(0, 3, 1, 6, 5, 2, 4).reshape(W * 16, 32)
+
+
+@triton.jit
+def points(plane, row, count, column, block: tl.constexpr, size: tl.constexpr, F: tl.constexpr):
+    """Unsigned zero points of rows g and g + 8 at a column, as pairs of numbers like the codes' own: [8 * W, 16 or 4, 2, 2]."""
+    at = column // block + tl.zeros((1, 4), tl.int32)
+    v = tl.join(tl.load(plane + (row[0] * count + at)), tl.load(plane + (row[1] * count + at))).to(tl.int32)
+    if size == 128:
+        v = tl.join(tl.join(v, v), tl.join(v, v)).permute(0, 1, 3, 4, 2).reshape(v.shape[0], 16, 2)
+    v = v | (v << 16)
+    if F == tl.bfloat16:
+        v = v | 0x43004300
+    return lanes.halves(v, F)
+
+
+@triton.jit
+def less(value, point):
+    """value - point, or value where there is none."""
+    if point is None:
+        return value
+    else:
+        return value - point
+
+
+@triton.jit
+def matrix(codes: tl.constexpr, w, flip, zero: tl.constexpr, point, width: tl.constexpr, bits: tl.constexpr, F: tl.constexpr):
+    """w's rows of a chunk, or of a group of 32 columns, as numbers: codes plus zero, less a zero point."""
+    place: tl.constexpr = width if F == tl.float16 and width < 8 and width + bits <= 10 else 0
+    v00 = less(scaled(codes(w, 0, 0, 0, 0, flip[0], F), 0, zero, F), point)
+    v01 = less(scaled(codes(w, 0, 1, 0, 0, flip[0], F), 0, zero, F), point)
+    f = flip[1 if place else 0]
+    v10 = less(scaled(codes(w, 1, 0, 0, place, f, F), place, zero, F), point)
+    v11 = less(scaled(codes(w, 1, 1, 0, place, f, F), place, zero, F), point)
+    if w[0].shape[1] == 16:
+        return chunk_operand(v00, v01, v10, v11)
+    else:
+        return group_operand(v00, v01, v10, v11)
+
+
+@triton.jit
+def rows_product(codes: tl.constexpr, words, u: tl.constexpr, x, flip, zero: tl.constexpr, point,
+                 width: tl.constexpr, bits: tl.constexpr, size: tl.constexpr, F: tl.constexpr):
+    """The product of a chunk's rows of w, or of its group u of columns, with x [size, BM]: [16 * W, BM].
+
+    zero is added to every code, less what operands have more than codes; point, or None, is taken off.  A code is one number:
+    integers of 8 bits are none in bfloat16.
+    """
+    tl.static_assert(bits < 8 or F == tl.float16)
+    w = words if size == 128 else words[u]
+    return tl.dot(matrix(codes, w, flip, zero, point, width, bits, F), x)
+
+
+@triton.jit
+def column_sums(x, count: tl.constexpr, unit: tl.constexpr, F: tl.constexpr):
+    """The sums of the columns of x [size, BM] over `unit`, in `count` rows."""
+    return tl.dot(tl.full((count, x.shape[0]), 1.0 / unit, tl.float32).to(F), x)
+
+
+@triton.jit
+def block(n, rows: tl.constexpr, N):
+    """The blocks of `rows` rows that rows n are in; of all N rows where that is 0."""
+    if rows == 0:
+        return n // N
+    elif rows == 1:
+        return n
+    else:
+        return n // rows
+
+
+@triton.jit
+def of_rows(plane, row, count, column, block: tl.constexpr, kind: tl.constexpr):
+    """A field's value of a column in rows [16 * W, 1]; `block` columns share one, and a row has `count`."""
+    return lanes.number(tl.load(plane + (row * count + column // block)), kind)
+
+
+@triton.jit
+def store_tile(sum, bias, out, n, m, M, N):
+    """Store the sums [rows of w, rows of x] from row n of w and m of x on."""
+    n += tl.arange(0, sum.shape[0])[:, None]
+    m += tl.arange(0, sum.shape[1])[None, :]
+    if bias is not None:
+        sum += tl.load(bias + n, n < N, 0).to(tl.float32)
+    tl.store(out + m.to(tl.int64) * N + n, sum, (n < N) & (m < M))
+
+
+@triton.jit
+def part_of_k(s, chunks, SPLIT: tl.constexpr):
+    """The chunks of K that program s of SPLIT has: the first, and one past the last."""
+    if SPLIT == 1:
+        return 0, chunks
+    else:
+        count = tl.cdiv(chunks, SPLIT)
+        return s * count, tl.minimum(s * count + count, chunks)
+
+
+@triton.jit
+def store_part(sum, parts, at):
+    """Store the sums [rows of w, rows of x] as tile `at` of a workspace."""
+    i = tl.arange(0, sum.shape[0])[:, None] * sum.shape[1] + tl.arange(0, sum.shape[1])[None, :]
+    tl.store(parts + at * (sum.shape[0] * sum.shape[1]) + i, sum)
+
+
+@triton.jit
+def is_last(arrivals, SPLIT: tl.constexpr):
+    """Whether this program is the last of SPLIT to arrive at a tile: it sees all that they stored.  It counts from 0 again."""
+    tl.debug_barrier()                                           # all threads have stored before one of them says so
+    arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
+    if arrived == SPLIT - 1:
+        tl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
+    return arrived == SPLIT - 1
+
+
+@triton.jit
+def sum_of_parts(parts, R: tl.constexpr, SPLIT: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):
+    """The sum of every R-th tile [rows, columns] of a workspace, in their order; past L1, where older data may lie."""
+    i = tl.arange(0, rows)[:, None] * columns + tl.arange(0, columns)[None, :]
+    total = tl.load(parts + i, cache_modifier=".cg")
+    for s in tl.static_range(1, SPLIT):
+        total += tl.load(parts + s * (R * rows * columns) + i, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def tiles(R: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):
+    """R accumulators [rows, columns]."""
+    acc = ()
+    for _ in tl.static_range(R):
+        acc = acc + (tl.zeros((rows, columns), tl.float32),)
+    return acc
+
+
+@triton.jit
+def tile_of_x(x, M, K, rows: tl.constexpr, size: tl.constexpr, W: tl.constexpr, whole: tl.constexpr):
+    """Where a program's rows of x [M, K] begin, and the places after it of `size` columns of them, transposed [size, rows].
+
+    A thread copies 8 elements of every 256 * W // size rows.  If whole, their places are one place and constants; else the
+    rows past M are the last one, whose places are no such.
+    """
+    k = tl.arange(0, size)[:, None]
+    m = tl.arange(0, rows)[None, :]
+    if whole:
+        run: tl.constexpr = 256 * W // size
+        return x + tl.program_id(1).to(tl.int64) * (rows * K), m // run * (run * K) + m % run * K + k
+    else:
+        return x + (lanes.within(tl.program_id(1) * rows + m, M).to(tl.int64) * K + k), 0
+
+
+@triton.jit
+def rows_of_tile(first, W: tl.constexpr, N, whole: tl.constexpr):
+    """Rows g and g + 8 of every warp's 16, from row `first` on: [8 * W, 1] int64."""
+    p = tl.arange(0, 8 * W)[:, None]
+    n = p // 8 * 16 + p % 8
+    if whole:
+        n = n.to(tl.int64) + first
+        return n, n + 8
+    else:
+        return lanes.rows(first + n, N)
+
+
+@triton.jit
+def tile_of_rows(first, W: tl.constexpr, N, whole: tl.constexpr):
+    """16 * W rows from row `first` on: [16 * W, 1] int64."""
+    n = tl.arange(0, 16 * W)[:, None]
+    if whole:
+        return first.to(tl.int64) + (n // 16 * 16 + n % 8).to(tl.int64) + (n // 8 % 2 * 8).to(tl.int64)
+    else:
+        return lanes.within(first + n, N).to(tl.int64)
+
+
+@triton.jit
+def parts(x, at, size: tl.constexpr):
+    """The columns of a chunk, transposed [size, BM], by groups of `size`."""
+    found = ()
+    for u in tl.static_range(128 // size):
+        found = found + (tl.load(x + u * size + at),)
+    return found

@@ -1,0 +1,108 @@
+"""Device functions of kernels that multiply 8 bits with 8 bits, and the kernel that makes 8 bits of x, as torch/eight.py says.
+
+Products of E4M3 and of int8 are what matrix units do; where they do not take E4M3, its values are float16, exactly.
+"""
+
+
+from qdsl.runtime.gpu.kernels import device
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+@triton.jit
+def quantize(x, codes, scales, sums, M, K, L, LARGEST: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
+    """codes [M, K], scales [K / L, M] and, if wanted, sums of codes [K / L, M] of x [M, K] in groups of L columns.
+
+    A program takes BR groups.  codes: int8, uint8 that are E4M3, or float16 with the values of E4M3.
+    """
+    r = tl.program_id(0) * BR + tl.arange(0, BR)[:, None]
+    live = r < M * (K // L)
+    at = r.to(tl.int64) * L
+    most = tl.zeros((BR, BK), tl.int32)                          # bits of magnitudes: NaN above infinity above all others
+    for start in range(0, L, BK):
+        k = start + tl.arange(0, BK)[None, :]
+        v = tl.load(x + (at + k), live & (k < L), 0).to(tl.float32)
+        most = tl.maximum(most, v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    top = tl.max(most, 1)[:, None].to(tl.float32, bitcast=True)
+    finite = top < float("inf")
+    scale = tl.where(finite, tl.maximum(tl.math.div_rn(top, LARGEST), 1.1754943508222875e-38), float("nan"))
+    inverse = tl.math.div_rn(1.0, scale)
+    place = r % (K // L) * M + r // (K // L)
+    tl.store(scales + place, scale, live)
+    total = tl.zeros((BR, BK), tl.int32)
+    for start in range(0, L, BK):
+        k = start + tl.arange(0, BK)[None, :]
+        v = tl.load(x + (at + k), live & (k < L), 0).to(tl.float32)
+        v = tl.where(finite, v * inverse, 0)
+        if codes.dtype.element_ty == tl.int8:
+            code = (v + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000              # 1.5 * 2^23: rounds to integers
+            total += code
+            tl.store(codes + (at + k), code.to(tl.int8), live & (k < L))
+        elif codes.dtype.element_ty == tl.uint8:
+            tl.store(codes + (at + k), e4m3_code(v).to(tl.uint8), live & (k < L))
+        else:
+            tl.store(codes + (at + k), device.e4m3(e4m3_code(v)).to(tl.float16), live & (k < L))
+    if sums is not None:
+        tl.store(sums + place, tl.sum(total, 1)[:, None].to(tl.float32), live)
+
+
+@triton.jit
+def e4m3_code(value):
+    """E4M3 codes, in int32, nearest to float32 values, ties to even, cut to 448."""
+    size = tl.minimum(tl.abs(value), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000                     # 2^14: rounds to multiples of 2^-9
+    large = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+    return tl.where(size < 0.015625, small, large) | ((value.to(tl.int32, bitcast=True) >> 24) & 128)
+
+
+@triton.jit
+def halves(code):
+    """uint8 that are E4M3 as float16, times 2^-8; exact, but for NaN."""
+    code = code.to(tl.int16)
+    return (((code & 127) << 7) | ((code & 128) << 8)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def product(w, x):
+    """w [BN, 128] @ x [128, BM] in float32: both int8, both E4M3, or w uint8 that are E4M3 and x float16."""
+    if w.dtype == tl.int8:
+        return tl.dot(w, x, out_dtype=tl.int32).to(tl.float32)
+    elif w.dtype == tl.uint8:
+        return tl.dot(halves(w), x) * 256.0
+    else:
+        return tl.dot(w, x)
+
+
+@triton.jit
+def added(acc, w, x):
+    """acc + w @ x: int8 in int32, which is exact; the others in float32, 128 columns at a time.
+
+    Hopper's E4M3 instructions keep fewer bits of a sum than float32 has, so that no sum of theirs goes on for longer.
+    """
+    if w.dtype == tl.int8:
+        return tl.dot(w, x, acc, out_dtype=tl.int32)
+    else:
+        return acc + product(w, x)
+
+
+@triton.jit
+def zeros(BN: tl.constexpr, BM: tl.constexpr, exact: tl.constexpr):
+    """The accumulator of `added`."""
+    return tl.zeros((BN, BM), tl.int32 if exact else tl.float32)
+
+
+@triton.jit
+def block(n, m, rows: tl.constexpr, BN: tl.constexpr):
+    """The block of `rows` rows that rows n [BN, 1] are in, of all rows where that is 0; where it is one for all n, once for
+    each of m [1, BM].
+
+    A load of one number would not be pipelined, and one for each of n would have to be multiplied with each of them.
+    """
+    if rows == 0:
+        return tl.zeros_like(m)
+    elif rows == 1:
+        return n
+    elif rows % BN == 0:
+        return tl.zeros_like(m) + tl.program_id(0) * BN // rows
+    else:
+        return n // rows

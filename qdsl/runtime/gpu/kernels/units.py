@@ -1,0 +1,33 @@
+"""Device functions of the kernels that decode a weight unit by unit: `dequantize` and `matvec`."""
+
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+@triton.jit
+def extents(N, K, LARGE: tl.constexpr):
+    """N and K, in 64 bits if LARGE, so that products with them are positions that do not overflow."""
+    if LARGE:
+        return tl.cast(N, tl.int64), tl.cast(K, tl.int64)
+    else:
+        return N, K
+
+
+@triton.jit
+def axis(first, size: tl.constexpr, others: tl.constexpr, along: tl.constexpr, LARGE: tl.constexpr):
+    """first, first + 1, ... along an axis of a tile, `size` long, the same in the `others` of its other axis."""
+    places = tl.arange(0, size)
+    if LARGE:
+        places = places.to(tl.int64)
+    if along == 1:
+        return tl.broadcast_to(first + places[None, :], (others, size))
+    else:
+        return tl.broadcast_to(first + places[:, None], (size, others))
+
+
+@triton.jit
+def row_offset(row: tl.constexpr, K):
+    """Where a row of a tile begins, after row 0."""
+    if row == 0:
+        return 0
+    else:
+        return row * tl.cast(K, tl.int64)

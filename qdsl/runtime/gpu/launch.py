@@ -1,0 +1,292 @@
+"""Launching a storage's kernels: arguments from a packed weight, tile sizes from its shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qdsl.core.shapes import axis
+from qdsl.runtime.gpu import configure, plan
+from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.gpu.kernels import dequantize as dequantize_kernel
+from qdsl.runtime.gpu.kernels import matvec, narrow
+from qdsl.runtime.gpu.scratch import scratch_of
+from qdsl.runtime.gpu.triton import tl
+from qdsl.runtime.torch import eight
+from qdsl.runtime.weight import streams
+from qdsl.runtime.weight.arrays import cdiv
+from qdsl.runtime.weight.packed import PackedWeight
+
+TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+WARPS = 4
+SHORT = 1 << 17                                                  # columns up to which sums of products of int8 are exact in int32
+SECOND_AXIS = 65535                                              # the most that a grid's second axis can count
+
+
+def dequantize(packed: PackedWeight, out: Tensor) -> None:
+    """Run the dequantize kernel: w [N, K] into out, exact in float32, rounded once for float16 and bfloat16."""
+    for call in dequantize_calls(packed, out):
+        call.run()
+
+
+def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, invariant: bool = False) -> None:
+    """Run the linear kernel: x [M, K] @ w.T + bias into out [M, N]; x and out are contiguous.
+
+    invariant: a row of x gives the same bits whatever rows are beside it.
+    """
+    for call in linear_calls(x, packed, bias, out, invariant):
+        call.run()
+
+
+def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
+    """The launches of `dequantize`, for tensors on any device, meta too."""
+    if streams.has_dequantize(packed, out):
+        yield from streams.dequantize_calls(packed, out)
+        return
+    packed, calls = streams.opened(packed)
+    yield from calls
+    kernels, (rows, units) = packed.layout.kernels, configure.grid_axes(packed)
+    if not rows or not units:
+        return
+    bn, bk = configure.tile(kernels.last, rows, units, kernels.sums)
+    while cdiv(units, bk) > SECOND_AXIS:                         # rows of 16 million columns and more
+        bn, bk = max(1, bn // 2), 2 * bk
+    # Contracted multiply-adds would skip a rounding that the formula has.
+    yield Call(dequantize_kernel, (_read(packed), out, *packed.shape, tuple(packed.sizes.values()), rows, units),
+               _constants(packed, bn, bk), (cdiv(rows, bn), cdiv(units, bk)),
+               {"num_warps": WARPS, "enable_fp_fusion": False}, weights=_weights(packed, bn, bk))
+
+
+def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, invariant: bool = False,
+                 candidate: Candidate | None = None) -> Iterator[Call]:
+    """The launches of `linear`, for tensors on any device, meta too; candidate: a fused kernel, by default the cheapest."""
+    if len(parts := _parts(x, out, 8)) > 1:
+        for part, result in parts:
+            yield from linear_calls(part, packed, bias, result, invariant, candidate)
+        return
+    if streams.has_few(x, packed):
+        yield from streams.few_calls(x, packed, bias, out)
+        return
+    packed, calls = streams.opened(packed)
+    yield from calls
+    rows, units = configure.grid_axes(packed)
+    if not rows or not x.shape[0]:
+        return
+    if candidate is None:
+        choose = plan.invariant if invariant else plan.fused
+        candidate = choose(packed, x.shape[0], x.dtype, x.device, is_aligned(x, packed))
+    if candidate.kind != "matvec":
+        yield _lane_call(x, packed, bias, out, candidate.kind, candidate.config)
+        return
+    bn, bk = candidate.config["BN"], candidate.config["BK"]
+    constants = {**_constants(packed, bn, bk), "DIVIDES": packed.layout.kernels.divides}
+    for part, result in _parts(x, out, 1):
+        yield Call(matvec, (_read(packed), part, bias, result, *packed.shape, tuple(packed.sizes.values()), rows, units),
+                   constants, (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
+                   weights=_weights(packed, bn, units), step=_weights(packed, bn, bk))
+
+
+def grouped(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Run the kernel for few rows over experts: x [M, K], weight [E * N, K], bias [E, N], out [M, N], all contiguous.
+
+    tiles: int32 [T, 3] of (expert, first row of x, one past the expert's last); a program takes up to 8 of these rows.
+    """
+    for call in grouped_calls(x, packed, tiles, bias, out):
+        call.run()
+
+
+def grouped_calls(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
+    """The launch of `grouped`, for tensors on any device, meta too; has_lanes(x, packed, skinny=True) must hold."""
+    if out.numel():
+        config = configure.lanes(out.shape[1] * cdiv(x.shape[0], 8), x.shape[1], x.device)
+        yield _few_call(x, packed, bias, out, config, tiles)
+
+
+def quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, scale: float | None = None) -> None:
+    """Quantize x [M, K] to 8 bits and multiply it with codes of 8 bits, plus bias [N], into out [M, N]; all contiguous.
+
+    scale: the static one of x, if it has one.
+    """
+    for call in quantized_calls(x, packed, bias, out, scale):
+        call.run()
+
+
+def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, scale: float | None = None,
+                    ) -> Iterator[Call]:
+    """The launches of `quantized`, for tensors on any device, meta too; has_narrow(x, packed) must hold.
+
+    With a static scale torch quantizes x, and every row has that scale.
+    """
+    if len(parts := _parts(x, out, 16)) > 1:
+        for part, result in parts:
+            yield from quantized_calls(part, packed, bias, result, scale)
+        return
+    lanes = packed.layout.kernels.lanes
+    assert lanes is not None and lanes.narrow is not None
+    made, (m, k), n = lanes.narrow, x.shape, packed.shape[0]
+    if not m or not n:
+        return
+    stored = torch.int8 if made.type == "i8" else torch.float8_e4m3fn if configure.has_fp8(x.device) else torch.float16
+    groups = k // eight.CHUNK if made.groups else 1
+    if scale is not None:
+        codes, scales = eight.quantized(x, made.type, made.groups, scale)
+        codes, scales = codes.to(stored), scales.t().contiguous()
+        sums = codes.view(m, groups, -1).sum(2, dtype=torch.int32).float().t().contiguous() if made.sums else None
+    else:
+        codes = x.new_empty(m, k, dtype=stored)
+        scales = x.new_empty(groups, m, dtype=torch.float32)
+        sums = torch.empty_like(scales) if made.sums else None
+        bytes_ = codes.view(torch.uint8) if stored == torch.float8_e4m3fn else codes
+        br, bk = (16, eight.CHUNK) if made.groups else (1, min(4096, configure.power(k)))
+        yield Call(narrow.quantize, (x, bytes_, scales, sums, m, k, k // groups),
+                   {"LARGEST": eight.LARGEST[made.type], "BR": br, "BK": bk}, (cdiv(m * groups, br),),
+                   {"num_warps": WARPS, "enable_fp_fusion": False},                  # contracted additions would skip a rounding
+                   workspace=(codes, scales) if sums is None else (codes, scales, sums))
+    weight = packed.tensors[made.codes].contiguous()
+    weight = weight.view(torch.uint8) if stored == torch.float16 else weight
+    config, warps = configure.narrow(m, n, stored == torch.float16, x.device)
+    yield Call(made.kernel, (tuple(_tensors(packed)), weight, codes, scales, sums if made.sums else None, bias, out, m, n, k),
+               {**lanes.constants("narrow", False, packed.sizes), **config}, (cdiv(n, config["BN"]), cdiv(m, config["BM"])),
+               {"num_warps": warps, "num_stages": config["STAGES"]},
+               weights=min(config["BN"], n) * k, step=config["BN"] * eight.CHUNK)
+
+
+def has_narrow(x: Tensor, packed: PackedWeight) -> bool:
+    """Whether a kernel serves x [M, K] in 8 bits: whole chunks of columns, sums that int32 holds, codes that are numbers."""
+    lanes = packed.layout.kernels.lanes
+    if lanes is None or lanes.narrow is None or x.dtype not in (*TYPES, torch.float32) or not packed.finite:
+        return False
+    if not x.shape[1] or x.shape[1] % eight.CHUNK or (lanes.narrow.type == "i8" and x.shape[1] > SHORT):
+        return False
+    return all(size % eight.CHUNK == 0 for size in lanes.sizes(packed.sizes)) and all(
+        tensor.is_meta or tensor.data_ptr() % 16 == 0 for tensor in (x, *packed.tensors.values()))
+
+
+def has_lanes(x: Tensor, packed: PackedWeight, skinny: bool = False) -> bool:
+    """Whether a kernel for matrix units serves x [M, K], where it lies.
+
+    skinny: only that kernel is wanted, however many rows x has.
+    """
+    if skinny:
+        return plan.has_lanes(packed, x.dtype, x.device, is_aligned(x, packed), skinny=True)
+    return bool(plan.kinds(packed, x.shape[0], x.dtype, x.device, is_aligned(x, packed)))
+
+
+def is_aligned(x: Tensor, packed: PackedWeight) -> bool:
+    """Whether x and what kernels for matrix units read as words of a weight begin where loads of 16 bytes may."""
+    wide = [tensor for name, tensor in packed.tensors.items() if tensor.dtype == torch.int32 or _is_words(name, tensor, packed)]
+    return all(map(_is_aligned, (x, *wide)))
+
+
+def _is_words(name: str, tensor: Tensor, packed: PackedWeight) -> bool:
+    """Whether a kernel for matrix units reads a tensor of other elements as words: codes of 8 bits, and records."""
+    lanes = packed.layout.kernels.lanes
+    return tensor.shape == packed.shape or (lanes is not None and lanes.records is not None and name == lanes.records.tensor)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """Whether loads of 16 bytes may begin where a tensor does, and torch can view it as words."""
+    return tensor.is_meta or (tensor.data_ptr() % 16 == 0 and tensor.storage_offset() * tensor.element_size() % 4 == 0)
+
+
+def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, which: str, config: Mapping[str, int]) -> Call:
+    lanes = packed.layout.kernels.lanes
+    assert lanes is not None
+    (m, k), n = x.shape, packed.shape[0]
+    tensors = _lane_tensors(packed)
+    constants = {**lanes.constants(which, x.dtype == torch.float16, packed.sizes), **config, "F": TYPES[x.dtype]}
+    if which == "tile_gemm":
+        rows, split = 16 * config["R"] * config["W"], config["SPLIT"]
+        grid = (cdiv(n, rows), cdiv(m, config["BM"]))
+        scratch = scratch_of(grid[0] * grid[1], split * rows * config["BM"], x.device) if split > 1 else ()
+        return Call(lanes.tile_gemm, (tensors, x, bias, out, *(scratch or (None, None)), m, n, k), constants,
+                    (*grid, split) if split > 1 else grid,
+                    {"num_warps": config["W"], "num_stages": config["STAGES"], "enable_fp_fusion": True},
+                    weights=min(rows, n) * cdiv(k // 128, split) * 128, step=rows * 128 * config["UNROLL"], scratch=scratch)
+    if which == "gemv":
+        return Call(lanes.gemv, (tensors, x.view(torch.int32), bias, out, n, k), constants, (cdiv(n, _lane_rows(config)),),
+                    _lane_options(config), **_lane_weights(config, n, k, lanes.trip(packed.sizes)))
+    return _few_call(x, packed, bias, out, config)
+
+
+def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, config: Mapping[str, int],
+              tiles: Tensor | None = None) -> Call:
+    """The launch of `skinny`, with or without experts: in both a program of the grid's second axis has up to 8 rows of x."""
+    lanes = packed.layout.kernels.lanes
+    assert lanes is not None
+    (m, k), n = x.shape, out.shape[1]
+    return Call(lanes.skinny, (_lane_tensors(packed), x.view(torch.int32), bias, out, m, n, k, tiles),
+                {**lanes.constants("skinny", x.dtype == torch.float16, packed.sizes), **config, "F": TYPES[x.dtype]},
+                (cdiv(n, _lane_rows(config)), cdiv(m, 8) if tiles is None else tiles.shape[0]), _lane_options(config),
+                **_lane_weights(config, n, k, configure.TRIP))
+
+
+def _lane_tensors(packed: PackedWeight) -> tuple[Tensor | None, ...]:
+    """A kernel's tensors in storage order: codes of 8 bits, and records, as words."""
+    return tuple(tensor if tensor is None or not _is_words(name, tensor, packed) else tensor.view(torch.int32)
+                 for name, tensor in zip(packed.layout.coded, _tensors(packed), strict=True))
+
+
+def _lane_rows(config: Mapping[str, int]) -> int:
+    """Rows of w per program."""
+    return 16 * config["R"] * config["WN"]
+
+
+def _lane_options(config: Mapping[str, int]) -> dict[str, Any]:
+    return {"num_warps": config["WN"] * config["WK"], "num_stages": 1, "enable_fp_fusion": True}
+
+
+def _lane_weights(config: Mapping[str, int], n: int, k: int, trip: int) -> dict[str, Any]:
+    return {"weights": min(_lane_rows(config), n) * k, "step": _lane_rows(config) * trip * config["WK"]}
+
+
+def _parts(x: Tensor, out: Tensor, rows: int) -> list[tuple[Tensor, Tensor]]:
+    """Rows of x and of out by launch, where programs along the grid's second axis take `rows` of them or more."""
+    if x.shape[0] <= rows * SECOND_AXIS:
+        return [(x, out)]
+    return list(zip(torch.split(x, rows * SECOND_AXIS), torch.split(out, rows * SECOND_AXIS), strict=True))
+
+
+def _constants(packed: PackedWeight, bn: int, bk: int) -> dict[str, Any]:
+    """What completes a kernel that decodes unit by unit: the storage's function, the tile, and the width of positions."""
+    return {**packed.layout.kernels.constants, "BN": bn, "BK": bk, "LARGE": _is_large(packed, bn, bk)}
+
+
+def _is_large(packed: PackedWeight, bn: int, bk: int) -> bool:
+    """Whether some position takes 64 bits: of a weight or an element of a tensor, those past the ends of the last tiles too."""
+    rows, units = configure.grid_axes(packed)
+    n, k = packed.shape
+    beyond = cdiv(rows, bn) * bn * cdiv(units, bk) * bk / max(1, rows * units)
+    return max((n * k, *(tensor.numel() for tensor in packed.tensors.values()))) * beyond >= 1 << 31
+
+
+def _weights(packed: PackedWeight, rows: int, units: int) -> int:
+    """Weights in so many rows of tiles and units of each, none of them padding."""
+    kernels = packed.layout.kernels
+    along = [(axis(kernels.rows), rows), (axis(kernels.units), units)]
+    return math.prod(min(each.whole(*packed.shape, packed.sizes), count * each.by(packed.sizes) // each.words)
+                     for each, count in along)
+
+
+def _read(packed: PackedWeight) -> tuple[Tensor | None, ...]:
+    """What kernels that decode unit by unit read: the tensors, and tables."""
+    return *_tensors(packed), *(table.on(packed.device) for table in packed.layout.kernels.tables)
+
+
+def _tensors(packed: PackedWeight) -> list[Tensor | None]:
+    """Kernel arguments in storage order: 8-bit floats as bytes, None for what is missing or adds nothing."""
+    assert packed.order is None, "kernels take columns as they are stored, and x alike"
+    found: list[Tensor | None] = []
+    for name in packed.layout.coded:
+        tensor = packed.tensors.get(name) if name not in packed.in_order else None
+        if tensor is not None:
+            tensor = tensor.contiguous()
+            if tensor.is_floating_point() and tensor.element_size() == 1:
+                tensor = tensor.view(torch.uint8)
+        found.append(tensor)
+    return found

@@ -1,0 +1,31 @@
+"""Packed layers under DDP and FSDP2, which cannot broadcast, reduce or shard packed tensors and need not."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from qdsl.runtime.torch.module import PackedModule
+from qdsl.runtime.torch.private_apis import ddp_ignored, ignore_in_ddp_
+
+GROUP = "_packed_names"                                          # of a module that holds a group of coded weights: their tensors
+
+
+def packed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The stored tensors of a model's packed layers and groups, by their names in the model; a tied one under every name."""
+    packed: dict[str, nn.Parameter] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = module.stored_parameters() if isinstance(module, PackedModule) else {
+            name: module.get_parameter(name) for name in getattr(module, GROUP, ())}
+        packed |= {f"{prefix}.{name}" if prefix else name: parameter for name, parameter in own.items()}
+    return packed
+
+
+def ignore_packed_(model: nn.Module) -> set[nn.Parameter]:
+    """Have DDP leave a model's packed tensors alone, and return them, as `fully_shard(ignored_params=...)` takes them.
+
+    For DDP call it before `DistributedDataParallel(model)`.  Every rank then holds all packed tensors itself: load the same
+    checkpoint on each, on its own device.  Names that DDP ignored before stay ignored.
+    """
+    packed = packed_parameters(model)
+    ignore_in_ddp_(model, sorted({*ddp_ignored(model), *packed}))
+    return set(packed.values())

@@ -1,0 +1,81 @@
+"""x in 8 bits, for weights with codes of 8 bits: what it is, by torch.  gpu/kernels/narrow.py makes the same bits in a kernel.
+
+A group of columns of a row of x has a scale, its largest magnitude by the type's largest number (448 of e4m3, 127 of i8), at
+least 2^-126; and codes, x times 1 / scale, rounded to nearest even.  Each step is rounded to float32.  A group is 128 columns
+where the weight's scales vary along K, else the whole row.  Where a number is not finite the scale is NaN, and codes are 0.
+
+A static scale (a checkpoint's input_scale) takes the place of all of these: codes are x / scale, rounded to nearest even and cut
+to the type's range, -448 to 448 or -128 to 127.  Infinities are cut too; where a number is NaN the scale is NaN, and codes are 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime.weight.arrays import cdiv
+from qdsl.runtime.weight.layout import Narrow
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
+
+CHUNK = 128                                                      # columns of a group
+LARGEST = {"e4m3": 448.0, "i8": 127.0}
+SMALLEST = 2.0 ** -126                                           # normal, so that nothing depends on how subnormals are treated
+
+
+def check(packed: PackedWeight) -> None:
+    """Raises FormatError unless the weight can be multiplied with x in 8 bits."""
+    lanes = packed.layout.kernels.lanes
+    name = f"{packed.format.name}.{packed.storage}"
+    if lanes is None or lanes.narrow is None:
+        raise FormatError(f"quantize_x: {name} does not hold its codes as rows of 8 bits, e4m3 or i8")
+    for text, size in zip(lanes.blocks, lanes.sizes(packed.sizes), strict=True):
+        if size % CHUNK and size < packed.shape[1]:
+            raise FormatError(f"quantize_x: x is quantized in groups of {CHUNK} columns, and {text} = {size} is no multiple")
+
+
+def is_possible(packed: PackedWeight) -> bool:
+    """Whether the weight can be multiplied with x in 8 bits."""
+    try:
+        check(packed)
+    except FormatError:
+        return False
+    return True
+
+
+def quantized(x: Tensor, kind: str, groups: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """x [M, K] as codes [M, K], float8_e4m3fn or int8, and scales float32 [M, ceil(K/128)], or [M, 1] without groups.
+
+    scale: the static one, in place of those of x.
+    """
+    size = CHUNK if groups else max(1, x.shape[1])
+    wide = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size)).view(len(x), cdiv(x.shape[1], size), size)
+    if scale is None:
+        top = wide.abs().amax(2)
+        usable = top < torch.inf
+        scales = (top / LARGEST[kind]).clamp(min=SMALLEST).masked_fill(~usable, torch.nan)
+        values = wide * (1 / scales)[..., None]
+    else:
+        usable = ~wide.isnan().any(2)
+        static = torch.full((), scale, dtype=torch.float32, device=x.device)    # a tensor: a GPU would multiply with 1 / number
+        scales = static.expand(usable.shape).masked_fill(~usable, torch.nan)
+        values = wide / static
+    values = values.masked_fill(~usable[..., None], 0)
+    codes = values.round().clamp(-128, 127).to(torch.int8) if kind == "i8" else values.clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes.flatten(1)[:, :x.shape[1]].contiguous(), scales
+
+
+def rounded(x: Tensor, packed: PackedWeight, scale: float | None = None) -> Tensor:
+    """What x [M, K] is for a weight once it is quantized: float32 [M, K], or float64 for x in float64.  scale: a static one."""
+    narrow = _narrow(packed)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if not x.numel():
+        return x.to(dtype)
+    codes, scales = quantized(x, narrow.type, narrow.groups, scale)
+    wide = scales.to(dtype).repeat_interleave(CHUNK if narrow.groups else x.shape[1], 1)[:, :x.shape[1]]
+    return codes.to(dtype) * wide
+
+
+def _narrow(packed: PackedWeight) -> Narrow:
+    lanes = packed.layout.kernels.lanes
+    assert lanes is not None and lanes.narrow is not None
+    return lanes.narrow

@@ -1,0 +1,314 @@
+"""x @ w.T + bias where each row of x meets the weight of its own expert: rows sorted by expert, experts one after the other.
+
+    qdsl::grouped_linear       x [M, K], offsets [E + 1], bias [E, N]  ->  [M, N]
+    qdsl::grouped_transposed   gradient [M, N], offsets [E + 1]        ->  [M, K], the gradient with respect to x
+
+On a GPU nothing waits for the host: a map of tiles is made on the device from the offsets.  Few rows per expert go through the
+fused kernel for few rows.  In every other case experts that have rows are decoded, some at a time, and one launch multiplies
+those.  On a CPU, in float64 and for gradients experts are multiplied one by one, and the host reads the offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime.gpu import launch, plan
+from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.gpu.kernels import experts as kernels
+from qdsl.runtime.gpu.triton import on_device, runs_kernels
+from qdsl.runtime.torch import ops
+from qdsl.runtime.torch.linear import FLOATS, as_stored
+from qdsl.runtime.weight import streams
+from qdsl.runtime.weight.arrays import cdiv
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
+
+ROWS = 8                                                         # of x in a tile
+MOST = 64                                                        # rows of x per expert up to which tiles decode anew (predicted)
+WIDTH = 1024                                                     # columns of a program that sums
+DECODED = 1 << 26                                                # weights that are decoded at a time, or one expert's
+
+
+def tile_map(offsets: Tensor, rows: int, height: int = ROWS) -> Tensor:
+    """Tiles of rows of x: int32 [cdiv(rows, height) + E, 3] of (expert, first row, one past the expert's last row).
+
+    height: the rows of a tile.  offsets: integers [E + 1]; expert e has rows [offsets[e], offsets[e + 1]).  There are as many
+    tiles as any offsets can need; those that are left over have a first row that is not before the last, and so have no rows.
+    """
+    count = offsets.numel() - 1
+    offsets = offsets.clamp(0, rows).to(torch.int32)
+    first, last = offsets[:-1], offsets[1:]
+    needed = (last - first).clamp(min=0).add(height - 1).div(height, rounding_mode="floor")
+    stop = needed.cumsum(0)
+    tiles = torch.arange(cdiv(rows, height) + count, device=offsets.device)
+    expert = torch.searchsorted(stop, tiles, right=True).clamp(max=count - 1)
+    start = first[expert] + height * (tiles - (stop - needed)[expert])
+    return torch.stack((expert, start, last[expert]), 1).to(torch.int32)
+
+
+def linear(x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bias: Tensor | None = None, partial: bool = False,
+           rows: Tensor | None = None) -> Tensor:
+    """Rows [offsets[e], offsets[e + 1]) of x [M, K] times the transpose of rows [e * N, (e + 1) * N) of w, plus bias[e]: [M, N].
+
+    offsets: E + 1 integers from 0 to M, a list or a tensor on any device.  On a GPU they stay there, unchecked.  rows: int64 [M],
+    which row of x [T, K] each of the M rows is.  partial: rows behind the last offset belong to no expert, and their results
+    are 0.  Differentiable in x and bias.  Raises FormatError where something does not fit.
+    """
+    x = ops.autocast(x)
+    if rows is not None and not is_on_gpu(x, bias, *packed.tensors.values()):
+        x, rows = x[rows], None
+    is_watched = ops.is_recorded() or not (ops.is_plain(x, bias, *packed.tensors.values()) or ops.is_differentiated(x, bias))
+    if isinstance(offsets, Tensor) and is_watched:
+        tensors, weight = ops.operands(packed)
+        result: Tensor = _grouped_linear(x, tensors, offsets, bias, weight, partial)
+        return result
+    return _product(x, packed, offsets, bias, partial, ops.linear, rows)
+
+
+def _product(x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bias: Tensor | None, partial: bool,
+             one_expert: Callable[[Tensor, PackedWeight, Tensor | None], Tensor], rows: Tensor | None = None) -> Tensor:
+    """The product in a launch for all experts, or expert by expert with `one_expert`."""
+    experts = len(offsets) - 1
+    n = _checked(x, packed, experts, bias)
+    x, packed = as_stored(x, packed)                         # one order for all experts, as there is one index
+    if is_on_gpu(x, bias, *packed.tensors.values()):
+        with torch.no_grad(), on_device(x.device):
+            return _by_tiles(x, packed, torch.as_tensor(offsets, device=x.device), bias, partial, n, rows)
+    packed = packed if x.device.type == "cpu" else packed.open()
+    if runs_kernels(x.device) and ops.is_plain(*packed.tensors.values()):
+        packed.known_finite = packed.finite                      # read once for all experts, whose weights inherit it
+    borders = host_borders(offsets, x.shape[0], partial)
+    parts = [one_expert(x[start:stop], weight, None if bias is None else bias[e])
+             for e, start, stop, weight in _weights(packed, borders)]
+    if borders[-1] < x.shape[0] or not parts:
+        parts.append(x.new_zeros(x.shape[0] - borders[-1], n))
+    return torch.cat(parts)
+
+
+def host_borders(offsets: Tensor | Sequence[int], rows: int, partial: bool) -> list[int]:
+    """Offsets as integers, for which the host waits.  Raises FormatError where they do not divide the rows of x."""
+    borders = [int(border) for border in (offsets.tolist() if isinstance(offsets, Tensor) else offsets)]
+    if borders[0] != 0 or borders[-1] > rows or (borders[-1] != rows and not partial) or any(a > b for a, b in pairwise(borders)):
+        raise FormatError(f"offsets {borders} do not divide {rows} rows of x among {len(borders) - 1} experts")
+    return borders
+
+
+def _weights(packed: PackedWeight, borders: Sequence[int]) -> Iterator[tuple[int, int, int, PackedWeight]]:
+    """Experts that have rows of x: number, first row, one past the last, weight.  Of streams, rows of others stay encoded."""
+    chosen = [e for e, (start, stop) in enumerate(pairwise(borders)) if start < stop]
+    n = packed.shape[0] // (len(borders) - 1)
+    places = dict(zip(chosen, chosen, strict=True))
+    if packed.layout.streams:
+        rows = torch.arange(packed.shape[0]).view(-1, n)[chosen].flatten()
+        opened = packed.open_rows(rows) if 0 < len(chosen) < len(borders) - 1 else None
+        packed, places = (packed.open(), places) if opened is None else (opened, {e: at for at, e in enumerate(chosen)})
+    for e in chosen:
+        yield e, borders[e], borders[e + 1], packed.cut("N", places[e] * n, (places[e] + 1) * n)
+
+
+def _checked(x: Tensor, packed: PackedWeight, experts: int, bias: Tensor | None) -> int:
+    """Rows of w per expert."""
+    rows, k = packed.shape
+    if experts < 1 or rows % experts:
+        raise FormatError(f"offsets for {experts} experts do not fit a weight of {rows} rows: expected E + 1 of them")
+    n = rows // experts
+    if experts > 1 and not packed.layout.streams and n % packed.step("N"):
+        raise FormatError(f"experts of {n} rows cannot be told apart: {packed.format.name}.{packed.storage} can be cut at "
+                          f"multiples of {packed.step('N')}")
+    if x.dim() != 2 or x.shape[1] != k or x.dtype not in FLOATS or x.device != packed.device:
+        raise FormatError(f"x {list(x.shape)} {str(x.dtype)[6:]} on {x.device} does not fit a weight [{rows}, {k}] on "
+                          f"{packed.device}: expected floats [M, {k}]")
+    if bias is not None and (bias.shape != (experts, n) or bias.dtype not in FLOATS or bias.device != x.device):
+        raise FormatError(f"bias {list(bias.shape)} {str(bias.dtype)[6:]} on {bias.device} does not fit {experts} experts of "
+                          f"{n} rows: expected floats [{experts}, {n}] on {x.device}")
+    return n
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+def is_on_gpu(x: Tensor, other: Tensor | None, *tensors: Tensor) -> bool:
+    """Whether kernels serve all experts: on a GPU, for floats of up to 32 bits, where nothing watches how.
+
+    other: the bias, or what else may need gradients.
+    """
+    return runs_kernels(x.device) and x.dtype != torch.float64 and ops.is_plain(x, other, *tensors) and \
+        not ops.is_differentiated(x, other)
+
+
+def _by_tiles(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor | None, partial: bool, n: int, rows: Tensor | None,
+              ) -> Tensor:
+    """The product by kernels whose tiles follow the offsets, which stay on the device."""
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
+    m, experts = x.shape[0] if rows is None else rows.shape[0], offsets.shape[0] - 1
+    out = x.new_zeros(m, n) if partial else x.new_empty(m, n)
+    if _is_fused(x, m, packed, experts):
+        packed, x = packed.open(), x if rows is None else x[rows]
+        launch.grouped(x, packed, tile_map(offsets, m), bias, out)
+    elif m:
+        if packed.layout.streams and not streams.has_rows(packed, n):
+            packed = packed.open()
+        chosen, offsets = experts_with_rows(offsets, min(m, experts))
+
+        def decode(start: int, stop: int) -> Tensor:
+            part = taken(packed, n, chosen[start:stop])
+            weight = x.new_empty(part.shape)
+            launch.dequantize(part, weight)
+            return weight
+
+        matmul(x, decode, offsets, None if bias is None else bias[chosen], rows, out)
+    return out
+
+
+def _is_fused(x: Tensor, m: int, packed: PackedWeight, experts: int) -> bool:
+    """Whether one launch decodes as it multiplies m rows: few per expert, by the kernels for matrix units."""
+    if m > experts * MOST or cdiv(m, ROWS) + experts > launch.SECOND_AXIS or packed.layout.streams or \
+            not launch.has_lanes(x, packed, skinny=True):
+        return False
+    options = plan.choice(packed, cdiv(m, experts), x.dtype, x.device).options
+    return next(option.candidate.kind for option in options if option.candidate.kind in ("skinny", "decode")) == "skinny"
+
+
+def matmul(x: Tensor, decode: Callable[[int, int], Tensor], offsets: Tensor, bias: Tensor | None, rows: Tensor | None,
+           out: Tensor) -> None:
+    """The products of rows of x, each with its own expert's weight, plus bias [E, N], into out [M, N], on a GPU.
+
+    decode: gives the weights [(stop - start) * N, K] of experts start to stop in x's dtype; about DECODED weights are decoded at
+    a time.  rows: int64 [M], which row of x each row of out is of, if not the same.
+    """
+    (m, n), k, experts = out.shape, x.shape[1], offsets.shape[0] - 1
+    size = max(1, DECODED // max(1, n * k))
+    height = min(128, max(16, 1 << (cdiv(m, experts) - 1).bit_length()))             # of a tile: the mean of an expert's rows
+    for start in range(0, experts, size):
+        stop = min(start + size, experts)
+        tiles = tile_map(offsets[start:stop + 1], m, height)
+        matmul_call(x, decode(start, stop), None if bias is None else bias[start:stop], rows, tiles, out, height).run()
+
+
+def matmul_call(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, tiles: Tensor, out: Tensor, height: int,
+                ) -> Call:
+    """The launch that multiplies rows of x with the decoded weights [E * N, K] of their experts; tiles: of `height` rows."""
+    (n, k), wide = (out.shape[1], x.shape[1]), x.dtype == torch.float32
+    bn, bk = (64, 32) if wide else (128, 64)
+    return Call(kernels.matmul, (x, weight, bias, rows, tiles, out, n, k), {"BM": height, "BN": bn, "BK": bk},
+                (tiles.shape[0], cdiv(n, bn)), {"num_warps": 4, "num_stages": 3}, weights=bn * k, step=bn * bk)
+
+
+def experts_with_rows(offsets: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The experts [count] that have rows, in order, filled up with others that have none; and their offsets [count + 1].
+
+    offsets: integers [E + 1], rising from 0.  count: at least as many as have rows.  Nothing waits for the host.
+    """
+    needed = offsets.diff()
+    if count == needed.shape[0]:
+        return torch.arange(count, device=offsets.device), offsets
+    chosen = (needed == 0).to(torch.uint8).argsort(stable=True)[:count]
+    return chosen, torch.cat((offsets[:1], offsets[:1] + needed[chosen].cumsum(0)))
+
+
+def taken(packed: PackedWeight, n: int, experts: Tensor) -> PackedWeight:
+    """The weight of some experts, by their numbers int64 [C], of n rows each; gathered on the device, and streams decoded."""
+    if packed.layout.streams:
+        rows = (experts[:, None] * n + torch.arange(n, device=experts.device)).flatten()
+        plain, calls = streams.open_calls(packed, rows)
+        for call in calls:
+            call.run()
+        return packed.with_plain(plain, rows)
+    if len(experts) * n == packed.shape[0]:
+        return packed
+    one, tensors = packed.cut("N", 0, n), dict(packed.tensors)
+    for name, tensor in packed.tensors.items():
+        for place in range(tensor.dim()):
+            if tensor.shape[place] != one.tensors[name].shape[place]:
+                shape = list(tensor.shape)
+                shape[place:place + 1] = [-1, one.tensors[name].shape[place]]
+                tensors[name] = tensor.reshape(shape).index_select(place, experts).flatten(place, place + 1)
+    return packed.derive(tensors, (len(experts) * n, packed.shape[1]))
+
+
+def weighted_sum(rows: Tensor, order: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """The sum over each token's results times their weights, in the order of weights: [T, N], rounded once on a GPU.
+
+    rows: results [T * k, N], sorted by expert; those behind the last offset count as 0.  order: int64 [T * k], the place of each
+    in weights [T, k].  offsets: integers [E + 1].
+    """
+    (tokens, chosen), n = weights.shape, rows.shape[1]
+    places = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
+    if not is_on_gpu(rows, weights):
+        is_counted = (places < offsets[-1])[:, None]
+        weighted = torch.where(is_counted, rows[places] * weights.reshape(-1, 1), 0)
+        return weighted.view(tokens, chosen, n).sum(1)
+    out = rows.new_empty(tokens, n)
+    if out.numel():
+        with on_device(rows.device):
+            Call(kernels.weighted_sum, (rows.contiguous(), places, weights.contiguous(), out, offsets[-1:], n),
+                 {"TOP": chosen, "BN": WIDTH}, (tokens, cdiv(n, WIDTH)), {"num_warps": 4}).run()
+    return out
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+def _computed_linear(x: Tensor, tensors: Sequence[Tensor], offsets: Tensor, bias: Tensor | None, weight: str, partial: bool,
+                     ) -> Tensor:
+    packed = ops.packed_weight(tensors, weight)
+    return _product(x, packed, offsets, bias, partial, lambda x, packed, bias: ops.computed(x, packed, bias, False))
+
+
+def _computed_transposed(gradient: Tensor, tensors: Sequence[Tensor], offsets: Tensor, weight: str) -> Tensor:
+    packed = ops.packed_weight(tensors, weight).open()
+    borders = host_borders(offsets, gradient.shape[0], True)
+    out = gradient.new_zeros(gradient.shape[0], packed.shape[1])
+    for _, start, stop, expert in _weights(packed, borders):
+        out[start:stop] = ops.computed(gradient[start:stop], expert, None, turned=True)
+    return out
+
+
+def _empty_linear(x: Tensor, tensors: Sequence[Tensor], offsets: Tensor, bias: Tensor | None, weight: str, partial: bool,
+                  ) -> Tensor:
+    return x.new_empty(x.shape[0], ops.read_key(weight).n // (offsets.shape[0] - 1))
+
+
+def _empty_transposed(gradient: Tensor, tensors: Sequence[Tensor], offsets: Tensor, weight: str) -> Tensor:
+    return gradient.new_empty(gradient.shape[0], ops.read_key(weight).k)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """What the gradients need: the packed tensors and what they are, never the weight."""
+    _, tensors, offsets, bias, ctx.weight, _ = inputs
+    ctx.bias = None if bias is None else bias.dtype
+    ctx.save_for_backward(offsets, *tensors)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    offsets, *tensors = ctx.saved_tensors
+    to_x = _grouped_transposed(gradient, tensors, offsets, ctx.weight) if ctx.needs_input_grad[0] else None
+    to_bias = _bias_gradient(gradient, offsets, ctx.bias) if ctx.needs_input_grad[3] else None
+    return to_x, [None] * len(tensors), None, to_bias, None, None
+
+
+def _keep_transposed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, tensors, offsets, ctx.weight = inputs
+    ctx.save_for_backward(offsets, *tensors)
+
+
+def _gradients_of_transposed(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    offsets, *tensors = ctx.saved_tensors
+    return _grouped_linear(gradient, tensors, offsets, None, ctx.weight, True), [None] * len(tensors), None, None
+
+
+def _bias_gradient(gradient: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sums of each expert's rows of gradients [M, N]: [E, N]."""
+    experts = torch.searchsorted(offsets, torch.arange(gradient.shape[0], device=offsets.device, dtype=offsets.dtype), right=True)
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    sums = wide.new_zeros(offsets.shape[0] + 1, gradient.shape[1]).index_add(0, experts.to(gradient.device), wide)
+    return sums[1:-1].to(dtype)
+
+
+_grouped_linear = ops.define("grouped_linear", _computed_linear, _empty_linear, _gradients, _keep, bias=3)
+_grouped_transposed = ops.define("grouped_transposed", _computed_transposed, _empty_transposed, _gradients_of_transposed,
+                                 _keep_transposed)

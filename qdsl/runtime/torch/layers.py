@@ -1,0 +1,188 @@
+"""Layers of torch's kinds over packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from qdsl.runtime.gpu.product import quick
+from qdsl.runtime.torch import eight
+from qdsl.runtime.torch.linear import INVARIANT, QUANTIZE_X, check_bias
+from qdsl.runtime.torch.module import PackedModule
+from qdsl.runtime.torch.ops import autocast, is_plain
+from qdsl.runtime.torch.private_apis import is_autocast_enabled, is_direct
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
+
+if TYPE_CHECKING:
+    from qdsl.runtime.weight.format import Format
+
+
+class QuantizedLinear(PackedModule, nn.Linear):
+    """nn.Linear over a packed weight [N, K].  What is computed, x decides, not compute_dtype.
+
+    input_scale: the static scale of x that a checkpoint has beside the weight, a buffer of one float.  It is saved and loaded
+    like a bias.  With quantize_x it takes the place of a scale for each row; without, it is not used.
+    """
+
+    input_scale: Tensor | None
+    quantize_x: bool = False                                     # these two as in `linear`; may be set at any time
+    batch_invariant: bool = False
+
+    def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None,
+                 quantize_x: bool = False, input_scale: Tensor | None = None) -> None:
+        nn.Module.__init__(self)                                 # not nn.Linear's, which would allocate a dense weight
+        if input_scale is not None and (why := _wrong_scale(input_scale)):
+            raise FormatError(f"input_scale {why}")
+        self.register_buffer("input_scale", input_scale)
+        self._x_scale: float | None = None                       # the number, read once: a GPU would be waited for at every use
+        self.out_features, self.in_features = packed.shape
+        check_bias(bias, packed.shape)
+        if quantize_x:
+            eight.check(packed)
+            self.quantize_x = True
+        self.compute_dtype = dtype or (torch.get_default_dtype() if bias is None else bias.dtype)
+        self._hold(packed)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+        self._read_scale()
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int], storage: str | None = None, bias: bool = False, device: torch.device | str = "meta",
+              dtype: torch.dtype | None = None, optional: Sequence[str] | None = None, **params: int | str) -> QuantizedLinear:
+        """A layer for a weight [N, K] that is yet to be loaded: on meta, by load_state_dict with assign=True.
+
+        dtype: compute_dtype, and the bias's.  optional: which of the tensors that may be missing there are, by default scales.  A
+        state_dict brings its input_scale along.  Raises FormatError.
+        """
+        packed = cls.format.empty(shape, storage, device, optional, **params)
+        return cls(packed, torch.empty(shape[0], dtype=dtype, device=device) if bias else None, dtype)
+
+    def dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
+        """An nn.Linear with the decoded weight and the same bias, into which a LoRA can be merged; compute_dtype by default."""
+        dense = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        dense.weight = nn.Parameter(self.dequantize(dtype or self.compute_dtype), requires_grad=False)
+        dense.bias = self.bias
+        return dense
+
+    def forward(self, input: Tensor) -> Tensor:
+        if (out := self._quick(input)) is not None:
+            return out
+        if self.quantize_x and self._x_scale is None and self.input_scale is not None:
+            self._read_scale()
+        packed = self.packed
+        out = self.format.linear(input, packed, self.bias, self.quantize_x, self.batch_invariant, self._x_scale)
+        if not is_compiling() and packed.plan is not None:
+            self._packed.plan, self._packed.dense = packed.plan, packed.dense
+        return out
+
+    def _quick(self, x: Tensor) -> Tensor | None:
+        """The product by launches that are prepared, for the tensors that the layer holds; None where it takes another way."""
+        own = self._parameters
+        if is_compiling() or (plan := self._packed.plan) is None or "bias" not in own or self._x_scale is not None:
+            return None
+        bias, tensors = own["bias"], self._unchanged(plan.names)
+        if tensors is None or not is_direct(x, bias):
+            return None
+        if is_autocast_enabled():
+            x = autocast(x)
+        return quick(x, plan, tensors, bias, QUANTIZE_X if self.quantize_x else INVARIANT if self.batch_invariant else "")
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
+                              missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
+        """As PackedModule; an input_scale is loaded in the shape and dtype that it has."""
+        own, scale = self.input_scale, state_dict.get(prefix + "input_scale")
+        errors = len(error_msgs)
+        if scale is not None and (why := _wrong_scale(scale)):
+            error_msgs.append(f"{prefix}input_scale {why}")
+            return
+        if scale is not None:
+            self.input_scale = torch.empty_like(scale, device=self.device)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if len(error_msgs) > errors:
+            self.input_scale = own
+
+    def _look(self) -> None:
+        super()._look()
+        self._read_scale()
+
+    def _uncast_tensors(self) -> list[Tensor]:
+        return [*super()._uncast_tensors(), *([] if self.input_scale is None else [self.input_scale])]
+
+    def _read_scale(self) -> None:
+        scale = self.input_scale
+        self._x_scale = None if scale is None or not is_plain(scale) else float(scale)
+
+    def extra_repr(self) -> str:
+        return (f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+                f"format={self.format.name}.{self._packed.storage}{', quantize_x=True' if self.quantize_x else ''}")
+
+
+class QuantizedEmbedding(PackedModule, nn.Embedding):
+    """nn.Embedding over a packed weight [num_embeddings, embedding_dim]; gives compute_dtype.
+
+    Rows are decoded as Format.dequantize_rows says, few beside those that are asked for.  With max_norm the decoded rows are
+    scaled down to it; nn.Embedding scales its table in place, and the packed table stays as it is.  padding_idx,
+    scale_grad_by_freq and sparse concern gradients of the table, which has none here: they are for dense() and for adapters.
+    """
+
+    def __init__(self, packed: PackedWeight, padding_idx: int | None = None, dtype: torch.dtype | None = None,
+                 max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+                 ) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = packed.shape
+        if padding_idx is not None and not -self.num_embeddings <= padding_idx < self.num_embeddings:
+            raise FormatError(f"padding_idx {padding_idx} is not among {self.num_embeddings} rows")
+        self.padding_idx = None if padding_idx is None else padding_idx % self.num_embeddings
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.compute_dtype = dtype or torch.get_default_dtype()
+        self._hold(packed)
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int], storage: str | None = None, device: torch.device | str = "meta",
+              dtype: torch.dtype | None = None, optional: Sequence[str] | None = None, **params: int | str) -> QuantizedEmbedding:
+        """A layer for a weight [num_embeddings, embedding_dim] that is yet to be loaded.  As Linear.empty."""
+        return cls(cls.format.empty(shape, storage, device, optional, **params), dtype=dtype)
+
+    def dense(self, dtype: torch.dtype | None = None) -> nn.Embedding:
+        """An nn.Embedding with the decoded weight; compute_dtype by default."""
+        dense = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, self.max_norm, self.norm_type,
+                             self.scale_grad_by_freq, self.sparse, device="meta")
+        dense.weight = nn.Parameter(self.dequantize(dtype or self.compute_dtype), requires_grad=False)
+        return dense
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = self.format.dequantize_rows(self.packed, input, self.compute_dtype)
+        return rows if self.max_norm is None else _renormed(rows, self.max_norm, self.norm_type)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format.name}.{self._packed.storage}"
+
+
+def _renormed(rows: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    """Rows [..., K] of which none has a larger norm, by the formula of nn.Embedding."""
+    norms = torch.linalg.vector_norm(rows, norm_type, -1, keepdim=True)
+    return torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows)
+
+
+def _wrong_scale(scale: Tensor) -> str:
+    """Why a tensor is not a static scale of x; '' where it is."""
+    if not isinstance(scale, Tensor) or not scale.is_floating_point() or scale.numel() != 1:
+        shown = f"{str(scale.dtype)[6:]} {list(scale.shape)}" if isinstance(scale, Tensor) else type(scale).__name__
+        return f"is one float, not {shown}"
+    return ""
+
+
+def linear_class(format: Format) -> type[QuantizedLinear]:
+    """The Linear of a format."""
+    return type("Linear", (QuantizedLinear,), {"format": format, "__module__": format.__module__,
+                                               "__doc__": f"A linear layer with a {format.name} weight."})
+
+
+def embedding_class(format: Format) -> type[QuantizedEmbedding]:
+    """The Embedding of a format."""
+    return type("Embedding", (QuantizedEmbedding,), {"format": format, "__module__": format.__module__,
+                                                     "__doc__": f"An embedding with a {format.name} weight."})

@@ -1,0 +1,141 @@
+"""x @ w.T + bias for a packed weight, differentiable in x and bias, never holding the whole weight on a CPU.
+
+On a GPU runtime/gpu/plan.py chooses: a fused kernel, or dequantized tiles and the vendor's matmul.  On a CPU, and on devices
+without Triton, torch dequantizes tiles and multiplies them; Triton's interpreter is never used.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime.cpu import int4
+from qdsl.runtime.cpu import linear as cpu
+from qdsl.runtime.gpu import launch
+from qdsl.runtime.gpu.costs import DECODED
+from qdsl.runtime.gpu.plan import plan_of
+from qdsl.runtime.gpu.product import product, quantized
+from qdsl.runtime.gpu.triton import runs_kernels
+from qdsl.runtime.torch import eight
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.tiles import decode_rows, row_tiles
+
+QUANTIZE_X, INVARIANT = "quantize_x", "batch_invariant"          # modes of a product
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_x(x: Tensor, bias: Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
+    """Raises FormatError unless x is floats [..., K] and the bias floats [N], on the weight's device."""
+    n, k = shape
+    if x.shape[-1:] != (k,) or x.dtype not in FLOATS:
+        raise FormatError(f"x {list(x.shape)} {str(x.dtype)[6:]} does not fit a weight [{n}, {k}]: expected floats [..., {k}]")
+    if x.layout is not torch.strided:
+        raise FormatError(f"x is {str(x.layout)[6:]}; expected a dense tensor: x.to_dense()")
+    check_bias(bias, shape)
+    for name, tensor in (("x", x), ("bias", bias)):
+        if tensor is not None and tensor.device != device:
+            raise FormatError(f"{name} is on {tensor.device}, the weight on {device}")
+
+
+def check_bias(bias: Tensor | None, shape: tuple[int, int]) -> None:
+    """Raises FormatError unless the bias is floats [N]."""
+    n, k = shape
+    if bias is not None and (bias.shape != (n,) or bias.dtype not in FLOATS):
+        raise FormatError(f"bias {list(bias.shape)} {str(bias.dtype)[6:]} does not fit a weight [{n}, {k}]: "
+                          f"expected floats [{n}]")
+
+
+def mode_of(quantize_x: bool, batch_invariant: bool, input_scale: float | None = None) -> str:
+    """How a product is made, as operations are told.  Raises FormatError for what cannot be had together.
+
+    A static scale of x follows in digits that give the same float back.
+    """
+    if quantize_x and batch_invariant:
+        raise FormatError("quantize_x and batch_invariant are not to be had together")
+    if quantize_x and input_scale is not None:
+        if not 0 < input_scale < math.inf:
+            raise FormatError(f"input_scale is {input_scale:g}; a scale is positive and finite")
+        return f"{QUANTIZE_X}={input_scale!r}"
+    return QUANTIZE_X if quantize_x else INVARIANT if batch_invariant else ""
+
+
+def is_quantized(mode: str) -> bool:
+    """Whether the mode is of x in 8 bits."""
+    return mode.startswith(QUANTIZE_X)
+
+
+def _static_scale(mode: str) -> float | None:
+    """The static scale of x that a mode says."""
+    _, _, digits = mode.partition("=")
+    return float(digits) if digits else None
+
+
+def as_stored(x: Tensor, packed: PackedWeight) -> tuple[Tensor, PackedWeight]:
+    """x [..., K] with its columns as the weight stores its own, and that weight: their product is the same.
+
+    On a GPU it shares the plan of the weight, where the next product looks for prepared launches.
+    """
+    if packed.order is None:
+        return x, packed
+    stored = packed.as_stored()
+    if runs_kernels(x.device):
+        stored.plan = plan_of(packed)
+    return x.index_select(-1, packed.order), stored
+
+
+def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "") -> Tensor:
+    if is_quantized(mode):
+        return _narrow_product(x, packed.open(), bias, mode)
+    if mode != INVARIANT and (out := int4.product(x, packed, bias)) is not None:
+        return out
+    if runs_kernels(x.device):
+        return product(x, packed, bias, mode, mode == INVARIANT)
+    packed = packed.open()
+    return _invariant_product(x, packed, bias) if mode == INVARIANT else cpu.product(x, packed, bias)
+
+
+def _invariant_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
+    """The product in which a row's bits do not depend on the rows beside it, on a CPU: rows are multiplied alone."""
+    out = x.new_empty(x.shape[0], packed.shape[0])
+    for start, stop in row_tiles(packed, weights=tile_weights(x)):
+        weight = _weights(packed, start, stop, x.dtype)
+        part = None if bias is None else bias[start:stop].to(x.dtype)
+        for i in range(x.shape[0]):
+            out[i:i + 1, start:stop] = torch.nn.functional.linear(x[i:i + 1], weight, part)
+    return out
+
+
+def _narrow_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str) -> Tensor:
+    """The product with x quantized to 8 bits: by a kernel, or where there is none with x as it then is, in float32."""
+    scale = _static_scale(mode)
+    if not runs_kernels(x.device) or not launch.has_narrow(x, packed):
+        return _product(eight.rounded(x, packed, scale), packed, bias).to(x.dtype)
+    return quantized(x, packed, bias, scale, mode)
+
+
+def _transposed(gradient: Tensor, packed: PackedWeight) -> Tensor:
+    """gradient [M, N] @ w: [M, K], summed over tiles in float32, or in float64 for a gradient in float64."""
+    packed = packed.open()
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    wide = gradient.to(dtype)
+    total = torch.zeros(gradient.shape[0], packed.shape[1], dtype=dtype, device=gradient.device)
+    for start, stop in row_tiles(packed, weights=tile_weights(gradient)):
+        total.addmm_(wide[:, start:stop], _weights(packed, start, stop, dtype))
+    return total.to(gradient.dtype)
+
+
+def tile_weights(x: Tensor) -> int:
+    """Weights dequantized at a time: a cache's worth on a CPU, 64 MB of float16 on a GPU."""
+    return 1 << 18 if x.device.type == "cpu" else DECODED
+
+
+def _weights(packed: PackedWeight, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """Rows [start, stop) of the weight."""
+    weight = torch.empty(stop - start, packed.shape[1], dtype=dtype, device=packed.device)
+    if runs_kernels(packed.device):
+        launch.dequantize(packed.cut("N", start, stop), weight)
+        return weight
+    decode_rows(packed, start, stop, weight)
+    return weight

@@ -1,0 +1,73 @@
+"""Rows of a packed weight by their numbers, as an embedding looks them up, decoded without the other rows where that can be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime.torch import ops
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
+
+
+def dequantize_rows(packed: PackedWeight, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [*index.shape, K] of the decoded weight.  index: int32 or int64, of any shape.
+
+    Rows that are stored by themselves are gathered.  Else only the blocks of rows with a wanted row are decoded: 128 rows of
+    fp8_block, a group of lanes of hlane.  The whole weight is decoded for df11, on a GPU for every stream, and in programs that
+    are traced or captured, unless rows are stored by themselves.
+    Raises IndexError for a row that does not exist (on a CPU), FormatError for an index that is not of integers.
+    """
+    if index.dtype not in (torch.int32, torch.int64):
+        raise FormatError(f"row numbers are int32 or int64, not {str(index.dtype)[6:]}")
+    if ops.is_plain(index) and index.device.type == "cpu":
+        _check_range(index, packed.shape[0])
+    return _decoded_rows(packed, index.flatten(), dtype).view(*index.shape, packed.shape[1])
+
+
+def _check_range(index: Tensor, rows: int) -> None:
+    if not index.numel():
+        return
+    least, largest = (int(bound) for bound in index.aminmax())
+    if least < 0 or largest >= rows:
+        raise IndexError(f"row {least if least < 0 else largest} is out of range: the weight has rows 0 to {rows - 1}")
+
+
+def _decoded_rows(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [R, K] for row numbers [R]."""
+    if packed.has_separate_rows:
+        return packed.format.dequantize(packed.rows(rows), dtype)
+    plain = ops.is_plain(rows, *packed.tensors.values())
+    if plain and rows.numel() and not _is_captured(packed):      # the number of blocks is known on the host alone
+        if not packed.layout.streams:
+            return _rows_of_blocks(packed, rows, dtype)
+        if packed.device.type == "cpu" and (decoded := _rows_of_streams(packed, rows, dtype)) is not None:
+            return decoded
+    return packed.format.dequantize(packed, dtype).index_select(0, rows)
+
+
+def _is_captured(packed: PackedWeight) -> bool:
+    """Whether a CUDA graph is being captured, in which no answer can be waited for."""
+    return packed.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _rows_of_blocks(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a weight that can be cut at multiples of a block of rows, decoded block by block."""
+    step = packed.step("N")
+    wanted, origin = torch.unique(rows, return_inverse=True)     # rising
+    blocks, counts = torch.unique_consecutive(wanted // step, return_counts=True)
+    out = torch.empty(len(wanted), packed.shape[1], dtype=dtype, device=packed.device)
+    first = 0
+    for block, count in zip(blocks.tolist(), counts.tolist(), strict=True):
+        start = block * step
+        part = packed.cut("N", start, min(packed.shape[0], start + step))
+        decoded = packed.format.dequantize(part, dtype)
+        torch.index_select(decoded, 0, wanted[first:first + count] - start, out=out[first:first + count])
+        first += count
+    return out.index_select(0, origin)
+
+
+def _rows_of_streams(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Rows of a weight that streams hold, on a CPU; None where a stream, or a tensor beside it, has no separate rows."""
+    wanted, origin = torch.unique(rows.long(), return_inverse=True)
+    part = packed.open_rows(wanted)
+    return None if part is None else packed.format.dequantize(part, dtype).index_select(0, origin)

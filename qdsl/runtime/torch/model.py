@@ -1,0 +1,181 @@
+"""Quantizing the linear layers of a model in place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from qdsl.runtime.gpu.placement import fastest_storage, may_change
+from qdsl.runtime.torch.layers import QuantizedLinear
+from qdsl.runtime.weight.packed import FormatError
+
+if TYPE_CHECKING:
+    from qdsl.runtime.weight.format import Format
+
+
+@dataclass(slots=True)
+class Report:
+    """What became of a model's linear layers, by their names; `done` says it in words.
+
+    quantized: bytes of the weight before and after.  skipped: why a layer stayed as it was.  notes: what else to know of one.
+    """
+
+    done: str
+    quantized: dict[str, tuple[int, int]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        before, after = (sum(sizes[i] for sizes in self.quantized.values()) for i in (0, 1))
+        lines = [f"{len(self.quantized)} layers {self.done}: {before} bytes of weights are now {after}"]
+        lines += [f"  {name}: {note}" for name, note in self.notes.items()]
+        lines += [f"{len(self.skipped)} layers left as they were"] if self.skipped else []
+        return "\n".join([*lines, *(f"  {name}: {why}" for name, why in self.skipped.items())])
+
+
+def quantize_model(model: nn.Module, format: Format, filter: Callable[[nn.Module, str], bool] | None = None, **options: Any,
+                   ) -> Report:
+    """Replace nn.Linear layers of a model by Linear layers of a format, one after the other.
+
+    filter: whether a layer, given with its name, is to be replaced.  options: those of the format's `quantize`.  At no time
+    is there more than one weight in both forms, and whatever stops this leaves every layer either as it was or replaced: the
+    rest can be done by a second call.  A layer keeps its bias, its device and its mode.  Layers that cannot be replaced are
+    left, and the report says why.  Raises FormatError, before anything changes, for options that the format does not have.
+    """
+    format.chosen(options)
+    if isinstance(model, nn.Linear):
+        raise FormatError("the model is itself a linear layer, which cannot be replaced in place: use Linear(quantize(...))")
+    report = Report(f"quantized to {format.name}")
+    for names in _places(model):
+        if filter is None or filter(model.get_submodule(names[0]), names[0]):
+            why = _reason(model.get_submodule(names[0])) or _replace(model, names, format, options, report)
+            report.skipped.update(dict.fromkeys(names, why) if why else {})
+    return report                                                # no name here held a layer while the next was quantized
+
+
+def _places(model: nn.Module) -> list[list[str]]:
+    """The names of every linear layer; a layer that stands in several places has several."""
+    found: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear):
+            found.setdefault(id(module), []).append(name)
+    return list(found.values())
+
+
+def _reason(layer: nn.Module) -> str:
+    """Why a layer cannot be replaced, if so."""
+    if isinstance(layer, QuantizedLinear):
+        return f"holds a {layer.format.name} weight already"
+    if type(layer) is not nn.Linear:
+        return f"a {type(layer).__name__} is more than a linear layer"
+    if any(value for name, value in vars(layer).items() if name.endswith("_hooks")):
+        return "has hooks, which would be lost"
+    if not isinstance(layer.weight, Tensor) or layer.weight.is_meta:
+        return "its weight is on meta"
+    return ""
+
+
+def _replace(model: nn.Module, names: list[str], format: Format, options: Mapping[str, Any], report: Report) -> str:
+    """Quantize a layer and put the new one in all its places; or say why not."""
+    old = model.get_submodule(names[0])
+    assert isinstance(old, nn.Linear)
+    try:
+        packed = format.quantize(old.weight, **options)
+        packed = fastest_storage(packed) if "storage" not in options and may_change(old) else packed
+    except FormatError as error:
+        return str(error)
+    new = format.Linear(packed, old.bias, old.weight.dtype)
+    new.bias = old.bias                                          # the same parameter, for whoever trains it
+    new.train(old.training)
+    tied = [name for name, other in model.named_parameters(remove_duplicate=False)
+            if other is old.weight and name.removesuffix(".weight") not in names]
+    for name in names:
+        model.set_submodule(name, new)
+        report.quantized[name] = (old.weight.nbytes, packed.nbytes)
+        if tied:
+            report.notes[name] = f"its weight was also {', '.join(tied)}, and is no longer"
+    return ""
+
+
+def planar_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None) -> Report:
+    """Store the weights of a model's quantized layers as the kernels for matrix units want them, one after the other.
+
+    filter: whether a layer, given with its name, is looked at.  Layers that have no such storage, or would grow (Format.planar),
+    are left, and the report says so.
+    """
+    return replace_layers(model, "stored for matrix units", _planar_layer, filter)
+
+
+def _planar_layer(old: QuantizedLinear) -> QuantizedLinear | str:
+    packed = old.packed
+    if old.quantize_x:
+        return f"{packed.storage} stays: x is quantized, which needs rows of 8 bits"
+    if why := old.format.why_not_planar(packed):
+        return f"{packed.storage} stays: {why}"
+    return packed.format.Linear(old.format.planar(packed), old.bias, old.compute_dtype, input_scale=old.input_scale)
+
+
+def use_fastest_storages(model: nn.Module, filter: Callable[[nn.Module, str], bool]) -> Report:
+    """Store the weights of quantized layers planar where placement.fastest_storage says so, in place, one at a time.
+
+    filter: whether a layer, by its name, may be changed.  Layers whose tensors other modules have too, that accelerate offloads,
+    or that FSDP shards, stay as they are.
+    """
+    owners = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values() if tensor is not None)
+
+    def rule(old: QuantizedLinear) -> QuantizedLinear | str:
+        if old.quantize_x or not may_change(old) or any(owners[id(tensor)] > 1 for tensor in old._held().values()):
+            return "its module, or another one, relies on its tensors"
+        packed = old.packed
+        fastest = fastest_storage(packed)
+        if fastest is packed:
+            return f"{packed.storage} is not slower"
+        return packed.format.Linear(fastest, old.bias, old.compute_dtype, input_scale=old.input_scale)
+
+    return replace_layers(model, "stored planar", rule, filter)
+
+
+def replace_layers(model: nn.Module, done: str, rule: Callable[[QuantizedLinear], QuantizedLinear | str],
+                   filter: Callable[[nn.Module, str], bool] | None = None) -> Report:
+    """Replace a model's quantized linear layers by layers that store the same weights otherwise, in place, one at a time.
+
+    rule: the new layer for a layer, or why the old one stays.  done: what the report says of replaced layers.  filter: whether a
+    layer, given with its name, is looked at; all are without it.  A layer keeps its bias, its mode and its hooks.  At no time is
+    more than one weight there in both storages.  Raises FormatError for a model that is itself a linear layer.
+    """
+    if isinstance(model, QuantizedLinear):
+        raise FormatError("the model is itself a linear layer, which cannot be replaced in place: wrap it in an nn.Sequential")
+    report = Report(done)
+    for names in _places(model):
+        old = model.get_submodule(names[0])
+        if isinstance(old, QuantizedLinear) and (filter is None or filter(old, names[0])):
+            sizes = _replace_layer(model, names, old, rule)
+            if isinstance(sizes, str):
+                report.skipped.update(dict.fromkeys(names, sizes))
+            else:
+                report.quantized.update(dict.fromkeys(names, sizes))
+        del old
+    return report
+
+
+def _replace_layer(model: nn.Module, names: list[str], old: QuantizedLinear,
+                   rule: Callable[[QuantizedLinear], QuantizedLinear | str]) -> tuple[int, int] | str:
+    """Put a new layer in all places of an old one: the bytes of both weights; or why the old one stays."""
+    new = rule(old)
+    if isinstance(new, str):
+        return new
+    new.bias = old.bias                                          # the same parameter, for whoever trains it
+    new.train(old.training)
+    new.batch_invariant = old.batch_invariant
+    vars(new).update({key: value for key, value in vars(old).items() if key.endswith("_hooks")})
+    for name in names:
+        model.set_submodule(name, new)
+    return _nbytes(old), _nbytes(new)
+
+
+def _nbytes(layer: QuantizedLinear) -> int:
+    return sum(tensor.nbytes for tensor in layer._held().values())

@@ -1,0 +1,306 @@
+"""A module that holds a packed weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from qdsl.runtime.torch.no_weight import NoWeight, StoredWeight
+from qdsl.runtime.torch.ops import is_plain
+from qdsl.runtime.torch.private_apis import is_fsdp_shard
+from qdsl.runtime.weight.device_dtypes import dtype_on, moved
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.pickling import picklable, unpickled
+
+if TYPE_CHECKING:
+    from qdsl.runtime.weight.format import Format
+
+# What may be loaded into a tensor of another dtype: decoding widens a scale to float32 in any case, before it computes.
+WIDENED = {torch.float32: (torch.float16, torch.bfloat16)}
+# Floats that hold every number of a stored dtype: a cast to one of them, by those who cast parameters, can be undone.
+WIDER: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8),
+                    (torch.float16, torch.bfloat16, torch.float32, torch.float64)),
+    torch.float8_e8m0fnu: (torch.bfloat16, torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.int16: (torch.float32, torch.float64),
+    torch.int32: (torch.float64,),
+    torch.float32: (torch.float64,),
+}
+
+
+class PackedModule(nn.Module):
+    """A module over a packed weight: the checkpoint's own tensors, under their own names, are its parameters.
+
+    They keep their dtypes through `.to`, `.half()` and friends, and appear in `state_dict` as the checkpoint has them.
+    `weight` is a NoWeight; a stored tensor of that name is in `named_parameters()` and `_parameters`.  compute_dtype is what
+    the weight of a dense layer would have for its dtype: the one that the layer was last cast to.
+
+    A tensor is looked at once, when it comes into the layer: its dtype, its shape, and of an index whether the groups exist
+    and whether the columns lie in order, which is noted on the tensor itself.  One that was put in place of it by other means
+    than loading has no note, and is looked at when the layer is next used.  So is one whose version shows that it was changed in
+    place, and one that was cast, as by `p.data = p.data.to(dtype)`: it gets its dtype back where the cast lost nothing, else
+    using the layer is an error.
+
+    Who asks a model's parameters for its dtype may meet a stored one, such as float8: `next(model.parameters()).dtype` is that of
+    the first.  Ask `layer.weight.dtype` or `compute_dtype`.  For DDP and FSDP2 see qdsl.ignore_packed_.
+    """
+
+    format: Format
+    compute_dtype: torch.dtype
+
+    def _hold(self, packed: PackedWeight) -> None:
+        """Make the weight's tensors parameters.  Raises FormatError for one of another format."""
+        if packed.format is not self.format:
+            raise FormatError(f"a {type(self).__name__} of {self.format.name} cannot hold a weight of {packed.format.name}")
+        self._packed = packed.derive({})
+        names = {name: self._attribute(packed.names.get(name, name)) for name in packed.tensors}
+        self._dtypes = {name: tensor.dtype for name, tensor in packed.tensors.items()}
+        for name, tensor in packed.tensors.items():
+            self.register_parameter(names[name], nn.Parameter(tensor, requires_grad=False))
+        self._names = names
+        if is_plain(*self._held().values()):
+            _note(self._held(), packed.in_order)
+
+    def _attribute(self, name: str) -> str:
+        """What a tensor is called in the module: as in the checkpoint, unless the module has something else of that name."""
+        word = name.replace(".", "_")
+        return f"{word}_" if word == "bias" or word in vars(self) or hasattr(type(self), word) else word
+
+    # -- what it holds -------------------------------------------------------------------------------------------------
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight with the tensors that the module holds now.  Raises FormatError where something made them others."""
+        held, dtypes = self._held(), self._dtypes
+        if torch.compiler.is_compiling():
+            if any(tensor.dtype != dtypes[name] for name, tensor in held.items()):
+                raise FormatError(f"tensors of a {self.format.name} layer were cast: read layer.packed before compiling")
+            return self._packed.derive(held, in_order=_ordered(held))
+        is_new = any(tensor.dtype != dtypes[name] or getattr(tensor, "_noted", None) != _version(tensor)
+                     for name, tensor in held.items())
+        if is_new and is_plain(*held.values()):
+            self._undo_casts(held)
+            held = self._note(held)
+        packed = self._packed.derive({name: tensor.data for name, tensor in held.items()}, in_order=_ordered(held))
+        packed.plan, packed.dense = self._packed.plan, self._packed.dense
+        return packed
+
+    def stored_parameters(self) -> dict[str, nn.Parameter]:
+        """The stored tensors, by the names that they have in `named_parameters()`."""
+        stored = ((name, self._parameters.get(name)) for name in self._names.values())
+        return {name: parameter for name, parameter in stored if parameter is not None}
+
+    def _held(self) -> dict[str, Tensor]:
+        own: Mapping[str, Any] = self._parameters                # first, because asking nn.Module costs more
+        return {name: own[word] if word in own else getattr(self, word) for name, word in self._names.items()}
+
+    def _unchanged(self, names: Sequence[str]) -> list[Tensor] | None:
+        """Stored tensors by name, as `packed` has them; None where one was replaced, cast or changed since it was noted."""
+        own, words, dtypes = self._parameters, self._names, self._dtypes
+        tensors: list[Tensor] = []
+        for name in names:
+            tensor = own.get(words[name])
+            if type(tensor) is not Parameter or tensor.dtype is not dtypes[name]:
+                return None
+            try:
+                version = tensor._version
+            except RuntimeError:                                 # of inference mode, as in _version, at half the time
+                version = 0
+            if getattr(tensor, "_noted", None) != version:
+                return None
+            tensors.append(tensor)
+        return tensors
+
+    @property
+    def device(self) -> torch.device:
+        """Where the packed tensors are."""
+        return next(iter(self._held().values())).device
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and "_names" in self.__dict__:
+            return self._weight_stand_in()
+        return super().__getattr__(name)
+
+    def _weight_stand_in(self) -> Any:
+        """What stands for the dense weight; a `weight` that FSDP2 has sharded itself, because FSDP2 compares it by identity."""
+        stored = self._parameters.get("weight")
+        if stored is None or torch.compiler.is_compiling():      # dynamo takes the class for the one that StoredWeight claims
+            return NoWeight(self, None if stored is None else stored.shape)
+        return stored if is_fsdp_shard(stored) else StoredWeight(self)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As nn.Module does; another packed layer's `weight`, as tying assigns it, is its stored tensor."""
+        shown: Any = param
+        super().register_parameter(name, shown.stored if type(shown) is StoredWeight else param)
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """The weight [N, K]."""
+        return self.format.dequantize(self.packed, dtype)
+
+    def checkpoint_weight(self) -> PackedWeight:
+        """The weight as the checkpoint stores it: `packed`, unless the layer stores it otherwise to run it."""
+        return self.packed
+
+    def reset_parameters(self) -> None:
+        raise FormatError(f"a {self.format.name} weight is loaded or quantized, not initialised")
+
+    # -- what comes in -------------------------------------------------------------------------------------------------
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
+                              missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
+        """Load all that is given, or where a tensor does not fit say so and load nothing.
+
+        torch would cast silently when it copies, and take any dtype when it assigns.  Raw bytes are 8-bit floats here, as in
+        `wrap`, and 16-bit floats go into float32, where they mean the same numbers; no other dtype is converted.
+        """
+        given: dict[str, Tensor] = {}
+        wrong: list[str] = self._partial_stream_errors(state_dict, prefix)
+        there = {name: state_dict.get(prefix + own) for name, own in self._names.items()}
+        wanted = self.format.stored(self._packed.derive({name: each for name, each in there.items() if isinstance(each, Tensor)}))
+        for name, own in self._names.items():
+            if prefix + own in state_dict:
+                tensor = _fitted(state_dict[prefix + own], *wanted[name])
+                if isinstance(tensor, str):
+                    wrong.append(tensor.format(prefix + own))
+                else:
+                    given[name] = tensor
+        try:
+            if given and not wrong and is_plain(*given.values()):
+                given |= self.format.unfilled(self._packed.derive(given))
+                self.format.checked(self._packed.derive({**self._own_shape(given), **given}))
+        except FormatError as error:
+            wrong.append(f"{prefix[:-1] or type(self).__name__}: {error}")
+        if wrong:
+            error_msgs += wrong
+            return
+        for name, tensor in given.items():
+            if tensor.shape != self._held()[name].shape:         # its size depends on the weights
+                room = torch.empty_like(tensor, device=self._held()[name].device)
+                self.register_parameter(self._names[name], nn.Parameter(room, requires_grad=False))
+        fitted = {**state_dict, **{prefix + self._names[name]: tensor for name, tensor in given.items()}}
+        super()._load_from_state_dict(fitted, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        self._look()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """As nn.Module does, of tensors in the dtypes that the checkpoint has, whoever cast them."""
+        held = self._held()
+        if is_plain(*held.values()):
+            self._undo_casts(held)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _partial_stream_errors(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+        """What is wrong with a state_dict that has some tensors of an entropy-coded weight and not the others."""
+        keys = [prefix + own for own in self._names.values()]
+        missing = [key for key in keys if key not in state_dict]
+        if not self._packed.layout.streams or len(missing) in (0, len(keys)):
+            return []
+        return [f"{prefix[:-1] or type(self).__name__}: tensors of an entropy-coded weight are loaded together, and the "
+                f"state_dict lacks {', '.join(missing)}"]
+
+    def _own_shape(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The layer's own tensor that says the shape, where a state_dict does not have it."""
+        name = self._packed.layout.shape
+        return {name: self._held()[name]} if name and name not in loaded else {}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move stored tensors, and give them no other dtype: a scale or a code that is cast is another weight."""
+        stored = {id(tensor): tensor.dtype for tensor in self._uncast_tensors()}
+        dtypes = self._packed.dtypes
+        stored |= {id(tensor): dtypes[name] for name, tensor in self._held().items()}
+
+        def guarded(tensor: Tensor) -> Tensor:
+            if id(tensor) not in stored:
+                return fn(tensor)
+            result = moved(tensor, stored[id(tensor)], fn)
+            return result if result.dtype == dtype_on(result.device, stored[id(tensor)]) else tensor.to(result.device)
+
+        super()._apply(guarded, recurse)  # type: ignore[no-untyped-call]
+        shown = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
+        self.compute_dtype = shown if shown.is_floating_point else self.compute_dtype
+        self._look()
+        return self
+
+    def _uncast_tensors(self) -> list[Tensor]:
+        """The tensors that keep their dtypes when the layer is cast."""
+        return list(self._held().values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_parameters": picklable(self._parameters)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_parameters": unpickled(state["_parameters"])})  # type: ignore[no-untyped-call]
+        self._look()                                             # a copied tensor has lost its note
+
+    def _look(self) -> None:
+        """Look at the tensors anew.  What is wrong with them is said when the layer is used: they may be yet to be filled."""
+        held = self._held()
+        for tensor in held.values():
+            vars(tensor).pop("_noted", None)
+        if is_plain(*held.values()):
+            try:
+                self._note(held)
+            except FormatError:
+                return
+
+    def _note(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors, of which is kept what they say once they are looked at.  Raises FormatError for those that do not fit.
+
+        Without an index that nobody filled, as in `wrap`; it may be yet to be filled, and is looked at whenever it is used.
+        """
+        unfilled = self.format.unfilled(self._packed.derive(held))
+        found = self.format.checked(self._packed.derive({**held, **unfilled}))
+        on_gpu = found.device.type not in ("cpu", "meta")        # where kernels for matrix units ask for it, again and again
+        self._packed.known_finite = found.finite if on_gpu else None
+        self._packed.facts = found.facts
+        self._packed.plan = self._packed.dense = None
+        filled = {name: tensor for name, tensor in held.items() if name not in unfilled}
+        _note(filled, found.in_order)
+        return filled
+
+    def _undo_casts(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give tensors that were cast to a wider float their dtype back, in place, where every number survives both casts.
+
+        All others stay as they are, and `_note` raises FormatError for them.
+        """
+        for name, tensor in tensors.items():
+            if tensor.dtype in WIDER.get(self._dtypes[name], ()):
+                stored = tensor.detach().to(self._dtypes[name])
+                wide = stored.to(tensor.dtype)
+                if bool(((wide == tensor) | (wide.isnan() & tensor.isnan())).all()):
+                    tensor.data = stored
+
+
+def _note(held: Mapping[str, Tensor], in_order: frozenset[str]) -> None:
+    for name, tensor in held.items():
+        tensor._in_order, tensor._noted = name in in_order, _version(tensor)  # type: ignore[attr-defined]
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; 0 for one of inference mode, which does not count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _ordered(held: Mapping[str, Tensor]) -> frozenset[str]:
+    return frozenset([name for name, tensor in held.items() if getattr(tensor, "_in_order", False)])
+
+
+def _fitted(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | str:
+    """A tensor of a state_dict as the layer stores it, or what is wrong, with a place for its key."""
+    if not isinstance(tensor, Tensor):
+        return f"{{}} is a {type(tensor).__name__} in the state_dict, not a tensor"
+    if tensor.dtype == torch.uint8 and dtype.is_floating_point and dtype.itemsize == 1:
+        tensor = tensor.view(dtype)
+    if tensor.dtype in WIDENED.get(dtype, ()):
+        tensor = tensor.to(dtype)
+    if tensor.dtype != dtype:
+        return (f"dtype mismatch for {{}}: the state_dict has {str(tensor.dtype)[6:]}, the layer stores {str(dtype)[6:]}, and "
+                "no cast between them is exact")
+    if [extent for extent in tensor.shape if extent != 1] != [extent for extent in shape if extent != 1]:
+        return f"size mismatch for {{}}: the state_dict has {list(tensor.shape)}, the layer stores {list(shape)}"
+    return tensor.reshape(shape)

@@ -1,0 +1,158 @@
+"""What `layer.weight` is in a packed layer: the shape, dtype and device of a dense weight, without its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from qdsl.runtime.torch.module import PackedModule
+
+# Methods by which initialisers overwrite all numbers of a tensor, and those by which they then change what they wrote.
+OVERWRITES = frozenset({"normal_", "uniform_", "zero_", "fill_", "trunc_normal_"})
+CHANGES = frozenset({"add_", "clamp_", "div_", "erfinv_", "mul_", "sub_"})
+# What offloading asks of a parameter, and gets from the stored tensor of that name.
+OF_STORED = frozenset({"data_ptr", "element_size", "is_contiguous", "nbytes", "storage_offset", "stride", "untyped_storage"})
+
+
+class NoWeight:
+    """The weight of a packed layer, as others see it: shape, device, and the dtype to which a model casts activations.
+
+    Initialisers (`nn.init.normal_(layer.weight)`, `layer.weight.data[0].zero_()`) leave it alone: it has been loaded.  Whoever
+    wants its numbers gets an AttributeError or TypeError that says where they are.
+    """
+
+    requires_grad = False
+    grad = None
+    grad_fn = None
+    is_leaf = True
+    is_meta = True                                               # no numbers here: torch's initialisers then return at once
+    _is_hf_initialized = True                                    # the same, said to transformers
+
+    def __init__(self, layer: PackedModule, shape: torch.Size | None = None) -> None:
+        self._layer = layer
+        self._part = shape                                       # of rows of it, which are for initialisers alone
+        self._is_overwritten = False
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._layer._packed.shape) if self._part is None else self._part
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._layer.compute_dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._layer.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def data(self) -> NoWeight:
+        return self
+
+    def __repr__(self) -> str:
+        return f"NoWeight({list(self.shape)}, {self.dtype}, {self.device})"
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def dim(self) -> int:
+        return self.ndim
+
+    ndimension = dim
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def requires_grad_(self, requires_grad: bool = True) -> NoWeight:
+        if requires_grad:
+            raise TypeError(f"a packed weight is not trained: {self._advice}")
+        return self
+
+    def detach(self) -> NoWeight:
+        return self
+
+    def __getitem__(self, index: Any) -> NoWeight:
+        return NoWeight(self._layer, torch.empty(self.shape, device="meta")[index].shape)
+
+    def _no_numbers(self, *args: Any) -> Any:
+        raise TypeError(f"no arithmetic: {self._advice}")
+
+    __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __isub__ = __neg__ = __abs__ = _no_numbers
+    __mul__ = __rmul__ = __imul__ = __truediv__ = __rtruediv__ = __itruediv__ = __pow__ = __matmul__ = __rmatmul__ = _no_numbers
+    __lt__ = __le__ = __gt__ = __ge__ = __float__ = __array__ = __iter__ = __setitem__ = __reduce_ex__ = _no_numbers
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        elif (name, value) != ("requires_grad", False):
+            raise AttributeError(f"cannot set '{name}' of a weight: {self._advice}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in OVERWRITES or (name in CHANGES and self._is_overwritten):
+            return self._skip_initialiser
+        raise AttributeError(f"no '{name}' of a weight: {self._advice}")
+
+    def _skip_initialiser(self, *args: Any, **kwargs: Any) -> NoWeight:
+        self._is_overwritten = True
+        return self
+
+    @property
+    def _advice(self) -> str:
+        return (f"a {self._layer.format.name} layer holds no dense weight: dequantize() gives it, dense() a layer that does. If "
+                "a model computes with the weight itself, load that layer dense: name it in skip= of qdsl.load_weights_, or in "
+                "ignore= of QdslConfig. To merge adapters, call qdsl.models.peft.merge(model). For DoRA, import qdsl.models.peft "
+                "before adding it. PiSSA, OLoRA and CorDA change the weight: use them on the dense model and quantize it "
+                "afterwards")
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        values = [*args, *(kwargs or {}).values()]
+        every = [arg for value in values for arg in (value if isinstance(value, (list, tuple)) else (value,))]
+        weight = next((arg for arg in every if issubclass(type(arg), NoWeight)), None)
+        if weight is not None and getattr(function, "__module__", None) == nn.init.__name__:
+            return weight
+        name = getattr(function, "__name__", "this")
+        raise TypeError(f"{name}: {'no dense weight' if weight is None else weight._advice}")
+
+
+class StoredWeight(NoWeight):
+    """The same of a layer whose checkpoint calls a stored tensor `weight`: that tensor is the parameter `weight`.
+
+    It is an instance of nn.Parameter to isinstance, so that `get_parameter` finds it.  It has the stored tensor's shape, address
+    and `to`, which offloading asks of the attribute before it replaces the parameter.
+    """
+
+    __class__ = nn.Parameter  # type: ignore[assignment]
+
+    @property
+    def stored(self) -> nn.Parameter:
+        parameter = self._layer._parameters["weight"]
+        assert parameter is not None
+        return parameter
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.stored.shape
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The stored tensor on another device.  Raises TypeError for another dtype."""
+        moved = self.stored.detach().to(*args, **kwargs)
+        if moved.dtype != self.stored.dtype:
+            raise TypeError(f"to {str(moved.dtype)[6:]}: {self._advice}")
+        return moved
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stored, name) if name in OF_STORED else super().__getattr__(name)

@@ -1,0 +1,385 @@
+"""The operations as torch sees them: opaque, with shapes and gradients, for torch.compile, torch.export and the like.
+
+    qdsl::linear       x [..., K], bias [N]    ->  [..., N], by a mode of linear.py
+    qdsl::transposed   gradient [..., N]       ->  [..., K], the gradient with respect to x
+    qdsl::dequantize                           ->  [N, K]
+
+A packed weight is the tensors that are stored, and a text, its WeightKey: the format, its storage, its parameters, its shape
+and which of the storage's tensors there are.  One text, because torch takes 3 us to pass its parts one by one.  The format is
+called by its name and its spec's digest, so that a saved program finds the same format in another process, built or loaded from
+wherever, and no other format of that name.
+
+What torch cannot do with an operation of one's own: transforms of torch.func inside torch.compile (outside they work, by
+_Times below), and torch's older vmap, that of is_grads_batched.  Both say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime.gpu.product import quick
+from qdsl.runtime.gpu.triton import on_device
+from qdsl.runtime.torch import eight
+from qdsl.runtime.torch.linear import _product, _transposed, as_stored, check_x, is_quantized
+from qdsl.runtime.torch.private_apis import (
+    PLAIN,
+    gradient_kernel,
+    is_autocast_enabled,
+    is_batched,
+    is_direct,
+    is_in_torch_dispatch_mode,
+    is_jit_traced,
+    is_transformed,
+)
+from qdsl.runtime.weight import order
+from qdsl.runtime.weight.arrays import empty
+from qdsl.runtime.weight.finite import has_special_codes
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
+
+if TYPE_CHECKING:
+    from qdsl.runtime.gpu.plan import Plan
+    from qdsl.runtime.weight.format import Format
+
+
+class WeightKey(NamedTuple):
+    """What a packed weight is, apart from its tensors.  names: of the tensors.  finite: whether no code is NaN or infinite."""
+
+    format: str
+    storage: str
+    params: str
+    names: str
+    finite: bool
+    facts: str
+    n: int
+    k: int
+
+    @property
+    def text(self) -> str:
+        """The argument of operations from which `read_key` reads the key again."""
+        return f"{self.format}|{self.storage}|{self.params}|{self.names}|{self.finite}|{self.facts}|{self.n}|{self.k}"
+
+
+@lru_cache(maxsize=4096)
+def read_key(text: str) -> WeightKey:
+    """The key of a weight from its text."""
+    format, storage, params, names, finite, facts, n, k = text.split("|")
+    return WeightKey(format, storage, params, names, finite == "True", facts, int(n), int(k))
+
+
+_formats: dict[str, Format] = {}
+_unnamed = count(1)
+
+
+def register(format: Format, digest: str) -> str:
+    """What a format is called in operations; without a digest a word that no other format of this process has."""
+    key = f"{format.name}@{digest or f'unnamed-{next(_unnamed)}'}"
+    _formats[key] = format                                       # another module of the same spec may take its place
+    return key
+
+
+def weight_key(packed: PackedWeight) -> tuple[list[Tensor], WeightKey]:
+    """The tensors and the key of a packed weight, without tensors that add nothing: an index whose columns lie in order, and what
+    says the shape.
+    """
+    spare = {*packed.in_order, packed.layout.shape}
+    stored = {name: tensor for name, tensor in packed.tensors.items() if name not in spare}
+    tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in stored.values()]
+    return tensors, WeightKey(packed.format.key, packed.storage, packed.params_text, " ".join(stored), _is_finite(packed),
+                              packed.facts, *packed.shape)
+
+
+def operands(packed: PackedWeight) -> tuple[list[Tensor], str]:
+    """A packed weight as operations take it: its tensors, and the text of its key."""
+    tensors, key = weight_key(packed)
+    return tensors, key.text
+
+
+def _is_finite(packed: PackedWeight) -> bool:
+    """Whether codes are known to be finite.  Of tensors that are traced, whose codes cannot be read, only what was known before.
+
+    False is always right: then the kernels serve that keep a NaN.
+    """
+    if packed.known_finite is not None or not has_special_codes(packed):
+        return packed.known_finite is not False
+    return is_plain(*packed.tensors.values()) and packed.device.type != "cpu" and packed.finite
+
+
+@lru_cache(maxsize=1024)
+def _format_of(key: str, params: str) -> tuple[Format, dict[str, int | str]]:
+    """A format by its key, and its parameters from their text.  Raises FormatError."""
+    if key not in _formats:
+        name, _, digest = key.partition("@")
+        raise FormatError(f"no format {name} with the spec {digest} is here: import its module, such as qdsl.generated.{name}, "
+                          "or load its spec with qdsl.load, before a program that uses it runs")
+    format = _formats[key]
+    values = {name: {str(value): value for value in choices} for name, choices in format.params.items()}
+    return format, {name: values[name][value] for name, _, value in (word.partition("=") for word in params.split())}
+
+
+def packed_weight(tensors: Sequence[Tensor], weight: str) -> PackedWeight:
+    """The packed weight of an operation's arguments: its tensors, and the text of its key."""
+    key = read_key(weight)
+    format, params = _format_of(key.format, key.params)
+    return PackedWeight(format, key.storage, dict(zip(key.names.split(), tensors, strict=True)), (key.n, key.k), params,
+                        known_finite=key.finite, facts=key.facts)
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: str = "") -> Tensor:
+    """x [..., K] times the weight's transpose, plus bias [N]: [..., N] in x's dtype, or under autocast in autocast's.
+
+    Differentiable in x and bias, to any order; the weight itself is not trained.  Sums are float32, or on a CPU float64
+    for x in float64.  On a GPU a fused kernel multiplies exact weights; where runtime/gpu/plan.py chooses to decode, and on a
+    CPU, weights are first rounded to x's dtype.  mode: of linear.py, as Format.linear explains them; x in 8 bits has
+    the gradients of the product without.  Raises FormatError where x does not fit, or codes are no 8 bits.
+    """
+    if is_direct(x, bias) and (plan := packed.plan) is not None:
+        if is_autocast_enabled():
+            x = autocast(x)
+        out = quick(x, plan, plan.tensors_of(packed.tensors), bias, mode)
+        if out is not None:
+            return out
+    check_x(x, bias, packed.shape, packed.device)
+    if is_quantized(mode):
+        eight.check(packed)
+    x = autocast(x)
+    if is_recorded():
+        return _operation(x, packed, bias, False, mode)
+    if is_differentiated(x, bias):
+        result: Tensor = _Times.apply(x, bias, packed, False, mode)  # type: ignore[no-untyped-call]
+        return result
+    return _times(x, packed, bias, False, mode)
+
+
+def dequantize(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] by the operation."""
+    result: Tensor = _dequantize(*operands(packed), dtype)
+    return result
+
+
+def autocast(x: Tensor) -> Tensor:
+    """x in the dtype in which a dense layer would take it; autocast leaves float64 alone."""
+    device = x.device.type
+    if x.dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
+    return x
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether these are numbers that are there to be computed with, and nothing watches how.
+
+    Then an operation's work is done without the operation, whose dispatch costs some 10 us, and 40 with gradients.  Whatever
+    wants to see the operation answers here first: torch.compile, torch.export and torch.jit.trace; make_fx, FakeTensorMode and
+    every other dispatch mode; tensor subclasses, FakeTensor outside its mode among them; meta tensors.  The
+    answer errs towards the operation, which does the same.  (Transforms of torch.func end in plain tensors: see _Times.)
+    """
+    if is_recorded() or is_in_torch_dispatch_mode():
+        return False
+    return all(tensor is None or (type(tensor) in PLAIN and not tensor.is_meta
+                                  and not is_batched(tensor)) for tensor in tensors)
+
+
+def is_recorded() -> bool:
+    """Whether this call becomes part of a program, with the gradients that the operation has."""
+    return torch.compiler.is_compiling() or is_jit_traced()
+
+
+def is_differentiated(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether autograd, forward mode or a transform of torch.func has to hear of the product."""
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return True
+    return is_transformed()
+
+
+def _times(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, mode: str) -> Tensor:
+    """x [..., K] @ w.T + bias, or where `turned` x [..., N] @ w; without gradients."""
+    if not turned and (plan := packed.plan) is not None and is_direct(x, bias):    # within a product with gradients
+        out = quick(x, plan, plan.tensors_of(packed.tensors), bias, mode)
+        if out is not None:
+            return out
+    compute = computed if is_plain(x, bias) else _operation
+    return compute(x, packed, bias, turned, mode)
+
+
+def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, mode: str = "") -> Tensor:
+    """The product itself, whatever watches: without the operation, without gradients."""
+    if bias is not None and packed.layout.streams and x.dim() != 2 and not x.is_contiguous():
+        return computed(x, packed, None, turned, mode).add_(bias)   # as torch does, which then rounds the product before the sum
+    with torch.no_grad(), on_device(x.device):                   # stored tensors that ask for gradients get none
+        rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()    # K = 0 too
+        if not turned:
+            out = _product(*as_stored(rows, packed), bias, mode)
+        elif packed.order is None:
+            out = _transposed(rows, packed)
+        else:
+            out = _transposed(rows, packed.as_stored()).index_select(1, order.places(packed.order))
+        # Autograd refuses to change a view in place that was made without gradients, as `layer(x).add_(y)` would.
+        return out if x.dim() == 2 else torch.ops.aten._unsafe_view(out, (*x.shape[:-1], packed.shape[turned]))
+
+
+def _operation(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, mode: str) -> Tensor:
+    tensors, weight = operands(packed)
+    result: Tensor = _transposed_linear(x, tensors, weight) if turned else _linear(x, tensors, bias, weight, mode)
+    return result
+
+
+class _Times(torch.autograd.Function):
+    """The product with its derivatives, for autograd and torch.func: linear in x, so that each direction is the other's.
+
+    Derivatives of a quantized x are 1, as if it were not.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, bias: Tensor | None, packed: PackedWeight, turned: bool, mode: str) -> Tensor:
+        return _times(x, packed, bias, turned, mode)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, bias, ctx.packed, ctx.turned, _ = inputs
+        ctx.bias = None if bias is None else bias.dtype
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        to_x = to_bias = None
+        if ctx.needs_input_grad[0]:
+            to_x = _Times.apply(gradients[0], None, ctx.packed, not ctx.turned, "")  # type: ignore[no-untyped-call]
+        if ctx.needs_input_grad[1]:
+            to_bias = _bias_gradient(gradients[0], ctx.bias)
+        return to_x, to_bias, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor, bias: Tensor | None, *_: None) -> Tensor:
+        out: Tensor = _Times.apply(x, None, ctx.packed, ctx.turned, "")  # type: ignore[no-untyped-call]
+        return out if bias is None else out + bias.to(out.dtype)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, bias: Tensor | None, packed: PackedWeight, turned: bool,
+             mode: str) -> tuple[Tensor, int]:
+        """A batch of x is one more axis of x; a batch of biases is added afterwards, in the product's dtype."""
+        of_x, of_bias, *_ = in_dims
+        x = x.unsqueeze(0) if of_x is None else x.movedim(of_x, 0)
+        if bias is None or of_bias is None:
+            return _Times.apply(x, bias, packed, turned, mode), 0  # type: ignore[no-untyped-call]
+        out: Tensor = _Times.apply(x, None, packed, turned, mode)  # type: ignore[no-untyped-call]
+        biases = bias.movedim(of_bias, 0).to(out.dtype)
+        return out + biases.view(len(biases), *[1] * (out.dim() - 2), -1), 0
+
+
+def _bias_gradient(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    return wide.sum(tuple(range(gradient.dim() - 1))).to(dtype) if gradient.dim() > 1 else wide.to(dtype)
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+# The plans of the weights that operations are called with, by the texts of their keys.
+_plans: dict[str, Plan] = {}
+MOST = 4096                                                      # of these
+
+
+def _computed_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, weight: str, mode: str = "") -> Tensor:
+    plan = _plans.get(weight)
+    if plan is not None:
+        out = quick(x, plan, tensors, bias, mode)
+        if out is not None:
+            return out
+    packed = packed_weight(tensors, weight)
+    out = computed(x, packed, bias, False, mode)
+    if packed.plan is not None and " ".join(packed.plan.names) == read_key(weight).names:
+        if len(_plans) >= MOST:
+            _plans.clear()
+        _plans[weight] = packed.plan
+    return out
+
+
+def _computed_transposed(x: Tensor, tensors: Sequence[Tensor], weight: str) -> Tensor:
+    return computed(x, packed_weight(tensors, weight), None, turned=True)
+
+
+def _computed_dequantize(tensors: Sequence[Tensor], weight: str, dtype: torch.dtype) -> Tensor:
+    packed = packed_weight(tensors, weight)
+    return packed.format._dequantized(packed, empty(packed.shape, dtype, packed.device))
+
+
+def _empty_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, weight: str, mode: str = "") -> Tensor:
+    return x.new_empty(*x.shape[:-1], read_key(weight).n)
+
+
+def _empty_transposed(x: Tensor, tensors: Sequence[Tensor], weight: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], read_key(weight).k)
+
+
+def _empty_dequantize(tensors: Sequence[Tensor], weight: str, dtype: torch.dtype) -> Tensor:
+    key = read_key(weight)
+    return tensors[0].new_empty(key.n, key.k, dtype=dtype)
+
+
+# -- gradients of the operations: what a compiled program is differentiated by ---------------------------------------------
+
+
+def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """What the gradients need: the packed tensors and what they are, never the weight."""
+    _, tensors, bias, ctx.weight, mode = inputs
+    ctx.others = 1 + bool(mode)                                  # torch counts no argument that has its default
+    ctx.bias = None if bias is None else bias.dtype
+    ctx.save_for_backward(*tensors)
+
+
+def _keep_transposed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, tensors, ctx.weight = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _of_linear(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    tensors = list(ctx.saved_tensors)
+    to_x = _transposed_linear(gradient, tensors, ctx.weight) if ctx.needs_input_grad[0] else None
+    to_bias = _bias_gradient(gradient, ctx.bias) if ctx.needs_input_grad[2] else None
+    return to_x, [None] * len(tensors), to_bias, *[None] * ctx.others
+
+
+def _of_transposed(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    tensors = list(ctx.saved_tensors)
+    return _linear(gradient, tensors, None, ctx.weight), [None] * len(tensors), None
+
+
+# -- their registration: by torch.library.Library, whose calls cost half of those of a custom_op --------------------------------
+
+
+def define(name: str, function: Callable[..., Tensor], fake: Callable[..., Tensor], gradients: Callable[..., Any] | None = None,
+           keep: Callable[..., None] | None = None, bias: int | None = None) -> Any:
+    """An operation of torch.ops.qdsl with a fake function, and gradients if it is differentiable; bias: that argument's place.
+
+    Where nothing asks for gradients, and nothing else watches, it computes at once, without a second dispatch.
+    """
+    schema = name + torch.library.infer_schema(function, mutates_args=())
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"qdsl::{name}", fake, lib=_library)
+    operation = getattr(torch.ops.qdsl, name).default
+    if gradients is None or keep is None:
+        return operation
+    watched = gradient_kernel(operation, gradients, keep)
+
+    def differentiated(keys: Any, x: Tensor, *others: Any) -> Tensor:
+        if not x.is_meta and is_direct(x, None if bias is None else others[bias - 1]) and not is_autocast_enabled():
+            return function(x, *others)
+        result: Tensor = watched(keys, x, *others)
+        return result
+
+    _library.impl(name, differentiated, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+    return operation
+
+
+_library = torch.library.Library("qdsl", "FRAGMENT")             # type: ignore[no-untyped-call]
+_linear = define("linear", _computed_linear, _empty_linear, _of_linear, _keep_linear, bias=2)
+_transposed_linear = define("transposed", _computed_transposed, _empty_transposed, _of_transposed, _keep_transposed)
+_dequantize = define("dequantize", _computed_dequantize, _empty_dequantize)

@@ -1,0 +1,176 @@
+"""What qdsl uses of torch and Triton beyond their documented interfaces; nothing else names it.
+
+tests/unit/test_private_apis.py checks what each part is relied on for, on the torch and the Triton that are installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._library.autograd import Info, make_autograd_impl
+from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from qdsl.runtime.gpu.triton import triton
+
+__all__ = ["FakeTensor", "is_in_torch_dispatch_mode"]
+
+PLAIN = (Tensor, nn.Parameter)                                   # types whose numbers are computed with directly
+
+
+def allocation(tensor: Tensor) -> int:
+    """What two tensors have in common that are views of the same memory, on meta too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+# -- who watches an operation ------------------------------------------------------------------------------------------
+
+
+def is_jit_traced() -> bool:
+    """Whether torch.jit.trace records this call."""
+    return torch._C._get_tracing_state() is not None
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func, or forward-mode differentiation, is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+# Looked up once: every name costs 20 ns, and a product asks for them all.
+_tracing_state, _dispatch_modes = torch._C._get_tracing_state, torch._C._len_torch_dispatch_stack
+_transform, _is_batched = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.is_legacy_batchedtensor
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+is_autocast_enabled = torch._C._is_any_autocast_enabled          # on any device
+
+
+def is_direct(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether a product of x is nothing but numbers: plain tensors that nothing watches or differentiates.
+
+    False is always right.  What may watch are a compiler, a tracer, a dispatch mode, a transform and forward mode.
+    """
+    if _is_compiling() or _tracing_state() is not None or _dispatch_modes() or _transform() is not None or \
+            forward_ad._current_level >= 0 or type(x) not in PLAIN or _is_batched(x):
+        return False
+    if bias is None:
+        return not (x.requires_grad and _is_grad_enabled())
+    return type(bias) in PLAIN and not _is_batched(bias) and not ((x.requires_grad or bias.requires_grad) and _is_grad_enabled())
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor is one of autograd's own vmap (`is_grads_batched`), which has the type of a plain tensor."""
+    return bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+def gradient_kernel(operator: Any, gradients: Callable[..., Any], keep: Callable[..., None]) -> Callable[..., Any]:
+    """What torch.library.register_autograd has an operator do where gradients may be wanted: f(dispatch keys, *arguments).
+
+    gradients, keep: its `backward` and `setup_context`.
+    """
+    return make_autograd_impl(operator, Info(gradients, keep))
+
+
+# -- traced programs ---------------------------------------------------------------------------------------------------
+
+
+def traced(function: Callable[..., Any], example: Sequence[Tensor]) -> fx.GraphModule:
+    """The program of operators that a function runs on tensors like the example's."""
+    return make_fx(function, tracing_mode="fake")(*example)
+
+
+def compile_program(program: fx.GraphModule, example: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
+    """A traced program that returns a sequence, compiled by inductor with these of its settings."""
+    from torch._inductor.compile_fx import compile_fx  # takes 2 s to import
+
+    return compile_fx(program, list(example), config_patches=dict(options))
+
+
+def is_operator(target: Any) -> bool:
+    """Whether a node of a traced program calls an operator of torch.ops, for certain types of arguments."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def is_mutable(target: Any) -> bool:
+    """Whether it is such an operator that changes an argument in place."""
+    return is_operator(target) and bool(target._schema.is_mutable)
+
+
+def shares_memory(target: Any) -> bool:
+    """Whether it is such an operator whose result has the memory of an argument."""
+    return is_operator(target) and any(argument.alias_info is not None for argument in target._schema.arguments)
+
+
+def overload_name(operator: Any) -> str:
+    """The name of the types of arguments that an operator is for: 'Tensor' of aten.add.Tensor."""
+    return str(operator._overloadname)
+
+
+# -- memory and modules ------------------------------------------------------------------------------------------------
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number that tensors have in common which share a storage."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that are left out of its state dict."""
+    return set(module._non_persistent_buffers_set)
+
+
+def is_fsdp_shard(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a DTensor, as FSDP2 makes of those that it shards."""
+    return hasattr(parameter, "_local_tensor")
+
+
+def ddp_ignored(model: nn.Module) -> set[str]:
+    """The names of parameters and buffers that DistributedDataParallel will leave alone."""
+    return set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def ignore_in_ddp_(model: nn.Module, names: Sequence[str]) -> None:
+    """Have DistributedDataParallel leave these parameters and buffers alone, and no others."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
+
+
+# -- Triton ------------------------------------------------------------------------------------------------------------
+
+
+def compile_kernel(kernel: Any, types: Mapping[str, str], constants: Mapping[tuple[int, ...], Any],
+                   hints: Mapping[tuple[int, ...], list[list[object]]], capability: int, warp: int, options: Mapping[str, Any],
+                   ) -> Any:
+    """A kernel compiled for an NVIDIA GPU that need not be there.
+
+    types: of arguments, by name.  constants, hints: values, and known divisors, by place.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    return triton.compile(ASTSource(kernel, types, constants, hints), target=GPUTarget("cuda", capability, warp),
+                          options=dict(options))
+
+
+def tool_path(tool: str) -> str:
+    """Where one of the NVIDIA programs that come with Triton lies: 'ptxas', 'nvdisasm', 'cuobjdump'."""
+    return str(getattr(triton.knobs.nvidia, tool).path)
+
+
+def launch_stream(device: int) -> int | None:
+    """The current stream of a GPU, by its index, for a launch past Triton's own launcher; -1 is whichever is current.
+
+    None where another device is current, or something asked Triton to be called at launches, as its profiler does.
+    """
+    driver, runtime = triton.runtime.driver.active, triton.knobs.runtime
+    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if getattr(before, "calls", before) or getattr(after, "calls", after):
+        return None
+    current = driver.get_current_device()
+    return driver.get_current_stream(current) if device in (current, -1) else None

@@ -1,0 +1,367 @@
+"""Rows, pieces and joins of packed weights where tensors cannot be cut as they are: by fields, packed again.
+
+The result is in the source's storage if that can hold it; else in smaller blocks, if a parameter of the format lists them; else
+in the storage `planar`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qdsl.core.borders import UNITS, border_step, piece_step, spans_all, targets
+from qdsl.core.shapes import Axis
+from qdsl.runtime.weight import streams
+from qdsl.runtime.weight.errors import FormatError
+from qdsl.runtime.weight.gather import Source, gathered, group_index, group_size, is_scattered, plan
+
+if TYPE_CHECKING:
+    from qdsl.runtime.weight.packed import PackedWeight
+
+
+# -- rows and pieces --------------------------------------------------------------------------------------------------
+
+
+def rows(packed: PackedWeight, index: Tensor) -> PackedWeight:
+    """The weight of these rows, index integers [M], by its fields.  Raises FormatError where rows share a block."""
+    n, k = packed.shape
+    any_rows = torch.arange(index.numel(), device="cpu") % 2 * max(0, n - 1)     # for an index on meta: no two are of one block
+    source = Source(packed, any_rows if index.is_meta else index.cpu().long(), 0, k)
+    if source.rows.numel() and not 0 <= int(source.rows.min()) <= int(source.rows.max()) < n:
+        raise IndexError(f"rows {int(source.rows.min())} to {int(source.rows.max())} of a weight that has {n}")
+    try:
+        return _packed_again(source)
+    except FormatError as error:
+        step = shard_step(packed, "N")
+        blocks = f"take whole blocks of {step} rows, or " if step < n else ""
+        raise FormatError(f"{_name(packed)} does not have these rows as a weight: {error}; {blocks}take rows of the decoded "
+                          "weight (dequantize)") from None
+
+
+def piece(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight:
+    """Rows or columns [start, stop) by the weight's fields.  Raises FormatError with the nearest borders that work.
+
+    Blocks that end at both borders come first, so that pieces of a weight are alike; then those that go on beyond.
+    """
+    band = streams.row_band(packed, start, stop) if dim == "N" else None
+    if band is not None:
+        return band
+    if dim == "N" and packed.layout.streams and packed.device.type == "cpu":
+        opened = packed.open_rows(torch.arange(start, stop))     # rows of other ranks are not decoded
+        if opened is not None:
+            return _packed_again(Source.whole(opened))
+    source = Source.whole(packed)
+    source = Source(packed, source.rows[start:stop], 0, source.stop) if dim == "N" else Source(packed, source.rows, start, stop)
+    borders = [border for border in (start, stop) if border != packed.shape[dim == "K"]]
+    try:
+        return _packed_again(source, lambda sizes: _check_blocks_end(packed, dim, borders, sizes))
+    except FormatError:
+        pass
+    try:
+        return _packed_again(source)
+    except FormatError as error:
+        raise FormatError(refusal(packed, dim, start, stop, str(error), shard_step(packed, dim))) from None
+
+
+def _packed_again(source: Source, check: Callable[[Mapping[str, int]], None] = lambda sizes: None) -> PackedWeight:
+    """The weight of a source's rows and columns, by its fields, in the first storage and parameters that `check` does not
+    refuse and that can hold it.  Raises FormatError.
+    """
+    packed, fields = source.packed, dict[str, Tensor]()
+
+    def make(storage: str, params: dict[str, int | str]) -> PackedWeight:
+        sizes = packed.format.sizes(params, source.shape)
+        check(sizes)
+        gather = plan(source, sizes)
+        template = _template(packed, storage, params, source.shape)
+        if packed.device.type == "meta":
+            return template
+        fields.update(fields or packed.format.unpack(packed))
+        return _labelled(packed.format.pack(gathered(source, sizes, gather, fields), storage, **params), packed)
+
+    return _first_allowed(packed, make)
+
+
+# -- borders ----------------------------------------------------------------------------------------------------------
+
+
+def shard_step(packed: PackedWeight, dim: str) -> int:
+    """The least number of rows or columns at whose multiples `shard` works; all of them where only the whole is left."""
+    return min(_step(packed, dim, storage, params) for storage, params in _targets(packed))
+
+
+def _step(packed: PackedWeight, dim: str, storage: str, params: Mapping[str, int | str]) -> int:
+    """The same for one storage and its parameters."""
+    n, k = packed.shape
+    whole = max(1, n if dim == "N" else k)
+    if (dim == "K" or storage != packed.storage) and group_index(packed) is not None:
+        return whole                                             # other storages may have no columns in act-order
+    step = piece_step(packed.format.description, packed.params, packed.shape, dim, storage, params)
+    try:
+        for size in {step, whole % step or step}:
+            _template(packed, storage, params, (size, k) if dim == "N" else (n, size))
+    except FormatError:
+        return whole
+    return step
+
+
+def _check_blocks_end(packed: PackedWeight, dim: str, borders: Sequence[int], sizes: Mapping[str, int]) -> None:
+    """Raises FormatError for a border inside one of several blocks."""
+    for name, kind in packed.variant.fields.items():
+        for axis in kind.axes:
+            step = border_step(axis, sizes, dim, packed.shape)
+            if any(border % step for border in borders) and (axis.extent(*packed.shape, packed.sizes) or 0) > 1:
+                raise FormatError(f"a border is inside a block of '{name}'")
+
+
+def _name(packed: PackedWeight) -> str:
+    return f"{packed.format.name}.{packed.storage} {list(packed.shape)}"
+
+
+def refusal(packed: PackedWeight, dim: str, start: int, stop: int, why: str, step: int) -> str:
+    """The error for a piece that cannot be had: why, and next to borders that are none those that are, multiples of `step`."""
+    whole = packed.shape[dim == "K"]
+    near = [f"the nearest borders to {border} are {border // step * step} and {min(whole, -(-border // step) * step)}"
+            for border in dict.fromkeys((start, stop)) if border % step and border != whole]
+    return "; ".join((f"{_name(packed)} cannot be cut along {dim} from {start} to {stop}: {why}", *near))
+
+
+# -- storages and parameters of a result ------------------------------------------------------------------------------
+
+
+def _targets(packed: PackedWeight) -> Iterator[tuple[str, dict[str, int | str]]]:
+    """The storages and parameters that a result may have: the source's own, then smaller blocks, then the storage `planar`."""
+    return targets(packed.format.description, packed.storage, packed.params, packed.shape)
+
+
+def _first_allowed(packed: PackedWeight, make: Callable[[str, dict[str, int | str]], PackedWeight]) -> PackedWeight:
+    """What `make` returns for the first target that it does not refuse.
+
+    Raises its FormatError for the smallest blocks in the weight's own storage.
+    """
+    refused: FormatError | None = None
+    for storage, params in _targets(packed):
+        try:
+            return make(storage, params)
+        except FormatError as error:
+            refused = error if refused is None or storage == packed.storage else refused
+    assert refused is not None                                   # a weight's own storage and parameters are a target
+    raise refused
+
+
+def _template(packed: PackedWeight, storage: str, params: Mapping[str, int | str], shape: tuple[int, int]) -> PackedWeight:
+    """A weight on meta in another shape, with the optional tensors for the same fields.  Raises FormatError."""
+    layout = packed.format.variant(params).storages[storage]
+    missing = {stored.optional for name, stored in packed.layout.tensors.items() if name not in packed.tensors}
+    fields = packed.variant.fields.keys() - missing - {*packed.layout.where} | {*layout.always}
+    optional = [name for name, stored in layout.tensors.items() if stored.optional
+                and (stored.optional in fields or (name == layout.order and name in packed.tensors))]
+    template = packed.format.empty(shape, storage, "meta", optional, **params)
+    if why := layout.too_small(shape, template.sizes):
+        raise FormatError(f"{packed.format.name}.{storage}: {why}")
+    return _labelled(template, packed)
+
+
+def _labelled(result: PackedWeight, packed: PackedWeight) -> PackedWeight:
+    """A result with the source's notes, and with its names of tensors where they are the same tensors."""
+    result.notes = packed.notes
+    result.names = dict(packed.names) if result.storage == packed.storage else {}
+    return result
+
+
+# -- joins ------------------------------------------------------------------------------------------------------------
+
+
+def join(parts: Sequence[PackedWeight], dim: str) -> PackedWeight:
+    """The weight whose rows or columns are those of the parts, one after the other.  Raises FormatError."""
+    _check_alike(parts, dim)
+    if len(parts) == 1:
+        return parts[0]
+    joint = _Joint(parts, dim)
+    joined = joint.concatenated()
+    if joined is None:
+        try:
+            joined = _first_allowed(parts[0], joint.packed_again)
+        except FormatError as error:
+            raise FormatError(f"these weights of {parts[0].format.name}.{parts[0].storage} cannot be joined along {dim}: {error}"
+                              ) from None
+    joined.notes = tuple(dict.fromkeys(note for part in parts for note in part.notes))
+    return joined
+
+
+def concatenated(parts: Sequence[PackedWeight]) -> PackedWeight | None:
+    """The weight of all rows of the parts where their tensors can be concatenated; None where they must be packed again.
+
+    Cutting it at the borders of the parts gives the same bytes back.  It is a copy, except of tensors that all parts share.
+    """
+    if any(part.layout.streams or part.tensors.keys() != parts[0].tensors.keys() for part in parts):
+        return None
+    try:
+        _check_alike(parts, "N")
+        return _Joint(parts, "N").concatenated() if len(parts) > 1 else parts[0]
+    except FormatError:
+        return None
+
+
+def _check_alike(parts: Sequence[PackedWeight], dim: str) -> None:
+    """Raises FormatError for parts that are no weights of one format, storage, set of parameters, device and other extent."""
+    if not parts or dim not in UNITS:
+        raise FormatError(f"join takes one weight or more and 'N' (rows) or 'K' (columns), not {len(parts)} along {dim!r}")
+    other = "K" if dim == "N" else "N"
+
+    def traits(part: PackedWeight) -> dict[str, object]:
+        params = {f"parameter {name}": value for name, value in part.params.items()}
+        return {"format": part.format.name, "storage": part.storage, **params, UNITS[other]: part.shape[other == "K"],
+                "device": part.device}
+
+    first = traits(parts[0])
+    for number, part in enumerate(parts):
+        for name, value in traits(part).items():
+            if part.format is not parts[0].format and part.format.name == parts[0].format.name:
+                raise FormatError(f"part {number} is of another format of the name {part.format.name} than part 0")
+            if first.get(name) != value:
+                raise FormatError(f"parts must be alike: {name} of part {number} is {value}, of part 0 {first.get(name)}; "
+                                  "convert or move them first")
+
+
+@dataclass
+class _Joint:
+    """Weights that are to be one, along a dim.  fields: those of every part, once they are needed."""
+
+    parts: Sequence[PackedWeight]
+    dim: str
+    fields: list[dict[str, Tensor]] = field(default_factory=list)
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.parts[0].shape
+        return (self.ends[-1], k) if self.dim == "N" else (n, self.ends[-1])
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The row or column after the last of every part."""
+        return list(accumulate(part.shape[self.dim == "K"] for part in self.parts))
+
+    @cached_property
+    def first_columns(self) -> list[int]:
+        """The column of the joined weight at which every part begins."""
+        return [0, *self.ends[:-1]] if self.dim == "K" else [0] * len(self.parts)
+
+    def concatenated(self) -> PackedWeight | None:
+        """The joined weight, every tensor copied once; None where parts end inside blocks, or differ in what they share."""
+        fullest = max(self.parts, key=lambda part: len(part.tensors))            # the index of columns in order may be missing
+        template = _template(fullest, fullest.storage, fullest.params, self.shape)
+        step = template.step(self.dim)
+        if template.layout.streams or any(end % step and end != self.ends[-1] for end in self.ends) or \
+                any(name not in fullest.tensors for part in self.parts for name in part.tensors):
+            return None
+        tensors: dict[str, Tensor] = dict(fullest.tensors)
+        for name in sorted(tensors, key=self._is_divided):       # shared ones first: where they differ, nothing is copied
+            joined = tensors[name] if name == template.layout.shape else self._tensor(name)
+            if joined is None:
+                return None
+            tensors[name] = joined
+        in_order = {name for name in tensors if all(name in part.in_order or name not in part.tensors for part in self.parts)}
+        result = fullest.derive(tensors, self.shape, frozenset(in_order))
+        known = {part.known_finite for part in self.parts}
+        result.known_finite = False if False in known else None if None in known else True
+        return result
+
+    def _tensor(self, name: str) -> Tensor | None:
+        """A tensor of the joined weight; None where parts lack it, or differ in one that they share."""
+        stored, is_order = self.parts[0].layout.tensors[name], name == self.parts[0].layout.order
+        if is_order or stored.dtype == "index":
+            values = [_column_numbers(part, name, 1 if is_order else group_size(part), start)
+                      for part, start in zip(self.parts, self.first_columns, strict=True)]
+        else:
+            values = [part.tensors[name] for part in self.parts if name in part.tensors]
+        if len(values) < len(self.parts):
+            return None
+        places = [place for place, axis in enumerate(stored.axes) if axis.dim in (self.dim, "N*K")]
+        return torch.cat(values, places[0]) if places else _common(values)
+
+    def _is_divided(self, name: str) -> bool:
+        """Whether parts have rows, or columns, of a tensor for themselves."""
+        return any(axis.dim in (self.dim, "N*K") for axis in self.parts[0].layout.tensors[name].axes)
+
+    def packed_again(self, storage: str, params: Mapping[str, int | str]) -> PackedWeight:
+        """The joined weight, by the fields of all parts.  Raises FormatError."""
+        first = self.parts[0]
+        sizes = first.format.sizes(params, self.shape)
+        for name, kind in first.variant.fields.items():
+            for axis in kind.axes:
+                if not spans_all(axis, params):
+                    self._check_ends(name, axis, sizes)
+        sources = [Source.whole(part) for part in self.parts]
+        gathers = [plan(source, sizes) for source in sources]
+        template = _template(first, storage, params, self.shape)
+        if first.device.type == "meta":
+            return template
+        self.fields = self.fields or _all_fields(self.parts)
+        taken = [gathered(source, sizes, gather, fields)
+                 for source, gather, fields in zip(sources, gathers, self.fields, strict=True)]
+        joined = {name: self._field(name, [fields[name] for fields in taken], sizes, params) for name in taken[0]}
+        return _labelled(first.format.pack(joined, storage, **params), first)
+
+    def _check_ends(self, name: str, axis: Axis, sizes: Mapping[str, int]) -> None:
+        """Raises FormatError where a block of a field would be of two parts."""
+        if axis.dim == "N*K" and is_scattered(self.parts[0].variant):
+            raise FormatError(f"one value of '{name}' is for weights all over the matrix")
+        step = border_step(axis, sizes, self.dim, self.parts[0].shape)
+        ends_rows = axis.dim == "N*K" and self.dim == "K" and self.shape[0] > 1  # then every row of the last part must, too
+        if wrong := [end for end in self.ends if end % step and (ends_rows or end != self.ends[-1])]:
+            raise FormatError(f"a part would end at {wrong[0]}, inside a block of '{name}': parts are multiples of {step} "
+                              f"{UNITS[self.dim]}")
+
+    def _field(self, name: str, values: list[Tensor], sizes: Mapping[str, int], params: Mapping[str, int | str]) -> Tensor:
+        """A field of the joined weight: the parts' one after the other, or the one that they share."""
+        kind = self.parts[0].variant.fields[name]
+        if kind.groups is not None:
+            values = [value + start // kind.groups.by(sizes) for value, start in zip(values, self.first_columns, strict=True)]
+        for place, axis in enumerate(kind.axes):
+            if (axis.dim == self.dim and not spans_all(axis, params)) or (axis.dim == "N*K" and self.dim == "N"):
+                return torch.cat(values, place)
+            if axis.dim == "N*K":
+                return torch.cat([value.view(self.shape[0], -1) for value in values], 1).flatten()   # a flat axis is alone
+        common = _common(values)
+        if common is None:
+            raise FormatError(f"all {UNITS[self.dim]} share '{name}', which differs between parts; requantize the parts as one "
+                              f"weight, or in a format that has it for single {UNITS[self.dim]} or blocks")
+        return common
+
+
+def _column_numbers(part: PackedWeight, name: str, unit: int, start: int) -> Tensor:
+    """An index (unit: columns of a group) or an order (unit 1) of columns, counted from column `start`."""
+    value = part.tensors.get(name)
+    if value is None:                                            # columns are in order
+        value = torch.arange(part.shape[1], dtype=torch.int32, device=part.device) // unit
+    return value + start // unit
+
+
+def _all_fields(parts: Sequence[PackedWeight]) -> list[dict[str, Tensor]]:
+    """The fields of every part, with the defaults of those that only other parts store."""
+    def default(part: PackedWeight, name: str) -> Tensor:
+        return part.format.default(part.variant, name, part.shape, part.params, part.device)
+
+    unpacked = [part.format.unpack(part) for part in parts]
+    names = {name for fields in unpacked for name in fields}
+    return [{name: fields[name] if name in fields else default(part, name) for name in part.variant.fields if name in names}
+            for part, fields in zip(parts, unpacked, strict=True)]
+
+
+def _common(values: Sequence[Tensor]) -> Tensor | None:
+    """The first of tensors that have the same bits, NaN included; None where they differ.  On meta they count as equal."""
+    first = values[0]
+    same = first.is_meta or all(value is first or (value.shape == first.shape and torch.equal(_bytes(value), _bytes(first)))
+                                for value in values)
+    return first if same else None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)

@@ -1,0 +1,116 @@
+"""Small helpers of generated references: ceiling division, bytes as integers and in parts, padding, and fresh outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qdsl.runtime.torch.private_apis import FakeTensor
+from qdsl.runtime.weight.device_dtypes import dtype_on
+
+CHUNK = 1 << 18                                                  # words at a time, which stay in a cache
+TURNED = 4097                                                    # times a word: its lowest bits 12 higher too
+KEPT = 31 << 20                                                  # bytes
+
+# glibc gives the pages of what is freed back to the system, which has to clear others for the next tile; it keeps twice as much
+# as the largest block that was freed, up to 32 MiB.  A block whose pages nobody touches costs nothing.
+np.empty(KEPT, dtype=np.uint8)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes along the last axis as elements of another dtype; copied where they do not lie together or aligned.
+
+    8-bit floats stay bytes on a device that lacks them: decoding takes either.
+    """
+    if tensor.element_size() == dtype.itemsize:
+        return tensor.view(dtype_on(tensor.device, dtype))
+    if tensor.storage_offset() * tensor.element_size() % dtype.itemsize:
+        return tensor.clone(memory_format=torch.contiguous_format).view(dtype)
+    step = 1
+    for extent, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != step:                                       # axes of one element count: torch's view looks at them
+            return tensor.clone(memory_format=torch.contiguous_format).view(dtype)
+        step *= extent
+    return tensor.view(dtype)
+
+
+def workspace(out: Tensor | None) -> Tensor | None:
+    """`out`, where it can hold what comes before the last operation: float32, rounded only there to another type."""
+    return out if out is not None and out.dtype == torch.float32 else None
+
+
+def as_float(numbers: Tensor, out: Tensor | None) -> Tensor:
+    """Integers as float32, in the memory of `out` if it is that: a pass of its own is faster than an operation that casts."""
+    space = workspace(out)
+    return numbers.float() if space is None else space.copy_(numbers)
+
+
+def integer(bytes_: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Little-endian integers of the bytes along the last axis: without a dtype int32 for up to 3 bytes, else int64."""
+    wide = dtype or (torch.int32 if bytes_.shape[-1] <= 3 else torch.int64)
+    value = bytes_[..., 0].to(wide)
+    for i in range(1, bytes_.shape[-1]):
+        value |= bytes_[..., i].to(wide) << 8 * i
+    return value
+
+
+@cache
+def _spreads(width: int) -> Tensor:
+    """For every byte its fields of 1 or 2 bits, a byte each, as one word."""
+    fields = [[byte >> at & (1 << width) - 1 for at in range(0, 8, width)] for byte in range(256)]
+    return torch.tensor(fields, dtype=torch.uint8, device="cpu").view(torch.int64 if width == 1 else torch.int32).flatten()
+
+
+def spread(bytes_: Tensor, width: int, *, turned: bool = False) -> Tensor:
+    """The fields of `width` bits of each byte along a new last axis, low bits first; those of 4 bits high bits first if turned.
+
+    Operations on whole words are several times as fast as cutting each field.
+    """
+    if bytes_.device.type == "meta":
+        return bytes_.new_empty((*bytes_.shape, 8 // width))
+    if isinstance(bytes_, FakeTensor) or bytes_.device.type != "cpu":        # a compiler works field by field
+        places = range(0, 8, width)
+        return torch.stack([bytes_ >> at & (1 << width) - 1 for at in (reversed(places) if turned else places)], -1)
+    if width == 4:
+        words = bytes_.to(torch.int16, memory_format=torch.contiguous_format)
+        words = words * TURNED >> 4 if turned else words.bitwise_or_(words * 16)
+        return words.bitwise_and_(0x0F0F).view(torch.uint8).view(*bytes_.shape, 2)
+    words = _spreads(width).index_select(0, bytes_.flatten().to(torch.int32))
+    return words.view(torch.uint8).view(*bytes_.shape, 8 // width)
+
+
+def joined(fields: Tensor, width: int, *, turned: bool = False) -> Tensor:
+    """The inverse of spread: bytes of 8 // width neighbours along the last axis, uint8 whose bits from `width` on are 0."""
+    count = 8 // width
+    words = as_type(fields, {2: torch.int16, 4: torch.int32, 8: torch.int64}[count])
+    places = TURNED if turned else sum(1 << 8 * (count - 1) - (8 - width) * i for i in range(count))
+    found = empty(words.shape, torch.uint8, words.device)
+    for part, into in zip(torch.split(words.flatten(), CHUNK), torch.split(found.view(-1), CHUNK), strict=True):
+        into.copy_((part * places).bitwise_right_shift_(8 * (count - 1)))     # no two of the products' bits meet
+    return found
+
+
+def pad(field: Tensor, amounts: Sequence[int]) -> Tensor:
+    """Bits of 0 after the last elements; amounts as (before, after) pairs from the last axis on."""
+    if not any(amounts):
+        return field
+    if field.is_floating_point() and field.element_size() == 1:  # E8M0 has no 0
+        return torch.nn.functional.pad(field.view(torch.uint8), tuple(amounts)).view(field.dtype)
+    return torch.nn.functional.pad(field, tuple(amounts))
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor.  On a CPU its pages come from numpy, which gets them several times faster than torch."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    raw = np.empty((*shape, dtype.itemsize), dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).squeeze(-1) if raw.size else torch.empty(shape, dtype=dtype, device=device)

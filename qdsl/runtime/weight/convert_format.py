@@ -1,0 +1,290 @@
+"""A weight of another format that has the same codes: where the numbers are equal too, it is one of both.
+
+GGML's MXFP4 and OCP's are two formats because code 8 is +0 in one and -0 in the other, and a scale of 255 is 2^127 and NaN; all
+other codes mean the same.  GPTQ's (q - z) * s is (q - 8) * s + (8 - z) * s, as torch's int4pack stores it, where floats hold
+that.  What holds is looked at number by number, and what does not is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qdsl.core.numbers import number
+from qdsl.runtime.weight import convert
+from qdsl.runtime.weight.layout import FLOATS, Field, Variant
+from qdsl.runtime.weight.match import torch_dtype
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
+
+if TYPE_CHECKING:
+    from qdsl.runtime.weight.format import Format
+
+WIDEST = "f32"
+
+
+def adopt(format: Format, packed: PackedWeight, storage: str, wanted: Mapping[str, int | str],
+          ) -> tuple[dict[str, Tensor], dict[str, int | str]]:
+    """The codes of `packed`, a weight of another format or of other parameters, as tensors of a storage of `format`, and its
+    parameters.
+
+    wanted: parameters that the result must have.  Without them types of scales stay what they are, or become float32.  Zeros may
+    change their sign, nothing else.  Raises FormatError where fields differ in more than their types, with the place of the first
+    number that would change, and where the storage cannot hold the weight.
+    """
+    failed: FormatError | None = None
+    for params in _choices(format, packed, wanted):
+        try:
+            format.storage(storage, params)
+            tensors = _Adoption(format, packed, storage, params).tensors()
+            made = PackedWeight(format, storage, tensors, packed.shape, params)
+            left = convert.omitted(made, made.layout)
+            return {name: tensor for name, tensor in tensors.items() if name not in left}, params
+        except FormatError as error:
+            failed = failed or error
+    assert failed is not None
+    raise failed
+
+
+def _choices(format: Format, packed: PackedWeight, wanted: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
+    """Parameters of the format: those that are wanted, else those of the weight, and then types as wide as they can be."""
+    shared: dict[str, int | str] = {}
+    for name, values in format.params.items():
+        if name in wanted:
+            shared[name] = wanted[name]
+            continue
+        value = packed.params.get(name)
+        value = value if value in values or name not in packed.sizes else packed.sizes[name]      # -1, the whole axis
+        if isinstance(value, int) and value not in values:
+            raise FormatError(f"{packed.format.name} has {name} = {value}; {format.name} has {', '.join(map(str, values))}")
+        if value in values:
+            shared[name] = value
+    wide: dict[str, int | str] = {name: WIDEST for name, values in format.params.items() if WIDEST in values}
+    first = format.complete({**wide, **shared})
+    yield first
+    if (widest := {**first, **wide, **wanted}) != first:
+        yield widest
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What becomes of a field: it keeps its bits, or its numbers, or is what the weight is at a code.
+
+    choices: how many values a field of integers has; of these it takes the one that makes the weight at the code what it was.
+    """
+
+    dtype: torch.dtype
+    bits: bool = False
+    code: int | None = None
+    choices: int = 0
+
+
+class _Adoption:
+    """The weight of another format, and what its fields become."""
+
+    def __init__(self, format: Format, packed: PackedWeight, storage: str, params: Mapping[str, int | str]) -> None:
+        self.packed = packed
+        self.other = PackedWeight(format, storage, {}, packed.shape, params)
+        moved = [name for name in packed.tensors if packed.layout.tensors[name].dtype == "index" and name not in packed.in_order]
+        has_index = any(stored.dtype == "index" for stored in self.other.layout.tensors.values())
+        if (moved or packed.order is not None) and not self.other.layout.order and not has_index:
+            raise FormatError(f"{format.name}.{storage} has columns in order; those of this weight belong to groups all over K "
+                              "(act-order)")
+        self.ways = self._ways()
+        format.empty(packed.shape, storage, "meta", (), **params)  # refuses a shape that the storage cannot hold
+
+    def tensors(self) -> dict[str, Tensor]:
+        if self._blocks() is not None:
+            code = str(_code(self.packed.variant))
+            blocks = convert.unpacked(self.packed, lambda held: held <= {code})
+            if self._agrees(blocks):
+                turned = convert.Turned({name for name, way in self.ways.items() if way.bits},
+                                        lambda fields: self._made(self.packed, {**blocks, code: fields[code]}))
+                made = convert.by_words(self.other.format, self.packed, self.other, turned)
+                if made:
+                    return made
+        return convert.in_rows(self.packed, self.other, self._part)          # perhaps the weight has no code that differs
+
+    def _part(self, part: PackedWeight, start: int) -> PackedWeight:
+        fields = self._made(part, part.format.unpack(part))
+        made = self.other.format.pack(fields, storage=self.other.storage, **self.other.params)
+        _check_equal(part, made, start)
+        return made
+
+    # -- fields -------------------------------------------------------------------------------------------------------
+
+    def _ways(self) -> dict[str, _Way]:
+        own, other = _fields(self.other.variant), _fields(self.packed.variant)
+        names = self.other.format.name, self.packed.format.name
+        if own.keys() != other.keys():
+            raise FormatError(f"{names[1]} has fields {', '.join(other)}; {names[0]} has {', '.join(own)}")
+        found: dict[str, _Way] = {}
+        for name, field in own.items():
+            kinds = [str(each.params.get(of.type, of.type)) for each, of in ((self.other, field), (self.packed, other[name]))]
+            dtype, alike = torch_dtype(kinds[0]), _steps(field) == _steps(other[name])
+            floats = set(kinds) <= FLOATS.keys()
+            if alike and (kinds[0] == kinds[1] or (not floats and _bits(kinds[0]) == _bits(kinds[1]))):
+                found[name] = _Way(dtype, bits=True)
+            elif alike and floats:
+                found[name] = _Way(dtype)
+            elif self._blocks() is not None and (code := _code_of(self.other, name)) is not None:
+                found[name] = _Way(dtype, code=code)
+            elif self._blocks() is not None and _choices_of(kinds[0]) and (code := _code_of(self.packed, name)) is not None:
+                found[name] = _Way(dtype, code=code, choices=_choices_of(kinds[0]))
+            else:
+                raise FormatError(f"'{name}' is {kinds[1]} [{_text(other[name])}] in {names[1]} and {kinds[0]} [{_text(field)}] "
+                                  f"in {names[0]}")
+        return found
+
+    def _made(self, part: PackedWeight, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The fields of the other format, of rows of the weight."""
+        found: dict[str, Tensor] = {}
+        for name, way in self.ways.items():
+            if way.choices:
+                continue
+            if way.code is not None:
+                found[name] = _at(part, fields, way.code).to(way.dtype)
+                continue
+            default = part.variant.defaults.get(name)
+            value = fields[name] if name in fields or default is None else \
+                part.format.default(part.variant, name, part.shape, part.params, part.device)
+            found[name] = value.view(way.dtype) if way.bits else value.to(way.dtype)
+        found |= {name: self._solved(way, name, found, fields[name]) for name, way in self.ways.items() if way.choices}
+        index = {name: fields[name] for name, field in self.other.variant.fields.items() if field.groups and name in fields}
+        return {**found, **index}
+
+    def _solved(self, way: _Way, name: str, made: Mapping[str, Tensor], wanted: Tensor) -> Tensor:
+        """A field of integers with which the weight at a code is `wanted`; the middle one where several or none are such."""
+        assert way.code is not None
+        first = way.choices // 2
+        solved = torch.full(wanted.shape, first, dtype=way.dtype, device=wanted.device)
+        is_open = torch.ones(wanted.shape, dtype=torch.bool, device=wanted.device)
+        for choice in sorted(range(way.choices), key=lambda choice: abs(choice - first)):
+            fits = is_open & (_at(self.other, {**made, name: torch.full_like(solved, choice)}, way.code) == wanted)
+            solved[fits] = choice
+            is_open &= ~fits
+            if not bool(is_open.any()):
+                break
+        return solved
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def _blocks(self) -> list[tuple[str, tuple[int | str, ...]]] | None:
+        """The axes that all fields but the code have in both formats, by blocks of K whose size is a parameter; else None."""
+        axes = [_steps(field) for each in (self.packed, self.other) for name, field in _fields(each.variant).items()
+                if name != _code(each.variant)]
+        same = bool(axes) and all(each == axes[0] for each in axes) and None not in map(_code, (self.packed.variant,
+                                                                                               self.other.variant))
+        whole = same and [dim for dim, _ in axes[0]] == ["N", "K"] and not axes[0][0][1]
+        return axes[0] if whole and any(isinstance(step, str) for step in axes[0][1][1]) else None
+
+    def _agrees(self, fields: dict[str, Tensor]) -> bool:
+        """Whether every code of every block is the same number in both formats; the field of codes need have no numbers."""
+        made = self._made(self.packed, fields)
+        sides = [(part, {name: _ready(value) for name, value in each.items()})
+                 for part, each in ((self.packed, fields), (self.other, made))]
+        for code in range(_count(self.packed.variant)):
+            before, after = (_at(part, each, code) for part, each in sides)
+            if not torch.equal(before, after) and bool(_wrong(before, after).any()):
+                return False
+        return True
+
+
+def _fields(variant: Variant) -> dict[str, Field]:
+    """All but an index."""
+    return {name: field for name, field in variant.fields.items() if field.groups is None}
+
+
+def _code(variant: Variant) -> str | None:
+    """The field that each weight has for itself, where there is one, of codes."""
+    found = [name for name, field in _fields(variant).items() if _steps(field) == [("N", ()), ("K", ())]]
+    kind = number(variant.fields[found[0]].type) if len(found) == 1 else None
+    return found[0] if kind is not None and not kind.is_float and kind.kind == "unsigned" and kind.bits <= 8 else None
+
+
+def _ready(value: Tensor) -> Tensor:
+    """A field as decode reads it sooner or later, which it is to do often."""
+    return value.float().contiguous() if value.dtype in FLOATS.values() else value.contiguous()
+
+
+def _count(variant: Variant) -> int:
+    """How many codes there are."""
+    kind = number(variant.fields[str(_code(variant))].type)
+    assert kind is not None
+    return 1 << kind.bits
+
+
+def _at(part: PackedWeight, fields: Mapping[str, Tensor], code: int) -> Tensor:
+    """What weights with this code are, float32 [N, blocks]."""
+    name = str(_code(part.variant))
+    blocks = {key: value for key, value in fields.items() if key in _fields(part.variant) and key != name}
+    one = next(iter(blocks.values()))
+    return part.variant.decode(**blocks, **{name: torch.full(one.shape, code, dtype=torch.uint8, device=one.device)})
+
+
+def _choices_of(kind: str) -> int:
+    """How many values a type of unsigned integers of up to 8 bits has; 0 for other types."""
+    known = number(kind)
+    is_small = known is not None and not known.is_float and known.kind == "unsigned" and known.bits <= 8
+    return 1 << known.bits if known is not None and is_small else 0
+
+
+def _code_of(packed: PackedWeight, name: str) -> int | None:
+    """The code at which decode is this field, whatever the others, floats all, are; None where there is none."""
+    return _code_at(packed.format, tuple(packed.params.items()), name)
+
+
+@cache
+def _code_at(format: Format, params: tuple[tuple[str, int | str], ...], name: str) -> int | None:
+    """As _code_of: by trying two numbers for each field."""
+    given = dict(params)
+    variant = format.variant(given)
+    code = str(_code(variant))
+    floats = [key for key in _fields(variant) if key != code]
+    kinds = {str(given.get(kind, kind)) for kind in (variant.fields[key].type for key in floats)}
+    if name == code or not kinds <= FLOATS.keys():
+        return None
+    codes = torch.arange(_count(variant), dtype=torch.uint8, device="cpu").view(-1, 1)
+    found = torch.ones(len(codes), dtype=torch.bool, device="cpu")
+    for turn in (1.0, 2.5):
+        fields = {key: torch.full(codes.shape, turn * (0.75 + i), device="cpu") for i, key in enumerate(floats)}
+        found &= (variant.decode(**fields, **{code: codes}) == fields[name])[:, 0]
+    return int(found.byte().argmax()) if bool(found.any()) else None
+
+
+def _bits(kind: str) -> tuple[int, int]:
+    """Of a type, and of the dtype in which it is held."""
+    known = number(kind)
+    return 0 if known is None else known.bits, torch_dtype(kind).itemsize
+
+
+def _steps(field: Field) -> list[tuple[str, tuple[int | str, ...]]]:
+    """What its axes run along, and in which steps."""
+    return [(each.dim, each.step) for each in field.axes]
+
+
+def _text(field: Field) -> str:
+    return ", ".join(each.text for each in field.axes)
+
+
+def _wrong(before: Tensor, after: Tensor) -> Tensor:
+    """Where a number changes; NaN stays NaN."""
+    return ~((before == after) | (before.isnan() & after.isnan()))
+
+
+def _check_equal(part: PackedWeight, made: PackedWeight, start: int) -> None:
+    """Refuse a number that would change."""
+    before, after = (each.format.dequantize(each, torch.float32) for each in (part, made))
+    wrong = _wrong(before, after)
+    if bool(wrong.any()):
+        n, k = (int(i) for i in torch.nonzero(wrong)[0])
+        raise FormatError(f"{made.format.name} cannot hold this weight of {part.format.name}: at row {start + n}, column {k} "
+                          f"{_told(before, n, k)} would become {_told(after, n, k)}")
+
+
+def _told(weight: Tensor, n: int, k: int) -> str:
+    return f"{float(weight[n, k]):.9g}"                         # as many digits as tell floats apart

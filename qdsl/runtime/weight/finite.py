@@ -1,0 +1,31 @@
+"""Whether 8-bit float codes hold a NaN or an infinity, which the kernels for matrix units would take for numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from qdsl.runtime.weight.packed import PackedWeight
+
+SIGN = 128
+
+
+def has_special_codes(packed: PackedWeight) -> bool:
+    """Whether a weight's kernels for matrix units cannot take all codes that its tensors can hold."""
+    lanes = packed.layout.kernels.lanes
+    return lanes is not None and lanes.special != 0
+
+
+def are_codes_finite(packed: PackedWeight) -> bool:
+    """Whether no code is NaN or infinite.  Reads every code, at memory speed; on a GPU it waits for the answer.
+
+    The bits of `special` are the upper ones below the sign, so a largest code of either sign tells, without a mask per code.
+    """
+    lanes = packed.layout.kernels.lanes
+    codes = None if lanes is None else packed.tensors.get(lanes.codes)
+    if lanes is None or not lanes.special or codes is None or codes.is_meta or not codes.numel():
+        return True
+    stored = codes.detach().contiguous()
+    return int(stored.view(torch.int8).amax()) < lanes.special and int(stored.view(torch.uint8).amax()) < lanes.special + SIGN

@@ -1,0 +1,172 @@
+"""Fields of chosen rows and columns of a weight, in the same blocks or in smaller ones.
+
+A block has one value, so all weights of a block of the result must come from one block of the source.  Where blocks become
+smaller, what a larger one shares is repeated.  Nothing is decoded, so the numbers stay the same bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qdsl.core.shapes import Axis
+from qdsl.runtime.weight import order
+from qdsl.runtime.weight.errors import FormatError
+
+if TYPE_CHECKING:
+    from qdsl.runtime.weight.layout import Variant
+    from qdsl.runtime.weight.packed import PackedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Rows, by number (int64 on the CPU), and columns [start, stop) of a weight, of which another weight is made."""
+
+    packed: PackedWeight
+    rows: Tensor
+    start: int
+    stop: int
+
+    @classmethod
+    def whole(cls, packed: PackedWeight) -> Source:
+        """All rows and columns of a weight."""
+        return cls(packed, torch.arange(packed.shape[0], device="cpu"), 0, packed.shape[1])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows.numel(), self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """For every field the axes to gather along, with the elements to take; and the group of each column, if not in order."""
+
+    elements: Mapping[str, list[tuple[int, Tensor]]]
+    index: Tensor | None
+
+
+def plan(source: Source, sizes: Mapping[str, int]) -> Gather:
+    """How to gather fields for the rows and columns of `source`, in blocks of `sizes`.
+
+    Raises FormatError where weights of one block of the result would come from several blocks of the source.
+    """
+    variant = source.packed.variant
+    groups, index = _groups(variant), group_index(source.packed)
+    taken, index = (None, None) if index is None or groups is None else _groups_taken(source, sizes, groups, index)
+    elements: dict[str, list[tuple[int, Tensor]]] = {}
+    for name, field in variant.fields.items():
+        elements[name] = []
+        for place, axis in enumerate(field.axes):
+            if groups is not None and taken is not None and axis.text == groups.text:
+                elements[name].append((place, taken))
+            elif axis.dim in ("N", "K", "N*K"):
+                elements[name].append((place, _elements(source, sizes, name, axis)))
+    return Gather(elements, index)
+
+
+def gathered(source: Source, sizes: Mapping[str, int], gather: Gather, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The fields of the rows and columns of `source`; `fields` are those of its weight."""
+    packed, result = source.packed, dict(fields)
+    for name, value in fields.items():
+        if packed.variant.fields[name].groups is None:
+            for place, elements in gather.elements[name]:
+                result[name] = _take(result[name], place, elements)
+        elif gather.index is not None:
+            result[name] = gather.index.to(value.device)
+        else:
+            result[name] = packed.format.default(packed.variant, name, source.shape, {**packed.params, **sizes}, value.device)
+    return result
+
+
+def group_index(packed: PackedWeight) -> Tensor | None:
+    """int32 [K], the group of each column, where columns are not in order (act-order); None where they are, and on meta."""
+    stored = [name for name in packed.tensors if packed.layout.tensors[name].dtype == "index" and name not in packed.in_order]
+    if packed.device.type == "meta" or (packed.order is None and not stored):
+        return None
+    if packed.order is None:
+        return packed.tensors[stored[0]].cpu()
+    return order.index_of(packed.order.cpu(), group_size(packed))
+
+
+def group_size(packed: PackedWeight) -> int:
+    """Columns of a group, of a weight whose format has an index of groups."""
+    groups = _groups(packed.variant)
+    assert groups is not None
+    return groups.by(packed.sizes)
+
+
+def _groups(variant: Variant) -> Axis | None:
+    return next((field.groups for field in variant.fields.values() if field.groups is not None), None)
+
+
+def is_scattered(variant: Variant) -> bool:
+    """Whether the weights of one block lie all over the matrix."""
+    return variant.cuts[1] == "1"
+
+
+def _groups_taken(source: Source, sizes: Mapping[str, int], groups: Axis, index: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The groups that the columns of `source` belong to, repeated up to as many as the result has, and its index.
+
+    None for all groups as they are; no index where one group is left, which all groups of the result then repeat.
+    """
+    part, count = index[source.start:source.stop], groups.extent(*source.shape, sizes) or 0
+    if part.numel() == index.numel() and count == groups.extent(*source.packed.shape, source.packed.sizes):
+        return None, index
+    used = torch.bincount(part).nonzero().flatten()
+    if used.numel() > count:
+        raise FormatError(f"columns {source.start} to {source.stop} belong to {used.numel()} groups (act-order), and so many "
+                          f"columns have {count}")
+    taken = torch.cat([used, used[-1:].expand(count - used.numel())])
+    return taken, None if used.numel() == 1 else torch.searchsorted(used, part).to(torch.int32)
+
+
+def _elements(source: Source, sizes: Mapping[str, int], name: str, axis: Axis) -> Tensor:
+    """Which element of a field's axis in the source each element in the result is."""
+    old, new = axis.by(source.packed.sizes), axis.by(sizes)
+    if axis.dim == "N*K":
+        if is_scattered(source.packed.variant):
+            raise FormatError(f"one value of '{name}' is for weights all over the matrix")
+        elements = _flat_elements(source, old, new)
+        unit = "weights of consecutive rows"
+    else:
+        units = source.rows if axis.dim == "N" else torch.arange(source.start, source.stop, device="cpu")
+        blocks = units // old
+        first = blocks[::new]
+        elements = first if new == 1 or torch.equal(first.repeat_interleave(new)[:blocks.numel()], blocks) else None
+        unit = "rows" if axis.dim == "N" else "columns"
+    if elements is None:
+        raise FormatError(f"one value of '{name}' is for {old} {unit}")
+    return elements
+
+
+def _flat_elements(source: Source, old: int, new: int) -> Tensor | None:
+    """The same of blocks of consecutive weights, which may go over the ends of rows; None where a block would be mixed.
+
+    A run is as many rows as end with a block; its rows must be consecutive, and so must the weights of its rows.
+    """
+    (m, width), k = source.shape, source.packed.shape[1]
+    if not prod(source.shape):
+        return source.rows[:0]
+    run = new // gcd(new, width)
+    starts = source.rows[::run]
+    expected = starts.repeat_interleave(run)[:m] + torch.arange(m, device="cpu") % run
+    if (run > 1 and m > 1 and width != k) or not torch.equal(expected, source.rows):
+        return None
+    count = -(-m * width // new)
+    first = (starts[:, None] * k + source.start + torch.arange(0, run * width, new, device="cpu")).flatten()[:count]
+    last = first + new - 1
+    last[-1] = int(source.rows[-1]) * k + source.stop - 1        # the last block may be short
+    return first // old if torch.equal(first // old, last // old) else None
+
+
+def _take(value: Tensor, place: int, elements: Tensor) -> Tensor:
+    """Elements along an axis, without a copy where they are consecutive."""
+    first, count = int(elements[0]) if elements.numel() else 0, elements.numel()
+    if torch.equal(elements, torch.arange(first, first + count, device="cpu")):
+        return value.narrow(place, first, count)
+    return value.index_select(place, elements.to(value.device))

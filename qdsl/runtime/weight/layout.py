@@ -1,0 +1,290 @@
+"""What a generated module says of its format: fields, storages and variants, as data and functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from qdsl.core import stored
+from qdsl.core.shapes import Axis, axis
+from qdsl.core.stored import PLANAR as PLANAR
+from qdsl.core.stored import Stored
+from qdsl.runtime.weight.tables import Table
+
+CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
+FLOATS: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, name in stored.FLOATS.items()}
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Field:
+    """A field: a number type ('u4', 'f16', 'index', or a parameter that lists types) and its axes ('N', 'K/32').
+
+    groups: for an index, how many groups there are; in order, column k is in group k // its step.
+    """
+
+    type: str
+    axes: tuple[Axis, ...]
+    groups: Axis | None
+
+    def __init__(self, type: str, *axes: str, groups: str | None = None) -> None:
+        object.__setattr__(self, "type", type)
+        object.__setattr__(self, "axes", tuple(map(axis, axes)))
+        object.__setattr__(self, "groups", axis(groups) if groups else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """A kernel that multiplies 8 bits of x with a weight's codes of 8 bits.
+
+    type: of both, 'e4m3' or 'i8'.  codes: the tensor of the weight's.  groups: x has a scale per 128 columns, else per row.
+    sums: the kernel takes the sums of x's codes, too.
+    """
+
+    kernel: Any
+    type: str
+    codes: str
+    groups: bool = False
+    sums: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Records of 256 columns that hold codes and numbers of groups, in words of 32 bits.
+
+    tensor: of any elements.  size: words of a record.  codes: the first of its codes.  head: the first words of the fours that
+    hold its other numbers.
+    """
+
+    tensor: str
+    size: int
+    codes: int
+    head: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Kernels for matrix units: `skinny` for up to 8 rows of x, `gemv` for one, `tile_gemm` for more; None where there is none.
+
+    These are families (runtime/gpu/kernels), and the storage's functions complete them: words, numbers, table, fields, scale,
+    finish, point, and of records start.
+
+    blocks: how many columns share a value, of each field that varies along K, as numbers or size parameters.
+    size: columns that share a sum where a block is shorter than 128 columns.  in_order: codes are bytes, row by row.
+    special: the bits that all are set in a NaN or infinite byte of tensor `codes`.
+    width, bits: of the first plane of codes, and of codes that are operands where they lie, 0 for others; signed: they are.
+    unit, base: what sums are multiplied with in the end, and what operands have more than codes, in float16 and bfloat16.
+    ones: `finish` takes the sums of x.  double: bfloat16, whose numbers have 8 bits, takes two products for a code.
+    zero: what `tile_gemm` adds to codes, in float16 and bfloat16; exact: it thereby takes off their zero point.
+    sums_in_tile_gemm: it needs the sums of x.  spans: by plane, how many bits the second chunk of a span lies higher.
+    tall: `tile_gemm` keeps sums of 128 rows of x in registers, where its groups have 128 columns or more; else of 64.
+    narrow: the kernel for x in 8 bits.  records: how they lie where codes and numbers of groups are in records.
+    """
+
+    skinny: Any
+    gemv: Any = None
+    tile_gemm: Any = None
+    words: Any = None
+    numbers: Any = None
+    table: Any = None
+    point: Any = None
+    fields: Any = None
+    scale: Any = None
+    finish: Any = None
+    start: Any = None
+    blocks: tuple[str, ...] = ()
+    in_order: bool = False
+    size: int = CHUNK
+    width: int = 4
+    bits: int = 4
+    signed: bool = False
+    unit: tuple[float, float] = (2.0 ** 24, 1.0)
+    base: tuple[int, int] = (0, 128)
+    ones: bool = False
+    double: bool = False
+    zero: tuple[int, int] = (0, -128)
+    exact: bool = False
+    sums_in_tile_gemm: bool = False
+    spans: tuple[int, ...] = (0, 0, 0)
+    tall: bool = False
+    codes: str = ""
+    special: int = 0
+    narrow: Narrow | None = None
+    records: Records | None = None
+
+    @property
+    def least(self) -> int:
+        """The shortest block that the kernels serve."""
+        return CHUNK if self.in_order else 16
+
+    def constants(self, kind: str, half: bool, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """What completes kernel `kind` ('skinny', 'gemv', 'tile_gemm', 'narrow'); half: x is float16, not bfloat16."""
+        place, blocks = int(not half), self.sizes(sizes)
+        codes = {"numbers": self.numbers, "WIDTH": self.width, "BITS": self.bits, "SIGNED": self.signed,
+                 "UNIT": self.unit[place], "BASE": self.base[place]}
+        if self.records is not None:
+            return {**codes, "fields": self.fields, "scale": self.scale, "start": self.start, "RECORD": self.records.size,
+                    "CODES": self.records.codes, "HEAD": self.records.head}
+        applied = {"fields": self.fields, "scale": self.scale, "finish": self.finish, "SIZES": tuple(sizes.values())}
+        if kind == "narrow":
+            return applied
+        loaded = {**codes, **applied, "words": self.words, "table": self.table}
+        if kind == "gemv":
+            return {**loaded, "STEP": min([64, *blocks])}
+        loaded["SIZE"] = CHUNK if min(blocks, default=CHUNK) >= CHUNK else self.size
+        if kind == "skinny":
+            return {**loaded, "ONES": self.ones, "IN_ORDER": self.in_order}
+        return {**loaded, "BASE": None if self.exact else 0, "point": self.point, "ZERO": self.zero[place],
+                "ONES": self.sums_in_tile_gemm, "SPANS": self.spans}
+
+    def sizes(self, sizes: Mapping[str, int]) -> list[int]:
+        """The blocks as numbers, for these size parameters."""
+        return [int(block) if block.isdigit() else sizes[block] for block in self.blocks]
+
+    def trip(self, sizes: Mapping[str, int]) -> int:
+        """Columns of w that a warp takes in a trip of the loop of `gemv`."""
+        return 256 if self.records is not None else max(256, 8 * min([64, *self.sizes(sizes)]))
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """What makes weights of 16 bits, two at a time, of the symbols of a stream and the other bits of eight columns.
+
+    made: of four pairs of symbols, which stand at bit `at` of the halves of a word, and of the two words of the other bits, the
+    four pairs of weights.  type: of the weights.  stream, rest: the tensors.
+    """
+
+    made: Any
+    type: str
+    stream: str
+    at: int
+    rest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What completes the kernels for a storage, and how their grids cover a weight.
+
+    decode: the function of `dequantize` and `matvec` (runtime/gpu/kernels), which decodes a unit.  rows, units: how many rows of
+    tiles and units along K there are, as axes.  last: 'n' or 'k', along which units neighbour in memory.
+    sums: rows of a unit.  divides: decode divides by what is stored.  tables: what decode looks up, behind the tensors.
+    pairs: what kernels of the storage's stream (codecs) make weights with, where it can be done in registers.
+    """
+
+    decode: Any
+    rows: str
+    units: str
+    last: str
+    sums: int = 1
+    divides: bool = False
+    tables: tuple[Table, ...] = ()
+    lanes: Lanes | None = None
+    pairs: Pairs | None = None
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What completes `dequantize` and `matvec`."""
+        return {"decode": self.decode, "ROWS": self.sums, "AXIS": int(self.last == "k")}
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Whether kernels for matrix units round weights: to x's dtype, where that does not hold all numbers of a table."""
+        return any(not torch.equal(table.values.to(dtype).to(table.values.dtype), table.values) for table in self.tables)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Stream:
+    """An entropy code that holds a tensor's elements (streams.py): which, what the tensor would be, and of each of
+    the code's tensors what the storage calls it.
+    """
+
+    coding: str
+    plain: Stored
+    names: Mapping[str, str]
+
+    def __init__(self, coding: str, plain: Stored, **names: str) -> None:
+        object.__setattr__(self, "coding", coding)
+        object.__setattr__(self, "plain", plain)
+        object.__setattr__(self, "names", names)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One storage: its tensors in order, and the functions between them and the fields.
+
+    where: fields that are not stored because here they always have their default; always: those that are stored, default or
+    not, although other storages may leave them out; omits: those that a quantizer leaves out where they have their default.
+    reads, extents: which of N, K and the size parameters unpack and pack take.  whole: no row lies by itself, so that nothing
+    can be cut.
+    order: the tensor that may say in which order columns are stored (runtime/weight/order.py); all else then is of that weight.
+    streams: tensors that unpack takes and pack makes, and that the storage holds in an entropy code.
+    shape: the tensor that says N and K, int64 [2].  options: those of `encode` that its producers choose.
+    least: of axes, the fewest elements that a weight here has.
+    """
+
+    tensors: Mapping[str, Stored]
+    unpack: Callable[..., dict[str, torch.Tensor]]
+    pack: Callable[..., dict[str, torch.Tensor]]
+    kernels: Kernels
+    where: tuple[str, ...] = ()
+    always: tuple[str, ...] = ()
+    omits: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    extents: tuple[str, ...] = ()
+    whole: bool = False
+    order: str = ""
+    shape: str = ""
+    options: Mapping[str, str | bool | float] = field(default_factory=dict)
+    least: Mapping[str, int] = field(default_factory=dict)
+    streams: Mapping[str, Stream] = field(default_factory=dict)
+
+    @property
+    def opened(self) -> Storage:
+        """The storage with the tensors that streams hold in their place: what unpack and the kernels take."""
+        inside = {name: key for key, stream in self.streams.items() for name in stream.names.values()}
+        tensors = {inside.get(name, name): self.streams[inside[name]].plain if name in inside else stored
+                   for name, stored in self.tensors.items()}
+        return replace(self, tensors=tensors, streams={})
+
+    def fields_of(self, tensors: Iterable[torch.Tensor | None], extents: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """What unpack makes of the tensors in `coded`; extents: N, K and the size parameters."""
+        return self.unpack(*tensors, **{name: extents[name] for name in self.reads})
+
+    def tensors_of(self, fields: Mapping[str, torch.Tensor | None], extents: Mapping[str, int]) -> dict[str, torch.Tensor]:
+        """What pack makes of all fields that it takes, None where one is missing."""
+        return self.pack(**fields, **{name: extents[name] for name in self.extents})
+
+    def too_small(self, shape: tuple[int, int], sizes: Mapping[str, int]) -> str:
+        """Why a weight of this shape has too few elements for the storage; '' where it has enough."""
+        for text, least in self.least.items():
+            if (axis(text).extent(*shape, sizes) or 0) < least:
+                return f"it is for weights with {text} of {least} or more, not {list(shape)}"
+        return ""
+
+    @property
+    def coded(self) -> list[str]:
+        """The tensors that hold the fields, which unpack and the kernels take."""
+        return [name for name in self.tensors if name not in (self.order, self.shape)]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What depends on the parameters that shape the bits.
+
+    defaults: values of fields that may be missing; None is an index in order.  decode takes fields by name and returns
+    float32 [rows, columns]; its blocks must be whole, or alone on their axis: `cuts` are axes whose steps say where a caller
+    cuts, '1' where it cannot.  encode takes the weight, and returns the fields it chooses; importance: it takes those of
+    columns, too; options: what a caller may choose about it, none listed where that is any positive number.  copies: decode is
+    this field unchanged.
+    """
+
+    fields: Mapping[str, Field]
+    storages: Mapping[str, Storage]
+    decode: Callable[..., torch.Tensor]
+    encode: Callable[..., dict[str, torch.Tensor]] | None = None
+    importance: bool = False
+    options: Mapping[str, tuple[str | bool, ...]] = field(default_factory=dict)
+    defaults: Mapping[str, int | None] = field(default_factory=dict)
+    cuts: tuple[str, str] = ("N", "K")
+    copies: str | None = None

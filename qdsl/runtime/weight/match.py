@@ -1,0 +1,74 @@
+"""Tensors as those of a storage: viewed in its dtypes and shapes, which `qdsl.core.stored` finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qdsl.core.stored import Given, Misfit, element_dtype, field_dtype, fits
+from qdsl.runtime.weight.errors import FormatError
+
+if TYPE_CHECKING:
+    from qdsl.runtime.weight.format import Format
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """One way to read the tensors."""
+
+    storage: str
+    params: Mapping[str, int | str]
+    shape: tuple[int, int]
+    tensors: Mapping[str, Tensor]
+
+
+def matches(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None, storage: str | None,
+            given: Mapping[str, int | str]) -> list[Match]:
+    """Every way to read the tensors.  Raises FormatError with the reason of the nearest miss where there is none."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise FormatError(f"'{name}' is a {type(tensor).__name__}, not a torch tensor")
+        if tensor.layout != torch.strided:
+            raise FormatError(f"'{name}' is a {str(tensor.layout)[6:]} tensor, whose elements do not all lie in memory")
+    says = {name for storages in format.description.variants.values() for layout in storages.values()
+            for name, stored in layout.items() if stored.dtype == "shape"}
+    known = {name: Given(str(tensor.dtype)[6:], tuple(tensor.shape), _values(tensor) if name in says else ())
+             for name, tensor in tensors.items()}
+    try:
+        found = fits(format.description, known, shape, storage, given)
+    except Misfit as miss:
+        raise FormatError(str(miss)) from None
+    return [Match(fit.storage, fit.params, fit.shape,
+                  {name: _viewed(tensors[use.name], use.dtype).reshape(use.shape) for name, use in fit.tensors.items()})
+            for fit in found]
+
+
+def _values(tensor: Tensor) -> tuple[int, ...]:
+    """What a tensor of a few integers says."""
+    return () if tensor.is_meta or tensor.numel() > 2 or tensor.is_floating_point() else tuple(tensor.flatten().tolist())
+
+
+def torch_dtype(kind: str) -> torch.dtype:
+    """The torch dtype of a field: codes up to 8 bits and floats that torch lacks are bytes, wider codes and indices int32."""
+    return _dtype(field_dtype(kind))
+
+
+def stored_dtype(kind: str) -> torch.dtype:
+    """The torch dtype of a stored tensor's elements."""
+    return _dtype(element_dtype(kind))
+
+
+@cache
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def _viewed(tensor: Tensor, dtype: str) -> Tensor:
+    return tensor if tensor.dtype == _dtype(dtype) else tensor.view(_dtype(dtype))

@@ -1,0 +1,76 @@
+"""Which columns belong to which group, and columns stored by their groups, for a weight whose index puts them into groups all
+over K (act-order).
+
+`order`, int32 [K], says which column of the weight is stored at each place: those of group 0 first, ascending within a group.
+Where every group has `size` columns, and only the last may have fewer, place j then belongs to group j // size, which is the
+whole index; and the product with a weight whose columns are moved is that with x moved alike.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime.weight.arrays import cdiv
+
+
+def uneven(index: Tensor, size: int) -> str:
+    """Why columns with this index, int [K], cannot be stored by groups of `size`; '' where they can."""
+    if index.is_meta:
+        return "its values are not there yet"
+    k = index.numel()
+    counts = torch.bincount(index, minlength=cdiv(k, size))
+    wanted = torch.full_like(counts, size)
+    wanted[-1:] = k - size * (len(counts) - 1)
+    wrong = torch.nonzero(counts != wanted)
+    if not wrong.numel():
+        return ""
+    group = int(wrong[0, 0])
+    return f"group {group} has {int(counts[group])} columns where columns in order would give it {int(wanted[group])}"
+
+
+def by_groups(index: Tensor) -> Tensor:
+    """The order of columns with this index: int32 [K]."""
+    return index.argsort(stable=True).to(torch.int32)
+
+
+def places(order: Tensor) -> Tensor:
+    """Where each column is stored, the inverse of an order: int64 [K]."""
+    found = torch.empty(order.shape, dtype=torch.int64, device=order.device)
+    found[order.long()] = torch.arange(order.numel(), device=order.device)
+    return found
+
+
+def index_of(order: Tensor, size: int) -> Tensor:
+    """The index of columns with this order, in groups of `size`: int32 [K]."""
+    return (places(order) // size).to(torch.int32)
+
+
+def wrong_index(index: Tensor, groups: int) -> str:
+    """What is wrong with an index, int [K], that a checkpoint gives; '' where all its groups exist."""
+    outside = torch.nonzero((index < 0) | (index >= groups))
+    if not outside.numel():
+        return ""
+    column = int(outside[0, 0])
+    return f"puts column {column} into group {int(index[column])}; there are groups 0 to {groups - 1}"
+
+
+def wrong_order(order: Tensor, size: int) -> str:
+    """What is wrong with an order, int [K], that a checkpoint gives; '' where it is one of groups of `size`."""
+    k = order.numel()
+    outside = torch.nonzero((order < 0) | (order >= k))
+    if outside.numel():
+        place = int(outside[0, 0])
+        return f"names column {int(order[place])} at place {place}; there are columns 0 to {k - 1}"
+    columns, found = order.sort(stable=True)
+    twice = torch.nonzero(columns[1:] == columns[:-1])
+    if twice.numel():
+        at = int(twice[0, 0])
+        return f"names column {int(columns[at])} at place {int(found[at])} and again at place {int(found[at + 1])}"
+    group = torch.arange(k, device=order.device) // size
+    falls = torch.nonzero((order[1:] < order[:-1]) & (group[1:] == group[:-1]))
+    if falls.numel():
+        place = int(falls[0, 0]) + 1
+        return (f"names column {int(order[place])} at place {place}, after column {int(order[place - 1])} of the same group; "
+                "the columns of a group ascend")
+    return ""

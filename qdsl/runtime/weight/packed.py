@@ -1,0 +1,324 @@
+"""A quantized weight: a storage's tensors, checked when they come together, that move as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qdsl.codecs.lookup import StreamError
+from qdsl.core.borders import UNITS
+from qdsl.core.shapes import Axis, granule
+from qdsl.runtime.gpu.triton import on_device, runs_kernels
+from qdsl.runtime.weight import algebra, streams
+from qdsl.runtime.weight.device_dtypes import dtype_on, moved
+from qdsl.runtime.weight.errors import FormatError as FormatError
+from qdsl.runtime.weight.errors import Misfit as Misfit
+from qdsl.runtime.weight.finite import are_codes_finite
+from qdsl.runtime.weight.match import stored_dtype
+from qdsl.runtime.weight.pickling import picklable, unpickled
+
+if TYPE_CHECKING:
+    from qdsl.runtime.gpu.dense import Dense
+    from qdsl.runtime.gpu.plan import Plan
+    from qdsl.runtime.weight.format import Format
+    from qdsl.runtime.weight.layout import Storage, Variant
+
+
+@contextmanager
+def damage(format: str) -> Iterator[None]:
+    """What is wrong with a format's streams as a FormatError."""
+    try:
+        yield
+    except StreamError as error:
+        raise FormatError(f"{format}: {error}") from None
+
+
+class PackedWeight:
+    """The weight [N, K] of a format in one of its storages.
+
+    tensors: the storage's tensors by name, in storage order (absent optional ones are missing).  shape: (N, K).
+    params: every parameter of the format.  known_finite: whether no code is NaN or infinite; None until `finite` is asked.
+    facts: what runtime/weight/streams.py found when it looked at streams; '' where it has not.
+    names: what the checkpoint calls tensors that it names otherwise.
+    Made by the format's own functions, which check shapes, dtypes and indices.
+    """
+
+    def __init__(self, format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
+                 params: Mapping[str, int | str], *, in_order: frozenset[str] = frozenset(), known_finite: bool | None = None,
+                 notes: Sequence[str] = (), names: Mapping[str, str] | None = None, opened: bool = False,
+                 facts: str = "") -> None:
+        self.format = format
+        self.storage = storage
+        self.tensors = dict(tensors)
+        self.shape = shape
+        self.params = dict(params)
+        self.params_text = " ".join([f"{name}={value}" for name, value in params.items()])  # here: torch.compile may not
+        self.in_order = in_order
+        self.known_finite = known_finite
+        self.notes = tuple(notes)
+        self.names = dict(names or {})
+        self.variant: Variant = format.variant(params)
+        self.opened = opened
+        self.facts = facts
+        self.layout: Storage = self.variant.storages[storage].opened if opened else self.variant.storages[storage]
+        self.sizes = format.sizes(params, shape)                 # -1, the whole axis, written out
+        self.extents = {**self.sizes, "N": shape[0], "K": shape[1]}
+        self._steps: dict[str, tuple[int, str]] = {}
+        self.plan: Plan | None = None                            # these two products keep for the next one; they are
+        self.dense: Dense | None = None                          # neither pickled nor derived
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What it was made of; the rest follows from the format."""
+        return _rebuilt, (self.format, self.storage, picklable(self.tensors), self.shape, self.params, self.in_order,
+                          self.known_finite, self.notes, self.names, self.opened, self.facts)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name} {str(t.dtype)[6:]} {list(t.shape)}" for name, t in self.tensors.items())
+        return f"PackedWeight({self.format.name}.{self.storage} {list(self.shape)}, {self.params}: {shown})"
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
+
+    @property
+    def finite(self) -> bool:
+        """Whether no code is NaN or infinite.  The first time it reads every code, where the format has such codes."""
+        if self.known_finite is None:
+            finite = are_codes_finite(self)
+            if self.device.type == "meta":
+                return finite                                    # of codes that are yet to come nothing is known
+            self.known_finite = finite
+        return self.known_finite
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    @property
+    def order(self) -> Tensor | None:
+        """int32 [K], column order[j] of the weight is stored at place j; None where columns are stored as they come."""
+        name = self.layout.order
+        return self.tensors.get(name) if name and name not in self.in_order else None
+
+    def as_stored(self) -> PackedWeight:
+        """The weight whose columns come as they are stored: that of the tensors without their order."""
+        return self.derive({name: tensor for name, tensor in self.tensors.items() if name != self.layout.order})
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> PackedWeight:
+        """The same weight with a function applied to every tensor; dtypes and shapes must stay."""
+        return self.derive({name: function(tensor) for name, tensor in self.tensors.items()})
+
+    def derive(self, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None,
+               in_order: frozenset[str] | None = None) -> PackedWeight:
+        """The same parameters with other tensors, unchecked; one that says the shape says the new one."""
+        name = self.layout.shape
+        if shape not in (None, self.shape) and name in tensors:
+            tensors = {**tensors, name: said(shape, tensors[name].device)}
+        return PackedWeight(self.format, self.storage, tensors, shape or self.shape, self.params,
+                            in_order=self.in_order if in_order is None else in_order, known_finite=self.known_finite,
+                            notes=self.notes, names=self.names, opened=self.opened, facts=self.facts)
+
+    def open(self) -> PackedWeight:
+        """The weight with what streams hold in plain tensors, which can be cut; itself where there are none.
+
+        On meta, where nothing can be decoded, the tensors have what is known of them: dtypes and shapes.
+        Raises FormatError for a stream that is damaged.
+        """
+        if not self.layout.streams:
+            return self
+        if self.device.type != "meta" and not runs_kernels(self.device):
+            with damage(self.format.name):
+                return self.with_plain(streams.decode(self.layout, self.tensors, self.shape))
+        found, calls = streams.opened(self)
+        with on_device(self.device):
+            for call in calls if self.device.type != "meta" else ():
+                call.run()
+        return found
+
+    def open_rows(self, rows: Tensor) -> PackedWeight | None:
+        """The weight of these rows, rising int64 [M], opened; None where a stream, or a tensor beside it, has no separate rows.
+
+        On a CPU.  Other rows are decoded only where they share lanes with these.  Raises FormatError for a damaged stream.
+        """
+        if not streams.has_plain_rows(self):
+            return None
+        with damage(self.format.name):
+            plain = streams.decode_rows(self.layout, self.tensors, self.shape, rows)
+        return None if plain is None else self.with_plain(plain, rows)
+
+    def with_plain(self, plain: Mapping[str, Tensor], rows: Tensor | None = None) -> PackedWeight:
+        """The weight with these tensors in place of the streams that hold them.
+
+        rows: int64 [M], the rows that they are of, if not all; see streams.has_plain_rows.
+        """
+        if rows is not None:
+            tensors = dict(self.tensors)
+            for name, axes in streams.plain_axes(self).items():
+                for place, axis in enumerate(axes):
+                    tensors[name] = tensors[name].index_select(place, rows) if axis.dim == "N" else tensors[name]
+            return self.derive(tensors, (len(rows), self.shape[1])).with_plain(plain)
+        found = PackedWeight(self.format, self.storage, {}, self.shape, self.params, opened=True)
+        held = {**self.tensors, **plain}                         # without what operations leave out, such as the shape
+        found.tensors = {name: held[name] for name in found.layout.tensors if name in held}
+        return found
+
+    def to(self, *args: Any, **kwargs: Any) -> PackedWeight:
+        """All tensors on another device; a dtype is refused, because stored dtypes belong to the format."""
+        dtypes = self.dtypes
+        return self.derive({name: _moved(tensor, dtypes[name], moved(tensor, dtypes[name], lambda part: part.to(*args, **kwargs)))
+                            for name, tensor in self.tensors.items()})
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes that the storage names, which tensors have except 8-bit floats on a device that lacks them."""
+        return {name: stored_dtype(str(self.params.get(tensor.dtype, tensor.dtype)))
+                for name, tensor in self.layout.tensors.items()}
+
+    # -- rows, pieces and joins -------------------------------------------------------------------------------------------
+
+    @property
+    def has_separate_rows(self) -> bool:
+        """Whether every row is stored by itself, so that `rows` gathers rows of tensors and decodes nothing."""
+        return self._granule("N")[0] == 1 and not self.layout.whole and not self.layout.streams and not self._is_flat
+
+    def rows(self, index: Tensor | Sequence[int]) -> PackedWeight:
+        """The weight of these rows, index int64 or int32 [M] in any order, with repeats: gathered, not decoded, where it can be.
+
+        Where rows are not stored separately, the fields are gathered and packed again (entropy codes are encoded anew).  The
+        result then may have shorter blocks or storage `planar`; its `params` and `storage` say so.
+        Raises FormatError where rows share a block that no parameter makes shorter, IndexError for rows that do not exist.
+        """
+        if not isinstance(index, Tensor):
+            index = torch.tensor(list(index), dtype=torch.int64, device=self.device)
+        if index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
+            raise FormatError(f"rows are int64 or int32 [M], not {str(index.dtype)[6:]} {list(index.shape)}")
+        if not self.has_separate_rows:
+            return algebra.rows(self, index)
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            places = [place for place, axis in enumerate(self.layout.tensors[name].axes) if axis.dim == "N"]
+            tensors[name] = tensor.index_select(places[0], index) if places else tensor
+        return self.derive(tensors, (index.shape[0], self.shape[1]))
+
+    def step(self, dim: str) -> int:
+        """The least number of rows (dim 'N') or columns ('K') at whose multiples `cut` works; all where it never does."""
+        if dim not in ("N", "K"):
+            raise FormatError(f"a weight has rows ('N') and columns ('K'), not {dim!r}")
+        whole = max(1, self.shape[dim == "K"])
+        step, _ = self._granule(dim)
+        return next((size for size in range(step, whole, step)
+                     if not self._too_small(dim, size) and not self._too_small(dim, whole % size or size)), whole)
+
+    def cut(self, dim: str, start: int, stop: int) -> PackedWeight:
+        """Rows (dim 'N') or columns ('K') [start, stop) as a weight of their own, without copying.
+
+        Raises FormatError where a cut would go through a block or a word; it names the nearest borders.  See `shard`.
+        """
+        if why := self._why_not_cut(dim, start, stop):
+            raise FormatError(algebra.refusal(self, dim, start, stop, why, self.step(dim)))
+        if (start, stop) == (0, self.shape[dim == "K"]):
+            return self
+        shape = (stop - start, self.shape[1]) if dim == "N" else (self.shape[0], stop - start)
+        tensors, indices = {}, self._indices if dim == "K" else []
+        for name, tensor in self.tensors.items():
+            for place, axis in enumerate(self.layout.tensors[name].axes):
+                if axis.dim in (dim, "N*K"):
+                    tensor = tensor.narrow(place, *self._span(axis, dim, start, stop))
+            if name in indices:
+                tensor = tensor - tensor[:1]                     # groups, or columns, count from 0 again
+            tensors[name] = tensor
+        return self.derive(tensors, shape)
+
+    def shard(self, dim: str, start: int, stop: int) -> PackedWeight:
+        """Rows (dim 'N') or columns ('K') [start, stop) as a weight of the same numbers: cut where it can be, else packed again.
+
+        Rows of an entropy code keep their codes where the borders are those of its groups of rows.  Another piece that `cut`
+        refuses is unpacked and packed in the same storage (entropy codes are encoded anew); if its borders are inside blocks,
+        with a smaller block size that the format has, repeating what the long blocks share; else in storage `planar`.  The
+        result's `storage` and `params` say which.  Columns in act-order keep their groups.
+        On meta the result has exact shapes, but tensors whose size depends on the numbers have no elements.
+        Raises FormatError with the reason and the nearest borders.
+        """
+        return algebra.piece(self, dim, start, stop) if self._why_not_cut(dim, start, stop) else self.cut(dim, start, stop)
+
+    @classmethod
+    def join(cls, parts: Sequence[PackedWeight], dim: str = "N") -> PackedWeight:
+        """The weight whose rows (dim 'N') or columns ('K') are those of the parts one after the other: one copy per tensor.
+
+        Parts have the same format, storage, parameters and other extent; what is stored once for all rows, or columns, must be
+        equal.  Parts that end inside blocks or words, and entropy codes, are unpacked and packed together, as in `shard`.
+        Raises FormatError with what differs.
+        """
+        return algebra.join(parts, dim)
+
+    def _why_not_cut(self, dim: str, start: int, stop: int) -> str:
+        """Why tensors cannot be cut at these borders; '' where they can.  Raises FormatError for borders outside of it."""
+        whole = self.shape[0 if dim == "N" else 1]
+        if not 0 <= start <= stop <= whole or dim not in ("N", "K"):
+            raise FormatError(f"rows ('N') or columns ('K') from {start} to {stop} of {dim} = {whole} are no part of the weight")
+        if (start, stop) == (0, whole):
+            return ""
+        step, why = self._steps.get(dim) or self._steps.setdefault(dim, self._granule(dim))
+        if self.layout.streams or any(border % step and border != whole for border in (start, stop)):
+            return why
+        return self._too_small(dim, stop - start) if stop > start else ""
+
+    def _granule(self, dim: str) -> tuple[int, str]:
+        """At which multiples of rows or columns tensors can be cut, all where none, and why not elsewhere."""
+        whole = max(1, self.shape[dim == "K"])
+        if self.layout.streams:
+            return whole, "an entropy code holds all of it"
+        if self.layout.whole:
+            return whole, "its tensors mix all rows and columns"
+        if dim == "K" and self._is_flat:
+            return whole, "it stores rows one after the other, so only rows can be cut"
+        for name in self._indices if dim == "K" else ():
+            if name not in self.in_order and not self.tensors[name].is_meta:     # on meta columns are taken to be in order
+                return whole, f"'{name}' puts columns into groups all over K (act-order); only rows can be cut"
+        axes = [axis for name in self.tensors for axis in self.layout.tensors[name].axes]
+        fields = [axis for field in self.variant.fields.values() for axis in field.axes]
+        step = granule([*axes, *fields], dim, self.sizes, self.shape[1])
+        return step, f"its blocks and words have {step} {UNITS[dim]}"
+
+    def _too_small(self, dim: str, size: int) -> str:
+        """Why the storage has no weight of so many rows or columns; '' where it has."""
+        shape = (size, self.shape[1]) if dim == "N" else (self.shape[0], size)
+        return self.layout.too_small(shape, self.format.sizes(self.params, shape)) if self.layout.least else ""
+
+    @property
+    def _is_flat(self) -> bool:
+        return any(axis.dim == "N*K" for name in self.tensors for axis in self.layout.tensors[name].axes)
+
+    @property
+    def _indices(self) -> list[str]:
+        """The tensors that say where columns belong: the groups of columns, or their order."""
+        return [name for name in self.tensors if name == self.layout.order or self.layout.tensors[name].dtype == "index"]
+
+    def _span(self, axis: Axis, dim: str, start: int, stop: int) -> tuple[int, int]:
+        """First element and number of elements of an axis that rows or columns [start, stop) occupy."""
+        if axis.dim == "N*K":
+            start, stop = (start * self.shape[1], stop * self.shape[1]) if dim == "N" else (0, 0)
+        first = axis.elements(start, self.sizes)
+        return first, axis.elements(stop, self.sizes) - first
+
+
+def said(shape: tuple[int, int], device: torch.device) -> Tensor:
+    """What a tensor holds that says the shape."""
+    return torch.tensor(shape, dtype=torch.int64, device=device)
+
+
+def _rebuilt(format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
+             params: Mapping[str, int | str], in_order: frozenset[str], known_finite: bool | None, notes: Sequence[str],
+             names: Mapping[str, str], opened: bool, facts: str) -> PackedWeight:
+    return PackedWeight(format, storage, unpickled(tensors), shape, params, in_order=in_order, known_finite=known_finite,
+                        notes=notes, names=names, opened=opened, facts=facts)
+
+
+def _moved(before: Tensor, dtype: torch.dtype, after: Tensor) -> Tensor:
+    if after.dtype != dtype_on(after.device, dtype):
+        raise FormatError(f"a packed weight keeps its stored dtypes: {before.dtype} cannot become {after.dtype}")
+    return after

@@ -1,0 +1,280 @@
+"""Tensors that a storage holds in entropy codes: decoded by qdsl/codecs on a CPU, elsewhere by the kernels of codings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qdsl.codecs.huffman_lanes import launch as lanes_launches
+from qdsl.codecs.huffman_lanes import reference as huffman_lanes
+from qdsl.codecs.huffman_windows import launch as windows_launches
+from qdsl.codecs.huffman_windows import reference as huffman_windows
+from qdsl.codecs.lookup import StreamError
+from qdsl.codecs.window import launch as window_launches
+from qdsl.codecs.window import reference as window
+from qdsl.core.shapes import Axis, extents
+from qdsl.runtime.gpu import configure
+from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.gpu.triton import runs_kernels, tl
+
+if TYPE_CHECKING:
+    from qdsl.runtime.weight.layout import Pairs, Storage, Stream
+    from qdsl.runtime.weight.packed import PackedWeight
+
+CODINGS = {"window": window, "huffman_lanes": huffman_lanes, "huffman_windows": huffman_windows}
+LAUNCHES: Mapping[str, Any] = {"window": window_launches, "huffman_lanes": lanes_launches, "huffman_windows": windows_launches}
+PAIRED = {"bf16": (torch.bfloat16, tl.bfloat16), "f16": (torch.float16, tl.float16)}
+FEW = 16                                                         # rows of x up to which weights are made in registers (predicted)
+
+
+# -- on a CPU ----------------------------------------------------------------------------------------------------------
+
+
+def decode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
+    """The tensors that a storage's streams hold, decoded by the CPU, on the weight's device.
+
+    Raises StreamError for a stream that is damaged.
+    """
+    found = {}
+    for name, stream in layout.streams.items():
+        arrays = {role: _array(tensor) for role, tensor in _tensors(stream, tensors).items()}
+        try:
+            decoded = torch.from_numpy(CODINGS[stream.coding].decode(arrays, shape))
+        except StreamError as error:
+            raise StreamError(f"the stream of '{name}' is damaged: {error}") from None
+        found[name] = decoded.to(next(iter(tensors.values())).device)
+    return found
+
+
+def decode_rows(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int], rows: Tensor,
+                ) -> dict[str, Tensor] | None:
+    """Some rows of the tensors that a storage's streams hold; None where a code has no way to them.  Raises StreamError.
+
+    rows: int64 [R], on the CPU, each within the weight.
+    """
+    plain = {}
+    for name, stream in layout.streams.items():
+        decoder = getattr(CODINGS[stream.coding], "decode_rows", None)
+        if decoder is None:
+            return None
+        arrays = {role: _array(tensor) for role, tensor in _tensors(stream, tensors).items()}
+        try:
+            plain[name] = torch.from_numpy(decoder(arrays, shape, rows.numpy()))
+        except StreamError as error:
+            raise StreamError(f"the stream of '{name}' is damaged: {error}") from None
+    return plain
+
+
+def encode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
+    """The tensors of a storage, of those that pack made.  Raises StreamError for elements that a code cannot hold."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name not in layout.streams:
+            found[name] = tensor
+            continue
+        stream = layout.streams[name]
+        found |= {stream.names[role]: each for role, each in _encoded(name, stream, tensor, shape).items()}
+    return {name: found[name] for name in layout.tensors if name in found}
+
+
+def _encoded(name: str, stream: Stream, tensor: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
+    symbols = _array(tensor)
+    counts = np.bincount(symbols.reshape(-1), minlength=256)
+    try:
+        found = CODINGS[stream.coding].encode(symbols, counts)
+    except StreamError as error:
+        raise StreamError(f"'{name}' cannot be held: {error}") from None
+    return {role: torch.from_numpy(array).to(tensor.device) for role, array in found.items()}
+
+
+def _array(tensor: Tensor) -> NDArray[Any]:
+    found: NDArray[Any] = tensor.detach().cpu().contiguous().numpy()
+    return found
+
+
+def _tensors(stream: Stream, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {role: tensors[each] for role, each in stream.names.items()}
+
+
+# -- what kernels rely on ----------------------------------------------------------------------------------------------
+
+
+def check(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str:
+    """What is known of a storage's streams once their tables, starts and indices are looked at, for kernels that follow them.
+
+    In words, as operations take it: 'exponents.threads=512 ...'.  Raises StreamError for those that do not fit.
+    """
+    found = []
+    for name, stream in layout.streams.items():
+        launches = LAUNCHES[stream.coding]
+        arrays = {role: _like(tensor) if role in launches.BULK else _array(tensor)
+                  for role, tensor in _tensors(stream, tensors).items()}
+        try:
+            found += [f"{name}.{key}={value}" for key, value in launches.facts(arrays, shape).items()]
+        except StreamError as error:
+            raise StreamError(f"the stream of '{name}' is damaged: {error}") from None
+    return " ".join(found)
+
+
+def _like(tensor: Tensor) -> NDArray[Any]:
+    """Zeros in the shape of a tensor, which take no memory."""
+    return np.broadcast_to(torch.zeros((), dtype=tensor.dtype, device="cpu").numpy(), tuple(tensor.shape))
+
+
+def _facts(packed: PackedWeight, name: str) -> Mapping[str, int]:
+    """What is known of a stream; on meta, where nothing is, what is usual.  Raises FormatError."""
+    if not packed.facts and packed.device.type == "meta":
+        found: Mapping[str, int] = LAUNCHES[packed.layout.streams[name].coding].ASSUMED
+        return found
+    if not packed.facts:
+        packed.facts = packed.format.facts(packed.layout, packed.tensors, packed.shape)
+    return _read(packed.facts, name)
+
+
+@lru_cache(maxsize=1024)
+def _read(facts: str, name: str) -> Mapping[str, int]:
+    words = (word.partition("=") for word in facts.split())
+    return {key.removeprefix(f"{name}."): int(value) for key, _, value in words if key.startswith(f"{name}.")}
+
+
+# -- by kernels --------------------------------------------------------------------------------------------------------
+
+
+def opened(packed: PackedWeight) -> tuple[PackedWeight, list[Call]]:
+    """A weight with what its streams hold in plain tensors, and the launches that write it there; itself where there are none.
+
+    Raises FormatError.
+    """
+    if not packed.layout.streams:
+        return packed, []
+    plain, calls = open_calls(packed)
+    return packed.with_plain(plain), calls
+
+
+def open_calls(packed: PackedWeight, rows: Tensor | None = None) -> tuple[dict[str, Tensor], list[Call]]:
+    """Plain tensors for what streams hold, and the launches that write them.  Raises FormatError.
+
+    rows: int64 [R] on the device, only these rows, in runs for which has_rows holds.
+    """
+    plain: dict[str, Tensor] = {}
+    calls: list[Call] = []
+    for name, stream in packed.layout.streams.items():
+        launches = LAUNCHES[stream.coding]
+        shape = extents(stream.plain.axes, packed.shape[0] if rows is None else len(rows), packed.shape[1], packed.sizes)
+        assert shape is not None
+        plain[name] = torch.empty(shape, dtype=torch.uint8, device=packed.device)
+        if plain[name].numel():
+            height = 1 if rows is None else launches.block_rows(packed.shape)
+            blocks = None if rows is None else (rows[::height] // height).to(torch.int32)
+            opening = launches.open_calls(_tensors(stream, packed.tensors), _facts(packed, name), plain[name], packed.shape,
+                                          blocks)
+            calls += [replace(call, workspace=(plain[name],)) for call in opening]
+    return plain, calls
+
+
+def has_rows(packed: PackedWeight, run: int) -> bool:
+    """Whether kernels decode chosen rows alone: runs of `run` rows, from a multiple of it on."""
+    heights = [LAUNCHES[stream.coding].block_rows(packed.shape) for stream in packed.layout.streams.values()]
+    return has_plain_rows(packed) and all(height and run % height == 0 for height in heights)
+
+
+def row_band(packed: PackedWeight, start: int, stop: int) -> PackedWeight | None:
+    """Rows [start, stop) as a weight in the same codes, nothing decoded; None for borders inside groups of rows, and on meta.
+
+    Raises FormatError for a damaged stream.
+    """
+    n, k = packed.shape
+    groups = [LAUNCHES[stream.coding].group_rows(packed.shape) for stream in packed.layout.streams.values()]
+    if packed.device.type == "meta" or not groups or not has_plain_rows(packed) or \
+            any(not rows or start % rows or (stop % rows and stop != n) for rows in groups):
+        return None
+    tensors = dict(packed.tensors)
+    for name, axes in plain_axes(packed).items():
+        for place, axis in enumerate(axes):
+            tensors[name] = tensors[name].narrow(place, start, stop - start) if axis.dim == "N" else tensors[name]
+    for name, stream in packed.layout.streams.items():
+        _facts(packed, name)                                     # checks where groups begin
+        band = LAUNCHES[stream.coding].row_band(_tensors(stream, packed.tensors), packed.shape, start, stop)
+        tensors |= {stream.names[role]: tensor for role, tensor in band.items()}
+    result = packed.derive(tensors, (stop - start, k))
+    result.facts = packed.format.facts(packed.layout, result.tensors, result.shape)
+    return result
+
+
+def has_plain_rows(packed: PackedWeight) -> bool:
+    """Whether every tensor beside the streams of a weight has rows of its own for each row, or serves all rows."""
+    axes = [axis for stored in plain_axes(packed).values() for axis in stored]
+    return all(axis.dim != "N*K" and (axis.dim != "N" or axis.by(packed.sizes) == 1) for axis in axes)
+
+
+def plain_axes(packed: PackedWeight) -> dict[str, Sequence[Axis]]:
+    """The axes of a weight's tensors that belong to no stream."""
+    streamed = {name for stream in packed.layout.streams.values() for name in stream.names.values()}
+    return {name: packed.layout.tensors[name].axes for name in packed.tensors if name not in streamed}
+
+
+def usual(packed: PackedWeight) -> PackedWeight:
+    """A weight on meta, with streams as large as those of normal weights are."""
+    tensors = dict(packed.tensors)
+    for stream in packed.layout.streams.values():
+        for role, shape in LAUNCHES[stream.coding].usual(packed.shape).items():
+            name = stream.names[role]
+            tensors[name] = torch.empty(shape, dtype=tensors[name].dtype, device="meta")
+    return packed.derive(tensors)
+
+
+def has_dequantize(packed: PackedWeight, out: Tensor) -> bool:
+    """Whether weights are made of symbols in registers: of out's type, by whole words."""
+    pairs = _pairs(packed)
+    return pairs is not None and out.dtype == PAIRED[pairs.type][0] and out.is_contiguous() and _are_wide(packed, pairs, out)
+
+
+def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
+    """The launches that do; has_dequantize must hold.  Raises FormatError."""
+    pairs = _pairs(packed)
+    assert pairs is not None
+    stream = packed.layout.streams[pairs.stream]
+    if out.numel():
+        yield from LAUNCHES[stream.coding].dequantize_calls(
+            pairs.made, pairs.at, _tensors(stream, packed.tensors), packed.tensors[pairs.rest].contiguous(),
+            _facts(packed, pairs.stream), out)
+
+
+def has_few(x: Tensor, packed: PackedWeight) -> bool:
+    """Whether matrix units multiply x [M, K] with weights that are made in registers."""
+    pairs = _pairs(packed)
+    if pairs is None or x.dtype != PAIRED[pairs.type][0] or not _are_wide(packed, pairs, x):
+        return False
+    if runs_kernels(x.device) and configure.target(x.device).capability < 8:
+        return False
+    stream = packed.layout.streams[pairs.stream]
+    return bool(LAUNCHES[stream.coding].has_few(packed.shape, _facts(packed, pairs.stream)))
+
+
+def few_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
+    """The launches that do; has_few must hold.  A row's bits do not depend on those beside it.  Raises FormatError."""
+    pairs = _pairs(packed)
+    assert pairs is not None
+    stream = packed.layout.streams[pairs.stream]
+    if out.numel():
+        yield from LAUNCHES[stream.coding].few_calls(
+            pairs.made, pairs.at, _tensors(stream, packed.tensors), packed.tensors[pairs.rest].contiguous(),
+            _facts(packed, pairs.stream), x, bias, out, PAIRED[pairs.type][1])
+
+
+def _pairs(packed: PackedWeight) -> Pairs | None:
+    return packed.layout.kernels.pairs if packed.layout.streams else None
+
+
+def _are_wide(packed: PackedWeight, pairs: Pairs, other: Tensor) -> bool:
+    """Whether rows are whole lines of 128 columns, and tensors begin where loads of 16 bytes may."""
+    wide = [packed.tensors[name] for name in (*packed.layout.streams[pairs.stream].names.values(), pairs.rest)]
+    return packed.shape[1] % 128 == 0 and all(
+        tensor.is_meta or tensor.data_ptr() % 16 == 0 for tensor in (*wide, other) if tensor.numel())

@@ -1,0 +1,103 @@
+"""Tables of numbers, or of rows of them, that decode looks up by a code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qdsl.runtime.torch.private_apis import FakeTensor
+from qdsl.runtime.weight.arrays import as_type
+
+KINDS = {"f32": torch.float32, "i32": torch.int32, "i8": torch.int8}
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+FEW = 16                                                         # entries up to which a traced lookup is worth its length
+
+
+def entries(rows: Tensor, codes: Tensor) -> Tensor:
+    """The rows [entries, columns] that integer codes choose, each code below the entries: the codes' shape, and columns.
+
+    Raises RuntimeError in a program that is traced, where whole tensors would be looked up.
+    """
+    if isinstance(codes, FakeTensor):
+        raise RuntimeError("rows are not looked up in a program that is traced")
+    if rows.device.type == "cpu":                                # numpy copies short rows twice as fast
+        return torch.from_numpy(np.take(rows.numpy(), codes.numpy().astype(np.intp), 0, mode="clip"))
+    return rows.index_select(0, codes.flatten().to(torch.int32)).view(*codes.shape, -1)
+
+
+class Table:
+    """Numbers as float32, int32 or int8, brought to a device when it first asks for them.
+
+    `table[codes]` has the codes' shape, and the columns of a table of rows after it.
+    """
+
+    __slots__ = ("_bits", "_on", "_pairs", "numbers", "values")
+
+    def __init__(self, kind: str, *numbers: float, columns: int = 0) -> None:
+        self.numbers = numbers
+        self.values = torch.tensor(numbers, dtype=KINDS[kind], device="cpu")
+        self._bits: list[int] = [] if columns else self.values.view(torch.int32).tolist()
+        if columns:
+            self.values = self.values.view(-1, columns)
+        self._on: dict[torch.device, Tensor] = {}
+        self._pairs: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        """The numbers [entries], or [rows, columns], on a device."""
+        if device.type in ("cpu", "meta"):
+            return self.values.to(device)
+        if device not in self._on:
+            self._on[device] = self.values.to(device)
+        return self._on[device]
+
+    def with_codes(self, function: Callable[[Tensor, Tensor], Tensor], count: int) -> Table:
+        """What a function makes of each row and each of `count` codes: row r with code c is row r + c * rows of a table."""
+        codes = torch.arange(count, dtype=torch.int32, device="cpu")[:, None, None]
+        rows = self.values if self.values.is_floating_point() else self.values.to(torch.int32)
+        made = function(rows, codes).flatten(0, 1)
+        least, most = int(made.min()), int(made.max())
+        kind = "f32" if made.is_floating_point() else "i8" if least >= -128 and most < 128 else "i32"
+        return Table(kind, *made.flatten().tolist(), columns=made.shape[1])
+
+    def __getitem__(self, codes: Tensor) -> Tensor:
+        """The numbers, or rows, of integer codes, each within the table."""
+        if isinstance(codes, FakeTensor):
+            return self._chosen(codes)
+        values = self.on(codes.device)
+        if values.dim() == 1 and len(values) <= FEW and codes.device.type == "cpu" and codes.element_size() == 1 \
+                and codes.numel() % 2 == 0:
+            words = as_type(codes.flatten(), torch.int16)
+            return self.pairs().index_select(0, words.to(torch.int32)).view(values.dtype).view(codes.shape)
+        if values.dim() > 1 and values.dtype == torch.int8 and values.shape[1] in WORDS:
+            values = values.view(WORDS[values.shape[1]]).flatten()          # a row is a word: looked up ten times as fast
+        elif values.dim() > 1:
+            return entries(values, codes)
+        found = values.index_select(0, codes.flatten().to(torch.int32))
+        return found.view(self.values.dtype).view(*codes.shape, *self.values.shape[1:])
+
+    def pairs(self) -> Tensor:
+        """The numbers of two codes as one word, at the word of the codes' bytes: half as many are looked up."""
+        if self._pairs is None:
+            words = torch.arange(FEW << 8, device="cpu")
+            codes = torch.stack([words, words >> 8], -1).bitwise_and_(FEW - 1).clamp_(max=len(self.values) - 1)
+            self._pairs = self.values[codes].view(WORDS[2 * self.values.element_size()]).flatten()
+        return self._pairs
+
+    def _chosen(self, codes: Tensor) -> Tensor:
+        """The same by the bits of the codes, one after the other: operations of which a compiler makes vectors.
+
+        Raises RuntimeError for a table that is too long for that.
+        """
+        if self.values.dim() > 1 or len(self.numbers) > FEW:
+            raise RuntimeError(f"a table of {len(self.numbers)} numbers is not looked up in a program that is traced")
+        wide = codes.to(torch.int32)
+        left: list[Any] = [*self._bits, *self._bits[-1:] * (FEW - len(self._bits))]
+        for bit in range(FEW.bit_length() - 1):
+            mask = wide << 31 - bit >> 31
+            left = [(mask & (a ^ b)) ^ a for a, b in zip(left[::2], left[1::2], strict=True)]
+        found: Tensor = left[0].view(self.values.dtype)
+        return found

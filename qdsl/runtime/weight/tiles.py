@@ -1,0 +1,157 @@
+"""Walking a weight in tiles that fit a cache, cut where its storage and its blocks allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qdsl.core.shapes import axis, granule
+from qdsl.runtime.weight.arrays import empty
+from qdsl.runtime.weight.layout import Field, Variant
+from qdsl.runtime.weight.packed import FormatError, Misfit, PackedWeight
+
+TILE = 1 << 20                                                   # weights per tile: few enough for a cache, many enough per call
+
+
+def row_tiles(packed: PackedWeight, weights: int = TILE) -> Iterator[tuple[int, int]]:
+    """Row ranges of about `weights` weights, where the storage and its blocks can be cut."""
+    n, k = packed.shape
+    least = packed.step("N")
+    rows = max(1, weights // max(1, k) // least) * least
+    for start in range(0, n, rows):
+        yield start, min(n, start + rows)
+
+
+def decode_rows(packed: PackedWeight, start: int, stop: int, out: Tensor) -> None:
+    """Weights of rows [start, stop) into out [stop - start, K], in rectangles in which all blocks are whole or alone.
+
+    They have about as many weights as a tile, even where the storage cannot be cut so.
+    """
+    part = packed if (start, stop) == (0, packed.shape[0]) else packed.cut("N", start, stop)
+    variant = packed.variant
+    fields = unpack(part)
+    if axis(variant.cuts[1]).dim in ("N*K", "1"):
+        _decode_flat(variant, fields, packed.sizes, out)
+        return
+    row_cut, column_cut = (axis(text).by(packed.sizes) for text in variant.cuts)
+    rows = list(_pieces(part.shape[0], row_cut, TILE // max(1, part.shape[1])))
+    columns = list(_pieces(part.shape[1], column_cut, part.shape[1]))
+    if len(rows) == len(columns) == 1 or not fields.keys().isdisjoint(_indices(variant)):
+        variant.decode(**fields, out=out)
+        return
+    for r0, r1 in rows:
+        for c0, c1 in columns:
+            shown = {name: _rectangle(variant, packed.sizes, name, field, (r0, r1), (c0, c1)) for name, field in fields.items()}
+            variant.decode(**shown, out=out[r0:r1, c0:c1])
+
+
+def _decode_flat(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str, int], out: Tensor) -> None:
+    """Rows one after the other: whole blocks, then the short one that is left; of scattered blocks, some weights of each."""
+    made = out if out.is_contiguous() else empty(out.shape, out.dtype, out.device)
+    cut = axis(variant.cuts[1])
+    shared = {name for name in fields if cut.dim == "1" and len(variant.fields[name].axes) < 2}
+    step = max(1, *(fields[name].numel() for name in shared)) if shared else cut.by(sizes)
+    pieces = list(_pieces(out.numel(), step, TILE))
+    for start, stop in pieces:
+        if len(pieces) == 1:
+            variant.decode(**fields, out=made)
+            break
+        shown = {name: field if name in shared else _flat_piece(variant.fields[name], field, start, stop, sizes)
+                 for name, field in fields.items()}
+        variant.decode(**shown, out=made.view(-1)[start:stop])
+    if made is not out:
+        out.copy_(made)
+
+
+def _flat_piece(field: Field, values: Tensor, start: int, stop: int, sizes: Mapping[str, int]) -> Tensor:
+    """The values of flat positions [start, stop), which are whole blocks or one."""
+    if len(field.axes) == 2:
+        return values.flatten()[start:stop]
+    by = [each.by(sizes) for each in field.axes]
+    return values[start // by[0]:-(-stop // by[0])] if by else values
+
+
+def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], options: Mapping[str, Any], step: int = 1,
+                ) -> Iterator[dict[str, Tensor]]:
+    """The fields that a variant's encode scheme chooses, for a tile of rows after the other: whole blocks, multiples of `step`.
+
+    Raises FormatError for a weight that is not finite, and where encode does.
+    """
+    assert variant.encode is not None
+    n, k = weight.shape
+    at_once = variant.cuts[1] == "1"
+    if not weight.numel():
+        whole = math.lcm(*(max(1, each.by(sizes)) for field in variant.fields.values() for each in field.axes)) if at_once else 1
+        zeros = weight.new_zeros((max(n, 1), max(k, 1) * whole), dtype=torch.float32)
+        yield _nothing(variant, variant.encode(zeros, **options), sizes, (n, k))
+        return
+    chosen = [field for field in variant.fields.values() if field.type != "index"]
+    blocks = [granule(field.axes, "N", sizes, k) if field.axes and field.axes[0].dim in ("N", "N*K") and not at_once else n
+              for field in chosen]
+    least = max(1, math.lcm(step, *blocks))
+    rows = max(1, TILE // max(1, k) // least) * least
+    for start in range(0, n, rows):
+        part = weight[start:start + rows]
+        part = part.float() if part.element_size() in (1, 8) else part                 # torch does not compute in FP8
+        _check_finite(part, start)
+        try:
+            fields = dict(variant.encode(part, **options))
+        except Misfit as error:
+            if any(field.axes and field.axes[0].dim == "N*K" for field in chosen):
+                variant.encode(weight, **options)                # blocks of the flat position: it says which
+            raise error.after(start // max(blocks)) from None    # what does not fit is of the blocks of most rows, the scale's
+        yield fields
+
+
+def _nothing(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str, int], shape: tuple[int, int],
+             ) -> dict[str, Tensor]:
+    """Fields of a single zero, cut to those of an empty weight."""
+    found = dict(fields)
+    for name, field in fields.items():
+        for place, each in enumerate(variant.fields[name].axes):
+            found[name] = found[name].narrow(place, 0, min(field.shape[place], each.extent(*shape, sizes) or 0))
+    return found
+
+
+def _check_finite(weight: Tensor, start: int = 0) -> None:
+    """Raises FormatError with the first row that is not, counted from `start`."""
+    if math.isfinite(float(weight.sum())):                       # one fast pass; a sum that overflows is looked at again
+        return
+    if not bool(torch.isfinite(weight).all()):
+        n, k = (int(i) for i in torch.nonzero(~torch.isfinite(weight))[0])
+        raise FormatError(f"the weight is {float(weight[n, k])} at row {start + n}, column {k}")
+
+
+def unpack(packed: PackedWeight) -> dict[str, Tensor]:
+    """The fields of a weight; an index whose columns lie in order is left out, as one that is not stored."""
+    layout = packed.layout
+    assert packed.order is None, "tiles are decoded with columns as they are stored"
+    tensors = [packed.tensors.get(name) if name not in packed.in_order else None for name in layout.coded]
+    return layout.fields_of(tensors, packed.extents)
+
+
+def _indices(variant: Variant) -> set[str]:
+    return {name for name, field in variant.fields.items() if field.type == "index"}
+
+
+def _pieces(length: int, step: int, most: int) -> Iterator[tuple[int, int]]:
+    """Whole blocks, as many as `most` has, then the short one that is left."""
+    whole = length // step * step
+    by = max(1, most // step) * step
+    for start in range(0, whole, by):
+        yield start, min(start + by, whole)
+    if whole < length:
+        yield whole, length
+
+
+def _rectangle(variant: Variant, sizes: Mapping[str, int], name: str, field: Tensor, rows: tuple[int, int],
+               columns: tuple[int, int]) -> Tensor:
+    for place, each in enumerate(variant.fields[name].axes):
+        start, stop = rows if each.dim == "N" else columns
+        by = each.by(sizes)
+        field = field.narrow(place, start // by, -(-stop // by) - start // by)
+    return field

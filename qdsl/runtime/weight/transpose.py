@@ -1,0 +1,343 @@
+"""A change of storage as moves of whole words, a tile at a time in a cache, never one byte per code.
+
+Where the bits of a piece lie at digits of its coordinates in both storages, the change permutes digits of (word, bit in word).
+Digits that stay outside of words are axes of a view, and moving them is a copy.  A digit of 2 that leaves a word changes
+places with one that comes in, for pairs of words a and b that differ in that digit alone:
+
+    t = ((a >> s) ^ b) & m;  b ^= t;  a ^= t << s
+
+where s is the bit's step in the word and m the bits at which it is 0.  Two digits that only change places inside of words take
+the same with a for b.  AWQ to GPTQ is so three rounds for the digits of 8 rows and 8 columns, then one copy.
+
+Columns that move all over K (act-order) are gathered in between, when all digits of k are outside of words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise, product
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime.weight.bits import Placed
+
+WORDS = {32: torch.int32, 16: torch.int16, 8: torch.int8}
+TILE = 1 << 16                                                   # words per tile: what is worked on fits a cache
+SHARED = 1 << 17                                                 # the same for each of several threads, whose calls cost more
+GATHERED = 1 << 21                                               # bits of a tile whose columns are gathered
+LAUNCHED = 1 << 24                                               # words per tile where every step is a launch
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """An axis of the words at work: extent, and its steps in words of the source and of the result.
+
+    A step of None means that the digit is not there: only index 0 is read (the rest is 0), or written.
+    """
+
+    extent: int
+    source: int | None
+    result: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The digit of `step` bits in a word changes places with that of `axis`, or where it is None with that of `other` bits."""
+
+    step: int
+    axis: int | None
+    other: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Words of `bits` bits, and their axes in the order in which they are worked on.
+
+    first, last: the word at which source and result begin.  clear: bits that no element has, which are to be 0.
+    """
+
+    bits: int
+    axes: tuple[Axis, ...]
+    rounds: tuple[Round, ...]
+    first: int
+    last: int
+    clear: int
+
+    @property
+    def filled(self) -> int:
+        """How many bits of the result are written."""
+        return self.bits * math.prod(axis.extent for axis in self.axes if axis.result is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Digit:
+    """A digit of an element's coordinates or bits, with its steps in bits in both storages; None where it has none."""
+
+    extent: int
+    source: int | None
+    result: int | None
+
+
+@lru_cache(maxsize=256)
+def plan(source: Placed, result: Placed, width: int) -> Plan | None:
+    """How a piece of `width` bits goes from one place to the other; None where it does not move by digits of words.
+
+    Words are as long as they can be, but rather have all their bits from the piece.
+    """
+    found: Plan | None = None
+    for bits in WORDS:
+        digits = _digits(source, result, width, bits)
+        whole = digits is not None and all(digit.source is not None and digit.result is not None for digit in digits)
+        if digits is not None and (whole or found is None):
+            found = _ordered(digits, source.start // bits, result.start // bits, bits)
+        if whole:
+            break
+    return found
+
+
+# -- digits -----------------------------------------------------------------------------------------------------------
+
+
+def _digits(source: Placed, result: Placed, width: int, bits: int) -> list[_Digit] | None:
+    """The digits that both places have in common, those inside of words of `bits` bits two by two; None where there are none."""
+    if width & (width - 1) or width > bits or any(at % bits for at in (source.start, source.size, result.start, result.size)):
+        return None
+    digits = [_Digit(2, 1 << i, 1 << i) for i in range(width.bit_length() - 1)]
+    for before, after in zip(source.coordinates, result.coordinates, strict=True):
+        left, right = _at_words(before, bits), _at_words(after, bits)
+        both = _refined(left, right) if left is not None and right is not None else None
+        if both is None:
+            return None
+        for digit in both:
+            inside = min(digit.source or 0, digit.result or 0) < bits
+            if inside and digit.extent & (digit.extent - 1):
+                return None
+            digits += _by_two(digit) if inside else [digit]
+    places = [1 << i for i in range(bits.bit_length() - 1)]
+    found = [[digit.source for digit in digits if (digit.source or 0) < bits],
+             [digit.result for digit in digits if (digit.result or 0) < bits]]
+    if any(len(set(steps)) < len(steps) or not set(steps) <= set(places) for steps in found):
+        return None
+    return [*digits, *(_Digit(2, step, None) for step in places if step not in found[0]),
+            *(_Digit(2, None, step) for step in places if step not in found[1])]
+
+
+def _at_words(digits: Sequence[tuple[int, int]], bits: int) -> list[tuple[int, int]] | None:
+    """The same digits, each inside or outside of words."""
+    found: list[tuple[int, int]] = []
+    for extent, step in digits:
+        if step >= bits or extent * step <= bits:
+            if step >= bits and step % bits and extent > 1:
+                return None
+            found.append((extent, step))
+        elif bits % step or extent % (bits // step):
+            return None
+        else:
+            found += [(bits // step, step), (extent * step // bits, bits)]
+    return [(extent, step) for extent, step in found if extent > 1]
+
+
+def _refined(left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]) -> list[_Digit] | None:
+    """Two lists of digits of one coordinate, fastest first, cut at the same weights."""
+    sides = []
+    weights = {1}
+    for digits in (left, right):
+        weight = 1
+        for extent, _ in digits:
+            weight *= extent
+            weights.add(weight)
+    cuts = sorted(weights)
+    if any(b % a for a, b in pairwise(cuts)):
+        return None
+    for digits in (left, right):
+        steps: list[int] = []
+        weight = 1
+        for extent, step in digits:
+            steps += [step * (cut // weight) for cut in cuts if weight <= cut < weight * extent]
+            weight *= extent
+        sides.append(steps)
+    return [_Digit(b // a, x, y) for (a, b), x, y in zip(pairwise(cuts), *sides, strict=True)]
+
+
+def _by_two(digit: _Digit) -> list[_Digit]:
+    assert digit.source is not None and digit.result is not None
+    return [_Digit(2, digit.source << i, digit.result << i) for i in range(digit.extent.bit_length() - 1)]
+
+
+# -- rounds -----------------------------------------------------------------------------------------------------------
+
+
+def _ordered(digits: Sequence[_Digit], first: int, last: int, bits: int) -> Plan:
+    """The rounds that bring every digit to its place in the word, and the axes in the order that suits them."""
+    held = {digit.source: digit for digit in digits if digit.source is not None and digit.source < bits}
+    wanted = {digit.result: digit for digit in digits if digit.result is not None and digit.result < bits}
+    clear = 0
+    for step, digit in held.items():
+        if digit.result is None and wanted[step].source is None:             # no element has this bit, before and after
+            held[step] = wanted[step]
+            clear |= ~zeros(step, bits)
+    outside = [digit for digit in digits if digit not in held.values() and (digit.source is None or digit.source >= bits)]
+    slots = list(outside)                                        # what each axis holds by now
+    rounds: list[Round] = []
+    while open_ := [step for step in held if held[step] != wanted[step]]:
+        step = next((step for step in open_ if wanted[step] in slots), open_[0])
+        if wanted[step] in slots:
+            axis = slots.index(wanted[step])
+            rounds.append(Round(step, axis))
+            slots[axis], held[step] = held[step], wanted[step]
+        else:
+            other = next(place for place in held if held[place] == wanted[step])
+            rounds.append(Round(min(step, other), None, max(step, other)))
+            held[step], held[other] = held[other], held[step]
+    axes = [Axis(before.extent, _words(before.source, bits), _words(after.result, bits))
+            for before, after in zip(outside, slots, strict=True)]
+    return _sorted(Plan(bits, tuple(axes), tuple(rounds), first, last, clear & (1 << bits) - 1))
+
+
+def _sorted(made: Plan) -> Plan:
+    """Axes of rounds before the others, those as they lie in the result, these as they lie in the source."""
+    moved = {each.axis for each in made.rounds}
+    far = [(axis.result if i in moved else axis.source) or 0 for i, axis in enumerate(made.axes)]
+    order = sorted(range(len(made.axes)), key=lambda i: (i not in moved, -far[i]))
+    rounds = tuple(replace(each, axis=None if each.axis is None else order.index(each.axis)) for each in made.rounds)
+    return replace(made, axes=tuple(made.axes[i] for i in order), rounds=rounds)
+
+
+def _words(step: int | None, bits: int) -> int | None:
+    return None if step is None else step // bits
+
+
+def zeros(step: int, bits: int) -> int:
+    """The bits of a word at which the digit of this step is 0."""
+    return sum((1 << step) - 1 << at for at in range(0, bits, 2 * step))
+
+
+# -- work -------------------------------------------------------------------------------------------------------------
+
+
+def move(made: Plan, source: Tensor, result: Tensor) -> None:
+    """From one contiguous tensor to another, of any types."""
+    source, result = _flat(source, made.bits), _flat(result, made.bits)
+    read = _view(source, made.first, [(1 if axis.source is None else axis.extent, axis.source) for axis in made.axes])
+    written = _view(result, made.last, [(1 if axis.result is None else axis.extent, axis.result) for axis in made.axes])
+    if not made.rounds and not made.clear and read.shape == written.shape:
+        written.copy_(read)
+        return
+    work: dict[tuple[int, ...], Workspace] = {}
+    threads = torch.get_num_threads()
+    words = LAUNCHED if source.device.type == "cuda" else TILE if threads == 1 else SHARED * threads
+    for tile in _tiles(made, words):
+        shape = tuple(length for _, length in tile)
+        space = work.get(shape) or work.setdefault(shape, Workspace(made, shape, source))
+        space.take(_part(read, tile))
+        space.turn()
+        _part(written, tile).copy_(space.words[space.kept])
+
+
+def _flat(tensor: Tensor, bits: int) -> Tensor:
+    """A tensor as words, copied where it does not begin at one."""
+    if tensor.storage_offset() * tensor.element_size() * 8 % bits:
+        tensor = tensor.clone()
+    return tensor.view(-1).view(WORDS[bits])
+
+
+class Workspace:
+    """Words of a tile, and half as many for the differences of a round."""
+
+    def __init__(self, made: Plan, shape: tuple[int, ...], like: Tensor) -> None:
+        self.words = like.new_zeros(shape)
+        self.difference = like.new_empty(math.prod(shape))
+        self.found = tuple(slice(None) if axis.source is not None else slice(0, 1) for axis in made.axes)
+        self.kept = tuple(slice(None) if axis.result is not None else slice(0, 1) for axis in made.axes)
+        self.partial = any(axis.source is None for axis in made.axes)
+        self.clear = like.new_tensor(_signed(~made.clear, made.bits)) if made.clear else None
+        self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
+        for each in made.rounds:
+            a, b, by, at = self._pair(each, made.bits)
+            self.steps.append((a, b, self.difference[:a.numel()].view(a.shape), like.new_tensor(by),
+                               like.new_tensor(_signed(at, made.bits))))
+
+    def _pair(self, each: Round, bits: int) -> tuple[Tensor, Tensor, int, int]:
+        """What changes places: the words, by how many bits, and the bits of the second ones."""
+        if each.axis is None:
+            return self.words, self.words, each.other - each.step, ~zeros(each.step, bits) & zeros(each.other, bits)
+        return self.words.select(each.axis, 0), self.words.select(each.axis, 1), each.step, zeros(each.step, bits)
+
+    def take(self, source: Tensor) -> None:
+        if self.partial:
+            self.words.zero_()
+        self.words[self.found].copy_(source)
+        if self.clear is not None:
+            self.words.bitwise_and_(self.clear)
+
+    def turn(self) -> None:
+        """All rounds."""
+        for a, b, difference, by, at in self.steps:
+            torch.bitwise_right_shift(a, by, out=difference)
+            difference.bitwise_xor_(b).bitwise_and_(at)
+            b.bitwise_xor_(difference)
+            a.bitwise_xor_(difference.bitwise_left_shift_(by))
+
+
+def gather(source: Placed, result: Placed, width: int, columns: Tensor, stored: Tensor, made: Tensor) -> bool:
+    """As move, for column columns[j], int64 [K], of the source in place of column j; False where words are no way to do it.
+
+    Rows are few enough for a cache; in between their columns lie one after the other, `width` bits of several rows in a word.
+    """
+    bits = max(WORDS)
+    (rows, k) = (math.prod(extent for extent, _ in each) for each in source.coordinates)
+    least = math.lcm(bits // width, *(rows // placed.coordinates[0][-1][0] for placed in (source, result)))
+    step = max(1, GATHERED // max(1, k * width) // least) * least
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        if count % least:
+            return False
+        between = Placed(0, k * count * width, (((count * width // bits, bits), (bits // width, width)), ((k, count * width),)))
+        first, last = plan(source.rows(start, count), between, width), plan(between, result.rows(start, count), width)
+        if first is None or last is None:
+            return False
+        words = stored.new_empty((k, count * width // bits), dtype=WORDS[bits])
+        move(first, stored, words)
+        move(last, words.index_select(0, columns), made)
+    return True
+
+
+def _view(words: Tensor, start: int, axes: Sequence[tuple[int, int | None]]) -> Tensor:
+    return words.as_strided([extent for extent, _ in axes], [step or 0 for _, step in axes], words.storage_offset() + start)
+
+
+def _signed(value: int, bits: int) -> int:
+    """A word as the signed integer of its bits."""
+    return (value + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
+
+
+Tile = tuple[tuple[int, int], ...]                               # first index and length along every axis
+
+
+def _tiles(made: Plan, words: int) -> Iterator[Tile]:
+    """Parts of about `words` words; axes along which both sides move far are cut first, those of rounds never."""
+    lengths = [axis.extent for axis in made.axes]
+    moved = {each.axis for each in made.rounds}
+    free = [i for i, axis in enumerate(made.axes) if i not in moved and axis.source is not None and axis.result is not None]
+    for i in sorted(free, key=lambda i: _apart(made.axes[i]), reverse=True):
+        others = math.prod(lengths) // lengths[i]
+        lengths[i] = min(lengths[i], max(1, words // others))
+    ranges = [range(0, axis.extent, length) for axis, length in zip(made.axes, lengths, strict=True)]
+    for starts in product(*ranges):
+        yield tuple((start, min(length, axis.extent - start))
+                    for start, length, axis in zip(starts, lengths, made.axes, strict=True))
+
+
+def _apart(axis: Axis) -> tuple[int, int]:
+    return min(axis.source or 0, axis.result or 0), axis.source or 0
+
+
+def _part(view: Tensor, tile: Tile) -> Tensor:
+    for axis, (start, length) in enumerate(tile):
+        if length < view.shape[axis]:
+            view = view.narrow(axis, start, length)
+    return view

@@ -1,0 +1,161 @@
+"""FP8 files of ComfyUI: scales under its names, what its tensors and headers say of formats, and casts without scales."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from qdsl.checkpoint.detect.layer_weights import weights
+from qdsl.checkpoint.detect.layers import Layers, layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import write
+from qdsl.checkpoint.report.contents import contents
+from qdsl.cli import app
+from qdsl.generated import fp8_tensor, nvfp4_modelopt
+from qdsl.runtime.gpu import launch
+
+FP8 = torch.float8_e4m3fn
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAYER = "double_blocks.0.img_attn.qkv"
+SETTINGS = {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}
+
+
+def bytes_of_json(settings: Mapping[str, Any]) -> Tensor:
+    return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
+
+
+def cast(weight: Tensor) -> dict[str, Tensor]:
+    return {"weight": weight.to(FP8)}
+
+
+def old(weight: Tensor) -> dict[str, Tensor]:
+    """With the names of 2024: their reader multiplies codes by scale_weight."""
+    scale = weight.abs().max() / 448
+    return {"weight": (weight / scale).to(FP8), "scale_weight": scale.view(1), "scale_input": torch.ones(1)}
+
+
+def new(weight: Tensor) -> dict[str, Tensor]:
+    """With those of 2026, and JSON of the layer in a tensor."""
+    scale = weight.abs().max() / 448
+    return {"weight": (weight / scale).to(FP8), "weight_scale": scale, "input_scale": torch.tensor(0.5),
+            "comfy_quant": bytes_of_json(SETTINGS)}
+
+
+FILES = {"cast": cast, "old": old, "new": new}
+
+
+def expected(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The weight of a layer, as ComfyUI computes it in float32."""
+    scale = tensors.get("scale_weight", tensors.get("weight_scale"))
+    return tensors["weight"].float() * (1 if scale is None else scale.float())
+
+
+def read(path: Path) -> Layers:
+    with Folder(path) as folder:
+        return layers(folder)
+
+
+def write_layers(path: Path, modules: Mapping[str, Mapping[str, Tensor]], metadata: Mapping[str, str] | None = None,
+                 **others: Tensor) -> Path:
+    write(path, {**{f"{module}.{leaf}": tensor for module, tensors in modules.items() for leaf, tensor in tensors.items()},
+                 **others}, metadata)
+    return path
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_layers_of_a_file(kind: str, prefix: str, tmp_path: Path) -> None:
+    """Weights are ComfyUI's; norms and biases of 8 bits are plain numbers, and so is its marker."""
+    tensors = FILES[kind](torch.randn(96, 64))
+    others = {f"{prefix}norm.scale": torch.ones(64).to(FP8), f"{prefix}conv.weight": torch.ones(8, 4, 2, 2).to(FP8),
+              **({} if kind == "cast" else {f"{prefix}scaled_fp8": torch.empty(2, dtype=FP8)})}
+    path = write_layers(tmp_path / "model.safetensors", {prefix + LAYER: {**tensors, "bias": torch.ones(96).to(FP8)}}, **others)
+    with Folder(path) as folder:
+        found = layers(folder)
+        [layer] = found.layers
+        [weight] = weights(folder, layer)
+    assert (layer.name, layer.format, layer.why, layer.problems) == (prefix + LAYER, "fp8_tensor", "", ())
+    assert fp8_tensor.dequantize(weight, torch.float32).equal(expected(tensors)) and sorted(found.plain) == sorted(others)
+    data = contents(path)
+    assert data["layers"][0]["params"] == ({} if kind == "cast" else {"scale_type": "f32"}) and not data["contradictions"]
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_a_header_says_the_formats_of_layers(prefix: str, tmp_path: Path) -> None:
+    """Names in it may lack the prefix of the tensors' names."""
+    blocks = {"format": "int8_blockwise", "group_size": 128}
+    stated = json.dumps({"format_version": "1.0", "layers": {LAYER: SETTINGS, "other": blocks}})
+    tensors = {name: tensor for name, tensor in new(torch.randn(128, 128)).items() if name != "comfy_quant"}
+    path = write_layers(tmp_path / "model.safetensors", {prefix + LAYER: tensors, prefix + "other": {
+        "weight": torch.ones(128, 128, dtype=torch.int8), "weight_scale": torch.ones(1, 1)}}, {"_quantization_metadata": stated})
+    one, other = read(path).layers
+    assert (one.format, one.why) == ("fp8_tensor", "")
+    assert other.why == "quantized in a way that is not known: format = int8_blockwise, group_size = 128"
+
+
+def test_formats_of_comfyui_that_are_not_read(tmp_path: Path) -> None:
+    """Its NVFP4 has other places for nibbles and scales than ModelOpt's, whose tensors have the same names and shapes."""
+    tensors = nvfp4_modelopt.quantize(torch.randn(128, 64)).tensors
+    assert read(write_layers(tmp_path / "modelopt.safetensors", {LAYER: tensors})).layers[0].format == "nvfp4_modelopt"
+    tensors = {**tensors, "comfy_quant": bytes_of_json({"format": "nvfp4"})}
+    [layer] = read(write_layers(tmp_path / "comfyui.safetensors", {LAYER: tensors})).layers
+    assert (layer.format, layer.why) == ("", "quantized in a way that is not known: format = nvfp4")
+
+
+@pytest.mark.parametrize("damage", ["bytes", "json", "scale", "scale_weight"])
+def test_damaged_files(damage: str, tmp_path: Path) -> None:
+    """Text that is no JSON, a scale that is missing though the file states one, and bytes that may be anything."""
+    tensors, others = new(torch.randn(96, 64)), {}
+    if damage == "scale":
+        del tensors["weight_scale"]
+    elif damage == "scale_weight":
+        tensors, others = cast(torch.randn(96, 64)), {"scaled_fp8": torch.empty(0, dtype=FP8)}
+    elif damage == "json":
+        tensors["comfy_quant"] = tensors["comfy_quant"][:-1]
+    else:
+        tensors = {"weight": tensors["weight"].view(torch.uint8)}
+    [layer] = read(write_layers(tmp_path / "model.safetensors", {LAYER: tensors}, **others)).layers
+    what = {"bytes": "not known: weight U8", "json": "JSON", "scale": "needs a scale", "scale_weight": "needs a scale"}
+    assert layer.format == "" and what[damage] in layer.why
+
+
+def test_commands_on_files(tmp_path: Path) -> None:
+    """The same weights under both names are equal; conversion keeps them, and what spoke of the old tensors goes."""
+    weight = torch.randn(96, 64)
+    paths = {kind: write_layers(tmp_path / f"{kind}.safetensors", {LAYER: {
+        leaf: tensor for leaf, tensor in make(weight).items() if leaf not in ("scale_input", "input_scale")}})
+        for kind, make in FILES.items()}
+    assert run("verify", paths["old"], paths["new"], "--decoded") == "equal\n"
+    for kind, path in paths.items():
+        run("convert", path, "--to", "torchao", "--out", tmp_path / kind)
+        assert run("verify", path, tmp_path / kind, "--decoded") == "equal\n"
+        run("convert", path, "--requantize", "q8_0", "--out", tmp_path / f"{kind}-q8_0")
+        with Folder(tmp_path / f"{kind}-q8_0") as folder:
+            assert [*folder.names()] == [f"{LAYER}.blocks"]
+
+
+def run(*arguments: str | Path) -> str:
+    result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_kernels_without_a_scale() -> None:
+    """They compute what those of a scale of 1 do, and so does the planar storage."""
+    codes = (torch.randn(48, 64) * 3).to(FP8)
+    bare, scaled = fp8_tensor.wrap({"weight": codes}), fp8_tensor.wrap({"weight": codes, "weight_scale": torch.ones(1)})
+    assert list(bare.tensors) == ["weight"]
+    x = torch.randn(3, 64)
+    for one, other in ((bare, scaled), (fp8_tensor.FORMAT.planar(bare), fp8_tensor.FORMAT.planar(scaled))):
+        weight, out, same = (torch.empty(shape, device=DEVICE) for shape in ((48, 64), (3, 48), (3, 48)))
+        launch.dequantize(one.to(DEVICE), weight)
+        launch.linear(x.to(DEVICE), one.to(DEVICE), None, out)
+        launch.linear(x.to(DEVICE), other.to(DEVICE), None, same)
+        assert weight.cpu().equal(codes.float()) and out.equal(same)

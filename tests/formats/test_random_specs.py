@@ -1,0 +1,215 @@
+"""Random formats, from codes of all widths in all kinds of layouts: storage, reference and kernels against plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import qdsl
+from qdsl.compiler.spec.source import SpecError
+from qdsl.core.numbers import number
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.gpu import launch
+from qdsl.runtime.weight.match import torch_dtype
+from tests.support.formats import same_bits
+from tests.support.interpreter import INTERPRETED, guarded
+
+SPECS = 150
+DEVICE = "cpu" if INTERPRETED else "cuda"
+ROWS, COLUMNS = (1, 2, 3, 8, 32, 65), (1, 5, 8, 12, 20, 64, 70, 192)
+ELEMENTS = {8: "u8", 16: "i16", 32: "i32"}
+FLOATS = ("f16", "bf16", "f32")
+VALUES = {"s": FLOATS, "a": FLOATS, "z": ("u4", "i4", "u8", "i8", "i6", "f16", "u12", "i16", "u16")}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A spec's text, its fields (type, subscripts), and its formula."""
+
+    text: str
+    fields: dict[str, tuple[str, tuple[str, ...]]]
+    decode: str
+
+
+def drawn(seed: int) -> Drawn:
+    draw = random.Random(seed)
+    bits = draw.choice((1, 2, 3, 4, 4, 4, 5, 6, 7, 8))
+    fields = {"q": (f"{draw.choice('ui') if bits > 1 else 'u'}{bits}", ("n", "k"))}
+    for name in ("s", "a", "z")[:draw.choice((1, 2, 2, 3))]:
+        fields[name] = (draw.choice(VALUES[name]), subscripts(draw))
+    code = draw.choice(("q", "q", "(q - 8)", "(q - 3)"))
+    code = f"({code} - z)" if "z" in fields else code
+    decode = draw.choice((f"{code} * s", f"s * {code}"))
+    if "a" in fields:
+        decode = draw.choice((f"{decode} * a", f"a * {decode}", f"{decode} - a", f"{decode} + a * s", f"-{decode} / a"))
+    in_base3 = fields["q"][0] == "u2" and draw.random() < 0.7
+    tensors = digits(draw) if in_base3 else codes(draw, bits)
+    tensors += "".join(values(draw, name, *fields[name]) for name in fields if name != "q")
+    params = "params: {group: [32, 7, -1]}\n" if any("group" in i for _, index in fields.values() for i in index) else ""
+    shown = "".join(f"  {name}: {kind}[{', '.join(index)}]\n" for name, (kind, index) in fields.items())
+    text = f"format: drawn\nweight: [N, K]\n{params}fields:\n{shown}decode: {decode}\nstorage:\n  p:\n{tensors}"
+    return Drawn(text, fields, decode)
+
+
+def subscripts(draw: random.Random) -> tuple[str, ...]:
+    rows = draw.choice(("", "n", "n", "n", f"n // {draw.choice((2, 3, 16, 64))}"))
+    columns = draw.choice(("", "k", f"k // {draw.choice((4, 5, 16, 32, 48, 64))}", "k // 32", "k // group"))
+    return tuple(index for index in (rows, columns) if index)
+
+
+def tensor(name: str, kind: str, axes: list[str], record: str) -> str:
+    return f"    {name}:\n      tensor: {kind}[{', '.join(axes)}]\n      record: \"{record}\"\n"
+
+
+def codes(draw: random.Random, bits: int) -> str:
+    """One of the ways to lay codes: words along K or N, streams, planes of bits, a code in a byte, split records."""
+    width = draw.choice((8, 16, 32))
+    kind, run = ELEMENTS[width], math.lcm(bits, width) // bits
+    match draw.choice(("along k", "along n", "stream along k", "stream along n", "planes", "byte", "split")):
+        case "along k":
+            axes = [f"t<{draw.choice((f'K/{run}', f'ceil(K/{run})'))} word", "n<N"]
+            return tensor("codes", kind, axes[::draw.choice((1, -1))], f"i<{run}: q[n, {run}*t + i]")
+        case "along n":
+            axes = [f"t<{draw.choice((f'N/{run}', f'ceil(N/{run})'))} word", "k<K"]
+            return tensor("codes", kind, axes[::draw.choice((1, -1))], f"i<{run}: q[{run}*t + i, k]")
+        case "stream along k":
+            return tensor("codes", kind, ["n<N", "word"], "k<K: q[n, k]")
+        case "stream along n":
+            return tensor("codes", kind, ["word", "k<K"], "n<N: q[n, k]")
+        case "byte":
+            before = draw.randint(0, 8 - bits)
+            return tensor("codes", "u8", ["n<N", "k<K"], padded("q[n, k]", before, 8 - bits - before))
+        case "planes":
+            extent = draw.choice(("K/8", "ceil(K/8)"))
+            part = ".at({}):1" if bits > 1 else ""
+            return "".join(tensor(f"plane{b}", "u8", ["n<N", f"j<{extent}"], f"i<8: q[n, 8*j + i]{part.format(b)}")
+                           for b in range(bits))
+    high = draw.randint(1, max(1, bits - 1))
+    if bits == 1:
+        return tensor("codes", "u8", ["n<N", "t<K/64 word"], "l<64: q[n, 64*t + l]")
+    lines = [f"{draw.choice(('l<32 j<2:', 'j<2 l<32:'))} q[n, 64*t + 32*j + l].{part}"
+             for part in (f"lo:{bits - high}", f"hi:{high}")]
+    draw.shuffle(lines)
+    return "    codes:\n      tensor: u8[n<N, t<K/64 word]\n      record: |\n" + "".join(f"        {line}\n" for line in lines)
+
+
+def digits(draw: random.Random) -> str:
+    """Base-3 digits in bytes, in one range or in two whose bytes have unlike numbers of digits."""
+    width, bytes_, count = draw.choice((8, 16, 32)), draw.choice((4, 8)), draw.randint(1, 5)
+    tile = bytes_ * count
+    place = draw.choice((f"{bytes_}*j + l", f"{count}*l + j"))
+    lines = [f"l<{bytes_}: base3(j<{count}: q[n, {{tile}}*t + {place}])"]
+    if draw.random() < 0.5:
+        more = draw.randint(1, 5)
+        lines.append(f"l<4: base3(j<{more}: q[n, {{tile}}*t + {tile} + 4*j + l])")
+        tile += 4 * more
+        draw.shuffle(lines)
+    extent = draw.choice((f"K/{tile}", f"ceil(K/{tile})"))
+    record = "".join(f"        {line.format(tile=tile)}\n" for line in lines)
+    return f"    codes:\n      tensor: {ELEMENTS[width]}[n<N, t<{extent} word]\n      record: |\n{record}"
+
+
+def padded(item: str, before: int, after: int) -> str:
+    return f"{f'pad:{before} ' if before else ''}{item}{f' pad:{after}' if after else ''}"
+
+
+def values(draw: random.Random, name: str, kind: str, index: tuple[str, ...]) -> str:
+    """A tensor of one field, an element each."""
+    axes = [f"{'xy'[i]}<{extent(each)}" for i, each in enumerate(index)]
+    item = f"{name}[{', '.join('xy'[:len(index)])}]" if index else name
+    known = number(kind)
+    assert known is not None
+    if known.is_float and draw.random() < 0.25:
+        kind = draw.choice(("i16", "i32")) if known.bits == 16 else "i32"
+        before = draw.choice((0, int(kind[1:]) - known.bits))
+        item = padded(item, before, int(kind[1:]) - known.bits - before)
+    elif not known.is_float:
+        kind = draw.choice(("u8", "i8")) if known.bits <= 8 else "i16"
+        room = int(kind[1:]) - known.bits
+        before = draw.choice((0, room))
+        item = padded(item, before, room - before)
+    return tensor(f"t_{name}", kind, axes[::draw.choice((1, -1))], item)
+
+
+def extent(index: str) -> str:
+    dim = index[0].upper()
+    return f"ceil({dim}/{index.split('// ')[1]})" if "//" in index else dim
+
+
+def block(index: str, length: int, group: int | None) -> int:
+    by = index.split("// ")[1] if "//" in index else "1"
+    return (length if group == -1 else group or 1) if by == "group" else int(by)
+
+
+def filled(spec: Drawn, n: int, k: int, group: int | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Random fields, and each spread over the whole weight, floats in float32."""
+    generator = torch.Generator().manual_seed(n * 1000 + k)
+    fields: dict[str, Tensor] = {}
+    whole: dict[str, Tensor] = {}
+    for name, (kind, index) in spec.fields.items():
+        lengths = [n if each[0] == "n" else k for each in index]
+        blocks = [block(each, length, group) for each, length in zip(index, lengths, strict=True)]
+        shape = [-(-length // by) for length, by in zip(lengths, blocks, strict=True)]
+        known = number(kind)
+        assert known is not None
+        fields[name] = torch.randn(shape, generator=generator).to(torch_dtype(kind)) if known.is_float else \
+            torch.randint(int(known.low), 3 if name == "q" and "base3" in spec.text else int(known.high) + 1, shape,
+                          generator=generator).to(torch_dtype(kind))
+        spread = fields[name].float() if known.is_float else fields[name].to(torch.int32)
+        for axis, (length, by) in enumerate(zip(lengths, blocks, strict=True)):
+            spread = spread.repeat_interleave(by, axis).narrow(axis, 0, length)
+        whole[name] = (spread[:, None] if [each[0] for each in index] == ["n"] else spread).expand(n, k)
+    return fields, whole
+
+
+@pytest.mark.filterwarnings("ignore:(divide|invalid|overflow).*:RuntimeWarning")   # lanes that are masked divide 0 by 0
+@pytest.mark.parametrize("seed", range(SPECS))
+def test_a_drawn_format(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
+    spec = drawn(seed)
+    (tmp_path / "drawn.yaml").write_text(spec.text)
+    try:
+        module = qdsl.load(tmp_path / "drawn.yaml")
+    except SpecError as error:
+        assert "need not nest" in str(error), spec.text           # blocks of group and of a constant
+        return
+    sizes = random.Random(seed).sample([(n, k) for n in ROWS for k in COLUMNS], 12)
+    for group in (32, 7, -1) if "group" in module.SPEC.params else (None,):
+        params = {} if group is None else {"group": group}
+        held = 0
+        for n, k in sizes:
+            fields, whole = filled(spec, n, k, group)
+            try:
+                packed = module.pack(fields, **params)
+            except FormatError as error:
+                assert "must be a multiple of" in str(error)
+                continue
+            found = module.unpack(packed)
+            assert all(same_bits(found[name], field) for name, field in fields.items()), (spec.text, n, k, group)
+            exact = eval(spec.decode, {}, whole)  # noqa: S307
+            check(module, packed, exact, (spec.text, n, k, group))
+            held += 1
+            if held == 2:
+                break
+
+
+def check(module: object, packed: PackedWeight, exact: Tensor, what: object) -> None:
+    assert same_bits(module.dequantize(packed, torch.float32).nan_to_num(9), exact.nan_to_num(9)), what  # type: ignore[attr-defined]
+    packed = packed.to(DEVICE)
+    out = torch.full(packed.shape, torch.nan, device=DEVICE)
+    with guarded(packed, out):
+        launch.dequantize(packed, out)
+    assert same_bits(out.cpu().nan_to_num(9), exact.nan_to_num(9)), what
+    x = torch.randn(2, packed.shape[1], generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    product = torch.full((2, packed.shape[0]), torch.nan, device=DEVICE)
+    with guarded(packed, x, product):
+        launch.linear(x, packed, None, product)
+    wanted, most = x.cpu().double() @ exact.double().t(), x.cpu().double().abs() @ exact.double().abs().t()
+    close = (product.cpu().double() - wanted).abs() <= (packed.shape[1] + 2) * 2.0 ** -24 * most + 1e-30
+    assert bool((close | ~most.isfinite()).all()), what

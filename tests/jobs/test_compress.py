@@ -1,0 +1,660 @@
+"""Whole checkpoints without loss in fewer bits, and back: the package's files, the same bytes however the work is cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from qdsl.checkpoint.detect import layer_weights
+from qdsl.checkpoint.detect.groups import groups
+from qdsl.checkpoint.detect.guard import guarded
+from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.files import checksums
+from qdsl.checkpoint.files.folder import INDEX, Folder
+from qdsl.checkpoint.files.safetensors import write
+from qdsl.checkpoint.report.verify import differences
+from qdsl.checkpoint.report.verify_decoded import decoded_differences
+from qdsl.cli import app
+from qdsl.codecs import df11
+from qdsl.codecs.bfloat16 import HLANE
+from qdsl.generated import bf16, fix4, hlane
+from qdsl.host import processes, system
+from qdsl.host.files import OutputError
+from qdsl.jobs.compress import patterns, restore, run
+from qdsl.jobs.compress.original import ORIGINAL
+from qdsl.jobs.compress.tensors import Coded
+from qdsl.jobs.compress.units import FORMATS, Aim
+from qdsl.jobs.engine import RewriteError, stage
+from tests.support import folders
+from tests.support.paths import ROOT
+
+DF11 = ROOT / "tests" / "data" / "df11" / "compress_model_dir"
+CONFIG = {"model_type": "toy", "tie_word_embeddings": False}
+SHAPES = {"q": (48, 64), "up": (96, 60), "down": (64, 96)}
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02).bfloat16()
+
+
+def model(blocks: int = 2) -> dict[str, torch.Tensor]:
+    """Linear layers in blocks, an embedding, and what stays: biases, norms, a matrix of another type, a small one."""
+    found = {"model.embed_tokens.weight": normal(128, 64, seed=99), "head.weight": normal(8, 4),
+             "table.weight": torch.ones(70, 64)}
+    for block in range(blocks):
+        for number, (name, shape) in enumerate(SHAPES.items()):
+            found[f"model.layers.{block}.mlp.{name}.weight"] = normal(*shape, seed=10 * block + number)
+        found |= {f"model.layers.{block}.mlp.up.bias": normal(96), f"model.layers.{block}.norm.weight": normal(64)}
+    return found
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Block 1 lies in both files."""
+    every = model()
+    late = {name: every.pop(name) for name in ("model.layers.1.mlp.q.weight", "head.weight", "table.weight")}
+    return folders.folder(tmp_path / "in", every, late, config=CONFIG)
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    """A diffusion pipeline: two models that are compressed, an autoencoder, which is not, and a scheduler."""
+    for name, tensors in (("transformer", model()), ("text_encoder", model(1)),
+                          ("vae", {"conv.weight": normal(4, 4, 3, 3), "attention.query.weight": normal(64, 64)})):
+        (tmp_path / "pipe" / name).mkdir(parents=True)
+        parts = [tensors, {"more": torch.ones(3)}] if name == "transformer" else [tensors]
+        for number, part in enumerate(parts):
+            write(tmp_path / "pipe" / name / f"diffusion-{number}.safetensors", part)
+        if len(parts) > 1:
+            placed = {key: f"diffusion-{number}.safetensors" for number, part in enumerate(parts) for key in part}
+            (tmp_path / "pipe" / name / "diffusion.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+        (tmp_path / "pipe" / name / "config.json").write_text(json.dumps({"_class_name": name}))
+    (tmp_path / "pipe" / "model_index.json").write_text("{}")
+    return tmp_path / "pipe"
+
+
+def without(found: Mapping[str, bytes], *names: str) -> dict[str, bytes]:
+    return {name: data for name, data in found.items() if Path(name).name not in names}
+
+
+def command(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+
+
+# The package's files
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of which dfloat11's compress_model made the files of tests/data."""
+    path = tmp_path_factory.mktemp("toy") / "in"
+    path.mkdir()
+    bits = np.load(DF11 / "original_bits.npz")
+    write(path / "model.safetensors", {name: torch.from_numpy(bits[name].view(np.int16)).view(torch.bfloat16)
+                                       for name in bits.files})
+    return path
+
+
+def test_the_files_of_the_package(toy: Path, tmp_path: Path) -> None:
+    """Its file of tensors and its config, byte for byte; and back to the file that they were made of."""
+    found = command("compress", toy, "-f", "df11", "--patterns", DF11 / "config.json", "--plain-config", "-o", tmp_path / "out",
+                    "-j", 1, "--check")
+    assert found.exit_code == 0 and "8 matrices as 4 of df11: 87040 bytes are 62935, 72.31 %, 11.569 bits" in found.stdout
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (DF11 / name).read_bytes()
+    assert command("decompress", tmp_path / "out", "-o", tmp_path / "back", "-j", 1).exit_code == 0
+    assert folders.files(tmp_path / "back") == folders.files(toy)
+
+
+def test_a_folder_of_the_package_with_another_that_says_the_shapes(toy: Path, tmp_path: Path) -> None:
+    shutil.copytree(DF11, tmp_path / "in", ignore=shutil.ignore_patterns("*.npz"))
+    with pytest.raises(RewriteError, match="no file here says what shapes its matrices have; --like REF can"):
+        restore.decompress(tmp_path / "in", tmp_path / "out")
+    report = restore.decompress(tmp_path / "in", tmp_path / "out", like=toy)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (toy / "model.safetensors").read_bytes()
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {} and not report["exact"]
+
+
+def test_groups_become_weights_that_run(toy: Path) -> None:
+    """When they are loaded: each a weight of its own, by the shapes that a model knows."""
+    with Folder(DF11) as folder, Folder(toy) as old:
+        shapes = {name: old.entry(name).shape for name in old.names()}
+        for group in groups(folder):
+            for name, packed in layer_weights.of_group(folder, group, shapes, "fix4").items():
+                assert fix4.dequantize(packed).equal(old.tensor(name))
+        with pytest.raises(ValueError, match=r"'layers\.0\.q\.weight' has \d+ numbers, and not the shape \(2, 2\)"):
+            layer_weights.of_group(folder, groups(folder)[2], {**shapes, "layers.0.q.weight": (2, 2)})
+
+
+def test_a_file_for_each_group(toy: Path, tmp_path: Path) -> None:
+    """With all that lies in its module, as with save_single_file=False."""
+    said = json.dumps({r"layers\.\d+": ["q", "ff.0", "ff.2"]})
+    run.compress(toy, Aim("df11", patterns=patterns.read(said), by_group=True), tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "layers_0.safetensors", "layers_1.safetensors",
+                                                    "model.safetensors", checksums.FILE, ORIGINAL]
+    with Folder(tmp_path / "out") as folder, Folder(DF11) as single:
+        assert folder.file("layers.1.norm.bias").path.name == folder.file("layers.1.luts").path.name == "layers_1.safetensors"
+        assert folder.file("emb.weight").path.name == "model.safetensors"
+        names = [name for name in single.names() if name.startswith("layers")]
+        assert all(folder.tensor(name).equal(single.tensor(name)) for name in names)
+    restore.decompress(tmp_path / "out", tmp_path / "back")
+    assert folders.files(tmp_path / "back") == folders.files(toy)
+
+
+# There and back
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_there_and_back_again(format: str, sharded: Path, tmp_path: Path) -> None:
+    """Files cut as they were, but DF11's; what is smaller as it is; and all that there was, back."""
+    report = run.compress(sharded, Aim(format), tmp_path / "out", check=True)
+    grown = ["head"]                                             # and in no format does it become larger
+    assert [each["name"] for each in report["raw"]] == grown and "would take the place of" in report["raw"][0]["why"]
+    assert report["matrices"] == 7 and report["bits_per_weight"] < 15 and report["checked"]
+    restore.decompress(tmp_path / "out", tmp_path / "back")
+    assert folders.files(tmp_path / "back") == without(folders.files(sharded), "pytorch_model.bin")
+    assert not differences(sharded, tmp_path / "back") and not decoded_differences(sharded, tmp_path / "out")
+    found = folders.files(tmp_path / "out")
+    assert (INDEX in found) == (format != "df11") and ("model.safetensors" in found) == (format == "df11")
+    assert found["tokenizer/vocab.txt"] == b"a\nb\n"
+
+
+@pytest.mark.parametrize(("format", "module"), [("hlane", hlane), ("fix4", fix4)])
+def test_weights_as_modules_have_them(format: str, module: Any, sharded: Path, tmp_path: Path) -> None:
+    """A layer of a file is the format's own weight, found by its tensors, and says what it was."""
+    run.compress(sharded, Aim(format), tmp_path / "out")
+    settings = {"quant_method": "qdsl", "format": format, "storage": format, "version": 1}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == guarded({**CONFIG, "quantization_config": settings})
+    with Folder(tmp_path / "out") as folder, Folder(sharded) as old:
+        found = layers(folder)
+        assert [(layer.format, layer.problems, layer.why) for layer in found.layers] == [(format, (), "")] * 7
+        assert not found.problems
+        for layer in found.layers:
+            packed = module.wrap({leaf: folder.tensor(name) for leaf, name in layer.tensors.items()})
+            weight = old.tensor(f"{layer.name}.weight")
+            assert packed.shape == tuple(weight.shape) == layer.shape
+            assert module.dequantize(packed).view(torch.int16).equal(weight.view(torch.int16))
+            again = module.convert(bf16.pack({"v": weight}), format)
+            assert all(again.tensors[leaf].equal(folder.tensor(name)) for leaf, name in layer.tensors.items())
+    found_text = command("inspect", tmp_path / "out").stdout
+    assert "model.layers.{0-1}.mlp.up" in found_text and f"{format}.{format}" in found_text
+
+
+def test_hlane_without_what_was_kept(sharded: Path, tmp_path: Path) -> None:
+    """The tensors say what they are; files are laid out as usual."""
+    run.compress(sharded, Aim("hlane"), tmp_path / "out")
+    (tmp_path / "out" / ORIGINAL).unlink()
+    report = restore.decompress(tmp_path / "out", tmp_path / "back")
+    assert not differences(sharded, tmp_path / "back") and not report["exact"]
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == CONFIG
+    assert without(folders.files(tmp_path / "back"), "config.json", INDEX) == \
+        without(folders.files(sharded), "config.json", INDEX, "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("format", ["df11", "hlane"])
+def test_models_of_a_pipeline(format: str, pipeline: Path, tmp_path: Path) -> None:
+    report = run.compress(pipeline, Aim(format), tmp_path / "out", check=True)
+    assert report["units"] == {"df11": 5, "hlane": 11}[format]
+    found = folders.files(tmp_path / "out")
+    before = folders.files(pipeline)
+    same = ["model_index.json", "vae/config.json", "vae/diffusion-0.safetensors"]
+    assert all(found[name] == before[name] for name in same) and f"vae/{ORIGINAL}" not in found
+    assert f"transformer/{ORIGINAL}" in found and f"text_encoder/{ORIGINAL}" in found
+    restore.decompress(tmp_path / "out", tmp_path / "back")
+    assert folders.files(tmp_path / "back") == before
+    said = command("inspect", tmp_path / "out")
+    assert said.exit_code == 0
+    assert all(f"{tmp_path / 'out' / name}: safetensors" in said.stdout for name in ("transformer", "text_encoder", "vae"))
+    assert command("verify", pipeline, tmp_path / "back").stdout == "equal\n"
+    only = run.compress(pipeline, Aim(format, only=("transformer",)), tmp_path / "only")
+    assert only["units"] < report["units"]
+    run.compress(pipeline, Aim("fix4"), tmp_path / "fix4")
+    run.compress(tmp_path / "only", Aim("fix4"), tmp_path / "again", check=True)
+    assert folders.files(tmp_path / "again") == folders.files(tmp_path / "fix4")
+    rest = run.compress(tmp_path / "only", Aim(format, only=("text_encoder",)), tmp_path / "rest")
+    assert only["units"] + rest["units"] == report["units"]
+    assert folders.files(tmp_path / "rest") == folders.files(tmp_path / "out")
+    assert any(note.startswith("vae: stays as it is; `--component vae` compresses it") for note in report["notes"])
+    assert run.compress(pipeline, Aim(format, only=("vae",)), tmp_path / "vae")["matrices"] == 1
+    with pytest.raises(RewriteError, match="no model 'unet': there are text_encoder, transformer, vae"):
+        run.compress(pipeline, Aim(format, only=("unet",)), tmp_path / "none")
+
+
+@pytest.mark.parametrize(("source", "aim"), [
+    ("df11", Aim("hlane")), ("df11", Aim("fix4")), ("df11", Aim("df11", threads=256)), ("hlane", Aim("df11")),
+    ("fix4", Aim("df11", patterns={r"model\.layers\.\d+": ["mlp.up", "mlp.q"]}))])
+def test_a_compressed_folder_in_another_format(source: str, aim: Aim, sharded: Path, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files that the plain folder would become; groups are decoded once, also where their matrices lie in several files."""
+    run.compress(sharded, Aim(source), tmp_path / "source")
+    run.compress(sharded, aim, tmp_path / "expected")
+    monkeypatch.setattr(run.pieces, "WORTH", 1 << 13)            # several pieces
+    decoded: list[str] = []
+    original = Coded.decoded
+    monkeypatch.setattr(Coded, "decoded", lambda coded: decoded.append(coded.name) or original(coded))
+    run.compress(tmp_path / "source", aim, tmp_path / "out")
+    assert len(decoded) == len(set(decoded)) == (3 if source == "df11" else 7)
+    expected = without(folders.files(tmp_path / "expected"), "pytorch_model.bin")
+    assert folders.files(tmp_path / "out") == expected and not decoded_differences(sharded, tmp_path / "out")
+    restore.decompress(tmp_path / "out", tmp_path / "back")
+    assert not differences(sharded, tmp_path / "back")
+
+
+def test_a_published_folder_becomes_hlane(toy: Path, tmp_path: Path) -> None:
+    """Shapes come from another checkpoint's headers or from a model; parts of the work know them, too."""
+    source = shutil.copytree(DF11, tmp_path / "in", ignore=shutil.ignore_patterns("*.npz"))
+    with pytest.raises(RewriteError, match="says what shapes its matrices have; --like REF can, a folder or repository with"):
+        run.compress(source, Aim("hlane"), tmp_path / "out")
+    found = command("compress", source, "-f", "hlane", "-o", tmp_path / "like", "-j", 1, "--like", toy, "--shard", "1/1")
+    assert found.exit_code == 0 and command("merge-index", tmp_path / "like").exit_code == 0
+    with Folder(toy) as folder:
+        shapes = {name: folder.entry(name).shape for name in folder.names()}
+    run.compress(source, Aim("hlane"), tmp_path / "out", shapes=lambda folder: shapes, check=True)
+    run.compress(toy, Aim("hlane"), tmp_path / "expected")
+    same, *others = (without(folders.files(tmp_path / name), "config.json", ORIGINAL) for name in ("expected", "like"))
+    assert others == [same]
+    for out in (tmp_path / "like", tmp_path / "out"):
+        assert not decoded_differences(toy, out)
+        assert json.loads((out / "config.json").read_text())["quantization_config"]["format"] == "hlane"
+    for wrong, message in (({}, r"nothing says the shape of '.*\.weight'; --like REF can"),
+                           (dict.fromkeys(shapes, (1, 1)), r"has \d+ numbers, and not the shape \[1, 1\]")):
+        with pytest.raises(RewriteError, match=message):
+            run.compress(source, Aim("hlane"), tmp_path / "wrong", shapes=lambda folder, wrong=wrong: wrong)
+    write(tmp_path / "less.safetensors", {name: torch.zeros(shape).bfloat16() for name, shape in list(shapes.items())[1:]})
+    with pytest.raises(RewriteError, match=r"less\.safetensors has no tensor|nothing says the shape of"):
+        run.compress(source, Aim("hlane"), tmp_path / "wrong", like=tmp_path / "less.safetensors")
+
+
+def test_files_that_libraries_read(tmp_path: Path) -> None:
+    """A model of diffusers in a file for each group becomes files with an index, by the library's names."""
+    path = folders.folder(tmp_path / "in", model(), config={"_class_name": "Toy"}, index=False)
+    run.compress(path, Aim("df11", by_group=True), tmp_path / "df11")
+    (tmp_path / "df11" / ORIGINAL).unlink()
+    shapes = {name: tuple(tensor.shape) for name, tensor in model().items()}
+    run.compress(tmp_path / "df11", Aim("fix4"), tmp_path / "out", shapes=lambda folder: shapes)
+    stem = "diffusion_pytorch_model"
+    assert sorted(name for name in folders.files(tmp_path / "out") if "safetensors" in name) == [
+        *(f"{stem}-0000{number}-of-00004.safetensors" for number in range(1, 5)), f"{stem}.safetensors.index.json"]
+    assert not decoded_differences(path, tmp_path / "out")
+    report = restore.decompress(tmp_path / "df11", tmp_path / "back", shapes=lambda folder: shapes)
+    assert not differences(path, tmp_path / "back") and not report["exact"]
+
+
+def test_what_lies_beside_a_pipeline_is_none_of_its_models(pipeline: Path, tmp_path: Path) -> None:
+    """As FLUX.1-dev has its transformer a second time, for others."""
+    write(pipeline / "flux1-dev.safetensors", model(1))
+    report = run.compress(pipeline, Aim("fix4", only=("transformer",)), tmp_path / "out")
+    assert "flux1-dev.safetensors holds other weights, and was not copied" in report["notes"]
+    assert (tmp_path / "out" / "transformer" / ORIGINAL).exists() and not (tmp_path / "out" / "flux1-dev.safetensors").exists()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_experts_and_convolutions(format: str, tmp_path: Path) -> None:
+    """Experts in one tensor are a matrix of all their rows in hlane and fix4; what stays as it is is said."""
+    every = {"mlp.experts.gate_up_proj": normal(3, 40, 64), "moe.input_linear.weight": normal(2, 32, 96),
+             "q.weight": normal(64, 64), "mlp.experts.gate_up_proj_bias": normal(3, 40), "conv.weight": normal(8, 8, 3, 3),
+             "half.weight": torch.ones(8, 8).half(), "conv1d.weight": normal(64, 64, 4), "pos_embed": normal(1, 64, 64)}
+    path = folders.folder(tmp_path / "in", every, config=CONFIG, index=False)
+    found = command("compress", path, "-f", format, "-o", tmp_path / "out", "-j", 1, "--check")
+    stacks = {"mlp.experts.gate_up_proj": (120, 64), "moe.input_linear.weight": (64, 96)} if format != "df11" else {}
+    whole = {name: tensor for name, tensor in every.items() if name not in (*stacks, "q.weight")}
+    for (dtype, axes), count in Counter((str(each.dtype), each.dim()) for each in whole.values()).items():
+        kind = {"torch.bfloat16": "BF16", "torch.float16": "F16"}[dtype]
+        assert f"note: tensors of {kind} with {axes} axes stay as they are, {count} of " in found.stdout
+    assert f"{1 + len(stacks)} matrices as" in found.stdout and ", 1 of 128 bytes: not bfloat16" in found.stdout
+    with Folder(tmp_path / "out") as folder:
+        assert all(folder.tensor(name).equal(tensor) for name, tensor in whole.items())
+        assert {f"{layer.name}.weight": layer.shape for layer in layers(folder).layers} == (
+            {} if format == "df11" else {"q.weight": (64, 64)} | {f"{name.removesuffix('.weight')}.weight": shape
+                                                                  for name, shape in stacks.items()})
+    if stacks:
+        assert command("verify", "--decoded", path, tmp_path / "out", "-j", 1).stdout == "equal\n"
+    restore.decompress(tmp_path / "out", tmp_path / "back")
+    assert folders.files(tmp_path / "back") == without(folders.files(path), "pytorch_model.bin")
+    if stacks:
+        (tmp_path / "out" / ORIGINAL).unlink()
+        restore.decompress(tmp_path / "out", tmp_path / "like", like=path)
+        assert not differences(path, tmp_path / "like")
+
+
+def test_layers_that_are_quantized_keep_their_settings(tmp_path: Path) -> None:
+    """What is compressed beside them says by itself what it is."""
+    settings = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64], "modules_to_not_convert": ["head"]}}
+    every = {"head.weight": normal(128, 64), "up.weight": normal(64, 64).to(torch.float8_e4m3fn),
+             "up.weight_scale_inv": torch.ones(1, 1)}
+    path = folders.folder(tmp_path / "in", every, config=settings, index=False)
+    run.compress(path, Aim("hlane"), tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == guarded(settings)
+    with Folder(tmp_path / "out") as folder:
+        assert {layer.name: (layer.format, layer.problems) for layer in layers(folder).layers} == {
+            "head": ("hlane", ()), "up": ("fp8_block", ())}
+    restore.decompress(tmp_path / "out", tmp_path / "back")
+    assert not differences(path, tmp_path / "back")
+
+
+def test_a_file_by_itself(toy: Path, tmp_path: Path) -> None:
+    run.compress(toy / "model.safetensors", Aim("fix4"), tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == ["model.safetensors", checksums.FILE, ORIGINAL]
+    restore.decompress(tmp_path / "out", tmp_path / "back")
+    assert folders.files(tmp_path / "back") == folders.files(toy)
+
+
+# Groups
+
+
+def test_patterns_of_the_names_that_there_are() -> None:
+    names = {f"model.layers.{number}.{each}": 9 for number in range(12) for each in ("mlp.up", "attn.q")}
+    assert patterns.found({**names, "model.embed": 9, "lm_head": 9}) == {
+        r"model\.layers\.\d+": ["attn.q", "mlp.up"], r"model\.embed": [], "lm_head": []}
+    mixed = {name: size for name, size in names.items() if name != "model.layers.3.attn.q"}
+    assert patterns.found(mixed) == {r"model\.layers\.(?:0|1|2|4|5|6|7|8|9|10|11)": ["attn.q", "mlp.up"],
+                                     r"model\.layers\.(?:3)": ["mlp.up"]}
+    t5 = {f"block.{number}.layer.0.{each}": 9 for number in range(3) for each in "qv"} | {"block.0.layer.0.relative_bias": 9}
+    assert patterns.found(t5) == {r"block\.\d+": ["layer.0.q", "layer.0.v"], r"block\.0\.layer\.0\.relative_bias": []}
+    assert patterns.found(names, [*names, "model.layers.12", "model.layers.0"]) == {
+        rf"model\.layers\.(?:{'|'.join(map(str, range(12)))})": ["attn.q", "mlp.up"]}
+    assert patterns.found({"mlp.0": 9, "mlp.2": 9, "0.up": 9}) == {r"mlp\.0": [], r"mlp\.2": [], r"0\.up": []}
+
+
+def test_blocks_that_are_too_large_for_a_group() -> None:
+    """Their experts are groups; what is still too large is for itself; and each weight is in one group."""
+    names = {f"layers.{number}.{each}": 1 << 29 for number in range(3)
+             for each in ("q", *(f"experts.{expert}.{way}" for expert in range(4) for way in ("down", "up")))}
+    found = patterns.found(names)
+    assert found == {r"layers\.\d+": ["q"], r"layers\.\d+\.experts\.\d+": ["down", "up"]}
+    wide = patterns.found({f"layers.0.{each}": 1 << 30 for each in "abc"})
+    assert wide == {rf"layers\.0\.{each}": [] for each in "abc"}
+    some = patterns.found({name: size for name, size in names.items() if name != "layers.1.experts.2.up"})
+    assert [name for name in some if "experts" in name][1] == r"layers\.1\.experts\.(?:2)" and len(some) == 3
+
+
+@pytest.mark.parametrize(("said", "message"), [
+    ({"model.layers.1": ["mlp.q", "mlp.nope"]}, r"has no 'model.layers.1.mlp.nope.weight'"),
+    ({"table": []}, r"'table.weight' is F32 \[70, 64\], and no bfloat16 matrix"),
+    ({"model.layers.0.norm": []}, r"'model.layers.0.norm.weight' is BF16 \[64\], and no bfloat16 matrix"),
+    ({"model.layers.0": ["mlp.q"], "model.layers.0.mlp.q": []}, r"is in 'model.layers.0' already"),
+    ({"model.layers.0": ["mlp.q"], r"model\.layers\.\d": ["mlp.up"]}, "is named twice"),
+    ({"model.layers.0": []}, "has no weight, and the pattern lists none"),
+    ({"nope": []}, "no pattern names a module"),
+])
+def test_patterns_that_do_not_fit(said: dict[str, list[str]], message: str, sharded: Path, tmp_path: Path) -> None:
+    with pytest.raises(RewriteError, match=message):
+        run.compress(sharded, Aim("df11", patterns=said), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("said", "message"), [
+    ('{"a(": []}', "is not a regular expression"), ("{", "not JSON"), ('{"a": "b"}', "lists of names")])
+def test_patterns_that_are_none(said: str, message: str) -> None:
+    with pytest.raises(RewriteError, match=message):
+        patterns.read(said)
+
+
+def test_what_df11_cannot_hold_stays(tmp_path: Path) -> None:
+    """With the reason and the remedy; constants, on which the package fails, it can."""
+    every = {"inf.weight": normal(64, 64), "zero.weight": torch.zeros(64, 64).bfloat16(), "w.weight": normal(64, 64)}
+    every["inf.weight"][3, 5] = torch.inf
+    path = folders.folder(tmp_path / "in", every, config=CONFIG, index=False)
+    report = run.compress(path, Aim("df11"), tmp_path / "out", check=True)
+    assert [each["name"] for each in report["raw"]] == ["inf"] and report["matrices"] == 2
+    assert "exponent 255" in report["raw"][0]["why"] and "hlane or fix4" in report["raw"][0]["why"]
+    restore.decompress(tmp_path / "out", tmp_path / "back")
+    assert not differences(path, tmp_path / "back")
+
+
+# However it is cut
+
+
+@pytest.mark.parametrize("format", ["df11", "hlane"])
+def test_bytes_do_not_depend_on_processes_or_parts(format: str, sharded: Path, tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.pieces, "WORTH", 1 << 13)            # several pieces
+    whole = Aim(format)
+    run.compress(sharded, whole, tmp_path / "one")
+    run.compress(sharded, whole, tmp_path / "jobs", jobs=2)
+    for part in ((2, 3), (1, 3)):
+        run.compress(sharded, whole, tmp_path / "parts", part=part)
+    with pytest.raises(RewriteError, match=r"\d of \d pieces are not there, or not of"):
+        run.merge(tmp_path / "parts")
+    found = command("compress", sharded, "-f", format, "-o", tmp_path / "parts", "--shard", "3/3", "-j", 1)
+    assert "written  part 3/3 of" in found.stdout
+    assert command("merge-index", tmp_path / "parts").exit_code == 0
+    assert folders.files(tmp_path / "one") == folders.files(tmp_path / "jobs") == folders.files(tmp_path / "parts")
+    restore.decompress(tmp_path / "one", tmp_path / "back", jobs=2)
+    for part in ((2, 2), (1, 2)):
+        restore.decompress(tmp_path / "one", tmp_path / "halves", part=part)
+    assert command("merge-index", tmp_path / "halves").exit_code == 0
+    assert folders.files(tmp_path / "back") == folders.files(tmp_path / "halves")
+
+
+def test_as_many_processes_as_memory_holds(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.5 times a matrix and 100 MB for each, if nobody says how many."""
+    asked: list[int] = []
+    monkeypatch.setattr(system, "free_memory", lambda: 1 << 30)
+    monkeypatch.setattr(system, "processors", lambda: 64)
+    assert [processes.affordable(size) for size in (0, 1 << 20, 100_000_000, 2 << 30)] == [64, 64, 10, 1]
+    monkeypatch.setattr(run, "affordable", lambda nbytes: asked.append(nbytes) or 1)
+    run.compress(sharded, Aim("hlane"), tmp_path / "out", jobs=None)
+    assert asked == [100_000_000 + 5 * 2 * 128 * 64 // 2]
+
+
+EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
+
+
+def killed(work: Any, out: Path, after: int) -> bool:
+    """Whether a process was killed, before the operation on the output that comes after so many."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    count = 0
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event in EVENTS and isinstance(arguments[0], str | Path) and str(arguments[0]).startswith(str(out)):
+            count += 1
+            if count > after:
+                os._exit(9)
+
+    try:
+        sys.addaudithook(watch)
+        work(out)
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("back", [False, True])
+def test_killed_at_any_moment(back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reader takes what is left for a checkpoint, and the next process makes the same bytes of it."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)          # the machine goes on
+    monkeypatch.setattr(run.pieces, "WORTH", 1 << 13)
+    every = {f"{name}.weight": normal(40, 64) for name in "ab"}
+    path = folders.folder(tmp_path / "in", every, {"norm": torch.ones(3)}, config=CONFIG)
+    run.compress(path, Aim("hlane"), tmp_path / "whole")
+    whole = folders.files(tmp_path / "whole")
+    if back:
+        whole = without(folders.files(path), "pytorch_model.bin")
+
+    def work(out: Path) -> None:
+        if back:
+            restore.decompress(tmp_path / "whole", out)
+        else:
+            run.compress(path, Aim("hlane"), out)
+
+    after = 0
+    while killed(work, out := tmp_path / f"out{after}", after):
+        left = folders.files(out) if out.exists() else {}
+        try:
+            Folder(out).close()
+        except (ValueError, FileNotFoundError):
+            pass
+        else:
+            assert {name: data for name, data in left.items() if not name.startswith(".qdsl")} == whole
+        work(out)
+        assert folders.files(out) == whole
+        after += 5
+    assert folders.files(out) == whole and after > 20
+
+
+def test_only_what_is_missing_or_old_is_done_again(sharded: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run.compress(sharded, Aim("hlane"), out, part=(1, 1))
+    [piece] = (out / stage.STAGE / "pieces").iterdir()
+    before = piece.stat().st_mtime_ns
+    run.compress(sharded, Aim("hlane"), out, part=(1, 1))
+    assert piece.stat().st_mtime_ns == before
+    with pytest.raises(RewriteError, match="a compression to hlane was begun here"):
+        run.compress(sharded, Aim("fix4"), out)
+    name = "model-00002-of-00002.safetensors"
+    write(sharded / name, {"model.layers.1.mlp.q.weight": normal(48, 64, seed=5), "head.weight": normal(8, 4),
+                           "table.weight": torch.ones(70, 64)}, {"format": "pt"})
+    with pytest.raises(RewriteError, match="pieces are not there, or not of"):
+        run.merge(out)
+    run.compress(sharded, Aim("hlane"), out)
+    restore.decompress(out, tmp_path / "back")
+    assert not differences(sharded, tmp_path / "back")
+
+
+def test_processes_have_no_torch(sharded: Path, tmp_path: Path) -> None:
+    """Nor has the command: it and its processes begin in a tenth of a second."""
+    code = ("import sys\nfrom pathlib import Path\nfrom qdsl.jobs.compress import restore, run\n"
+            "from qdsl.jobs.compress.units import Aim\n"
+            "from qdsl.checkpoint.report.contents import contents, lines\n"
+            "for format in ('df11', 'hlane'):\n"
+            "    out = Path(sys.argv[2]) / format\n"
+            "    run.compress(Path(sys.argv[1]), Aim(format), out, check=True)\n"
+            "    restore.decompress(out, Path(sys.argv[2]) / f'{format}_back')\n"
+            "    lines(contents(out))\n"
+            "assert 'torch' not in sys.modules and 'triton' not in sys.modules\n")
+    subprocess.run([sys.executable, "-c", code, str(sharded), str(tmp_path)], cwd=ROOT, check=True)
+
+
+# Damage
+
+
+def test_a_config_that_does_not_say_the_weights_of_groups(toy: Path, tmp_path: Path) -> None:
+    """inspect says so; what was kept says it too."""
+    run.compress(toy, Aim("df11"), tmp_path / "out")
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    for said, message in (({r"layers\.\d+": ["q", "ff.0"]}, "dfloat11_config says 2 weights, and there are 3"),
+                          ({"((a*)*)*": ["q"]}, "may take too long"), ({}, "says 0 weights")):
+        config["dfloat11_config"]["pattern_dict"] = said
+        path.write_text(json.dumps(config))
+        assert message in command("inspect", tmp_path / "out").stdout
+    restore.decompress(tmp_path / "out", tmp_path / "back")
+    (tmp_path / "out" / ORIGINAL).unlink()
+    with pytest.raises(RewriteError, match=r"group 'layers\.0': dfloat11_config says 0 weights"):
+        restore.decompress(tmp_path / "out", tmp_path / "again", like=toy)
+
+
+def test_damaged_tensors_are_refused_by_their_names(sharded: Path, tmp_path: Path) -> None:
+    """Also bits that decode to another matrix: the sums of what was compressed are kept."""
+    for format, leaves in (("hlane", HLANE.leaves), ("df11", df11.NAMES)):
+        run.compress(sharded, Aim(format), tmp_path / format)
+        with Folder(tmp_path / format) as folder:
+            places = {name: (folder.file(name).path, folder.entry(name)) for name in folder.names()}
+        for leaf in leaves:
+            unit = "model.layers.0.mlp.up" if format == "hlane" else "model.layers.0"
+            path, entry = places[f"{unit}.{leaf}"]
+            whole = path.read_bytes()
+            bad = bytearray(whole)
+            bad[entry.start] ^= 0x41
+            path.write_bytes(bad)
+            with pytest.raises(RewriteError, match=unit):
+                restore.decompress(tmp_path / format, tmp_path / "bad")
+            path.write_bytes(whole)
+            shutil.rmtree(tmp_path / "bad", ignore_errors=True)
+        restore.decompress(tmp_path / format, tmp_path / f"{format}_back")
+
+
+def test_what_was_written_is_checked_before_it_takes_its_place(sharded: Path, tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    real = run.write
+
+    def broken(shards: Any, place: Path, *rest: Any) -> None:
+        real(shards, place, *rest)
+        path = stage.room(place, shards[0]) / shards[0].name
+        with Folder(path) as folder:
+            at = folder.entry("model.layers.1.mlp.down.sign_mantissa").start
+        data = bytearray(path.read_bytes())
+        data[at] ^= 1
+        path.write_bytes(data)
+
+    monkeypatch.setattr(run, "write", broken)
+    with pytest.raises(RewriteError, match=r"'model\.layers\.1\.mlp\.down\.weight' is another matrix when it is decoded"):
+        run.compress(sharded, Aim("fix4"), tmp_path / "out", check=True)
+    with pytest.raises(ValueError, match=r"no \.safetensors file"):
+        Folder(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"schema": 2}, "not of schema 1"), ({"headers": []}, "headers is not a mapping"), ({"headers": {}}, "headers are of"),
+    ({"files": {"../x.json": ""}}, "is not the name of a file"), ({"headers": {"a.safetensors": "{"}}, "header"),
+    ({"groups": {"g": [1]}}, "groups are lists of names"), ({"crc": {"w": "x"}}, "crc is not a mapping")])
+def test_a_stranger_s_file_of_what_was_kept(change: dict[str, Any], message: str, toy: Path, tmp_path: Path) -> None:
+    run.compress(toy, Aim("hlane"), tmp_path / "out")
+    kept = tmp_path / "out" / ORIGINAL
+    kept.write_text(json.dumps({**json.loads(kept.read_text()), **change}))
+    with pytest.raises(ValueError, match=message):
+        restore.decompress(tmp_path / "out", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_what_is_not_there_or_not_compressed(sharded: Path, toy: Path, tmp_path: Path) -> None:
+    with pytest.raises(RewriteError, match="nothing here is compressed"):
+        restore.decompress(sharded, tmp_path / "out")
+    write(tmp_path / "f32.safetensors", {"w.weight": torch.ones(4, 4)})
+    with pytest.raises(RewriteError, match="no bfloat16 matrix"):
+        run.compress(tmp_path / "f32.safetensors", Aim("hlane"), tmp_path / "out")
+    with pytest.raises(OutputError, match="the output "):
+        run.compress(sharded, Aim("hlane"), sharded / "out")
+    write(tmp_path / "taken.safetensors", {"w.weight": normal(64, 64), "w.words": torch.ones(3)})
+    with pytest.raises(RewriteError, match=r"two tensors would be called 'w\.words'"):
+        run.compress(tmp_path / "taken.safetensors", Aim("hlane"), tmp_path / "out")
+
+
+# What inspect says
+
+
+def test_shared_memory_of_groups(tmp_path: Path) -> None:
+    """A group whose blocks are too full for a GPU, and the threads with which they are not, as another compression shows."""
+    every = {"flat.weight": normal(512, 512), "up.weight": normal(256, 512)}
+    every["flat.weight"][:200] = 0
+    path = folders.folder(tmp_path / "in", every, config=CONFIG, index=False)
+    run.compress(path, Aim("df11"), tmp_path / "out")
+    [flat, up] = json.loads(command("inspect", "--json", tmp_path / "out").stdout)["groups"]
+    assert (flat["shared_memory"], flat["threads_that_fit"], flat["threads_per_block"]) == (67588, 256, 512)
+    assert up["shared_memory"] < flat["shared_memory_limit"] == 49152 and up["threads_that_fit"] == 512
+    for options, code, fits in (((), 0, False), (("--shared-memory", 49152), 1, False), (("--shared-memory", 67587), 1, False),
+                                (("--shared-memory", 67588), 0, True)):
+        result = command("inspect", tmp_path / "out", *map(str, options))
+        assert result.exit_code == code and ("more than" not in result.stdout) == fits
+    assert "more than 49152: 256 threads fit" in command("inspect", tmp_path / "out").stdout
+    run.compress(path, Aim("df11", threads=256), tmp_path / "less")
+    assert not decoded_differences(tmp_path / "out", tmp_path / "less")
+    [flat, _] = json.loads(command("inspect", "--json", tmp_path / "less").stdout)["groups"]
+    assert (flat["shared_memory"], flat["threads_per_block"]) == (33796, 256)
+    restore.decompress(tmp_path / "less", tmp_path / "back")
+    assert not differences(path, tmp_path / "back")
+
+
+@pytest.mark.parametrize("arguments", [["-f", "zip"], ["-f", "hlane", "--patterns", "{}"], ["-f", "hlane", "--file-per-group"],
+                                       ["-f", "df11", "--threads-per-block", "100"], ["-f", "hlane", "--shard", "3/2"],
+                                       ["-f", "hlane", "--shard", "1/2", "--check"]])
+def test_options_that_make_no_sense(arguments: list[str], sharded: Path, tmp_path: Path) -> None:
+    found = command("compress", sharded, "-o", tmp_path / "out", *arguments)
+    assert found.exit_code == 2 and found.stderr.startswith("error: ") and not (tmp_path / "out").exists()

@@ -1,0 +1,50 @@
+"""Kernels for matrix units of every format, compiled for a GPU that is not there: `python -m tests.kernels.compile_lanes sm_90`.
+
+A line of JSON per kernel.  Triton must not be interpreting.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from bench.gpu import regimes
+from qdsl.analyze import report
+from qdsl.analyze.gpus import arch_of
+from qdsl.runtime.gpu import configure, launch
+from tests.support.covering import ALL, covering, kernels
+from tests.support.formats import Case, cases
+
+SHAPE = (4096, 4096)
+# Groups of 9 columns are none that these kernels serve.
+CASES = [case for case in cases() if kernels(case, "gemv", "skinny") and str(case) != "same_names.planar-group9"]
+COVERING = covering(CASES, lambda case: kernels(case, "gemv", "skinny", "tile_gemm"))
+TYPES = {"sm_90": torch.bfloat16, "sm_100": torch.float16}
+
+
+def compiled_for(arch: str) -> list[Case]:
+    """Every case for sm_90 in `make test-all`, as sm_90 has kernels that no other has; else those that cover all lines."""
+    return CASES if ALL and arch == "sm_90" else COVERING
+
+
+def every(arch: str) -> Iterator[dict[str, Any]]:
+    """Of the cases that cover all the kernels for 1, 8 and 16 rows of x, of each other case one of them in turn."""
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+        for i, case in enumerate(compiled_for(arch)):
+            packed = case.module.FORMAT.empty(SHAPE, case.storage, "meta", (), **case.choice)
+            served = [x for x in (torch.empty(rows, SHAPE[1], dtype=TYPES[arch], device="meta") for rows in (1, 8, 16))
+                      if launch.has_lanes(x, packed) and (len(x) < 16 or regimes.candidate(x, packed).kind == "tile_gemm")]
+            for x in served if case in COVERING else served[i % len(served):][:1]:
+                [call] = launch.linear_calls(x, packed, None, torch.empty_like(x), candidate=regimes.candidate(x, packed))
+                made = report(call, arch)
+                yield {"kernel": f"{case} {made.kernel} {len(x)}", "opcodes": sorted({op.split(".")[0] for op in made.opcodes}),
+                       "hot": made.hot, "spills": made.spills, "tensor": sorted(made.tensor), "loads": made.loads}
+
+
+if __name__ == "__main__":
+    for found in every(sys.argv[1]):
+        print(json.dumps(found), flush=True)

@@ -1,0 +1,35 @@
+"""Kernels of the shipped table counted anew: `python -m tests.kernels.count_costs`; exit code 1 where a count differs.
+
+A pairwise sample: every kind of kernel, configuration and architecture with storages of different families.  Triton must not
+be interpreting.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from bench.costs import calls, row, weights
+from qdsl.runtime.gpu import costs
+
+SAMPLE = (
+    ("sm_90", "q4_0.planar", ("gemv R=1", "skinny R=2", "tile_gemm R=1 16")), ("sm_90", "q4_0.gguf", ("matvec", "dequantize")),
+    ("sm_90", "fp8_block.safetensors", ("skinny R=1",)), ("sm_90", "iq2_xxs.gguf", ("matvec",)),
+    ("sm_90", "hlane.hlane", ("skinny 1",)), ("sm_80", "q6_k.planar", ("gemv R=2",)),
+)
+
+
+def main() -> int:
+    differing = 0
+    for arch, storage, keys in SAMPLE:
+        packed = next(packed for packed in weights(storage.split(".")[0]) if costs.storage_key(packed) == storage)
+        launched = dict(calls(packed, arch))
+        for key in keys:
+            shipped, counted = costs.table()[arch][storage][key], row(launched[key], arch)
+            if shipped != counted:
+                differing += 1
+                print(f"{arch} {storage} {key}: the table says {shipped}, the compiler {counted}")
+    return int(differing > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""Compiled kernels executed from their PTX, against the reference.
+
+`python -m tests.kernels.execute_kernels 0 4` executes a quarter of them.
+
+A line of JSON per launch, about 240.  Triton must not be interpreting.  Kernels run that have all lines between them, each on one
+architecture; in `make test-all` every kernel on every architecture.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench.gpu import regimes
+from qdsl.analyze.execute import Finding, Options, execute
+from qdsl.analyze.gpus import arch_of
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import configure, launch
+from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.torch import experts
+from qdsl.runtime.torch.linear import as_stored
+from tests.kernels import test_w8a8
+from tests.kernels.test_lanes import expected, lanes_of, shapes_of
+from tests.support.covering import ALL, covering, kernels
+from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields, smallest
+from tests.support.only_ptx import stop_at_ptx
+
+ARCHS = ("sm_80", "sm_90", "sm_100")
+DTYPES = (torch.bfloat16, torch.float16)
+ROWS = {"dequantize": (0,), "matvec": (1, 5), "gemv": (1,), "skinny": (5, 20), "tile_gemm": (40, 100)}
+ORDERS: tuple[str | int, ...] = ("lockstep", "reverse", 7)
+SUMS = ("exact", "truncated")
+# Of x from the start of its storage, in bytes.  Kernels for matrix units ask for 16; for others the plain ones are launched.
+OFFSETS = {True: (0, 16), False: (0, 8, 2, 16, 4)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A kernel of a storage, where and how it runs; rows of x, 0 for dequantize."""
+
+    case: Case
+    kind: str
+    arch: str
+    rows: int
+    dtype: torch.dtype
+    order: str | int
+    offset: int
+    sums: str
+
+    def __str__(self) -> str:
+        return f"{self.case} {self.kind} {self.arch} {self.rows} {str(self.dtype)[6:]} {self.order} {self.offset} {self.sums}"
+
+
+def jobs() -> list[Job]:
+    """Kernels that have all lines between them; what else is chosen goes round, so that pairs of choices meet.
+
+    Functions of a format complete several families: they are executed in mma.sync's and in wgmma's.
+    """
+    every = [(case, kind) for case in cases() for kind in ROWS if any(kernels(case, kind)) and
+             (kind in ("dequantize", "matvec") or str(case) != "same_names.planar-group9")]
+    families = [("dequantize", "matvec"), ("gemv", "skinny"), ("tile_gemm",)]
+    representatives = [pair for kinds in families
+                       for pair in covering([pair for pair in every if pair[1] in kinds], lambda pair: kernels(*pair))]
+    chosen = []
+    for number, (case, kind) in enumerate(representatives):
+        for arch in ARCHS if ALL else [ARCHS[number % 3] if kind != "tile_gemm" else ARCHS[1]]:
+            turn, offsets = number // 3, OFFSETS[kind in ("gemv", "skinny", "tile_gemm")]
+            chosen.append(Job(case, kind, arch, ROWS[kind][turn % len(ROWS[kind])], DTYPES[turn % 2], ORDERS[turn % 5 % 3],
+                              offsets[turn % len(offsets)], SUMS[number % 2]))
+    return chosen
+
+
+def shape_of(job: Job) -> tuple[int, int]:
+    if lanes_of(job.case) and job.kind in ("gemv", "skinny", "tile_gemm"):
+        return shapes_of(job.case)[1]
+    return [smallest(job.case), *shapes(job.case, (7, 33), (160, 384))][-1]
+
+
+def packed_of(job: Job) -> PackedWeight:
+    """Random; columns in an order of their own where the storage has one."""
+    shape = shape_of(job)
+    if job.case.module.FORMAT.variant(job.case.choice).storages[job.case.storage].order and job.kind == "skinny":
+        fields = shuffled_fields(job.case, shape, 0, {})
+        return job.case.module.pack(fields, storage=job.case.storage, **job.case.choice)
+    return random_packed(job.case, shape)
+
+
+def sample(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Normal numbers, none of them too small for a normal number of float16."""
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) / 64
+    return torch.where(x.abs() < 2.0 ** -13, 2.0 ** -13, x).to(dtype)
+
+
+def displaced(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """A copy whose first byte lies so many bytes behind the start of its storage."""
+    skipped = offset // tensor.element_size()
+    storage = torch.empty(tensor.numel() + skipped, dtype=tensor.dtype)
+    return storage[skipped:].view(tensor.shape).copy_(tensor)
+
+
+def run(calls: list[Call], arch: str, output: torch.Tensor | None, options: Options) -> list[Finding]:
+    """Findings of launches, of which the last stores every byte of the output once."""
+    return [finding for call in calls for finding in execute(
+        call, arch, outputs=(output,) if output is not None and call is calls[-1] else (), options=options).findings]
+
+
+def result(job: Job, flush: bool = False) -> dict[str, Any]:
+    """The largest error as a share of what is allowed (0 or infinite for dequantize), and what the checkers say."""
+    packed, options = packed_of(job), Options(order=job.order, sums=job.sums, flush_f16=flush)
+    with configure.assumed(arch_of(job.arch).capability // 10, configure.MULTIPROCESSORS):
+        if not job.rows:
+            out = torch.full(packed.shape, torch.nan)
+            calls = list(launch.dequantize_calls(packed, out))
+            findings = run(calls, job.arch, out, options)
+            weight = job.case.module.dequantize(packed, torch.float32)
+            same = torch.equal(out.view(torch.int32), weight.view(torch.int32))
+            error = 0.0 if same or bool(((out == weight) | (out.isnan() & weight.isnan())).all()) else float("inf")
+        else:
+            x = displaced(sample(job.rows, packed.shape[1], job.dtype), job.offset)
+            bias = sample(1, packed.shape[0], job.dtype)[0] if job.rows % 2 else None
+            out = torch.full((job.rows, packed.shape[0]), torch.nan, dtype=job.dtype)
+            stored, weight = as_stored(x, packed)
+            calls = list(launch.linear_calls(stored, weight, bias, out, candidate=regimes.candidate(stored, weight)))
+            findings = run(calls, job.arch, out, options)
+            exact, allowed = expected(job.case, packed, x, bias)
+            error = share_of(out, exact, allowed)
+    return {"kernel": calls[-1].kernel.__name__, "error": error,
+            "findings": [str(finding) for finding in findings]}
+
+
+# -- what no case of a storage launches ---------------------------------------------------------------------------------------
+
+
+def share_of(out: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor) -> float:
+    """The largest error as a share of what is allowed; infinite for NaN."""
+    return float(((out.double() - exact).abs() / allowed).nan_to_num(torch.inf).max())
+
+
+def products_of_bytes(name: str, arch: str, sums: str) -> dict[str, Any]:
+    """x quantized to 8 bits by a kernel, and its product with codes of 8 bits.  FP8 units keep 14 bits of a sum."""
+    packed = importlib.import_module(f"qdsl.generated.{name}").quantize(sample(40, 512, torch.float32))
+    x, out = sample(33, 512, torch.bfloat16), torch.full((33, 40), torch.nan, dtype=torch.bfloat16)
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+        findings = run(list(launch.quantized_calls(x, packed, None, out)), arch, out, Options(sums=sums))
+    exact, spread = test_w8a8.exact(x, packed)
+    bits = 12 if sums == "truncated" and name.startswith("fp8") else 22
+    allowed = exact.abs() * 2.0 ** -8 + spread * 2.0 ** -bits + torch.finfo(torch.bfloat16).tiny
+    return {"kernel": "w8a8", "error": share_of(out, exact, allowed), "findings": list(map(str, findings))}
+
+
+def experts_in_one_launch(arch: str, fused: bool) -> dict[str, Any]:
+    """Rows of four experts, one of them without any: few rows of packed weights, or many of decoded ones, in any order of x."""
+    form = importlib.import_module("qdsl.generated.q4_0")
+    packed = form.planar(form.quantize(sample(4 * 32, 256, torch.float32)))
+    offsets, x = torch.tensor([0, 5, 5, 16, 21]), sample(21, 256, torch.float16)
+    weight = form.dequantize(packed, torch.float32 if fused else torch.float16)
+    order = torch.randperm(21, generator=torch.Generator().manual_seed(0))
+    out = torch.full((21, 32), torch.nan, dtype=x.dtype)
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+        call = next(launch.grouped_calls(x, packed, experts.tile_map(offsets, 21), None, out)) if fused else experts.matmul_call(
+            x, weight, None, order, experts.tile_map(offsets, 21, 16), out, 16)
+    findings = run([call], arch, out, Options(order="reverse"))
+    rows = x.double() if fused else x[order].double()
+    owner = torch.bucketize(torch.arange(21), offsets[1:], right=True)
+    part = weight.double().view(4, 32, 256)[owner]
+    exact, spread = torch.einsum("mk,mnk->mn", rows, part), torch.einsum("mk,mnk->mn", rows.abs(), part.abs())
+    return {"kernel": call.kernel.__name__, "error": share_of(out, exact, exact.abs() * 2.0 ** -11 + spread * 256 * 2.0 ** -24),
+            "findings": list(map(str, findings))}
+
+
+def streams_decoded(name: str, arch: str, rows: int) -> dict[str, Any]:
+    """Entropy codes: every bit of the weight, or the product with a few rows.  fix4 stores the weights of its patches again."""
+    packed = importlib.import_module(f"qdsl.generated.{name}").quantize(sample(40, 512, torch.float32))
+    weight = packed.format.dequantize(packed, torch.bfloat16)
+    x, out = sample(rows, 512, torch.bfloat16), torch.full((rows, 40) if rows else (40, 512), torch.nan, dtype=torch.bfloat16)
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+        calls = list(launch.linear_calls(x, packed, None, out) if rows else launch.dequantize_calls(packed, out))
+    findings = run(calls, arch, None if name == "fix4" and not rows else out, Options(order=3))
+    wide = weight.double()
+    exact = x.double() @ wide.t() if rows else wide
+    allowed = exact.abs() * 2.0 ** -8 + x.double().abs() @ wide.abs().t() * 512 * 2.0 ** -24 if rows else torch.full_like(wide,
+        1e-300)
+    return {"kernel": calls[-1].kernel.__name__, "error": share_of(out, exact, allowed), "findings": list(map(str, findings))}
+
+
+def parts_of_k(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Three programs share K, of 8 chunks, in tiles without all their rows: in any order the same bits, and counters at 0."""
+    form = importlib.import_module(f"qdsl.generated.{name}")
+    packed = form.quantize(sample(72, 1024, torch.float32), **{"int_group": {"bits": 4, "group": 128}}.get(name, {}))
+    packed = form.planar(packed) if "planar" in packed.variant.storages else packed
+    x, bias = sample(20, 1024, dtype), sample(1, 72, dtype)[0]
+    outs, findings = [], []
+    for order in ("lockstep", 0, 1):                             # program 2, 1 and 0 of three is the last at a tile
+        out = torch.full((20, 72), torch.nan, dtype=dtype)
+        with configure.assumed(9, configure.MULTIPROCESSORS):
+            config = {**configure.candidates("tile_gemm", packed, 20)[0], "SPLIT": 3}
+            [call] = launch.linear_calls(x, packed, bias, out, candidate=Candidate("tile_gemm", config))
+        done = execute(call, "sm_90", outputs=(out,), options=Options(order=order))
+        findings += [str(finding) for finding in done.findings]
+        findings += [] if not call.scratch[1].any() else [f"counters are left at {call.scratch[1].max()}"]
+        outs.append(out)
+    findings += [] if all(torch.equal(out, outs[0]) for out in outs) else ["bits depend on the order of programs"]
+    wide = form.dequantize(packed, torch.float32).double().t()
+    exact, spread = x.double() @ wide + bias.double(), x.double().abs() @ wide.abs() + bias.double().abs()
+    allowed = exact.abs() * torch.finfo(dtype).eps + spread * 1024 * 2.0 ** -24
+    return {"kernel": call.kernel.__name__, "error": share_of(outs[0], exact, allowed), "findings": findings}
+
+
+SPECIAL: dict[str, Callable[[], dict[str, Any]]] = {
+    **{f"{name} of bytes {arch} {sums}": partial(products_of_bytes, name, arch, sums) for name, arch, sums in (
+        ("fp8_block", "sm_90", "exact"), ("fp8_channel", "sm_90", "truncated"), ("int8_channel", "sm_90", "exact"),
+        ("int8_channel", "sm_80", "exact"))},
+    **{f"parts of K {name}": partial(parts_of_k, name, dtype) for name, dtype in (
+        ("int_group", torch.float16), ("int8_channel", torch.float16), ("bitnet", torch.bfloat16))},
+    **{f"experts {arch} {fused}": partial(experts_in_one_launch, arch, fused) for arch in ("sm_80", "sm_90") for fused in (True,
+        False)},
+    **{f"{name} {arch} {rows}": partial(streams_decoded, name, arch, rows) for name, arch, rows in (
+        ("hlane", "sm_80", 0), ("hlane", "sm_90", 1), ("hlane", "sm_80", 5), ("fix4", "sm_90", 0), ("fix4", "sm_90", 1),
+        ("fix4", "sm_80", 5), ("df11", "sm_90", 0), ("df11", "sm_80", 5))},
+}
+
+
+def otherwise(job: Job) -> Job:
+    """What hardware may choose otherwise, of the same compiled kernel."""
+    order = ORDERS[(ORDERS.index(job.order) + 1) % len(ORDERS)]
+    return replace(job, order=order, sums=SUMS[job.sums == SUMS[0]])
+
+
+def every(share: int, shares: int) -> Iterator[dict[str, Any]]:
+    """Launches of a share, two of five kernels twice: the second, which compiles nothing, otherwise."""
+    chosen: list[tuple[object, Callable[[], dict[str, Any]]]] = [*SPECIAL.items()][share::shares]
+    for number, job in [*enumerate(jobs())][share::shares]:
+        chosen += [(job, partial(result, job)) for job in (job, otherwise(job))[:1 + (number % 5 < 2)]]
+    for title, function in chosen:
+        try:
+            yield {"job": str(title), **function()}
+        except Exception as error:                               # a line of its own, so that the others are tried, too
+            yield {"job": str(title), "kernel": "", "error": float("inf"), "findings": [f"{type(error).__name__}: {error}"]}
+
+
+# Whether kernels put codes where float16 has subnormal numbers: a matrix unit that reads those as zero gives other sums.
+SUBNORMAL = {("nvfp4.planar", "skinny"): True, ("int8_channel.safetensors-scale_typebf16", "skinny"): True,
+             ("q6_k.planar", "skinny"): True, ("iq4_xs.planar", "skinny"): True, ("nf4.planar-block64", "gemv"): False,
+             ("q1_0.planar", "tile_gemm"): True,
+             ("fp8_block.planar-bn128-bk128-scale_typef32", "tile_gemm"): False, ("q2_k.planar", "skinny"): True}
+
+
+def flushed() -> Iterator[dict[str, Any]]:
+    """Kernels of SUBNORMAL on a matrix unit that flushes, with x in float16."""
+    for case in cases():
+        for kind in ("gemv", "skinny", "tile_gemm"):
+            if (str(case), kind) in SUBNORMAL:
+                job = Job(case, kind, "sm_90", ROWS[kind][-1], torch.float16, "lockstep", 0, "exact")
+                yield {"job": [str(case), kind], "wrong": result(job, flush=True)["error"] > 1}
+
+
+if __name__ == "__main__":
+    stop_at_ptx()
+    for line in flushed() if sys.argv[1] == "flushed" else every(int(sys.argv[1]), int(sys.argv[2])):
+        print(json.dumps(line), flush=True)

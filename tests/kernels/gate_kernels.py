@@ -1,0 +1,102 @@
+"""What the launches of GATES come to on an architecture, as JSON: `python -m tests.kernels.gate_kernels sm_90`.
+
+Kernels are those that the dispatcher picks for a large layer on a device of that kind.  Triton must not be interpreting.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from bench.gpu import regimes
+from qdsl.analyze import report
+from qdsl.analyze.gpus import arch_of
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import configure, launch
+from tests.support.formats import EXTRA, SHIPPED, module
+
+TYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+SHAPES = {"sm_80": (4096, 4096), "sm_90": (8192, 8192)}          # two of the shapes that benchmarks time, one each
+
+
+@dataclass(frozen=True)
+class Gate:
+    """At most so many instructions of a thread per weight in the hot loop, by the type of x."""
+
+    format: str
+    storage: str
+    rows: int
+    limits: tuple[tuple[str, float], ...]
+    params: tuple[tuple[str, int | str], ...] = ()
+    archs: tuple[str, ...] = ("sm_80", "sm_90")
+    shape: tuple[int, int] | None = None                         # another layer than SHAPES'
+
+    def __str__(self) -> str:
+        return f"{self.format}.{self.storage}-{self.rows}" + (f"-{self.shape[0]}x{self.shape[1]}" if self.shape else "")
+
+    @property
+    def kernel(self) -> str:
+        """Which kernel of the storage it is that the dispatcher should pick."""
+        if self.rows > 8:
+            return "tile_gemm"
+        if self.rows > 1 or self.format not in ROWWISE:
+            return "skinny"
+        return "gemv_records" if self.storage == "gguf" else "gemv"
+
+
+ROWWISE = ("q4_0", "int4_rows", "q4_k", "q6_k", "q8_0", "int_group", "iq4_nl", "nf4")
+GATES = (
+    Gate("q4_0", "planar", 1, (("f16", 1.30), ("bf16", 1.50))),
+    Gate("int4_rows", "planar", 1, (("f16", 1.25), ("bf16", 1.50))),
+    Gate("q4_0", "planar", 8, (("f16", 2.3), ("bf16", 2.0))),
+    Gate("int4_rows", "planar", 8, (("f16", 2.8), ("bf16", 2.8))),
+    Gate("int8_channel", "safetensors", 1, (("f16", 2.1), ("bf16", 2.9))),
+    Gate("fp8_block", "safetensors", 1, (("f16", 2.5), ("bf16", 3.0))),
+    Gate("q4_k", "planar", 1, (("f16", 1.9),)),
+    Gate("q4_k", "gguf", 1, (("f16", 2.0), ("bf16", 2.2))),
+    Gate("q6_k", "planar", 1, (("f16", 2.8),)),
+    Gate("iq4_nl", "planar", 1, (("f16", 3.0),)),
+    Gate("nf4", "planar", 1, (("f16", 3.3), ("bf16", 3.3))),
+    Gate("int4_rows", "planar", 16, (("f16", 2.8), ("bf16", 2.8)), archs=("sm_90",)),
+    Gate("int4_channel", "planar", 128, (("f16", 3.0), ("bf16", 3.0)), archs=("sm_90",), shape=(28672, 8192)),
+    # A scale in the operand would make it 2.6, and overflow float16 from code * scale = 65520 on; sums do not.
+    Gate("int4_rows", "planar", 128, (("f16", 3.1), ("bf16", 3.4)), archs=("sm_90",), shape=(28672, 8192)),
+    # No figure of these is promised; a change that makes them worse should be seen.
+    Gate("q8_0", "planar", 1, (("f16", 1.5),)),
+    Gate("int_group", "planar", 1, (("f16", 1.5), ("bf16", 1.7))),
+    Gate("int4_rows", "planar", 64, (("f16", 3.2), ("bf16", 3.6)), archs=("sm_90",)),
+    Gate("int4_rows", "planar", 128, (("f16", 3.6), ("bf16", 3.8)), archs=("sm_90",)),
+)
+
+
+def weight(gate: Gate, shape: tuple[int, int]) -> PackedWeight:
+    """A weight on the meta device, without the tensors that may be missing."""
+    path: Path = next(path for path in (*SHIPPED, *EXTRA) if path.stem == gate.format)
+    packed: PackedWeight = module(path).FORMAT.empty(shape, gate.storage, **dict(gate.params))
+    return packed
+
+
+def every(arch: str) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+        for gate in GATES:
+            packed = weight(gate, gate.shape or SHAPES[arch])
+            for kind, limit in gate.limits if arch in gate.archs else ():
+                x, out = (torch.empty(gate.rows, size, dtype=TYPES[kind], device="meta") for size in reversed(packed.shape))
+                for call in launch.linear_calls(x, packed, None, out, candidate=regimes.candidate(x, packed)):
+                    made = asdict(report(call, arch))
+                    del made["listing"]
+                    found.append({"gate": str(gate), "x": kind, "limit": limit, "picked": gate.kernel, **made})
+    return found
+
+
+def main() -> None:
+    print(json.dumps(every(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Kernels for matrix units of every format, compiled for GPUs that are not there: nothing is moved between lanes in a loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.kernels.compile_lanes import compiled_for
+from tests.support.paths import ROOT
+
+# Moves between lanes or through shared memory, and conversions of integers, which a quarter of the lanes can do at once.
+SLOW = {"SHFL", "STS", "LDS", "LDSM", "I2F"}
+# A kernel of 128 registers or more may be given fewer, and keep what does not change in a loop outside of them.
+SPILLS = 16
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_every_format(arch: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    made = subprocess.run([sys.executable, "-m", "tests.kernels.compile_lanes", arch], cwd=ROOT, capture_output=True, text=True,
+                          env={**environment, "PYTHONPATH": str(ROOT)})
+    assert made.returncode == 0, made.stderr[-4000:]
+    found = [json.loads(line) for line in made.stdout.splitlines()]
+    assert {each["kernel"].split(" ")[0] for each in found} == {str(case) for case in compiled_for(arch)}
+    for each in found:
+        slow = SLOW & set(each["opcodes"])
+        if "tile_gemm" in each["kernel"]:                           # on the way in weights and x pass through shared memory
+            assert not slow & {"SHFL", "I2F"}, each
+            assert any(op.startswith("HGMMA") for op in each["tensor"]), each
+        else:
+            assert not slow and any("128" in load for load in each["loads"]), each
+        assert each["spills"] <= SPILLS, each

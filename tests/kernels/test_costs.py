@@ -1,0 +1,163 @@
+"""Modelled seconds: from shipped counts, by a formula, without compiling."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import costs as writer
+from qdsl.analyze import launches
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import costs, devices, launch
+from qdsl.runtime.gpu.costs import Candidate, Cost, seconds, terms
+from qdsl.runtime.gpu.devices import GPUS
+from tests.support.paths import ROOT
+
+X = torch.bfloat16
+COST = Cost(registers=64, shared=1024, warps=4, step=4096, trip=100, fixed=50, chain=200, chain_loads=1, start=300, start_loads=1)
+ROW = {"R": 1, "WN": 1, "WK": 4, "EVEN": 1}
+
+
+def weight(name: str = "q4_0", storage: str = "planar", shape: tuple[int, int] = (4096, 4096)) -> PackedWeight:
+    return launches.weight(launches.module(name), shape, storage, {})
+
+
+# -- the formula ------------------------------------------------------------------------------------------------------
+
+
+def test_the_terms_of_a_launch() -> None:
+    """264 programs of 10 trips, two on every one of 132 SMs: two warps on a scheduler."""
+    gpu = GPUS["h100"]
+    launch = terms(COST, programs=264, trips=10, moved=3015 * 10**6, loaded=0, target=gpu)
+    alone = (300 + 10 * 200) / 1.98e9 + 11 * costs.LATENCY
+    assert launch.memory == pytest.approx(1e-3) and launch.busy == pytest.approx(2 * (50 + 10 * 100) / 1.98e9)
+    assert launch.chain == pytest.approx(alone) and launch.first == pytest.approx(500 / 1.98e9 + costs.LATENCY)
+    assert launch.seconds == pytest.approx(costs.LAUNCH + launch.first + 1e-3)
+    waiting = terms(replace(COST, chain_loads=9000), 264, 10, 3015 * 10**6, 0, gpu)
+    assert waiting.seconds == pytest.approx(costs.LAUNCH + waiting.chain)
+    read = terms(COST, 264, 10, 1, 132 * costs.L2_BYTES * 1980, gpu)
+    assert read.cached == pytest.approx(1e-6)
+
+
+def test_programs_come_in_turns() -> None:
+    """An SM takes 8 programs of 64 registers and 4 warps at once; the ninth comes after them, and works as long as one."""
+    gpu = GPUS["h100"]
+    one = terms(COST, 132, 10, 1, 0, gpu)
+    assert [round(terms(COST, count, 10, 1, 0, gpu).chain / one.chain) for count in (1, 132 * 8, 132 * 8 + 1, 132 * 17)] == [
+        1, 1, 2, 3]
+    assert [terms(COST, count, 10, 1, 0, gpu).busy / one.busy for count in (132, 133, 396)] == [1, 2, 3]
+    assert terms(replace(COST, shared=1 << 20), 132, 10, 1, 0, gpu).seconds == math.inf
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
+@pytest.mark.parametrize("m", [1, 8, 16, 64, 512])
+def test_no_way_beats_the_memory(gpu: devices.Gpu, m: int) -> None:
+    packed = weight()
+    ways = [Candidate("gemv", ROW, (256,)), Candidate("skinny", ROW, (256, -(-m // 8))), Candidate("matvec", {"BN": 8, "BK": 128},
+            (512, m)), Candidate("tile_gemm", {"R": 1, "W": 4, "BM": 16}, (64, -(-m // 16))), Candidate("decode")]
+    for way in ways:
+        taken = seconds(packed, way, m, X, gpu)
+        assert costs.LAUNCH + packed.nbytes / (gpu.bandwidth * 1e9) < taken < 1e-2, way
+    decoded = seconds(packed, ways[-1], m, X, gpu)
+    assert decoded > 2 * costs.LAUNCH + (packed.nbytes + 2 * 2 * 4096 * 4096) / (gpu.bandwidth * 1e9)
+
+
+def test_more_work_takes_longer() -> None:
+    gpu = GPUS["h200"]
+    by_rows = [seconds(weight(), Candidate("skinny", ROW, (256, count)), 8 * count, X, gpu) for count in (1, 4, 16)]
+    by_size = [seconds(weight(shape=(n, 4096)), Candidate("gemv", ROW, (n // 16,)), 1, X, gpu) for n in (4096, 16384, 65536)]
+    by_gpu = [seconds(weight(shape=(65536, 4096)), Candidate("gemv", ROW, (4096,)), 1, X, GPUS[name]) for name in (
+        "b200", "h200", "h100", "a100", "rtx4090")]
+    for times in (by_rows, by_size, by_gpu):
+        assert times == sorted(times) and times[0] < times[-1] / 1.5
+    assert seconds(weight(shape=(0, 4096)), Candidate("gemv", ROW, (0,)), 1, X, gpu) == 0
+
+
+def test_a_weight_is_decoded_in_tiles() -> None:
+    """Four tiles of 2^25 weights: as many launches of both kernels."""
+    large, part = (seconds(weight(shape=(n, 8192)), Candidate("decode"), 1, X, GPUS["h200"]) for n in (16384, 4096))
+    assert large == pytest.approx(4 * part)
+    coded = seconds(weight("fix4", "fix4", (16384, 8192)), Candidate("decode"), 1, X, GPUS["h200"])
+    assert 2 * 16384 * 8192 * 3 / 4.8e12 < coded < 1e-3
+
+
+def test_few_programs_are_slow() -> None:
+    """What a grid of 4 programs costs: AWQ's as it is stored, with one row of x."""
+    packed = weight("int_group", "awq")
+    trap, other = (seconds(packed, way, 1, X, GPUS["h200"]) for way in (
+        Candidate("matvec", {"BN": 128, "BK": 8}, (4, 1)), Candidate("decode")))
+    assert trap > 10 * other
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("title", "capability", "count", "name"), [
+    ("NVIDIA A100-SXM4-80GB", (8, 0), 108, "a100"), ("NVIDIA H100 80GB HBM3", (9, 0), 132, "h100"),
+    ("NVIDIA H200", (9, 0), 132, "h200"), ("NVIDIA B200", (10, 0), 148, "b200"),
+    ("NVIDIA GeForce RTX 4090", (8, 9), 128, "rtx4090"), ("NVIDIA GeForce RTX 5090", (12, 0), 170, "rtx5090"),
+])
+def test_devices_by_the_drivers_names(title: str, capability: tuple[int, int], count: int, name: str) -> None:
+    assert devices.of_device(title, capability, count) is GPUS[name]
+
+
+def test_other_devices_are_parts_of_the_nearest() -> None:
+    smaller = devices.of_device("NVIDIA H100 PCIe", (9, 0), 66)
+    assert (smaller.multiprocessors, smaller.bandwidth, smaller.clock) == (66, 1675, 1.98)
+    assert [devices.of_device("other", capability, 100).name for capability in ((7, 5), (8, 6), (8, 9), (10, 3), (12, 1))] == [
+        "a100", "a100", "rtx4090", "b200", "rtx5090"]
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_every_storage_has_its_kernels() -> None:
+    """Of all formats that ship, but those whose counts depend on the weights, and those decoded by several launches."""
+    table = costs.table()["sm_90"]
+    lacking = []
+    for packed in writer.weights():
+        streams = packed.layout.streams.values()
+        decoded = list(launch.dequantize_calls(packed, torch.empty(packed.shape, dtype=X, device="meta")))
+        if any(stream.coding == "huffman_windows" for stream in streams) or len(decoded) > 1:
+            continue
+        lanes = None if streams else packed.layout.kernels.lanes
+        wanted = {"dequantize"} if streams else {"matvec", "dequantize"}
+        wanted |= {kind for kind in ("skinny", "gemv") if lanes is not None and getattr(lanes, kind) is not None}
+        kinds = {key.split()[0] for key in table.get(costs.storage_key(packed), {})}
+        lacking += [f"{costs.storage_key(packed)}: {kind}" for kind in sorted(wanted - kinds)]
+    assert lacking == []
+
+
+def test_configurations_that_the_table_lacks_follow_from_near_ones() -> None:
+    packed = weight()
+    entry = costs.table()["sm_90"]["q4_0.planar"]
+    exact = costs.kernel_cost(packed, "gemv", ROW, "sm_90")
+    assert [exact.registers, exact.shared, exact.warps, exact.step] == entry["gemv R=1"][:4]
+    wide = costs.kernel_cost(packed, "gemv", {**ROW, "WK": 8}, "sm_90")
+    assert (wide.warps, wide.step, wide.trip) == (8, 2 * exact.step, exact.trip)
+    assert costs.kernel_cost(packed, "tile_gemm", {"R": 2, "W": 4, "BM": 48}, "sm_90").step == entry["tile_gemm R=2 32"][3]
+    assert costs.kernel_cost(packed, "gemv", ROW, "sm_100") == exact
+    assert costs.kernel_cost(packed, "gemv", ROW, "gfx942") == costs.USUAL["gemv"]
+
+
+def test_the_table_is_what_the_compiler_makes() -> None:
+    """A storage and a kernel of every kind compiled again: the counts are the shipped ones."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-m", "tests.kernels.count_costs"], cwd=ROOT, capture_output=True, text=True,
+                          env={**environment, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def test_modelling_imports_no_compiler() -> None:
+    """Neither the analyser nor anything of the compiler is needed to choose."""
+    parts = tuple(f"qdsl.{part}" for part in ("analyze", "spec", "ir", "passes", "emit"))
+    code = f"import sys, qdsl.runtime.gpu.costs; print([name for name in sys.modules if name.startswith({parts})])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.stdout == "[]\n", done.stderr

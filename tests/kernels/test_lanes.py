@@ -1,0 +1,340 @@
+"""The kernels for matrix units, of every format that has them: in the interpreter, or on a GPU, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.gpu import regimes
+from qdsl.runtime import Lanes, PackedWeight
+from qdsl.runtime.gpu import configure, launch, scratch
+from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.torch.linear import as_stored
+from tests.support.covering import ALL, covering, kernels
+from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields
+from tests.support.interpreter import INTERPRETED, guarded, times
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def lanes_of(case: Case) -> Lanes:
+    found: Lanes = case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.lanes
+    return found
+
+
+CASES = [case for case in cases() if lanes_of(case)]
+FEW = [case for case in CASES if lanes_of(case).skinny]
+RECORDS = [case for case in CASES if lanes_of(case).records]
+COVERING = covering(CASES, lambda case: kernels(case, "gemv", "skinny", "tile_gemm"))
+TALL = covering([case for case in CASES if lanes_of(case).tall], lambda case: kernels(case, "tile_gemm"))
+# Rows and columns: a last tile of rows that is short; a last span of 256 columns that is half; warps without columns.
+SHAPES = ((20, 256), (33, 384), (16, 1152))
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def shapes_of(case: Case, params: Mapping[str, int | str] | None = None) -> list[tuple[int, int]]:
+    """SHAPES, or whole records, and whole blocks where rows must have them."""
+    step = next(128 << i for i in range(6) if any(shapes(case, (16,), (384 << i,), params)))
+    return [(n if step <= 256 else 16, -(-k // step) * step) for n, k in SHAPES]
+
+
+def choices(case: Case) -> Iterator[Mapping[str, int | str]]:
+    """The sizes that a format's blocks can have, as far as the kernels serve them."""
+    format = case.module.FORMAT
+    lanes = lanes_of(case)
+    values = {size: format.params[size] for size in format.size_axes}
+    for i in range(max(map(len, values.values()), default=1)):
+        params = {size: found[min(i, len(found) - 1)] for size, found in values.items()}
+        sizes = format.sizes({**case.choice, **params}, SHAPES[0])
+        if min(lanes.sizes(sizes), default=lanes.least) >= lanes.least:
+            yield params
+
+
+def tried(case: Case) -> list[Mapping[str, int | str]]:
+    """The choices that dear tests run over: all, or the first of a format whose lines others have."""
+    found = list(choices(case))
+    return found if case in COVERING else found[:1]
+
+
+def packed_of(case: Case, shape: tuple[int, int], params: Mapping[str, int | str], seed: int = 0) -> PackedWeight:
+    return random_packed(case, shape, seed, params).to(DEVICE)
+
+
+def x_of(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) / 64).to(dtype).to(DEVICE)
+
+
+def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None,
+            candidate: Candidate | None = None) -> torch.Tensor:
+    """The kernel's product; it touches nothing else, and stores every element once."""
+    out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device=DEVICE)
+    x, packed = as_stored(x, packed)
+    calls = list(launch.linear_calls(x, packed, bias, out, candidate=candidate or regimes.candidate(x, packed)))
+    with guarded(packed, x, bias, out, *(each for call in calls for each in call.scratch)) as trace:
+        for call in calls:
+            call.run()
+    assert not INTERPRETED or (times(trace.stores, out) == 1).all()
+    return out.cpu()
+
+
+def kernels_of(x: torch.Tensor, packed: PackedWeight) -> set[str]:
+    out = torch.empty(x.shape[0], packed.shape[0], dtype=x.dtype, device=DEVICE)
+    calls = launch.linear_calls(x, packed, None, out, candidate=regimes.candidate(x, packed))
+    return {call.family for call in calls}
+
+
+def rounding(case: Case, dtype: torch.dtype) -> float:
+    """By how much a weight may be off: numbers of a table that x's type does not hold are rounded to it."""
+    numbers = torch.tensor([number for table in case.spec.tables for number in table.values], dtype=torch.float64)
+    return 0.0 if torch.equal(numbers.to(dtype).double(), numbers) else torch.finfo(dtype).eps / 2
+
+
+def expected(case: Case, packed: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product in float64, and by how much a kernel may miss it: float32 sums of K terms, and the result rounded once."""
+    weight = case.module.dequantize(packed.to("cpu"), torch.float32).double()
+    wide, added = x.cpu().double(), torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.cpu().double()
+    exact, spread, info = wide @ weight.t() + added, wide.abs() @ weight.abs().t() + added.abs(), torch.finfo(x.dtype)
+    return exact, exact.abs() * info.eps / 2 + spread * (weight.shape[1] * 2.0 ** -24 + rounding(case, x.dtype)) + info.tiny
+
+
+def check(case: Case, shape: tuple[int, int], params: Mapping[str, int | str], rows: int, dtype: torch.dtype, bias: bool = False,
+          packed: PackedWeight | None = None, candidate: Candidate | None = None) -> None:
+    packed = packed or packed_of(case, shape, params)
+    x = x_of(rows, shape[1], dtype, rows)
+    added = x_of(1, shape[0], dtype, 7)[0] if bias else None
+    exact, bound = expected(case, packed, x, added)
+    assert ((product(x, packed, added, candidate).double() - exact).abs() <= bound).all(), (params, rows, dtype, shape)
+
+
+@pytest.fixture
+def hopper() -> Iterator[None]:
+    """Launches as on a device of capability 9."""
+    with configure.assumed(9, 132):
+        yield
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_row(case: Case) -> None:
+    for i, params in enumerate(tried(case)):
+        step = shapes_of(case, params)[0][1]
+        shapes = [*shapes_of(case, params), (16, max(1024, step))]   # the last: warps share K evenly
+        check(case, shapes[(i + 1) % 3], params, 1, DTYPES[(i + 1) % 2], bias=i % 2 == 0)
+        if case in COVERING:
+            check(case, shapes[3], params, 1, DTYPES[i % 2])
+            check(case, shapes[i % 3], params, 1, DTYPES[i % 2], bias=i % 2 == 1)
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_few_rows(case: Case) -> None:
+    """Up to 8, and more in blocks of 8."""
+    for i, params in enumerate(tried(case)):
+        shapes = shapes_of(case, params)
+        check(case, shapes[(i + 1) % 3], params, (8, 2, 9)[i % 3], DTYPES[(i + 1) % 2], bias=i % 2 == 0)
+        if case in COVERING:
+            check(case, shapes[i % 3], params, (3, 8, 11)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if lanes_of(case).tile_gemm], ids=str)
+def test_many_rows(case: Case, hopper: None) -> None:
+    for i, params in enumerate(tried(case)):
+        shapes = shapes_of(case, params)
+        check(case, shapes[i % 3], params, (12, 16, 33)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
+        if case in COVERING:
+            check(case, shapes[(i + 1) % 3], params, 9, DTYPES[(i + 1) % 2])
+    packed = packed_of(case, shapes_of(case)[0], next(choices(case)))
+    assert kernels_of(x_of(9, 256, torch.float16), packed) == {"tile_gemm"}
+    assert kernels_of(x_of(8, 256, torch.float16), packed) == {"skinny"}
+    double = packed.layout.kernels.lanes.double                  # two products for a code: they are too many there
+    assert kernels_of(x_of(9, 256, torch.bfloat16), packed) == {"skinny" if double else "tile_gemm"}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.module.FORMAT.variant(case.choice).storages[case.storage].order],
+                         ids=str)
+def test_columns_by_groups(case: Case, hopper: None) -> None:
+    """An order of columns: every kernel runs as it is, with x in that order."""
+    for i, params in enumerate(choices(case)):
+        shape = SHAPES[i % 3]
+        packed = case.module.pack(shuffled_fields(case, shape, i, params), storage=case.storage, **{**case.choice, **params})
+        if packed.order is None:
+            continue                                             # one group
+        packed = packed.to(DEVICE)
+        for rows, dtype in ((1, DTYPES[i % 2]), (5, DTYPES[1 - i % 2]), (12, torch.float16)):
+            check(case, shape, params, rows, dtype, bias=i % 2 == 1, packed=packed)
+
+
+@pytest.mark.parametrize("tile", configure.TALL, ids=lambda tile: f"{tile.R}x{tile.W}{'-whole' * tile.whole}")
+@pytest.mark.parametrize("case", TALL, ids=str)
+def test_tiles_of_128_rows(case: Case, tile: configure.Tall, hopper: None) -> None:
+    """Each of those that the rule picks from, where it may; the others are for shapes that leave tiles short."""
+    shape, rows = ((16 * tile.R * tile.W, 384), 128) if tile.whole else ((20, 1152), 100)
+    params = next((params for params in choices(case) if configure.is_tall(packed_of(case, shape, params))), None)
+    if params is None:                                           # groups of fewer than 128 columns
+        return
+    configs = configure.candidates("tile_gemm", packed_of(case, shape, params), rows)
+    config = next(each for each in configs if (each["R"], each["W"], each["WHOLE"] > 0) == (tile.R, tile.W, tile.whole))
+    candidate = Candidate("tile_gemm", config)
+    for dtype in DTYPES:
+        check(case, shape, params, rows, dtype, bias=tile.whole, candidate=candidate)
+
+
+SPLIT = ("int_group.planar-bits4", "int8_channel.planar", "q4_k.planar")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if str(case).startswith(SPLIT)], ids=str)
+def test_programs_that_share_k(case: Case, hopper: None) -> None:
+    """Parts of one size and of two, short and whole tiles; the counters are left at 0."""
+    for split, shape, rows, dtype in ((2, (20, 512), 20, torch.float16), (4, (64, 1280), 16, torch.float16 if
+            lanes_of(case).double else torch.bfloat16)):
+        packed = packed_of(case, shape, next(choices(case)))
+        config = {**configure.candidates("tile_gemm", packed, rows)[0], "SPLIT": split}
+        check(case, shape, {}, rows, dtype, bias=split == 2, packed=packed, candidate=Candidate("tile_gemm", config))
+        assert not scratch.counters.take(1, packed.device).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_one_hot_rows_read_the_weight(case: Case, dtype: torch.dtype) -> None:
+    """Columns of a span of 512, one at a time, so that nothing is summed but zeros: each is where it belongs.
+
+    Every third one, so that each place in a chunk of 128 is met in one chunk or another.  Of records some columns in every run,
+    with each place in a byte, in a word and in 16 bytes, because a launch takes one.
+    """
+    packed = packed_of(case, (16, 512), next(choices(case)), seed=3)
+    x = torch.eye(512, dtype=dtype, device=DEVICE)
+    weight = case.module.dequantize(packed.to("cpu"), torch.float32).t()
+    if lanes_of(case).skinny:
+        x, weight = (x, weight) if ALL else (x[::3].contiguous(), weight[::3])
+        found = product(x, packed).float()
+    else:
+        x, weight = x[5::11], weight[5::11]
+        found = torch.cat([product(row[None], packed) for row in x]).float()
+    eps = torch.finfo(dtype).eps
+    # Zero points and bfloat16's 128 are taken off in float32: what they leave is at most that much of the largest term.
+    slack = weight.abs().amax() * 2.0 ** -15
+    assert ((found - weight).abs() <= weight.abs() * (eps / 2 + rounding(case, dtype) * 1.01) + slack * eps).all()
+
+
+@pytest.mark.parametrize("case", [case for case in FEW if case in COVERING], ids=str)
+def test_bits_do_not_depend_on_the_run_or_on_other_rows(case: Case) -> None:
+    """The same call gives the same bits; a row among up to 8 others, or in another place, gives its own."""
+    packed = packed_of(case, shapes_of(case)[1], next(choices(case)), seed=5)
+    x = x_of(8, shapes_of(case)[1][1], torch.float16, 5)
+    whole = product(x, packed)
+    assert torch.equal(whole, product(x, packed))
+    assert torch.equal(whole[2:5], product(x[2:5].contiguous(), packed))
+    assert torch.equal(whole.flip(0), product(x.flip(0).contiguous(), packed))
+
+
+@pytest.mark.parametrize("case", CASES[:1], ids=str)
+def test_other_products_take_the_plain_kernel(case: Case) -> None:
+    """float32, and columns that are no whole chunks: there are kernels for all of them."""
+    packed = packed_of(case, (16, 256), next(choices(case)))
+    assert kernels_of(x_of(1, 256, torch.float32), packed) == {"matvec"}
+    odd = packed_of(case, (16, 320), next(choices(case)))
+    assert kernels_of(x_of(1, 320, torch.float16), odd) == {"matvec"}
+
+
+CUT = ("q4_0.planar", "int8_channel.safetensors-scale_typebf16")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if str(case) in CUT],
+                         ids=str)
+def test_parts_of_a_weight(case: Case) -> None:
+    """Rows cut out of a weight: a scale may begin anywhere; codes and x must be aligned, or the plain kernel takes them."""
+    packed = packed_of(case, (48, 384), next(choices(case)), seed=4)
+    x = x_of(2, 384, torch.float16, 4)
+    part = packed.cut("N", 5, 40)
+    assert kernels_of(x, part) == {"skinny"}
+    assert torch.equal(product(x, part), product(x, packed)[:, 5:40])
+    shifted = torch.empty(2 * 384 + 1, dtype=torch.float16, device=DEVICE)[1:].view(2, 384).copy_(x)
+    assert kernels_of(shifted, packed) == {"matvec"}
+
+
+@pytest.mark.parametrize("case", RECORDS, ids=str)
+def test_records_where_they_lie(case: Case) -> None:
+    """The kernel for one row reads the bytes themselves, of any rows, where 16 divides their address; else the plain one does."""
+    packed = packed_of(case, (48, 768), {}, seed=4)
+    x = x_of(2, 768, torch.float16, 4)
+    one = x[:1].contiguous()
+    whole = product(one, packed)
+    assert kernels_of(one, packed) == {"gemv_records"} and kernels_of(x, packed) == {"matvec"}
+    assert torch.equal(whole, product(one, packed))
+    part = packed.cut("N", 5, 40)
+    assert kernels_of(one, part) == {"gemv_records"} and torch.equal(product(one, part), whole[:, 5:40])
+    (name, tensor), = packed.tensors.items()
+    for offset, kernel in ((16, "gemv_records"), (4, "matvec"), (1, "linear")):
+        held = torch.empty(tensor.numel() + 32, dtype=torch.uint8, device=DEVICE)
+        start = -held.data_ptr() % 16 + offset
+        moved = packed.derive({name: held[start:start + tensor.numel()].view_as(tensor).copy_(tensor)})
+        assert kernels_of(one, moved) == {kernel}
+        assert (product(one, moved) - whole).abs().max() <= whole.abs().max() * 2.0 ** -9
+    for call in launch.linear_calls(one, packed, None, torch.empty(1, 48, dtype=x.dtype, device=DEVICE)):
+        assert next(call.tensors).data_ptr() == tensor.data_ptr()
+    calls = launch.linear_calls(one, packed, None, torch.empty(1, 48, dtype=x.dtype, device=DEVICE), invariant=True)
+    assert [call.family for call in calls] == ["matvec"]
+
+
+# Fields that are called as the kernels call their own values, and codes that are small floats.
+NAMES = """
+format: lanes_{code}
+title: fields that are called as kernels call their own
+source: nobody
+weight: [N, K]
+fields:
+  ones: f16[n, k // 32]
+  ones_g: f16[n, k // 32]
+  at: u4[n, k // 32]
+  words: {code}[n, k]
+decode: {decode}
+storage:
+  rows:
+    words: {{tensor: "u8[n<N, t<K/2 word]", record: "i<2: words[n, 2*t + i]"}}
+    at: {{tensor: "u8[n<N, g<ceil(K/32)]", record: "at[n, g] pad:4"}}
+    ones: {{tensor: "f16[n<N, g<ceil(K/32)]", record: "ones[n, g]"}}
+    ones_g: {{tensor: "f16[n<N, g<ceil(K/32)]", record: "ones_g[n, g]"}}
+"""
+
+
+@pytest.mark.parametrize(("code", "decode"), [("u4", "(words - at) * ones + ones_g"), ("e2m1", "words * ones + ones_g * at")])
+def test_names_and_small_floats(code: str, decode: str, tmp_path: Path, hopper: None) -> None:
+    path = tmp_path / f"lanes_{code}.yaml"
+    path.write_text(NAMES.format(code=code, decode=decode))
+    case = Case(path, "planar", ())
+    for i, dtype in enumerate(DTYPES):
+        for rows in (1, 3, 12):
+            check(case, shapes_of(case)[i], {}, rows, dtype)
+
+
+# A record of codes that are small floats, its fields and tensor called as the kernel calls its own values.
+RECORD = """
+format: records_{code}
+title: a record of 16 numbers of 8 bits and codes, called as functions call their own
+source: nobody
+weight: [N, K]
+fields:
+  both: u8[n, k // 32]
+  low: u8[n, k // 32]
+  lane: {code}[n, k]
+decode: lane * both - low
+storage:
+  rows:
+    head:
+      run: k
+      record: |
+        b<4: low[b] low[b + 4]
+        b<8: both[b]
+        c<4 l<32: lane[64*c + l] lane[64*c + 32 + l]
+"""
+
+
+@pytest.mark.parametrize("code", ["i4", "u4", "e2m1"])
+def test_records_of_names_and_small_floats(code: str, tmp_path: Path) -> None:
+    path = tmp_path / f"records_{code}.yaml"
+    path.write_text(RECORD.format(code=code))
+    case = Case(path, "rows", ())
+    assert lanes_of(case).records.tensor == "head"
+    for i, dtype in enumerate(DTYPES):
+        check(case, shapes_of(case)[i], {}, 1, dtype)

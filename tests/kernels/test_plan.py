@@ -1,0 +1,224 @@
+"""What a plan chooses and prepares, for GPUs that are not there."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from bench import dispatch
+from qdsl.generated import awq_gemv_fast, int_group, iq2_xxs, q4_0
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import configure, costs, launch, plan
+from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu
+from qdsl.runtime.gpu.prepared import Prepared, prepare
+from qdsl.runtime.torch import linear, ops
+from tests.support.formats import ROOT
+from tests.support.interpreter import INTERPRETED
+
+META, BF16 = torch.device("meta"), torch.bfloat16
+
+
+@pytest.fixture
+def kernels() -> Iterator[None]:
+    """Tensors on the CPU meet kernels, as those on a GPU do; Triton interprets them."""
+    if not INTERPRETED:
+        pytest.skip("on a GPU tensors are there")
+    with patch.object(linear, "runs_kernels", lambda device: True):
+        yield
+
+
+def choice_for(packed: PackedWeight, m: int, gpu: Gpu) -> plan.Choice:
+    with configure.assumed(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
+        return plan.choice(packed, m, BF16, META)
+
+
+# -- what is chosen ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
+def test_no_candidate_is_much_cheaper(gpu: Gpu) -> None:
+    """Of every storage, entropy codes too.  `python -m bench --only dispatch` takes all shapes and rows for every GPU."""
+    turn = [*GPUS.values()].index(gpu)
+    for packed in dispatch.storages(dispatch.SHAPES[turn % len(dispatch.SHAPES)]):
+        for ratio, m in dispatch.ratios(packed, gpu, dispatch.ROWS[turn % 4::4]):
+            assert ratio <= dispatch.WORST, (costs.storage_key(packed), packed.shape, m)
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
+def test_traps(gpu: Gpu) -> None:
+    """Few programs with long loops, a weight decoded anew for every row, and a cliff behind 8 rows."""
+    awq = int_group.FORMAT.empty((4096, 4096), "awq", "meta", bits=4)
+    assert choice_for(awq, 1, gpu).candidate.kind == "decode"
+    iq2 = iq2_xxs.FORMAT.empty((4096, 4096), None, "meta")
+    assert choice_for(iq2, 16, gpu).candidate.kind == "decode"
+    int4 = int_group.FORMAT.empty((4096, 4096), "planar", "meta", bits=4)
+    times = {m: choice_for(int4, m, gpu).options[0].seconds for m in (1, 8, 9, 16)}
+    assert times[8] <= times[9] <= 2 * times[8] and times[16] <= 2 * times[8]
+    assert all(choice_for(int4, m, gpu).candidate.kind in ("gemv", "skinny", "tile_gemm") for m in times)
+
+
+def test_more_rows_are_no_cliff() -> None:
+    """Programs that share K: int4, 4096 x 4096, on an H200."""
+    int4 = int_group.FORMAT.empty((4096, 4096), "planar", "meta", bits=4)
+    times = {m: choice_for(int4, m, GPUS["h200"]).options[0].seconds for m in (1, 9, 16, 64)}
+    assert times[9] <= times[16] <= 1.41 * times[1] and times[64] <= 2.25 * times[1]
+
+
+def test_candidates_are_launches() -> None:
+    """The grid that costs are modelled for is the one that is launched, in the same configuration."""
+    for packed in (q4_0.FORMAT.empty((4112, 4096), "planar", "meta"), awq_gemv_fast.FORMAT.empty((512, 4096), None, "meta")):
+        for m in (1, 5, 12, 100):
+            x, out = (torch.empty(m, size, dtype=BF16, device="meta") for size in packed.shape[::-1])
+            with configure.assumed(9, 132):
+                legal = plan.candidates(packed, m, BF16, META)
+                kinds = [each.kind for each in legal]
+                assert (kinds[-1], kinds.count("decode"), kinds.count("matvec")) == ("decode", 1, m <= plan.MATVEC)
+                for candidate in legal[:-1]:
+                    [call] = launch.linear_calls(x, packed, None, out, candidate=candidate)
+                    assert call.grid == candidate.grid
+                    assert {key: call.constants[key] for key in candidate.config} == candidate.config
+
+
+def test_an_invariant_product_has_one_configuration() -> None:
+    packed = q4_0.FORMAT.empty((512, 8192), "planar", "meta")
+    found = {json.dumps(dict(plan.invariant(packed, m, BF16, META).config)) for m in (1, 2, 8, 9, 64, 500)}
+    assert len(found) == 1 and plan.invariant(packed, 1, BF16, META).kind == "skinny"
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_described_alike_share_a_plan(kernels: None) -> None:
+    x = torch.randn(2, 256, dtype=BF16)
+    one, other = (q4_0.planar(q4_0.quantize(torch.randn(32, 256))) for _ in range(2))
+    q4_0.linear(x, one), q4_0.linear(x, other)
+    assert one.plan is not None and one.plan is other.plan
+    assert q4_0.planar(q4_0.quantize(torch.randn(48, 256))).plan is None
+    for again in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one), one.to("cpu")):  # noqa: S301
+        assert again.plan is None
+    kept = weakref.ref(one.plan)
+    del one, other, again
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_plan_holds_no_memory(kernels: None) -> None:
+    """Tensors that a layer loses, as when it is offloaded, are freed; what takes their place is multiplied."""
+    layer = q4_0.Linear(q4_0.planar(q4_0.quantize(torch.randn(32, 256))))
+    x, other = torch.randn(2, 256, dtype=BF16), q4_0.planar(q4_0.quantize(torch.randn(32, 256)))
+    layer(x)
+    assert layer._packed.plan is not None
+    before = [weakref.ref(tensor) for tensor in layer.parameters()]
+    for name, tensor in other.tensors.items():
+        layer._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
+    gc.collect()
+    assert not any(each() for each in before)
+    assert torch.equal(layer(x), q4_0.linear(x, other))
+    for name, tensor in q4_0.planar(q4_0.quantize(torch.ones(32, 256))).tensors.items():
+        layer._parameters[name].data = tensor
+    assert torch.allclose(layer(x).float(), x.float().sum(1, keepdim=True).expand(2, 32), rtol=2 ** -7, atol=2 ** -6)
+
+
+def test_columns_in_another_order(kernels: None) -> None:
+    """The plan names the order of columns last, in which x has to be brought; the weight without the order has another plan."""
+    index = torch.arange(256, dtype=torch.int32) % 2
+    fields = int_group.unpack(int_group.quantize(torch.randn(32, 256), bits=4, group=128))
+    packed = int_group.planar(int_group.pack({**fields, "g": index}, storage="gptq_v1", bits=4, group=128))
+    assert packed.order is not None
+    x = torch.randn(2, 256, dtype=BF16)
+    first, again = int_group.linear(x, packed), int_group.linear(x, packed)
+    assert packed.plan is not None and packed.plan.names[-1] == "order" and torch.equal(first, again)
+    assert plan.plan_of(packed.as_stored()) is not packed.plan
+    wide = x.float() @ int_group.dequantize(packed, torch.float32).t()
+    assert torch.allclose(first.float(), wide, rtol=2 ** -7, atol=2 ** -5)
+
+
+def test_tensors_with_gaps_are_copied_once(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = q4_0.planar(q4_0.quantize(torch.randn(32, 512)))
+    part, x = whole.cut("K", 0, 256), torch.randn(2, 256, dtype=BF16)
+    assert not all(tensor.is_contiguous() for tensor in part.tensors.values())
+    first = q4_0.linear(x, part)
+    assert part.dense is not None
+    copied = part.dense.packed
+    assert torch.equal(q4_0.linear(x, part), first) and part.dense.packed is copied
+    for tensor in whole.tensors.values():
+        tensor.zero_()                                           # in place: what was copied is no longer the weight
+    assert not q4_0.linear(x, part).any() and part.dense.packed is not copied
+
+
+def test_products_of_the_interpreter(kernels: None) -> None:
+    """Every path of a product on a GPU, with a bias, in any shape, beside the CPU's."""
+    weight, bias = torch.randn(48, 256), torch.randn(48)
+    for packed in (q4_0.quantize(weight), q4_0.planar(q4_0.quantize(weight))):
+        exact = q4_0.dequantize(packed, torch.float32).double().t()
+        for shape, dtype in (((1, 256), BF16), ((2, 3, 256), torch.float16), ((9, 256), torch.float32), ((0, 256), BF16),
+                             ((256,), BF16)):
+            x = torch.randn(shape).to(dtype)
+            for mode in ("", linear.INVARIANT):
+                found = ops.linear(x, packed, bias, mode)
+                assert found.shape == (*shape[:-1], 48) and found.dtype == dtype
+                assert torch.allclose(found.double(), x.double() @ exact + bias, rtol=2 ** -6, atol=2 ** -4)
+
+
+# -- what is prepared --------------------------------------------------------------------------------------------------
+
+
+def test_arguments_of_prepared_launches() -> None:
+    """Addresses are filled in, those inside of a tensor and those in tuples too; what nobody passes again is refused."""
+    calls: list[tuple[Any, ...]] = []
+    kernel = SimpleNamespace(params=[SimpleNamespace(name=name) for name in ("planes", "x", "m", "function")], pre_run_hooks=[])
+    compiled = SimpleNamespace(run=lambda *arguments: calls.append(arguments), function=5, packed_metadata="metadata")
+    table, weight, x, out = torch.zeros(8), torch.zeros(64, 8), torch.zeros(4, 8), torch.zeros(4, 64)
+
+    def prepared(planes: tuple[torch.Tensor | int | None, ...]) -> Prepared | None:
+        call = Call(kernel, (planes, x[2:], 4), {"function": len}, (7, 2), {})
+        return prepare([(call, compiled)], [x, weight, None], out, [table], False)
+
+    ready = prepared((weight[16:], None, 3, table))
+    assert ready is not None and not ready.is_decoded
+    [launched] = ready.launches
+    launched.run([9, 1000, 5000, 0, 7000])
+    assert calls == [(7, 2, 1, 9, 5, "metadata", None, None, None, (5000 + 16 * 8 * 4, None, 3, table),
+                      1000 + 2 * 8 * 4, 4, len)]
+    assert prepared((weight, torch.zeros(8))) is None            # a tensor of this call alone
+    assert prepare([], [torch.zeros(9)[1:]], out, [], False) is None  # no multiple of 16 bytes
+    call = Call(kernel, ((weight,), x, 4), {"function": len}, (1,), {})
+    assert prepare([(call, None)], [x, weight], out, [], False) is None      # the interpreter compiles nothing
+
+
+def test_prepared_launches() -> None:
+    """The second product of a kind is launched with the kernel, grid and arguments that Triton's launcher has for it."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-m", "tests.kernels.prepared_launches"], cwd=ROOT, capture_output=True, text=True,
+                         check=False, env=environment)
+    assert not run.returncode, run.stderr
+    *rows, without, with_hook, called, operators = map(json.loads, run.stdout.splitlines())
+    for row in rows:
+        is_aligned = " 0" in row["case"][-13:]
+        assert row["same"] and row["prepared"] == [False, is_aligned, is_aligned], row
+    assert {row["kind"] for row in rows} >= {"gemv", "skinny", "matvec", "decode", "quantize_x"}
+    kernels = {row["case"]: row["kernels"] for row in rows}
+    assert {len(names) for names in kernels.values()} == {1, 2}   # two: x is quantized, or a code decoded, by one of its own
+    five, sixteen, seventeen = (kernels[f"q4_0.planar ({m}, 256) torch.bfloat16 None 0"] for m in (5, 16, 17))
+    assert five == seventeen != sixteen                          # 16 divides M: Triton compiles another kernel
+    assert without == {"case": "hook False", "prepared": [True], "hook": False}
+    assert len(called.pop("gradients")) <= 17                    # torch asks for what its own derivatives need
+    assert all(len(functions) <= 12 for functions in called.values()), called
+    assert with_hook == {"case": "hook True", "prepared": [False], "hook": True}
+    assert {"linear", "quantize_x", "decoded", "grouped_linear", "grouped_linear decoded", "dequantize"} <= operators.keys()
+    for name, row in operators.items():
+        assert not {*row} & {"aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::is_nonzero"}, (name, row)

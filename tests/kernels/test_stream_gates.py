@@ -1,0 +1,50 @@
+"""Kernels of entropy codes, compiled for GPUs that are not there: that they compile, and instructions per weight on sm_90."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.covering import ALL
+from tests.support.paths import ROOT
+
+# At most so many instructions of a thread per weight in the loop; df11's decode is two launches, exponents and then weights.
+LIMITS = {("df11", "decode"): 110, ("df11", "decode, three levels"): 140, ("hlane", "decode"): 14, ("hlane", "1 rows"): 17.5,
+          ("fix4", "decode"): 5, ("fix4", "1 rows"): 6.5,
+          # No figure of these is promised; a change that makes them worse should be seen.
+          ("hlane", "16 rows"): 15.5, ("fix4", "16 rows"): 4.5, ("hlane", "symbols"): 14, ("fix4", "symbols"): 9}
+SLOW = ("SHFL", "STS", "LDS", "LDSM", "I2F", "BAR")              # moves between lanes, and conversions of integers
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942", *(["sm_80", "sm_100"] if ALL else [])])
+def test_kernels_of_streams(arch: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    made = subprocess.run([sys.executable, "-m", "tests.kernels.stream_kernels", arch], cwd=ROOT, capture_output=True, text=True,
+                          env={**environment, "PYTHONPATH": str(ROOT)})
+    assert made.returncode == 0, made.stderr[-4000:]
+    found = [json.loads(line) for line in made.stdout.splitlines()]
+    assert {(each["form"], each["what"]) for each in found} == set(LIMITS)
+    if not arch.startswith("sm_"):
+        return
+    wrong: list[str] = []
+    totals: dict[tuple[str, str], float] = {}
+    for each in found:
+        key = each["form"], each["what"]
+        totals[key] = totals.get(key, 0.0) + each["count"]
+        if each["spills"]:
+            wrong.append(f"{key}: {each['spills']} spills")
+        slow = {op for op in each["opcodes"] if op.split(".")[0] in SLOW}
+        if slow and each["form"] != "df11":
+            wrong.append(f"{key}: {sorted(slow)} in the loop")
+        if "rows" in each["what"] and not any(op.startswith("HMMA") for op in each["tensor"]):
+            wrong.append(f"{key}: no HMMA among {each['tensor']}")
+    after = totals["df11", "decode"] - next(each["count"] for each in found if each["what"] == "decode")
+    totals["df11", "decode, three levels"] += after              # its second launch is the same
+    if arch == "sm_90":
+        wrong += [f"{key}: {count:.2f} instructions per weight, at most {LIMITS[key]}" for key, count in totals.items()
+                  if count > LIMITS[key]]
+    assert wrong == []

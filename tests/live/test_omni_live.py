@@ -1,0 +1,154 @@
+"""vllm-omni's transformers from packed files, on a CPU: `make live-vllm`.  They compute what they do with decoded weights.
+
+vllm-omni has no attention for a CPU: torch's takes its place.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("vllm_omni")
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+from vllm.model_executor.layers.linear import LinearBase
+from vllm_omni.diffusion import forward_context
+from vllm_omni.diffusion.config import set_current_diffusion_config
+from vllm_omni.diffusion.data import DiffusionParallelConfig
+from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
+from vllm_omni.quantization import build_quant_config
+
+from qdsl.checkpoint.files.safetensors import write
+from qdsl.models import omni
+from qdsl.models.vllm.methods import PackedLinearMethod
+from tests.support import diffusion_models as tiny
+
+CLOSE = 5e-6                                                     # of the largest number; sums have another order
+# Modules of vllm-omni, by the classes of diffusers.
+MODELS = {"Flux2Transformer2DModel": "flux2_klein.flux2_klein_transformer",
+          "QwenImageTransformer2DModel": "qwen_image.qwen_image_transformer",
+          "ZImageTransformer2DModel": "z_image.z_image_transformer"}
+
+
+class Attention(nn.Module):
+    """Attention by torch, for queries, keys and values [batch, tokens, heads, width]."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        heads = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    """vLLM's groups of ranks, and vllm-omni's context, for one rank."""
+    omni.register()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, "gloo")
+        initialize_model_parallel()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forward_context, "_forward_context", forward_context.ForwardContext())
+            yield
+        cleanup_dist_env_and_memory()
+
+
+def model(name: str, folder: Path, quantization: Any = None) -> Any:
+    """A tiny transformer of vllm-omni, without weights."""
+    module = import_module(f"vllm_omni.diffusion.models.{MODELS[name]}")
+    cls = getattr(module, name)
+    settings = SimpleNamespace(parallel_config=DiffusionParallelConfig(), model=str(folder), dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch, set_current_diffusion_config(settings):
+        patch.setattr(module, "Attention", Attention)
+        more = {} if name.startswith("ZImage") else {"od_config": settings}
+        return cls(**tiny.TINY[name].config, **more, quant_config=quantization).eval()
+
+
+def processed(built: Any) -> Any:
+    """The transformer once the methods of its layers have processed their weights."""
+    for module in built.modules():
+        if isinstance(module, LinearBase):
+            module.quant_method.process_weights_after_loading(module)
+    return built
+
+
+def loaded(built: Any, folder: Path, quantization: Any) -> Any:
+    """The transformer filled as vllm-omni's loader fills it."""
+    loader = object.__new__(DiffusersPipelineLoader)
+    loader.quant_config, loader.counter_before_loading_weights = quantization, 0.0
+    loader.od_config = SimpleNamespace(enable_multithread_weight_load=False)
+    loader.load_config = SimpleNamespace(load_format="auto", use_tqdm_on_load=False, safetensors_load_strategy=None)
+    source = DiffusersPipelineLoader.ComponentSource(str(folder), "transformer", None, "transformer.")
+    built.load_weights((name.removeprefix(source.prefix), tensor) for name, tensor in
+                       loader._get_weights_iterator(source))
+    return processed(built)
+
+
+@torch.no_grad()
+def output(built: Any) -> Tensor:
+    """What a transformer computes of random inputs."""
+    draw = torch.Generator().manual_seed(1)
+    if type(built).__name__.startswith("ZImage"):
+        x, features = torch.randn(16, 1, 8, 8, generator=draw), torch.randn(4, 64, generator=draw)
+        return built([x], torch.tensor([0.5]), [features])[0][0]
+    name = type(built).__name__
+    inputs = {own: torch.rand(shape, generator=draw) for own, shape in tiny.TINY[name].inputs.items()}
+    inputs |= {own: torch.ones_like(inputs[own]) for own in inputs if own.endswith("_mask")}
+    more = {"txt_seq_lens": [4]} if name.startswith("Qwen") else {}
+    return built(**inputs, **tiny.OTHERS.get(name, {}), **more, return_dict=False)[0]
+
+
+def packed_layers(built: Any) -> set[str]:
+    return {name for name, module in built.named_modules()
+            if isinstance(getattr(module, "quant_method", None), PackedLinearMethod)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gguf_files(name: str, tmp_path: Path) -> None:
+    """For all components, and for the transformer alone."""
+    tiny.write_config(tmp_path / "transformer", name)
+    numbers = tiny.write_q8_0(tmp_path / "model.gguf", tiny.random_model(name))
+    reference = model(name, tmp_path)
+    reference.load_weights(tiny.converted(name, numbers, tiny.TINY[name].config).items())
+    wanted = output(processed(reference))
+    settings = {"method": "qdsl", "gguf_model": str(tmp_path / "model.gguf")}
+    layers = []
+    for spec in (settings, {"transformer": settings, "vae": None}):
+        config = build_quant_config(spec)
+        if spec is settings:
+            assert config.is_checkpoint_quantized
+            config.maybe_update_config(str(tmp_path))
+        packed = loaded(model(name, tmp_path, config), tmp_path, config)
+        layers.append(packed_layers(packed))
+        difference = float((output(packed) - wanted).abs().max() / wanted.abs().max())
+        print(f"{name}: {len(layers[-1])} packed layers, outputs differ by {difference:.1e}")
+        assert difference < CLOSE
+    assert layers[0] == layers[1] != set()
+
+
+def test_plain_folders_are_quantized(tmp_path: Path) -> None:
+    """While they are loaded; products are then near those of the plain weights."""
+    name = "Flux2Transformer2DModel"
+    tiny.write_config(tmp_path / "transformer", name)
+    tensors = {own: tensor.contiguous() for own, tensor in tiny.random_model(name).state_dict().items()}
+    write(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors", tensors, {"format": "pt"})
+    reference = model(name, tmp_path)
+    reference.load_weights(tensors.items())
+    wanted = output(processed(reference))
+    config = build_quant_config({"method": "qdsl", "format": "q8_0"})
+    config.maybe_update_config(str(tmp_path))
+    packed = loaded(model(name, tmp_path, config), tmp_path, config)
+    assert packed_layers(packed)
+    assert 0 < float((output(packed) - wanted).abs().max() / wanted.abs().max()) < 0.05

@@ -1,0 +1,159 @@
+"""What engines take of checkpoints whose tensors are not those of single weights: the same numbers, weight by weight."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.files.crc import FILE, text
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import CheckpointError, write
+from qdsl.checkpoint.report.shards import is_plain, piece
+from qdsl.models.engine import EngineConfig
+from qdsl.models.served import Served, assembled, decoding, gguf_path, open_gguf, source_tensors
+from qdsl.models.shards import Collector
+from tests.support import gguf_models, language_models
+from tests.support.producer_folders import Stored, write_files, write_folder
+
+
+def collected(layers: Iterable[Layer], weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The numbers of layers, by name, of tensors as a loader brings them."""
+    collectors = {layer.name: Collector(layer, [piece(layer.name, layer, "N", 0, layer.shape[0])]) for layer in layers}
+    places = {f"{name}.{leaf}": (own, leaf) for name, own in collectors.items() for leaf in own.leaves}
+    for name, tensor in weights:
+        if name in places:
+            places[name][0].take(places[name][1], tensor)
+    return {name: own.parts()[0].dequantize(torch.float32) for name, own in collectors.items()}
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    with Folder(path) as folder:
+        return {name: folder.tensor(name).clone() for name in folder.names()}
+
+
+@pytest.mark.parametrize(("format", "storage"), [("fp8_block", "safetensors"), ("int_group", "pack_quantized")])
+def test_experts_of_a_stack(format: str, storage: str, tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    packed = [Stored(format, storage).pack(torch.randn(256, 128, generator=draw).bfloat16()) for _ in range(3)]
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    stacks = {f"{name}.{own}": torch.stack([weight.tensors[own] for weight in packed]) for own in packed[0].tensors}
+    write_files(tmp_path / "model", stacks, {"config.json": {}}, "")
+    served = Served.of_folder(tmp_path / "model")
+    assert list(served.packed) == [f"model.layers.0.mlp.experts.{expert}.gate_up_proj" for expert in range(3)]
+    result = collected(served.packed.values(), assembled(stacks.items(), served.assemblies))
+    for weight, dense in zip(packed, result.values(), strict=True):
+        assert torch.equal(dense, weight.format.dequantize(weight, torch.float32))
+
+
+def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+    """By the names under which vLLM takes them one by one."""
+    decoded = write_folder(tmp_path / "model", "mxfp4", "gpt_oss")
+    served = Served.of_folder(tmp_path / "model")
+    weights = dict(assembled(tensors_of(tmp_path / "model").items(), served.assemblies))
+    first = "model.layers.0.mlp.experts.0."
+    assert {f"{first}w13_weight", f"{first}w13_weight_scale", f"{first}w2_weight", f"{first}w2_weight_scale"} <= weights.keys()
+    numbers = {}
+    for name, layer in served.packed.items():
+        collector = Collector(layer, [piece(name, layer, "N", 0, layer.shape[0])])
+        for leaf in collector.leaves:
+            collector.take(leaf, weights[f"{name}_{leaf}"])
+        numbers[name] = collector.parts()[0].dequantize(torch.float32)
+    wanted = decoded["model.layers.0.mlp.experts.gate_up_proj"]
+    assert torch.equal(torch.stack([numbers[f"model.layers.0.mlp.experts.{expert}.w13"].t() for expert in range(4)]), wanted)
+
+
+def test_weights_that_are_coded_together(tmp_path: Path) -> None:
+    """Of DF11's groups come plain matrices, which are to be encoded."""
+    plain = write_folder(tmp_path / "df11", "df11", "qwen3")
+    config = EngineConfig()
+    config.plan(Served.of_folder(tmp_path / "df11"), "df11")
+    assert config.encoded == config.layers.keys() and all(map(is_plain, config.layers.values()))
+    weights = dict(config.assembled(tensors_of(tmp_path / "df11").items()))
+    for name, layer in config.layers.items():
+        assert torch.equal(weights[f"{name}.weight"].float(), plain[f"{name}.weight"])
+        assert config.collector(layer, []).encode is not None
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_gguf_files(model_type: str, tmp_path: Path) -> None:
+    """Rows in the order of the map, experts one by one, and a file that is named."""
+    file, model = gguf_models.written(tmp_path, model_type, type="Q4_0")
+    assert gguf_path(tmp_path) == gguf_path(file) == gguf_path("elsewhere", str(file)) == file
+    with closing(open_gguf(file, model.config)) as source:
+        served, weights = Served.of_gguf(source), dict(source_tensors(source))
+    wanted: Mapping[str, Tensor] = model.state_dict()
+    assert served.packed
+    for name, dense in collected(served.packed.values(), weights.items()).items():
+        stem, _, rest = name.rpartition(".experts.")
+        number, _, last = rest.partition(".")
+        assert torch.equal(dense, wanted[f"{stem}.experts.{last}"][int(number)] if stem else wanted[f"{name}.weight"])
+    for name in weights.keys() & wanted.keys():
+        assert torch.equal(weights[name], wanted[name]), name
+    (tmp_path / "other.gguf").write_bytes(file.read_bytes())
+    with pytest.raises(CheckpointError, match="has 2 GGUF files; name one"):
+        gguf_path(tmp_path)
+
+
+def test_layers_that_no_module_takes_are_decoded(tmp_path: Path) -> None:
+    decoded = write_folder(tmp_path / "model", "own q4_0", "qwen3")
+    served = Served.of_folder(tmp_path / "model")
+    weights = tensors_of(tmp_path / "model")
+    result = dict(assembled(weights.items(), [decoding(layer, torch.float32) for layer in served.packed.values()]))
+    assert result.keys() == decoded.keys()
+    assert all(torch.equal(tensor.float(), decoded[name]) for name, tensor in result.items())
+
+
+@pytest.mark.parametrize(("kind", "is_narrow"), [
+    ("compressed-tensors int8", True), ("fp8 tensor, static", True), ("modelopt fp8", True), ("fp8 block", True),
+    ("compressed-tensors int4", False), ("torchao int8", False)])
+def test_layers_whose_inputs_have_8_bits(kind: str, is_narrow: bool, tmp_path: Path) -> None:
+    write_folder(tmp_path / "model", kind, "qwen3")
+    served = Served.of_folder(tmp_path / "model")
+    assert served.narrow == (served.packed.keys() if is_narrow else frozenset())
+
+
+def test_entry_points_are_light() -> None:
+    """Engines call them in all of their processes: nothing heavy is imported for them."""
+    code = ("import sys, qdsl.models.vllm, qdsl.models.omni, qdsl.models.sglang; "
+            "heavy = {'torch', 'transformers', 'vllm', 'triton'} & sys.modules.keys(); assert not heavy, heavy; "
+            "qdsl.models.omni.register()")
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "qdsl is not available in this vllm-omni" in result.stderr
+
+
+def test_files_are_verified_where_settings_say_so(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"a": torch.ones(4)})
+    config = EngineConfig({"quant_method": "qdsl", "verify": True})
+    assert config.options == {} and config.verified(tmp_path) == tmp_path      # which states no checksums
+    (tmp_path / FILE).write_text(text({"model.safetensors": {"a": 7}}))
+    assert EngineConfig({"quant_method": "qdsl"}).verified(tmp_path) == tmp_path
+    with pytest.raises(CheckpointError, match="tensor 'a' is damaged"):
+        config.verified(tmp_path)
+
+
+def test_a_plain_model_needs_a_format(tmp_path: Path) -> None:
+    plain = Served.of_folder(language_models.write_plain(tmp_path / "plain", "qwen3"))
+    with pytest.raises(CheckpointError, match="None is no format to quantize them in"):
+        EngineConfig({"quant_method": "qdsl"}).plan(plain, "plain")
+    config = EngineConfig({"quant_method": "qdsl", "format": "q8_0", "ignore": ["down_proj"]})
+    config.plan(plain, "plain")
+    assert config.encoded == {name.removesuffix(".weight") for name in language_models.weights("qwen3")
+                              if language_models.is_projection(name) and "down_proj" not in name}
+
+
+def test_x_in_8_bits_excludes_batch_invariance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine hears of it before a weight is loaded; 'auto' leaves x as it is."""
+    plain = Served.of_folder(language_models.write_plain(tmp_path / "plain", "qwen3"))
+    monkeypatch.setattr(EngineConfig, "batch_invariant", True)
+    settings = {"quant_method": "qdsl", "format": "q8_0"}
+    with pytest.raises(CheckpointError, match=r'plain: products .* are not batch-invariant; leave "quantize_x" out'):
+        EngineConfig({**settings, "quantize_x": True}).plan(plain, "plain")
+    EngineConfig({**settings, "quantize_x": "auto"}).plan(plain, "plain")

@@ -1,0 +1,267 @@
+"""Imports point one way: from what the author wrote to what runs, and never back.
+
+The compiler and the running shore (runtime, encode, codecs, checkpoint) meet only in generated modules; cli, analyze and
+qdsl/__init__.py, which stand above both, bring them together for a user.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+PACKAGE = ROOT / "qdsl"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+GENERATED = sorted((ROOT / "generated").rglob("*.py"))
+
+# Which parts of qdsl a part may import, in function bodies too; '' is qdsl/__init__.py itself.  Besides these it may
+# import the standard library and what PACKAGES says.  A folder of SPLIT is as many parts as it has folders.
+SPLIT = {"compiler", "runtime", "checkpoint", "jobs"}
+COMPILER = ("compiler/spec", "compiler/ir", "compiler/passes", "compiler/emit", "compiler")
+RUNTIME = {"runtime", "runtime/weight", "runtime/torch", "runtime/cpu", "runtime/gpu", "codecs/gpu"}
+ALLOWED: dict[str, set[str]] = {
+    # what everything may stand on
+    "core": set(), "host": {""}, "codecs": set(),
+    # the compiler, in its order
+    "compiler/spec": {"core"},
+    "compiler/ir": {"compiler/spec", "core"},
+    "compiler/passes": {"compiler/spec", "compiler/ir", "core"},
+    "compiler/emit": {"compiler/spec", "compiler/ir", "compiler/passes", "core", "host", ""},
+    "compiler": {"compiler/emit", "host"},
+    # the running shore; a weight, its operations and its kernels know each other
+    **{part: {*RUNTIME - {part}, "codecs", "core", "host"} for part in RUNTIME},
+    "encode": {"runtime/weight", "core"},
+    "checkpoint/files": {"host"},
+    "checkpoint/detect": {"checkpoint/files", "codecs", "core", "generated", "runtime/weight"},
+    "checkpoint/report": {"checkpoint/files", "checkpoint/detect", "codecs", "core", "host"},
+    "checkpoint": {"checkpoint/files", "checkpoint/detect", "runtime/weight"},
+    "generated": set(),
+    # what joins them for a user
+    "jobs": {"compiler/emit", "generated", "models", "runtime", "runtime/weight", "checkpoint/files", "checkpoint/detect", "core",
+             "host", ""},
+    "jobs/engine": {"checkpoint/files", "host"},
+    "jobs/gguf": {"checkpoint/files", "checkpoint/detect", "checkpoint/report", "core", "host", "runtime"},
+    "jobs/convert": {"jobs/engine", "jobs/gguf", "checkpoint/files", "checkpoint/detect", "checkpoint/report", "core", "host",
+                     "runtime/weight"},
+    "jobs/compress": {"jobs/engine", "checkpoint/files", "checkpoint/detect", "codecs", "host"},
+    "models": {"jobs/convert", "jobs/engine", "jobs/gguf", "checkpoint", "checkpoint/files", "checkpoint/detect",
+               "checkpoint/report", "core", "host", "runtime/cpu", "runtime/torch", "runtime/weight"},
+    "": {"compiler", "core", "runtime/cpu", "runtime/gpu", "runtime/torch", "runtime/weight", "checkpoint", "checkpoint/files",
+         "models"},
+    "analyze": {"core", "runtime", "runtime/gpu", "runtime/torch", "runtime/weight", ""},
+    "cli": {"compiler/spec", "compiler/ir", "compiler/passes", "compiler/emit", "core", "host", "codecs", "runtime",
+            "runtime/weight", "analyze", "jobs", "checkpoint/files", "checkpoint/detect", "checkpoint/report", "generated",
+            "models", "jobs/engine", "jobs/gguf", "jobs/convert", "jobs/compress", ""},
+    "__main__": {"cli", "host"},
+}
+# Other people's packages, in function bodies too.
+PACKAGES: dict[str, set[str]] = {
+    "compiler/spec": {"yaml"}, "compiler/emit": {"jinja2"}, "codecs": {"numpy"}, "encode": {"torch", "numpy"},
+    **{part: {"torch", "numpy", "triton"} for part in RUNTIME},
+    "checkpoint/files": {"torch", "numpy", "huggingface_hub"}, "checkpoint/detect": {"torch", "numpy"},
+    "checkpoint/report": {"torch", "numpy"}, "checkpoint": {"torch"}, "": {"torch"},
+    "cli": {"typer", "rich"}, "jobs": {"torch", "transformers", "tokenizers"}, "jobs/gguf": {"torch"}, "jobs/convert": {"torch"},
+    "jobs/compress": {"numpy"}, "analyze": {"numpy", "torch", "triton"},
+    "models": {"torch", "accelerate", "diffusers", "peft", "transformers", "gguf", "sentencepiece", "vllm", "vllm_omni",
+               "sglang"},
+}
+# Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.
+LIGHT = (*COMPILER, "core", "host", "checkpoint/files", "checkpoint/detect", "checkpoint/report", "checkpoint", "jobs/engine",
+         "cli", "__main__", "")
+HEAVY = {"torch", "numpy", "triton"}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def part_of(module: str) -> str:
+    """The part of qdsl that a module belongs to: 'qdsl.runtime.gpu.plan' is in runtime/gpu."""
+    _, *names = module.split(".")
+    if names[:1] == ["codecs"]:
+        return "codecs/gpu" if names[-1] in ("launch", "kernels", "pairs") else "codecs"
+    is_split = len(names) > 1 and names[0] in SPLIT and (PACKAGE / names[0] / names[1]).is_dir()
+    return "/".join(names[:2]) if is_split else "".join(names[:1])
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports(body: list[ast.stmt], at_import: bool) -> Iterator[str]:
+    """Names that statements import; `at_import` leaves out function bodies and what only type checkers read."""
+    for statement in body:
+        if isinstance(statement, ast.Import):
+            yield from (alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom):
+            assert not statement.level, "imports name the whole path"
+            names = [f"{statement.module}.{alias.name}" for alias in statement.names]
+            yield from (name if is_module(name) else str(statement.module) for name in names)
+        elif not at_import or not (isinstance(statement, FUNCTIONS) or is_type_checking(statement)):
+            yield from imports(statements_in(statement), at_import)
+
+
+def statements_in(node: ast.AST) -> list[ast.stmt]:
+    """The statements directly inside a statement, those of its handlers and cases too."""
+    found: list[ast.stmt] = []
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            found.append(child)
+        elif isinstance(child, ast.ExceptHandler | ast.match_case):
+            found += statements_in(child)
+    return found
+
+
+@cache
+def imported(path: Path, at_import: bool = False) -> frozenset[str]:
+    return frozenset(imports(ast.parse(path.read_text()).body, at_import))
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=named)
+def test_a_module_imports_only_what_lies_below_it(path: Path) -> None:
+    """Of qdsl what ALLOWED says, of other packages what PACKAGES says."""
+    part = part_of(name_of(path))
+    assert part in ALLOWED, f"say in this file what {part} may import"
+    found = {name for name in imported(path) if name.split(".")[0] == "qdsl"}
+    wrong = sorted(name for name in found if part_of(name) not in ALLOWED[part] | {part})
+    assert wrong == []
+    others = {name.split(".")[0] for name in imported(path)} - {"qdsl"} - sys.stdlib_module_names
+    assert others <= PACKAGES.get(part, set())
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if part_of(name_of(path)) in LIGHT], ids=named)
+def test_the_compiler_imports_nothing_heavy(path: Path) -> None:
+    """Nor does it reach anything heavy through a module that it imports."""
+    seen: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        each = waiting.pop()
+        if each not in seen:
+            seen.add(each)
+            names = imported(each, at_import=True)
+            assert {name.split(".")[0] for name in names}.isdisjoint(HEAVY), named(each)
+            waiting += [file for name in names if name.split(".")[0] == "qdsl" for file in files_of(name)]
+
+
+def files_of(module: str) -> list[Path]:
+    """A module's file, and the __init__ of every package that it lies in."""
+    parts = module.split(".")
+    found = [ROOT.joinpath(*parts[:count], "__init__.py") for count in range(1, len(parts) + 1)]
+    return [path for path in [*found, ROOT.joinpath(*parts).with_suffix(".py")] if path.is_file()]
+
+
+# Lines that are not blank.  A number may be raised by a commit that says why.
+# The PTX machine was planned with 1,800; instructions alone take 1,000: 70 names, most with types and modifiers whose results
+# differ.  900 are memory, threads and checkers, each with a mistake that a test makes; 440 read PTX and its operands.
+BUDGET = {"analyze/execute": 2_700}
+
+
+@pytest.mark.parametrize("folder", BUDGET)
+def test_a_folder_stays_within_its_lines(folder: str) -> None:
+    lines = [line for path in (PACKAGE / folder).rglob("*.py") for line in path.read_text().splitlines() if line.strip()]
+    assert len(lines) <= BUDGET[folder]
+
+
+def test_the_order_has_no_circles() -> None:
+    """The table above allows no part to reach itself again, apart from reading the version in qdsl/__init__.py."""
+    def joined(parts: set[str]) -> set[str]:
+        return {"runtime" if part in RUNTIME else part for part in parts}
+
+    below = {part: joined(ALLOWED[part]) - {part, ""} for part in ALLOWED if part not in RUNTIME}
+    below["runtime"] = joined(set().union(*(ALLOWED[part] for part in RUNTIME))) - {"runtime"}
+    while free := [part for part, allowed in below.items() if not allowed & below.keys()]:
+        for part in free:
+            del below[part]
+    assert below == {}
+
+
+def test_the_two_shores_do_not_meet() -> None:
+    running = {*RUNTIME, "encode", "codecs", "generated", *(part for part in ALLOWED if part.startswith("checkpoint"))}
+    for part in running:
+        assert ALLOWED[part].isdisjoint({*COMPILER, "cli"})
+    for part in (*COMPILER, "core"):
+        assert ALLOWED[part].isdisjoint({*running, "cli"})
+    assert all("cli" not in allowed for part, allowed in ALLOWED.items() if part != "__main__")
+
+
+@pytest.mark.parametrize("path", GENERATED, ids=named)
+def test_generated_modules_import_the_running_shore_alone(path: Path) -> None:
+    """Lazily too; relative imports stay inside the format's own package."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in froms if not node.level}
+    parts = {part_of(name) for name in names if name.split(".")[0] == "qdsl"}
+    assert parts <= {"runtime", "runtime/gpu", "runtime/weight", "encode"}
+    assert {name.split(".")[0] for name in names} <= {"qdsl", "torch", "triton", "typing"}
+    assert {node.level for node in froms} <= ({0} if path.parent == ROOT / "generated" else {0, 1})
+
+
+PRIVATE_APIS = PACKAGE / "runtime" / "torch" / "private_apis.py"
+# Attributes of torch and Triton that are not documented, as they stand in code or in a text that getattr takes.
+UNDOCUMENTED = {"_C", "_ops", "_schema", "_overloadname", "_cdata", "_current_level", "_local_tensor",
+                "_non_persistent_buffers_set", "_ddp_params_and_buffers_to_ignore", "_set_params_and_buffers_to_ignore_for_model",
+                "_functorch", "_inductor", "_dynamo", "_subclasses", "knobs"}
+
+
+# Names with an underscore that are torch's and documented, or used as widely, and those of libraries that one module names.
+OF_TORCH = {"_parameters", "_buffers", "_modules", "_version", "_apply", "_load_from_state_dict", "_hooks"}
+OF_FILES = {"_class_name", "_name_or_path", "_token", "_token_id", "_bias"} # keys of configs, and ends of keys
+OF_LIBRARIES: dict[str, set[str]] = {
+    "transformers/moe.py": {"_apply_gate"},
+    "lora.py": {"_create_new_module", "_create_and_replace"},
+    "vllm/experts.py": {"_map_global_expert_id_to_local_expert_id"},
+    "omni/config.py": {"_get_weights_iterator", "_get_source_quant_config"},
+    "sglang/config.py": {"_get_quantization_config", "_get_all_weights"},
+}
+
+
+@cache
+def own_names() -> frozenset[str]:
+    """Functions, methods and attributes that modules of qdsl define."""
+    nodes = [node for path in MODULES if path.name != "private_apis.py" for node in ast.walk(ast.parse(path.read_text()))]
+    names = {node.name for node in nodes if isinstance(node, FUNCTIONS)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    return frozenset(names | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+                              and ast.unparse(node.value) == "self"})
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if "models" in path.parts and path.stem != "private_apis"], ids=named)
+def test_undocumented_names_of_libraries_are_in_one_module(path: Path) -> None:
+    """tests/unit/test_private_names.py tests those of models/private_apis.py, tests of engines and adapters the others."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    words = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    words |= {str(node.value) for node in nodes if isinstance(node, ast.Constant) and str(node.value).isidentifier()}
+    private = {word for word in words if word.startswith("_") and not word.startswith("_qdsl") and not word.endswith("_")}
+    assert private - own_names() - OF_TORCH - OF_FILES == OF_LIBRARIES.get(str(path.relative_to(PACKAGE / "models")), set())
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path != PRIVATE_APIS], ids=named)
+def test_undocumented_names_of_torch_and_triton_are_in_one_module(path: Path) -> None:
+    """tests/unit/test_private_apis.py tests what stands there.  Generated modules import neither, as the test above says."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    foreign = {name for name in imported(path) if name.split(".")[0] in ("torch", "triton")}
+    assert not {name for name in foreign if any(part.startswith("_") for part in name.split("."))}
+    assert not {name for name in foreign if name.startswith(("torch.fx.experimental", "triton.runtime", "triton.backends",
+                                                             "triton.compiler"))}
+    words = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    words |= {str(node.args[1].value) for node in nodes if isinstance(node, ast.Call) and len(node.args) > 1
+              and ast.unparse(node.func) in ("getattr", "hasattr", "setattr") and isinstance(node.args[1], ast.Constant)}
+    assert not words & UNDOCUMENTED

@@ -1,0 +1,34 @@
+"""What is said of releases, of Python and of other packages, is what the tests run with."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.support.paths import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TESTED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#"))
+
+
+@pytest.mark.parametrize("text", [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]])
+def test_a_required_package_has_one_tested_release(text: str) -> None:
+    needed = Requirement(text)
+    release = next(version for name, version in TESTED.items() if name.lower().replace("_", "-") == needed.name.lower())
+    assert needed.specifier.contains(release)
+
+
+def test_tested_releases_name_no_build() -> None:
+    """`torch==2.13.0+cpu` would refuse the builds for GPUs."""
+    assert not [version for version in TESTED.values() if not re.fullmatch(r"[0-9.]+", version)]
+
+
+def test_the_claimed_releases_of_python_are_tested() -> None:
+    tested = re.search(r"^PYTHONS \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert tested is not None
+    oldest = PROJECT["requires-python"].removeprefix(">=")
+    claimed = [name.rpartition(" ")[2] for name in PROJECT["classifiers"]]
+    assert claimed == [oldest, *(name.removeprefix("python") for name in tested[1].split())]

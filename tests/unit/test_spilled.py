@@ -1,0 +1,43 @@
+"""Fields that were written over: told from those that are as they are, and from those that borrow."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qdsl.core.overflowed_zeros import TOLD, is_spilled
+
+
+def stream(fields: list[int], bits: int, spills: bool) -> bytes:
+    """Zero points less one as words of 32 bits: a -1 borrows, or, as auto-gptq has it, is written over what is above it."""
+    words = []
+    each = 32 // bits
+    for start in range(0, len(fields), each):
+        part = [field - 1 << bits * place for place, field in enumerate(fields[start:start + each])]
+        words.append((np.bitwise_or.reduce([field & 0xFFFFFFFF for field in part]) if spills else sum(part)) & 0xFFFFFFFF)
+    return np.array(words, np.uint32).tobytes()
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_only_what_was_written_over_is_told(bits: int, data: st.DataObject) -> None:
+    seed = data.draw(st.integers(0, 9999))
+    fields = np.random.default_rng(seed).integers(0, 1 << bits, 32 * 24).tolist()
+    each = 32 // bits
+    words = [fields[start:start + each] for start in range(0, len(fields), each)]
+    over = sum(bits * (each - 1 - word.index(0)) for word in words if 0 in word)
+    assert is_spilled(stream(fields, bits, True), bits) == (over >= TOLD)
+    assert not is_spilled(stream(fields, bits, False), bits)
+    assert not is_spilled(stream([max(1, field) for field in fields], bits, True), bits)
+
+
+def test_three_bits_cross_words() -> None:
+    """Of fields in two words nothing is asked; a run that is cut off is not looked at."""
+    held = sum((field - 1 & 7) << 3 * place for place, field in enumerate([4] * 32))
+    clean = held.to_bytes(12, "little")
+    lost = (held | 0xFFFFFFFF & -1 << 6).to_bytes(12, "little")              # field 2 of the first word was 0
+    assert not is_spilled(clean * 8, 3) and is_spilled(lost * 2 + clean[:4], 3)
+    assert not is_spilled(b"", 3) and not is_spilled(clean[:8], 3)
