@@ -20,7 +20,7 @@ from qdsl.runtime.weight import streams
 
 SHAPES = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (152064, 4096))
 ROWS = (*range(1, 18), 24, 32, 33, 48, 64, 65, 96, 127, 128, 129, 160, 255, 256, 257, 300, 384, 385, 511, 512,
-        513, 769, 1000, 1025, 1153, 4097)
+        513, 769, 1000, 1025, 1153, 4097, 5000, 7000)
 META, X = torch.device("meta"), torch.bfloat16
 WORST = 1.15                                                     # times the best way's seconds that a choice may take
 

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight
 
 HALVES = (torch.float16, torch.bfloat16)                         # types of x that matrix units multiply here
-ROWS = 512                                                       # of x: up to these, every number of rows has its own choice
-MANY = 4096                                                      # of x: a tile of 128 more or less hardly counts
+ROWS = 4096                                                      # of x: up to these, every number of rows has its own choice
 MATVEC = 4                                                       # rows of x up to which 'matvec' may serve, one by one
 
 
@@ -116,9 +115,8 @@ def choice(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.devic
 
 
 def rows_class(m: int) -> int:
-    """The number of rows that stands for `m`: up to ROWS every one, above it as many tiles of 16, above MANY of 128."""
-    step = 16 if m <= MANY else 128
-    return m if m <= ROWS or m % 128 == 0 else cdiv(m, step) * step - 1
+    """The number of rows that stands for `m`: up to ROWS every one, above it as many tiles of 128, whole or not."""
+    return m if m <= ROWS or m % 128 == 0 else cdiv(m, 128) * 128 - 1
 
 
 def best(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Candidate:

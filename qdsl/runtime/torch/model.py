@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from qdsl.runtime.gpu.placement import fastest_storage, may_change
 from qdsl.runtime.torch.layers import QuantizedLinear
+from qdsl.runtime.torch.placement import fastest_storage, may_change
 from qdsl.runtime.weight.packed import FormatError
 
 if TYPE_CHECKING:
