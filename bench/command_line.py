@@ -50,7 +50,7 @@ def _inspected(rounds: int) -> Iterator[Figure]:
         os.truncate(large, 1 << 35)
         infos = b"".join(struct.pack("<Q5sIIQ", 5, b"%05x" % i, 0, 99, 0) for i in range((1 << 20) // 29))
         hostile.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, len(infos) // 29, 0) + infos)
-        read, refused = commands([_python("-m", "qdsl", "inspect", str(each)) for each in (large, hostile)], rounds)
+        read, refused = commands([_python("-m", "qdsl", "inspect", str(path)) for path in (large, hostile)], rounds)
         peaks = [_peak(str(hostile)) for _ in range(rounds if sys.platform == "linux" else 0)]
     yield Figure("qdsl inspect of 32 GiB, whole process", "s", read, 0.5, more=False, note="900 tensors, 700 000 tokens")
     yield Figure("qdsl inspect of a hostile MiB, whole process", "s", refused, 1, more=False, note="36 157 tensors")
@@ -64,8 +64,8 @@ def _peak(path: str) -> float:
                "from qdsl.cli import app\n"
                "app(['inspect', sys.argv[1]], standalone_mode=False)\n"
                "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')), file=sys.stderr)")
-    made = subprocess.run([sys.executable, "-c", program, path], cwd=ROOT, capture_output=True, text=True, check=True)
-    return int(made.stderr.split()[1]) / 1000
+    inspection = subprocess.run([sys.executable, "-c", program, path], cwd=ROOT, capture_output=True, text=True, check=True)
+    return int(inspection.stderr.split()[1]) / 1000
 
 
 def _python(*arguments: str) -> Callable[[], list[str]]:
@@ -74,8 +74,8 @@ def _python(*arguments: str) -> Callable[[], list[str]]:
 
 def heavy_imports(arguments: list[str]) -> list[str]:
     """Which of the heavy packages a command imports, as Python's own -X importtime says."""
-    made = subprocess.run([sys.executable, "-X", "importtime", *arguments], cwd=ROOT, capture_output=True, text=True,
+    listing = subprocess.run([sys.executable, "-X", "importtime", *arguments], cwd=ROOT, capture_output=True, text=True,
                           check=True)
-    imported = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in made.stderr.splitlines() if "|" in line}
+    imported = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in listing.stderr.splitlines() if "|" in line}
     assert "qdsl" in imported, "-X importtime printed nothing of qdsl"
     return [name for name in HEAVY if name in imported]

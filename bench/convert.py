@@ -54,7 +54,7 @@ def adopt(source: str, threads: int = 1) -> Callable[[], dict[str, Tensor]]:
     """A change to torch's int4pack, all checks included; every number has to stay."""
     torch.set_num_threads(threads)
     form, other, weight = format_of("int_group"), format_of("int4pack"), packed("int_group", source, **PARAMS)
-    made = other.convert(weight, "cpu_avx512")
-    if not torch.equal(other.dequantize(made, torch.float32), form.dequantize(weight, torch.float32)):
+    int4pack = other.convert(weight, "cpu_avx512")
+    if not torch.equal(other.dequantize(int4pack, torch.float32), form.dequantize(weight, torch.float32)):
         raise WrongResult(f"{source} is another weight as int4pack")
     return lambda: other.convert(weight, "cpu_avx512").tensors

@@ -50,7 +50,6 @@ def weights(only: str = "") -> Iterator[PackedWeight]:
 def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
     """The launches whose counts the table has, by costs.config_key."""
     n, k = packed.shape
-    lanes = packed.layout.kernels.lanes
     wide = torch.empty(1, k, dtype=torch.float32, device="meta")
     out = wide.new_empty(1, n)
     plain = list(launch.linear_calls(wide, packed, None, out))
@@ -64,15 +63,20 @@ def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
             if streams.has_few(_x(rows, k), packed):
                 for call in streams.few_calls(_x(rows, k), packed, None, _x(rows, n)):
                     yield costs.config_key("skinny", *costs.configuration(call.constants)), call
-        if lanes is None or packed.layout.streams:
-            return
-        for kind, rows in (("gemv", 1), ("skinny", 8), ("tile_gemm", 16)):
-            for config in configs(packed, kind) if launch.has_lanes(_x(rows, k), packed) else ():
-                rows = config.get("BM", rows)
-                if kind in plan.kinds(packed, rows, X, torch.device("meta")):
-                    candidate = costs.Candidate(kind, config)
-                    for call in launch.linear_calls(_x(rows, k), packed, None, _x(rows, n), candidate=candidate):
-                        yield costs.config_key(kind, *costs.configuration(config)), call
+        if packed.layout.kernels.lanes is not None and not packed.layout.streams:
+            yield from _matrix_calls(packed)
+
+
+def _matrix_calls(packed: PackedWeight) -> Iterator[tuple[str, Call]]:
+    """The launches of kernels for matrix units, in each configuration of `configs`."""
+    n, k = packed.shape
+    for kind, rows in (("gemv", 1), ("skinny", 8), ("tile_gemm", 16)):
+        for config in configs(packed, kind) if launch.has_lanes(_x(rows, k), packed) else ():
+            rows = config.get("BM", rows)
+            if kind in plan.kinds(packed, rows, X, torch.device("meta")):
+                candidate = costs.Candidate(kind, config)
+                for call in launch.linear_calls(_x(rows, k), packed, None, _x(rows, n), candidate=candidate):
+                    yield costs.config_key(kind, *costs.configuration(config)), call
 
 
 def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:

@@ -25,11 +25,11 @@ GOALS = {"int_group bits=4 gptq_v2": 1.0, "fp8_block": 2.0, "q4_k": 2.0, "q6_k":
 def figures(rounds: int) -> Iterator[Figure]:
     """Ratios for what gguf-py decodes too, then rates for every storage."""
     measured = [*storages()]
-    beside = {name: storage for name, storage, _ in measured if "gguf" in format_of(name).spec.detect and decoded(name)}
-    for name, storage in beside.items():
+    compared = {name: storage for name, storage, _ in measured if "gguf" in format_of(name).spec.detect and decoded(name)}
+    for name, storage in compared.items():
         yield from _beside_gguf(name, storage, rounds)
     for name, storage, params in measured:
-        if name not in beside:
+        if name not in compared:
             fresh, reused = _sides(name, storage, params)
             yield from _rates(title(name, storage, params), *calls([fresh, reused], rounds))
 

@@ -30,8 +30,8 @@ def figures(rounds: int) -> Iterator[Figure]:
         start = time.perf_counter()
         files = files_of(SPEC)
         seconds.append(time.perf_counter() - start)
-    made = sum(text.count("\n") for text in files.values())
-    yield Figure("compiling it", "s", seconds, more=False, note=f"into {made} lines of torch and Triton")
+    line_count = sum(text.count("\n") for text in files.values())
+    yield Figure("compiling it", "s", seconds, more=False, note=f"into {line_count} lines of torch and Triton")
     wrong = differences(_module())
     yield Figure("elements that round trips through it change", "elements", [sum(wrong.values())], 0, more=False,
                  note=", ".join(f"{what}: {count}" for what, count in wrong.items()))
@@ -69,6 +69,6 @@ def differences(w4: ModuleType) -> dict[str, int]:
     }
 
 
-def _differ(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> int:
-    assert wanted.keys() == found.keys()
-    return sum(int((wanted[name] != found[name]).sum()) for name in wanted)
+def _differ(wanted: dict[str, Tensor], actual: dict[str, Tensor]) -> int:
+    assert wanted.keys() == actual.keys()
+    return sum(int((wanted[name] != actual[name]).sum()) for name in wanted)

@@ -71,7 +71,7 @@ def rounded(value: float) -> float:
 
 def rates(amount: float, seconds: Sequence[float]) -> list[float]:
     """Amounts per second."""
-    return [amount / each for each in seconds]
+    return [amount / one for one in seconds]
 
 
 def ratios(slow: Sequence[float], fast: Sequence[float]) -> list[float]:

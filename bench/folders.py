@@ -46,7 +46,7 @@ def main() -> int:
             bound = 350_000_000 + plain(source, options.megabytes, options.shard, options.columns, False)
         else:
             work = ["convert", "--to", "awq"]
-            bound = 350_000_000 + 2 * made(source, options.megabytes, options.shard, options.columns)
+            bound = 350_000_000 + 2 * gptq_checkpoint(source, options.megabytes, options.shard, options.columns)
         if options.what == "kill":
             return killed(work, source, Path(folder), options.kills, options.jobs, options.seed)
         wrong = remembered(work, source, Path(folder) / "out", options.jobs, bound)
@@ -71,7 +71,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def made(path: Path, megabytes: int, shard: int, columns: int) -> int:
+def gptq_checkpoint(path: Path, megabytes: int, shard: int, columns: int) -> int:
     """A checkpoint of random GPTQ layers, the scales of each in the file after it; returns the bytes of the largest tensor."""
     path.mkdir()
     int_group: Format = importlib.import_module("qdsl.generated.int_group").FORMAT
@@ -124,12 +124,12 @@ def command(work: list[str], source: Path, out: Path, jobs: int) -> list[str]:
 
 def digest(path: Path) -> str:
     """Of the names and the bytes of all files."""
-    found = hashlib.sha256()
-    for each in sorted(path.rglob("*")):
-        if each.is_file():
-            with open(each, "rb") as file:
-                found.update(f"{each.relative_to(path)}\n{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return found.hexdigest()
+    total = hashlib.sha256()
+    for file_path in sorted(path.rglob("*")):
+        if file_path.is_file():
+            with open(file_path, "rb") as file:
+                total.update(f"{file_path.relative_to(path)}\n{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return total.hexdigest()
 
 
 def killed(work: list[str], source: Path, folder: Path, kills: int, jobs: int, seed: int) -> int:
@@ -149,11 +149,11 @@ def killed(work: list[str], source: Path, folder: Path, kills: int, jobs: int, s
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
             number += 1
-            there = sum(path.name.endswith(".safetensors") and path.is_file() for path in out.rglob("*")) if out.exists() else 0
+            written = sum(path.name.endswith(".safetensors") and path.is_file() for path in out.rglob("*")) if out.exists() else 0
             if not _readable(out):
                 subprocess.run(command(work, source, out, jobs), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
             same += digest(out) == wanted
-            print(f"killed after {moment:.1f} s with {there} files there; {same} of {number} the same", flush=True)
+            print(f"killed after {moment:.1f} s with {written} files there; {same} of {number} the same", flush=True)
         shutil.rmtree(out)
     print(f"{same} of {kills} identical")
     return int(same < kills)
@@ -165,8 +165,8 @@ def _readable(out: Path) -> bool:
         Folder(out).close()
     except (OSError, ValueError):
         return False
-    for each in out.glob(".qdsl*"):
-        shutil.rmtree(each)
+    for hidden in out.glob(".qdsl*"):
+        shutil.rmtree(hidden)
     return True
 
 
@@ -188,7 +188,7 @@ def remembered(work: list[str], source: Path, out: Path, jobs: int, bound: int) 
 
 def _children(pid: int) -> list[int]:
     try:
-        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [int(pid_text) for pid_text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
 

@@ -95,15 +95,15 @@ def act_order(linear: bool) -> Callable[[], Tensor]:
     weight, x = packed(FUSED[0], FUSED[1], **FUSED[2]), _x(1)
     columns = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(0))
     fields = int_group.unpack(weight) | {"g": columns.int() // weight.sizes["group"]}
-    made = int4pack.for_device(int_group.pack(fields, weight.storage, **weight.params), x.dtype)
-    layers = [made.apply(torch.clone) for _ in range(_copies(made.nbytes))]
+    order_weight = int4pack.for_device(int_group.pack(fields, weight.storage, **weight.params), x.dtype)
+    layers = [order_weight.apply(torch.clone) for _ in range(_copies(order_weight.nbytes))]
     if linear:
         return lambda: torch.cat([int4pack.linear(x, layer) for layer in layers])
-    assert made.order is not None
-    moved, group = x.index_select(1, made.order), made.sizes["group"]
+    assert order_weight.order is not None
+    moved, group = x.index_select(1, order_weight.order), order_weight.sizes["group"]
     tensors = [[layer.tensors[name] for name in ("weight", "scales_and_zeros")] for layer in layers]
     arguments = [(codes.view(weight.shape[0], -1), group, scales) for codes, scales in tensors]
-    return lambda: torch.cat([torch.ops.aten._weight_int4pack_mm_for_cpu(moved, *each) for each in arguments])
+    return lambda: torch.cat([torch.ops.aten._weight_int4pack_mm_for_cpu(moved, *triple) for triple in arguments])
 
 
 def ours(name: str, storage: str, params: dict[str, Any], rows: int, compiled: bool) -> Callable[[], Tensor]:

@@ -38,8 +38,8 @@ def figures(rounds: int) -> Iterator[Figure]:
         yield Figure("encode df11 to dfloat11", "x", ratios(theirs, mine), TIMES, note="same bytes")
     for name, (encoding, decoding) in GOALS.items():
         note = "of bf16 weight" + (f"; dfloat11 {PACKAGE} MB/s, elsewhere" if name == "df11" else "")
-        [there] = calls([Side(encode, {"name": name})], rounds)
-        yield Figure(f"encode {name}", "MB/s", rates(BF16_BYTES / 1e6, there), encoding, note=note)
+        [encode_seconds] = calls([Side(encode, {"name": name})], rounds)
+        yield Figure(f"encode {name}", "MB/s", rates(BF16_BYTES / 1e6, encode_seconds), encoding, note=note)
         [back] = calls([Side(decode, {"name": name})], rounds)
         yield Figure(f"decode {name}", "MB/s", rates(BF16_BYTES / 1e6, back), decoding, note=note)
         size = sum(tensor.nbytes for tensor in encode(name)().values())
@@ -69,27 +69,27 @@ def decode(name: str) -> Callable[[], NDArray[np.uint16]]:
 
 def package() -> Callable[[], dict[str, Any]]:
     """The package's tensors of the weight."""
-    found = _utilities()
-    assert found is not None
+    utilities = _utilities()
+    assert utilities is not None
     flat = floats(torch.bfloat16).flatten()
 
     def encoded() -> dict[str, Any]:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            _, counts = found.get_codec(flat)
-            codec, _, table = found.get_32bit_codec(counts)
-            data, rest, positions, gaps, splits = found.encode_weights([flat], codec, 8, THREADS)
-            return {"luts": found.get_luts(table), "encoded_exponent": data, "sign_mantissa": rest, "output_positions": positions,
-                    "gaps": gaps, "split_positions": splits}
+            _, counts = utilities.get_codec(flat)
+            codec, _, table = utilities.get_32bit_codec(counts)
+            data, sign_mantissa, positions, gaps, splits = utilities.encode_weights([flat], codec, 8, THREADS)
+            return {"luts": utilities.get_luts(table), "encoded_exponent": data, "sign_mantissa": sign_mantissa,
+                    "output_positions": positions, "gaps": gaps, "split_positions": splits}
 
     return encoded
 
 
 def _utilities() -> ModuleType | None:
     """The package's module that encodes, which needs no GPU; the package itself does when it is imported."""
-    there = importlib.util.find_spec("dfloat11")
-    if there is None or there.origin is None or importlib.util.find_spec("dahuffman") is None:
+    package_spec = importlib.util.find_spec("dfloat11")
+    if package_spec is None or package_spec.origin is None or importlib.util.find_spec("dahuffman") is None:
         return None
-    spec = importlib.util.spec_from_file_location("dfloat11_utils", Path(there.origin).parent / "dfloat11_utils.py")
+    spec = importlib.util.spec_from_file_location("dfloat11_utils", Path(package_spec.origin).parent / "dfloat11_utils.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -31,8 +31,8 @@ def summary(figures: Sequence[Figure]) -> str:
     """How many goals were met, and which were not."""
     judged = [figure for figure in figures if figure.met is not None]
     missed = [figure.what for figure in judged if not figure.met]
-    said = f"{len(judged) - len(missed)} of {len(judged)} goals met"
-    return f"{said}; not met: {'; '.join(missed)}" if missed else said
+    line = f"{len(judged) - len(missed)} of {len(judged)} goals met"
+    return f"{line}; not met: {'; '.join(missed)}" if missed else line
 
 
 def noise(load: float) -> str:
@@ -43,25 +43,25 @@ def noise(load: float) -> str:
 
 def device() -> dict[str, object]:
     """The machine: processor as /proc/cpuinfo names it, how many of them, and the GPU if there is one."""
-    facts: dict[str, str] = {}
+    cpu: dict[str, str] = {}
     path = Path("/proc/cpuinfo")
     for line in path.read_text().splitlines() if path.is_file() else []:
         key, _, value = line.partition(":")
-        facts.setdefault(key.strip(), value.strip())
-    return {"cpu": facts.get("model name", platform.machine()), "family": facts.get("cpu family"),
-            "model": facts.get("model"), "processors": os.cpu_count(),
+        cpu.setdefault(key.strip(), value.strip())
+    return {"cpu": cpu.get("model name", platform.machine()), "family": cpu.get("cpu family"),
+            "model": cpu.get("model"), "processors": os.cpu_count(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
 
 
 def versions() -> dict[str, str | None]:
     """What was measured and with what; None for what is not installed."""
-    found: dict[str, str | None] = {"qdsl": qdsl.__version__, "python": platform.python_version()}
+    version_of: dict[str, str | None] = {"qdsl": qdsl.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            version_of[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            version_of[name] = None
+    return version_of
 
 
 def results(command: str, figures: Sequence[Figure], load: float) -> str:

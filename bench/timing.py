@@ -70,8 +70,8 @@ class _Worker:
 
 @contextmanager
 def _worker(side: Side) -> Iterator[_Worker]:
-    made = f"{side.make.__module__}:{side.make.__qualname__}"
-    command = [sys.executable, "-m", "bench.worker", made, json.dumps(side.arguments)]
+    maker = f"{side.make.__module__}:{side.make.__qualname__}"
+    command = [sys.executable, "-m", "bench.worker", maker, json.dumps(side.arguments)]
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_THREAD, **BOUND}, stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -110,10 +110,10 @@ def commands(lines: Sequence[Callable[[], list[str]]], rounds: int) -> list[list
         def run() -> float:
             command = line()
             start = time.perf_counter()
-            made = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
+            process = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
             seconds = time.perf_counter() - start
-            if made.returncode:
-                raise WrongResult(f"{' '.join(command[1:])} ended with status {made.returncode}")
+            if process.returncode:
+                raise WrongResult(f"{' '.join(command[1:])} ended with status {process.returncode}")
             return seconds
         return run
 

@@ -21,12 +21,12 @@ def counts(folder: str, arch: str) -> tuple[str, dict[str, str]]:
     path = os.pathsep.join(filter(None, (folder, str(ROOT))))
     environment = {**{key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}, "PYTHONPATH": path}
     script = "import triton, sys; print(triton.__version__, file=sys.stderr); from tests.kernels.gate_kernels import main; main()"
-    made = subprocess.run([sys.executable, "-c", script, arch], cwd=ROOT, env=environment, capture_output=True, text=True)
-    if made.returncode:
-        raise SystemExit(made.stderr[-2000:])
-    found = {f"{each['gate']} {each['x']}": f"{each['hot']:.2f}" + (f" ({each['spills']} spills)" if each["spills"] else "")
-             for each in json.loads(made.stdout)}
-    return made.stderr.split()[0], found
+    process = subprocess.run([sys.executable, "-c", script, arch], cwd=ROOT, env=environment, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(process.stderr[-2000:])
+    results = {f"{row['gate']} {row['x']}": f"{row['hot']:.2f}" + (f" ({row['spills']} spills)" if row["spills"] else "")
+             for row in json.loads(process.stdout)}
+    return process.stderr.split()[0], results
 
 
 def main(folders: list[str]) -> None:
@@ -34,7 +34,7 @@ def main(folders: list[str]) -> None:
         columns = dict(counts(folder, arch) for folder in folders or [""])
         print(f"\n| {arch} | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
         for gate in next(iter(columns.values())):
-            print(f"| {gate} | {' | '.join(found[gate] for found in columns.values())} |")
+            print(f"| {gate} | {' | '.join(cells[gate] for cells in columns.values())} |")
 
 
 if __name__ == "__main__":

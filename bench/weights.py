@@ -26,8 +26,8 @@ BF16_BYTES = 2 * WEIGHTS                                         # of the weight
 
 def format_of(name: str) -> Format:
     """A format that ships with qdsl, by its name."""
-    found: Format = importlib.import_module(f"qdsl.generated.{name}").FORMAT
-    return found
+    form: Format = importlib.import_module(f"qdsl.generated.{name}").FORMAT
+    return form
 
 
 def storages() -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -80,11 +80,11 @@ def packed(name: str, storage: str | None = None, **params: Any) -> PackedWeight
 
 def _field(kind: str, shape: tuple[int, ...]) -> Tensor:
     """Codes over the whole range of a type, powers of two around one, normal floats."""
-    known = number(kind)
-    assert known is not None
-    if known.is_float and torch_dtype(kind) == torch.uint8:
-        codes = (0, 1 << known.bits) if known.mantissa else (known.bias - 4, known.bias + 4)
+    number_type = number(kind)
+    assert number_type is not None
+    if number_type.is_float and torch_dtype(kind) == torch.uint8:
+        codes = (0, 1 << number_type.bits) if number_type.mantissa else (number_type.bias - 4, number_type.bias + 4)
         return torch.randint(*codes, shape, dtype=torch.uint8)
-    if known.is_float:
+    if number_type.is_float:
         return torch.randn(shape).to(torch_dtype(kind))
-    return torch.randint(int(known.low), int(known.high) + 1, shape, dtype=torch_dtype(kind))
+    return torch.randint(int(number_type.low), int(number_type.high) + 1, shape, dtype=torch_dtype(kind))

@@ -32,8 +32,8 @@ def main() -> None:
 def digest(result: Any) -> str:
     """The SHA-256 of arrays' bytes; dtypes and shapes do not count, because torch and gguf-py name them differently."""
     total = hashlib.sha256()
-    for each in result.values() if isinstance(result, Mapping) else [result]:
-        array = each.contiguous().view(torch.uint8).numpy() if isinstance(each, torch.Tensor) else each
+    for array_like in result.values() if isinstance(result, Mapping) else [result]:
+        array = array_like.contiguous().view(torch.uint8).numpy() if isinstance(array_like, torch.Tensor) else array_like
         total.update(np.ascontiguousarray(array).view(np.uint8).data)
     return total.hexdigest()
 

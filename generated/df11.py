@@ -5,7 +5,7 @@
 
     v      bf16 [N, K]
 
-    df11: 8 bits per weight, and what the code of exponents takes
+    df11: 10.8 bits per weight where weights are normal
 
 Built from the spec df11 (sha256 457082163f96c176) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.

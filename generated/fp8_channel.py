@@ -9,7 +9,7 @@
     safetensors: 8.00098 bits per weight
     torchao: 8.00098 bits per weight
     quanto: 8.00098 bits per weight
-    fp8_lane: 4.00098 bits per weight, and what the code of exponents takes
+    fp8_lane: 6.80098 bits per weight where weights are normal
     planar: 8.00098 bits per weight
 
 Built from the spec fp8_channel (sha256 8c46dd3581e42d0a) by qdsl 0.1.0.

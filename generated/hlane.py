@@ -5,7 +5,7 @@
 
     v      bf16 [N, K]
 
-    hlane: 8 bits per weight, and what the code of exponents takes
+    hlane: 10.8 bits per weight where weights are normal
 
 Built from the spec hlane (sha256 df8f82558972e871) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.

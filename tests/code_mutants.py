@@ -42,6 +42,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "qdsl/compiler/ir/index.py": ("test_index", "test_program"),
     "qdsl/compiler/spec/grammar.py": ("test_bad_specs", "test_program"),
     "qdsl/compiler/passes/read_records.py": ("test_records", "test_bad_specs", "test_program"),
+    "qdsl/compiler/passes/record_lines.py": ("test_records", "test_bad_specs", "test_program"),
     "qdsl/encode/absmax.py": ("test_goldens", "test_encode"),
     "qdsl/checkpoint/files/safetensors.py": ("test_safetensors", "test_jobs"),
     "qdsl/checkpoint/files/gguf.py": ("test_gguf", "test_verify_gguf"),
@@ -59,7 +60,7 @@ NAMED: dict[str, tuple[str, ...]] = {
 EQUAL: dict[str, dict[str, str]] = {
     "qdsl/core/layout.py": {"_ranges: 0 -> 1": "an element without coordinates is the only one of its field: no line follows"},
     "qdsl/encode/absmax.py": {"signmax: -low > high -> -low >= high": "where both are equal, the next statements choose"},
-    "qdsl/compiler/passes/read_records.py": {"_TensorReader.part: 0 -> 1": "the width of a gap that fits is never 0"},
+    "qdsl/compiler/passes/record_lines.py": {"RecordReader.part: 0 -> 1": "the width of a gap that fits is never 0"},
 }
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

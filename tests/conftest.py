@@ -1,9 +1,13 @@
 """Kernels run in Triton's interpreter where there is no GPU; that is decided before triton is imported."""
 
 import os
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+LACKING = Path(__file__).parent / "lacking"
 
 try:
     import torch
@@ -18,6 +22,16 @@ if not CUDA:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bless", action="store_true", help="write golden files anew, for a reviewer to read in the diff")
+    parser.addoption("--lacks", action="append", choices=["triton", "unix", "size"], default=[],
+                     help="run on a machine without Triton, without what only Unix has, or of the smallest size")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Take away what --lacks names, here and, by the environment, from every process that is started."""
+    if (lacks := config.getoption("--lacks")) and "QDSL_TEST_LACKS" not in os.environ:
+        os.environ["QDSL_TEST_LACKS"] = ",".join(lacks)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(LACKING), os.environ.get("PYTHONPATH"))))
+        runpy.run_path(str(LACKING / "sitecustomize.py"))
 
 
 @pytest.fixture
@@ -39,7 +53,10 @@ def one_thread() -> Iterator[None]:
 def pytest_report_header() -> str:
     try:
         import torch
-        import triton
     except ImportError:
         return "no torch: tests of the compiler alone"
+    try:
+        import triton
+    except ImportError:
+        return f"torch {torch.__version__}, no Triton"
     return f"torch {torch.__version__}, triton {triton.__version__}, kernels {'on a GPU' if CUDA else 'in the interpreter'}"

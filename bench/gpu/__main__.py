@@ -14,7 +14,7 @@ import torch
 from bench.gpu import answers, checks, clock, peers, plan, predicted, report, times
 from bench.gpu.ahead import Ahead
 from bench.gpu.budget import Budget
-from bench.gpu.device import facts
+from bench.gpu.device import device_info
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PARTS = ("checks", "answers", "times")
@@ -27,7 +27,7 @@ def main() -> int:
     options = _options()
     command = shlex.join(["python", "-m", "bench.gpu", *sys.argv[1:]])
     if options.predict:
-        report.keep(options.json or RESULTS / predicted.NAME, predicted.made(command))
+        report.keep(options.json or RESULTS / predicted.NAME, predicted.results(command))
         return 0
     if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
         print("bench.gpu: needs a CUDA device, and kernels that are not interpreted", file=sys.stderr)
@@ -40,12 +40,12 @@ class Run:
 
     def __init__(self, options: argparse.Namespace, command: str) -> None:
         self.budget = Budget(60 * options.minutes)
-        self.facts = facts()
+        self.info = device_info()
         self.quick = bool(options.quick)
         self.parts = tuple(options.only or PARTS)
-        self.path: Path = options.json or RESULTS / report.name_of(self.facts)
-        self.ahead = Ahead(self.facts, options.processes)
-        self.data = report.head(command, self.facts, self.quick) | {"minutes": options.minutes, "left_out": {}}
+        self.path: Path = options.json or RESULTS / report.name_of(self.info)
+        self.ahead = Ahead(self.info, options.processes)
+        self.data = report.head(command, self.info, self.quick) | {"minutes": options.minutes, "left_out": {}}
         self.wrong = 0
         self.device = torch.device("cuda")
 
@@ -58,7 +58,7 @@ class Run:
                 self.ahead.submit(answers.jobs())
             if "times" in self.parts:
                 self.ahead.submit(times.jobs(self.quick))
-            report.say(f"{self.facts.name}, {self.facts.multiprocessors} multiprocessors, {self.facts.l2 >> 20} MB of L2")
+            report.say(f"{self.info.name}, {self.info.multiprocessors} multiprocessors, {self.info.l2 >> 20} MB of L2")
             if "checks" in self.parts:
                 self._checks(cases)
             if "answers" in self.parts:
@@ -96,20 +96,20 @@ class Run:
         report.say(f"a copy moves {self.bandwidth / 1e9:.0f} GB/s, read and written")
 
     def _answers(self) -> None:
-        asked = answers.Asked(self.facts, self.ahead)
-        found, left_out = answers.run(asked, self.budget.part("answers"))
-        self.data["answers"], self.data["left_out"]["answers"] = found, left_out
+        asked = answers.Asked(self.info, self.ahead)
+        rows, left_out = answers.run(asked, self.budget.part("answers"))
+        self.data["answers"], self.data["left_out"]["answers"] = rows, left_out
         self._keep()
 
     def _times(self) -> None:
         rows: list[dict[str, Any]] = []
-        found = peers.find()
+        packages = peers.find()
         self.data["times"] = rows
-        left_out = times.run(self.facts, self.bandwidth, self.ahead, self.budget.part("times"),
-                             QUICK_ROUNDS if self.quick else ROUNDS, self.quick, rows, found, self._keep)
-        self.data["left_out"]["times"], self.data["peers"] = left_out, found.data()
-        for name, each in found.data().items():
-            report.say(f"{name}: {each['version'] or ''} {each['note']}".rstrip())
+        left_out = times.run(self.info, self.bandwidth, self.ahead, self.budget.part("times"),
+                             QUICK_ROUNDS if self.quick else ROUNDS, self.quick, rows, packages, self._keep)
+        self.data["left_out"]["times"], self.data["peers"] = left_out, packages.data()
+        for name, package in packages.data().items():
+            report.say(f"{name}: {package['version'] or ''} {package['note']}".rstrip())
         self._keep()
 
 

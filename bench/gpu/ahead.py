@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from bench.gpu.device import Facts, launches_for
+from bench.gpu.device import DeviceInfo, launches_for
 from qdsl.runtime.gpu.call import Call
 
 
@@ -26,7 +26,7 @@ class Job(Protocol):
 
 
 @dataclass(frozen=True)
-class Made:
+class CompileResult:
     """How many launches were compiled, in how many seconds, and what went wrong."""
 
     launches: int
@@ -52,26 +52,26 @@ class _Absent:
         return GPUTarget("cuda", self.capability, 32)
 
 
-_facts: Facts | None = None
+_info: DeviceInfo | None = None
 
 
-def start(facts: Facts) -> None:
+def start(info: DeviceInfo) -> None:
     """In a process that only compiles."""
     import torch
     import triton
 
-    global _facts
-    _facts = facts
+    global _info
+    _info = info
     torch.set_num_threads(1)
-    triton.runtime.driver.set_active(_Absent(facts.capability))
+    triton.runtime.driver.set_active(_Absent(info.capability))
 
 
-def compile_job(job: Job) -> Made:
+def compile_job(job: Job) -> CompileResult:
     """Compile all launches of a job; one that fails does not keep the others from it."""
-    assert _facts is not None
+    assert _info is not None
     begun, launches, errors = time.monotonic(), 0, []
     try:
-        with launches_for(_facts):
+        with launches_for(_info):
             for call in job.calls():
                 launches += 1
                 try:
@@ -80,21 +80,21 @@ def compile_job(job: Job) -> Made:
                     errors.append(f"{call.kernel.__name__}: {type(error).__name__}: {str(error).strip()[:300]}")
     except Exception as error:                                   # of the launches themselves
         errors.append(f"{type(error).__name__}: {error}")
-    return Made(launches, time.monotonic() - begun, "; ".join(errors))
+    return CompileResult(launches, time.monotonic() - begun, "; ".join(errors))
 
 
 class Ahead:
     """Processes that compile; without any, each kernel is compiled when it is launched."""
 
-    def __init__(self, facts: Facts, processes: int) -> None:
-        self._futures: dict[Job, Future[Made]] = {}
+    def __init__(self, info: DeviceInfo, processes: int) -> None:
+        self._futures: dict[Job, Future[CompileResult]] = {}
         self._pool: ProcessPoolExecutor | None = None
         if processes:
             # Spawned, for a forked process would inherit the GPU's context; without a GPU in sight, lest one is made.
             before = os.environ.get("CUDA_VISIBLE_DEVICES")
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
             try:
-                self._pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start, (facts,))
+                self._pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), start, (info,))
                 self.submit(map(_Nothing, range(processes)))
             finally:
                 if before is None:
@@ -108,7 +108,7 @@ class Ahead:
             if self._pool is not None and job not in self._futures:
                 self._futures[job] = self._pool.submit(compile_job, job)
 
-    def wait(self, job: Job, seconds: float) -> Made | None:
+    def wait(self, job: Job, seconds: float) -> CompileResult | None:
         """When it is compiled, or None where it is not after so many seconds, or never will be ahead."""
         future = self._futures.get(job)
         if future is None:

@@ -13,7 +13,7 @@ import torch
 from bench.gpu import clock, machine, probes
 from bench.gpu.ahead import Ahead, Job
 from bench.gpu.budget import Part
-from bench.gpu.device import Facts, clock_rate, launches_for
+from bench.gpu.device import DeviceInfo, clock_rate, launches_for
 from bench.gpu.report import say
 from bench.gpu.weights import DTYPES, Weight, clones, every, large
 from bench.weights import format_of
@@ -33,7 +33,7 @@ GROUPED = "int_group.planar"                                     # with 4 bits a
 class Asked:
     """Where questions are asked."""
 
-    facts: Facts
+    info: DeviceInfo
     ahead: Ahead
 
 
@@ -73,7 +73,7 @@ STAGED = ((2, 1), (3, 1), (4, 1), (3, 2))                        # STAGES and R
 
 def weight(shape: tuple[int, int], name: str = LEAD) -> Weight:
     """A format's storage at its default parameters."""
-    return next(each for each in every(shape) if f"{each.name}.{each.storage}" == name)
+    return next(candidate for candidate in every(shape) if f"{candidate.name}.{candidate.storage}" == name)
 
 
 def _short(value: float) -> float:
@@ -113,44 +113,45 @@ def conversions(asked: Asked) -> Answer:
     Each is made by a multiply-add and put away by an exclusive or: 'none' is the loop without a conversion, and a conversion
     whose figure is near to it is not what limits its loop.
     """
-    programs = probes.PROGRAMS * asked.facts.multiprocessors
+    programs = probes.PROGRAMS * asked.info.multiprocessors
     values: dict[str, Any] = {}
     for name in probes.CONVERSIONS:
         call = probes.convert_call(name, programs, TRIPS, "cuda")
         seconds = clock.seconds([call.run], ROUNDS)
         rate = _under_load(call, seconds)
         count = 1024 * programs * TRIPS * probes.PER_TRIP
-        per_second = count / seconds / asked.facts.multiprocessors
+        per_second = count / seconds / asked.info.multiprocessors
         values[name] = {"per multiprocessor and ns": _short(per_second / 1e9), "clock GHz": rate and _short(rate / 1e9),
                         "per multiprocessor and cycle": rate and _short(per_second / rate)}
     key = "per multiprocessor and cycle"
-    shown = ", ".join(f"{name} {found[key] if found[key] else '?'}" for name, found in values.items())
+    shown = ", ".join(f"{name} {row[key] if row[key] else '?'}" for name, row in values.items())
     return {"values": values, "answer": f"conversions per multiprocessor and cycle: {shown}"}
 
 
 def products(asked: Asked) -> Answer:
     """How many cycles a scheduler takes for an mma.sync m16n8k16, with one useful column and with eight."""
-    programs = probes.PROGRAMS * asked.facts.multiprocessors
+    programs = probes.PROGRAMS * asked.info.multiprocessors
     values: dict[str, Any] = {}
     for columns in (1, 8):
         call = probes.matrix_call(columns, programs, TRIPS * 8, "cuda")
         seconds = clock.seconds([call.run], ROUNDS)
         rate = _under_load(call, seconds)
-        each = seconds / (TRIPS * 8 * 16 * 4 * probes.PROGRAMS / SCHEDULERS)     # of a scheduler: 16 in a trip, 4 warps a program
-        values[f"{columns} columns"] = {"ns": _short(each * 1e9), "clock GHz": rate and _short(rate / 1e9),
-                                        "cycles": rate and _short(each * rate)}
-    shown = ", ".join(f"{name} {found['cycles'] or '?'}" for name, found in values.items())
+        # Products of a scheduler: 16 in a trip of the loop, and 4 warps in a program.
+        product_seconds = seconds / (TRIPS * 8 * 16 * 4 * probes.PROGRAMS / SCHEDULERS)
+        values[f"{columns} columns"] = {"ns": _short(product_seconds * 1e9), "clock GHz": rate and _short(rate / 1e9),
+                                        "cycles": rate and _short(product_seconds * rate)}
+    shown = ", ".join(f"{name} {row['cycles'] or '?'}" for name, row in values.items())
     return {"values": values, "answer": f"cycles per mma.sync m16n8k16 and scheduler: {shown}"}
 
 
 def patterns(asked: Asked) -> Answer:
     """How fast 8 rows x 64 bytes are read by a warp's load, beside pieces of 1 KB that lie together."""
     rows, words = 28672, 1024                                    # the codes of a 4-bit weight [28672, 8192]
-    count = clock.copies(rows * words * 4, asked.facts.l2)
+    count = clock.copies(rows * words * 4, asked.info.l2)
     data = [torch.randint(-2 ** 31, 2 ** 31 - 1, (rows, words), dtype=torch.int32, device="cuda") for _ in range(count)]
-    graphs = [clock.Graph([probes.read_call(each, tiled).run for each in data]) for tiled in (False, True)]
-    found = [median(samples) for samples in clock.sides(graphs, ROUNDS)]
-    apart, together = (rows * words * 4 / seconds / 1e9 for seconds in found)
+    graphs = [clock.Graph([probes.read_call(weight, tiled).run for weight in data]) for tiled in (False, True)]
+    medians = [median(samples) for samples in clock.sides(graphs, ROUNDS)]
+    apart, together = (rows * words * 4 / seconds / 1e9 for seconds in medians)
     return {"values": {"8 rows x 64 B GB/s": _short(apart), "1 KB GB/s": _short(together)},
             "answer": f"rows apart {apart:.0f} GB/s, 1 KB together {together:.0f} GB/s, {apart / together:.2f} x"}
 
@@ -160,25 +161,25 @@ def warps(asked: Asked) -> Answer:
     values: dict[str, float] = {}
     for x in ("bf16", "f16"):
         calls, chosen = _row_calls(x, asked)
-        graphs = [clock.Graph([probes.along_k(call, each).run for call in calls]) for each in probes.WARPS_ALONG_K]
-        for each, samples in zip(probes.WARPS_ALONG_K, clock.sides(graphs, ROUNDS), strict=True):
-            values[f"{x} WK {each}{' (chosen)' * (each == chosen)} us"] = _short(median(samples) * 1e6)
-    return {"values": values, "answer": ", ".join(f"{name[:-3]} {found} us" for name, found in values.items())}
+        graphs = [clock.Graph([probes.along_k(call, share).run for call in calls]) for share in probes.WARPS_ALONG_K]
+        for share, samples in zip(probes.WARPS_ALONG_K, clock.sides(graphs, ROUNDS), strict=True):
+            values[f"{x} WK {share}{' (chosen)' * (share == chosen)} us"] = _short(median(samples) * 1e6)
+    return {"values": values, "answer": ", ".join(f"{name[:-3]} {time_us} us" for name, time_us in values.items())}
 
 
 def _row_calls(x: str, asked: Asked) -> tuple[list[Call], int]:
     """Launches for one row on copies of the weight, and how many warps the runtime has chosen."""
-    held = large(weight((4096, 4096)), "cuda")
+    packed = large(weight((4096, 4096)), "cuda")
     vector = torch.randn(1, 4096, device="cuda").to(DTYPES[x])
-    calls = [call for each in clones(held, clock.copies(held.nbytes, asked.facts.l2))
-             for call in _calls("gemv", vector, each, torch.empty(1, 4096, dtype=DTYPES[x], device="cuda"))]
+    calls = [call for copy in clones(packed, clock.copies(packed.nbytes, asked.info.l2))
+             for call in _calls("gemv", vector, copy, torch.empty(1, 4096, dtype=DTYPES[x], device="cuda"))]
     return calls, int(calls[0].constants["WK"])
 
 
 def _calls(kind: str, x: torch.Tensor, packed: PackedWeight, out: torch.Tensor) -> list[Call]:
     """The launches of a kernel in its first configuration."""
     legal = plan.candidates(packed, x.shape[0], x.dtype, x.device)
-    candidate = next(each for each in legal if each.kind == kind)
+    candidate = next(choice for choice in legal if choice.kind == kind)
     return list(launch.linear_calls(x, packed, None, out, candidate=candidate))
 
 
@@ -188,18 +189,18 @@ def overlap(asked: Asked) -> Answer:
     Twice the rows of w are twice the programs: with the work of both hidden the time stays, with none it doubles.
     """
     values: dict[str, float] = {}
-    full = 64 * asked.facts.multiprocessors
+    full = 64 * asked.info.multiprocessors
     if 2 * full % 256:
-        return {"values": {}, "answer": f"not asked: {asked.facts.multiprocessors} multiprocessors give no whole weight"}
-    held = large(weight((2 * full, 8192), GROUPED), "cuda")
+        return {"values": {}, "answer": f"not asked: {asked.info.multiprocessors} multiprocessors give no whole weight"}
+    packed = large(weight((2 * full, 8192), GROUPED), "cuda")
     for rows in (16, 64):
         graphs, names = [], []
         x = torch.randn(rows, 8192, dtype=torch.bfloat16, device="cuda")
         for per, taken in ((1, full), (2, 2 * full)):
-            part = held.cut("N", 0, taken)
+            part = packed.cut("N", 0, taken)
             out = torch.empty(rows, taken, dtype=torch.bfloat16, device="cuda")
-            copies = clones(part, clock.copies(part.nbytes, asked.facts.l2))
-            calls = [call for each in copies for call in _calls("tile_gemm", x, each, out)]
+            copies = clones(part, clock.copies(part.nbytes, asked.info.l2))
+            calls = [call for copy in copies for call in _calls("tile_gemm", x, copy, out)]
             for stages, r in STAGED:
                 if r == 1 or per == 2:                           # two tiles of 64 rows in a program: again one per multiprocessor
                     graphs.append(clock.Graph([probes.staged(call, stages, r).run for call in calls]))
@@ -214,17 +215,17 @@ def overlap(asked: Asked) -> Answer:
 
 def launches(asked: Asked) -> Answer:
     """What a launch costs: the same product eagerly, launched by hand, and in a CUDA graph."""
-    held = large(weight((4096, 4096)), "cuda")
+    packed = large(weight((4096, 4096)), "cuda")
     x = torch.randn(1, 4096, dtype=torch.bfloat16, device="cuda")
     out = torch.empty(1, 4096, dtype=torch.bfloat16, device="cuda")
-    [call] = launch.linear_calls(x, held, None, out)
+    [call] = launch.linear_calls(x, packed, None, out)
     dense = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
-    form = format_of(held.format.name)
-    values = {"linear, eager us": _eager(lambda: form.linear(x, held)), "launch, eager us": _eager(call.run),
+    form = format_of(packed.format.name)
+    values = {"linear, eager us": _eager(lambda: form.linear(x, packed)), "launch, eager us": _eager(call.run),
               "F.linear bf16, eager us": _eager(lambda: torch.nn.functional.linear(x, dense)),
               "launch, graph us": _short(clock.seconds([call.run], ROUNDS) * 1e6),
               "F.linear bf16, graph us": _short(clock.seconds([lambda: torch.nn.functional.linear(x, dense)], ROUNDS) * 1e6)}
-    return {"values": values, "answer": ", ".join(f"{name[:-3]} {found} us" for name, found in values.items())
+    return {"values": values, "answer": ", ".join(f"{name[:-3]} {time_us} us" for name, time_us in values.items())
             + "; in graphs the weight stays in the L2 cache"}
 
 
@@ -248,8 +249,8 @@ def executed(asked: Asked) -> Answer:
 
     A difference of sums is expected: how matrix units round inside of an instruction is not published for all of them.
     """
-    with launches_for(asked.facts):
-        rows = list(machine.differences(f"sm_{asked.facts.capability}", "cuda", lambda call: call.run()))
+    with launches_for(asked.info):
+        rows = list(machine.differences(f"sm_{asked.info.capability}", "cuda", lambda call: call.run()))
     nearest = {row.what: min(other.error for other in rows if other.what == row.what) for row in rows}
     worst = max(nearest, key=lambda what: nearest[what])
     return {"values": machine.table(rows),

@@ -50,10 +50,10 @@ def bound(exact: Tensor, spread: Tensor, columns: int, dtype: torch.dtype, round
     return exact.abs() * eps / 2 + spread * slack + torch.finfo(dtype).tiny
 
 
-def worst(found: Tensor, exact: Tensor, allowed: Tensor) -> float:
+def worst(actual: Tensor, exact: Tensor, allowed: Tensor) -> float:
     """The largest error by what is allowed; infinite where something is no number."""
-    ratio = (found.double() - exact).abs() / allowed
-    return float(torch.where(found.isfinite(), ratio, torch.inf).max()) if ratio.numel() else 0.0
+    ratio = (actual.double() - exact).abs() / allowed
+    return float(torch.where(actual.isfinite(), ratio, torch.inf).max()) if ratio.numel() else 0.0
 
 
 def product(x: Tensor, weight: PackedWeight, bias: Tensor | None, invariant: bool = False) -> Tensor:
@@ -107,20 +107,20 @@ class Examined:
         x = self._x(rows, dtype)
         bias = (torch.randn(self.weight.shape[0], generator=torch.Generator().manual_seed(1)).to(dtype).to(self.device)
                 if check.bias else None)
-        found, again = product(x, self.weight, bias), product(x, self.weight, bias)
+        result, again = product(x, self.weight, bias), product(x, self.weight, bias)
         tiles = is_decoded(x, self.weight)
         kernel = "dequantize and matmul" if tiles else kernel_of(x, self.weight, bias)
         rounded = tiles or self.weight.layout.kernels.rounds(x.dtype)
         wide, added = x.cpu().double(), torch.zeros(1).double() if bias is None else bias.cpu().double()
         exact = wide @ self.exact.t() + added
         spread = wide.abs() @ self.exact.abs().t() + added.abs()
-        ratio = worst(found.cpu(), exact, bound(exact, spread, self.weight.shape[1], dtype, rounded))
+        ratio = worst(result.cpu(), exact, bound(exact, spread, self.weight.shape[1], dtype, rounded))
         wrong = "" if ratio <= 1 else f"{ratio:.3g} times the bound"
         if self.device.type == "cuda":                           # as a model calls it, by the plan, and launched prepared
             asked, prepared = (self.weight.format.linear(x, self.weight, bias) for _ in range(2))
             ratio = max(ratio, worst(prepared.cpu(), exact, bound(exact, spread, self.weight.shape[1], dtype, True)))
             again = again if torch.equal(asked, prepared) else prepared[:0]
-        if not torch.equal(found, again):                        # where something is no number too
+        if not torch.equal(result, again):                        # where something is no number too
             wrong = f"{wrong}{', ' * bool(wrong)}other bits in a second run"
         return self._outcome(check, kernel, ratio, wrong)
 
@@ -151,8 +151,8 @@ def examine(case: Case, device: torch.device) -> Iterator[Outcome]:
         try:
             yield examined.run(check)
         except Exception as error:                               # whatever a kernel does wrong is a result
-            said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
-            yield examined._outcome(check, "", float("inf"), said)
+            message = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+            yield examined._outcome(check, "", float("inf"), message)
             _alive(device)
 
 
@@ -184,8 +184,8 @@ class Checked:
         for outcome in self.outcomes:
             by.setdefault((outcome.storage, outcome.kernel), []).append(outcome.worst)
         return {"planned": self.planned, "done": self.done, "wrong": [finite(asdict(outcome)) for outcome in self.wrong],
-                "by_kernel": [finite({"storage": storage, "kernel": kernel, "checks": len(found), "worst": max(found)})
-                              for (storage, kernel), found in sorted(by.items())],
+                "by_kernel": [finite({"storage": storage, "kernel": kernel, "checks": len(errors), "worst": max(errors)})
+                              for (storage, kernel), errors in sorted(by.items())],
                 "compiled_ahead": self.ahead}
 
 
@@ -204,14 +204,14 @@ def run(cases: list[Case], left_out: list[str], ahead: Ahead, part: Part, device
             checked.left_out += [f"{len(cases) - place} weights, from {case.weight} on: no time"]
             ahead.drop(cases[place:])
             break
-        made = ahead.wait(case, min(part.left, STUCK))
-        if made is None and not part.allows(COMPILE * len(case.checks)):
+        job = ahead.wait(case, min(part.left, STUCK))
+        if job is None and not part.allows(COMPILE * len(case.checks)):
             checked.left_out.append(f"{case.weight}: not compiled in time")
             continue
-        launches, seconds, missed = (launches + (made.launches if made else 0), seconds + (made.seconds if made else 0.0),
-                                     missed + (made is None))
-        if made and made.error:
-            say(f"compiling {case.weight}: {made.error}")
+        launches, seconds, missed = (launches + (job.launches if job else 0), seconds + (job.seconds if job else 0.0),
+                                     missed + (job is None))
+        if job and job.error:
+            say(f"compiling {case.weight}: {job.error}")
         for outcome in examine(case, device):
             checked.outcomes.append(outcome)
             checked.done += 1

@@ -1,4 +1,4 @@
-"""What is known of the GPU, and launches made for it where it is not."""
+"""The GPU of this machine, and launches for one that is not there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qdsl.runtime.gpu.devices import of_device
 
 
 @dataclass(frozen=True)
-class Facts:
+class DeviceInfo:
     """capability: 90 on Hopper.  l2: bytes of the L2 cache.  A process that has no GPU makes the same launches from these."""
 
     name: str
@@ -22,19 +22,20 @@ class Facts:
     l2: int
 
 
-H200 = Facts("NVIDIA H200", 90, 132, 50 << 20)                   # for plans and predictions where there is no GPU
+H200 = DeviceInfo("NVIDIA H200", 90, 132, 50 << 20)                   # for plans and predictions where there is no GPU
 
 
-def facts() -> Facts:
-    """Of the GPU that is there."""
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Facts(found.name, 10 * found.major + found.minor, found.multi_processor_count, int(found.L2_cache_size))
+def device_info() -> DeviceInfo:
+    """The properties of the GPU that torch uses."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return DeviceInfo(properties.name, 10 * properties.major + properties.minor, properties.multi_processor_count,
+                      int(properties.L2_cache_size))
 
 
-def launches_for(facts: Facts) -> AbstractContextManager[None]:
+def launches_for(info: DeviceInfo) -> AbstractContextManager[None]:
     """Tensors that are on no GPU are launched as on this one."""
-    gpu = of_device(facts.name, divmod(facts.capability, 10), facts.multiprocessors)
-    return configure.assumed(facts.capability // 10, facts.multiprocessors, gpu)
+    gpu = of_device(info.name, divmod(info.capability, 10), info.multiprocessors)
+    return configure.assumed(info.capability // 10, info.multiprocessors, gpu)
 
 
 def clock_rate() -> float | None:

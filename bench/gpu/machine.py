@@ -46,15 +46,15 @@ def differences(arch: str, device: str, run: Callable[[Call], object]) -> Iterat
         packed = packed if storage in (None, packed.storage) else form.planar(packed)
         x = torch.randn(rows, SHAPE[1], generator=torch.Generator().manual_seed(1)).bfloat16()
         spread = x.double().abs() @ form.dequantize(packed, torch.float32).double().abs().t()
-        there, calls = product(x.to(device), packed.to(device))
+        on_gpu, calls = product(x.to(device), packed.to(device))
         for call in calls:
             run(call)
         kernel = calls[-1].family
         for sums in SUMS:
             here, calls = product(x, packed)
             findings = sum(len(execute(call, arch, options=Options(sums=sums)).findings) for call in calls)
-            yield Difference(f"{name}.{packed.storage}, {rows} rows", kernel, sums, (there.cpu() == here).double().mean().item(),
-                             ((there.cpu().double() - here.double()).abs() / spread).max().item(), findings)
+            yield Difference(f"{name}.{packed.storage}, {rows} rows", kernel, sums, (on_gpu.cpu() == here).double().mean().item(),
+                             ((on_gpu.cpu().double() - here.double()).abs() / spread).max().item(), findings)
 
 
 def product(x: Tensor, packed: PackedWeight) -> tuple[Tensor, list[Call]]:

@@ -38,7 +38,7 @@ class Peer:
 
 
 @dataclass
-class Found:
+class Packages:
     """Which packages are there, and what is to be said of each."""
 
     versions: dict[str, str | None] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Found:
         self.notes[name] = f"not timed: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
         torch.cuda.synchronize()
 
-    def made(self, shape: tuple[int, int], l2: int) -> list[Peer]:
+    def peers_for(self, shape: tuple[int, int], l2: int) -> list[Peer]:
         """Those that can be made for a shape."""
         peers = []
         for name, make in MAKERS.items():
@@ -76,24 +76,24 @@ class Found:
         return peers
 
     def data(self) -> dict[str, Any]:
-        return {name: {"version": found, "note": self.notes.get(name, "" if found else "not installed")}
-                for name, found in self.versions.items()}
+        return {name: {"version": installed, "note": self.notes.get(name, "" if installed else "not installed")}
+                for name, installed in self.versions.items()}
 
 
-def find() -> Found:
+def find() -> Packages:
     """Look for the packages; nothing is timed yet."""
-    found = Found()
+    packages = Packages()
     for name in (*MAKERS, DFLOAT11):
         try:
             importlib.import_module(name)
-            found.versions[name] = version(name)
+            packages.versions[name] = version(name)
         except PackageNotFoundError:
-            found.versions[name] = "unknown"
+            packages.versions[name] = "unknown"
         except Exception as error:
-            found.versions[name] = None
+            packages.versions[name] = None
             if not isinstance(error, ModuleNotFoundError) or error.name != name:
-                found.notes[name] = f"cannot be imported: {type(error).__name__}: {str(error)[:200]}"
-    return found
+                packages.notes[name] = f"cannot be imported: {type(error).__name__}: {str(error)[:200]}"
+    return packages
 
 
 def _decoder(weight: PackedWeight, out: torch.Tensor) -> Callable[[], None]:
@@ -101,10 +101,11 @@ def _decoder(weight: PackedWeight, out: torch.Tensor) -> Callable[[], None]:
     cupy = importlib.import_module("cupy")
     path = Path(str(importlib.import_module(DFLOAT11).__file__)).parent / "decode.ptx"
     kernel = cupy.RawModule(path=str(path)).get_function("decode")
-    luts, data, rest, positions, gaps = (weight.tensors[name] for name in (
+    luts, data, sign_mantissa, positions, gaps = (weight.tensors[name] for name in (
         "luts", "encoded_exponent", "sign_mantissa", "output_positions", "gaps"))
     memory = shared_memory(THREADS, int(positions.cpu().view(torch.int32).diff().max()))
-    arguments = [*(tensor.data_ptr() for tensor in (luts, data, rest, positions, gaps, out)), len(luts), len(data), len(rest)]
+    tensors = (luts, data, sign_mantissa, positions, gaps, out)
+    arguments = [*(tensor.data_ptr() for tensor in tensors), len(luts), len(data), len(sign_mantissa)]
     grid = (cdiv(len(data), 8 * THREADS),)
 
     def launched() -> None:
@@ -136,7 +137,7 @@ def _gemlite(shape: tuple[int, int], l2: int) -> list[Peer]:
         gemlite.load_config(str(shipped / "h100.json"))
     n, k = shape
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
-    found = []
+    peers = []
     for x, dtype in (("f16", torch.float16), ("bf16", torch.bfloat16)):
         scales = torch.rand(n, k // GROUP, device="cuda").to(dtype) / 64 + 1 / 64
         zeros = torch.randint(0, 16, (n, k // GROUP), device="cuda").to(dtype)
@@ -145,8 +146,8 @@ def _gemlite(shape: tuple[int, int], l2: int) -> list[Peer]:
         layers = [gemlite.helper.A16Wn(device="cuda:0", dtype=dtype).from_weights(
             codes, scales.reshape(-1, 1), zeros.reshape(-1, 1), 4, GROUP, None) for _ in range(clock.copies(nbytes, l2))]
         _checked("gemlite", layers[0], dense.view(n, k), dtype)
-        found.append(Peer("gemlite 4 bits, group 128", x, layers, nbytes))
-    return found
+        peers.append(Peer("gemlite 4 bits, group 128", x, layers, nbytes))
+    return peers
 
 
 def _torchao(shape: tuple[int, int], l2: int) -> list[Peer]:

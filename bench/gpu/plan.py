@@ -95,22 +95,22 @@ def product_calls(packed: PackedWeight, rows: int, dtype: torch.dtype, bias: boo
 
 def cases(quick: bool = False) -> list[Case]:
     """All cases, those first without which nothing is known of a storage."""
-    found = [_case(weight, WHOLE, _whole(quick)) for weight in every()]
-    found += [_case(weight, RAGGED, _ragged(quick)) or _case(weight, RECORDS, _ragged(quick)) for weight in every()]
-    found += [_case(weight, ODD, _odd(quick)) for weight in every()]
+    all_cases = [_case(weight, WHOLE, _whole(quick)) for weight in every()]
+    all_cases += [_case(weight, RAGGED, _ragged(quick)) or _case(weight, RECORDS, _ragged(quick)) for weight in every()]
+    all_cases += [_case(weight, ODD, _odd(quick)) for weight in every()]
     if not quick:
-        found += [_case(weight, OTHERS, _others()) for weight in others()]
+        all_cases += [_case(weight, OTHERS, _others()) for weight in others()]
         lanes = [weight for weight in every() if lanes_of(weight) is not None]
-        found += [_case(weight, grid, checks) for grid, checks in ((TALL, _tall()), (WIDE, _wide())) for weight in lanes]
+        all_cases += [_case(weight, grid, checks) for grid, checks in ((TALL, _tall()), (WIDE, _wide())) for weight in lanes]
         coded = [weight for weight in every() if format_of(weight.name).storage(weight.storage, weight.chosen)[1].streams]
-        found += [_case(weight, grid, _coded()) for grid in CODED for weight in coded]
-    return [case for case in found if case is not None]
+        all_cases += [_case(weight, grid, _coded()) for grid in CODED for weight in coded]
+    return [case for case in all_cases if case is not None]
 
 
 def left_out() -> list[str]:
     """Shapes that a storage cannot hold, in words."""
-    said = {"RAGGED": "K = 384", "ODD": "a K that is no multiple of 128"}
-    return [f"{weight.name}.{weight.storage}{_bits(weight)} cannot hold {said[name]}"
+    reasons = {"RAGGED": "K = 384", "ODD": "a K that is no multiple of 128"}
+    return [f"{weight.name}.{weight.storage}{_bits(weight)} cannot hold {reasons[name]}"
             for name, grid in (("RAGGED", RAGGED), ("ODD", ODD)) for weight in every() if shape_of(weight, grid) is None]
 
 

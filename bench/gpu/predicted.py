@@ -19,11 +19,11 @@ SHAPE = (8192, 8192)                                             # N x K
 ROWS = (1, 8, 64)                                                # with more, most of the time is another package's matmul
 
 
-def made(command: str) -> dict[str, Any]:
+def results(command: str) -> dict[str, Any]:
     """The file's data."""
     return {"schema": SCHEMA, "kind": "predicted", "command": command, "date": datetime.now(UTC).date().isoformat(),
             "device": {"gpu": GPUS["h200"].title, "bandwidth_gbps": GPUS["h200"].bandwidth},
-            "versions": {name: found for name, found in bench_report.versions().items() if name in ("qdsl", "triton")},
+            "versions": {name: version for name, version in bench_report.versions().items() if name in ("qdsl", "triton")},
             "times": list(rows())}
 
 
@@ -40,8 +40,9 @@ def rows(sides: list[times.Side] | None = None, counts: tuple[int, ...] = ROWS) 
                 calls = list(product_calls(side.weight.meta(), count, DTYPES[side.x]))
             if any(call.family == "dequantize" for call in calls):
                 continue
-            found = [predict(report(call, gpu.arch), gpu) for call in calls]
-            seconds = sum(each.seconds or 0.0 for each in found)
+            predictions = [predict(report(call, gpu.arch), gpu) for call in calls]
+            seconds = sum(prediction.seconds or 0.0 for prediction in predictions)
             say(f"predicted: {side.name} ({side.x}), M = {count}: {seconds * 1e6:.1f} us")
             yield {"n": side.weight.shape[0], "k": side.weight.shape[1], "rows": count, "what": side.name, "x": side.x,
-                   "us": float(f"{seconds * 1e6:.4g}"), "of_bandwidth": float(f"{found[0].share:.3g}"), "limit": found[0].limit}
+                   "us": float(f"{seconds * 1e6:.4g}"), "of_bandwidth": float(f"{predictions[0].share:.3g}"),
+                   "limit": predictions[0].limit}

@@ -20,15 +20,15 @@ def convert(out, trips, ASM: tl.constexpr, PER: tl.constexpr):
     """PER conversions of each of 1024 numbers per trip, of numbers that a multiply-add makes anew; ASM None: without them."""
     i = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     value = i * 40503
-    found = i
+    bits = i
     for _ in range(trips):
         for _ in tl.static_range(PER):
             value = value * 69069 + 1
             if ASM is not None:
-                found = found ^ tl.inline_asm_elementwise(ASM, "=r,r", [value], dtype=tl.int32, is_pure=True, pack=1)
+                bits = bits ^ tl.inline_asm_elementwise(ASM, "=r,r", [value], dtype=tl.int32, is_pure=True, pack=1)
             else:
-                found = found ^ value
-    tl.store(out + i, found)
+                bits = bits ^ value
+    tl.store(out + i, bits)
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def read(data, out, chunks, W: tl.constexpr, TILED: tl.constexpr):
     p = tl.arange(0, 8 * W)[:, None]
     warp, g, column = p // 8, p % 8, tl.arange(0, 16)[None, :]
     tile = tl.program_id(0).to(tl.int64)
-    found = tl.zeros((8 * W, 16), tl.int32)
+    bits = tl.zeros((8 * W, 16), tl.int32)
     for start in range(0, chunks, 2 * W):
         for i in tl.static_range(2):
             chunk = start + 2 * warp + i
@@ -74,5 +74,5 @@ def read(data, out, chunks, W: tl.constexpr, TILED: tl.constexpr):
             else:
                 upper = (tile * 16 + g) * (chunks * 16) + chunk * 16 + column
                 lower = upper + 8 * (chunks * 16)
-            found ^= tl.load(data + upper) ^ tl.load(data + lower)
-    tl.store(out + tile, tl.sum(tl.sum(found, 1), 0))
+            bits ^= tl.load(data + upper) ^ tl.load(data + lower)
+    tl.store(out + tile, tl.sum(tl.sum(bits, 1), 0))

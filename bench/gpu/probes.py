@@ -107,7 +107,7 @@ class Launched:
     stages: tuple[tuple[int, int], ...] = ()
 
     def calls(self) -> Iterator[Call]:
-        found = list(product_calls(self.weight.meta(), self.rows, DTYPES[self.x]))
-        yield from found
-        yield from (along_k(found[0], warps) for warps in self.warps)
-        yield from (staged(found[0], stages, r) for stages, r in self.stages)
+        launches = list(product_calls(self.weight.meta(), self.rows, DTYPES[self.x]))
+        yield from launches
+        yield from (along_k(launches[0], warps) for warps in self.warps)
+        yield from (staged(launches[0], stages, r) for stages, r in self.stages)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bench import report
-from bench.gpu.device import Facts
+from bench.gpu.device import DeviceInfo
 
 SCHEMA = 1
 _begun = time.monotonic()
@@ -25,19 +25,19 @@ def say(line: str) -> None:
     print(f"[{time.monotonic() - _begun:6.1f} s] {line}", file=sys.stderr, flush=True)
 
 
-def name_of(facts: Facts) -> str:
+def name_of(info: DeviceInfo) -> str:
     """The name of a results file: the device and the versions of what compiles and what is compared with."""
-    device = re.sub(r"[^a-z0-9]+", "-", facts.name.lower()).strip("-")
-    found = report.versions()
-    short = [re.match(r"\d+\.\d+", found[name] or "?") for name in ("torch", "triton")]
+    device = re.sub(r"[^a-z0-9]+", "-", info.name.lower()).strip("-")
+    version_of = report.versions()
+    short = [re.match(r"\d+\.\d+", version_of[name] or "?") for name in ("torch", "triton")]
     return f"gpu-{device}-torch{short[0][0] if short[0] else ''}-triton{short[1][0] if short[1] else ''}.json"
 
 
-def head(command: str, facts: Facts, quick: bool) -> dict[str, Any]:
+def head(command: str, info: DeviceInfo, quick: bool) -> dict[str, Any]:
     """With what and on what a run was made."""
     return {"schema": SCHEMA, "kind": "gpu", "command": command, "date": datetime.now(UTC).date().isoformat(), "quick": quick,
-            "device": {"gpu": facts.name, "capability": facts.capability, "multiprocessors": facts.multiprocessors,
-                       "l2": facts.l2, "processors": os.cpu_count()},
+            "device": {"gpu": info.name, "capability": info.capability, "multiprocessors": info.multiprocessors,
+                       "l2": info.l2, "processors": os.cpu_count()},
             "versions": {**report.versions(), "cuda": torch.version.cuda}}
 
 
@@ -49,10 +49,10 @@ def written(data: dict[str, Any]) -> str:
 def _text(value: Any, level: int) -> str:
     pad, end = "  " * (level + 1), "  " * level
     if isinstance(value, dict) and level < 2 and value:
-        rows = ",\n".join(f"{pad}{json.dumps(key)}: {_text(each, level + 1)}" for key, each in value.items())
+        rows = ",\n".join(f"{pad}{json.dumps(key)}: {_text(entry, level + 1)}" for key, entry in value.items())
         return f"{{\n{rows}\n{end}}}"
     if isinstance(value, list) and value:
-        rows = ",\n".join(f"{pad}{json.dumps(each, allow_nan=False)}" for each in value)
+        rows = ",\n".join(f"{pad}{json.dumps(entry, allow_nan=False)}" for entry in value)
         return f"[\n{rows}\n{end}]"
     return json.dumps(value, allow_nan=False)
 

@@ -17,7 +17,7 @@ from bench.gpu import clock, peers
 from bench.gpu.ahead import Ahead, Job
 from bench.gpu.budget import Part
 from bench.gpu.checks import STUCK
-from bench.gpu.device import Facts
+from bench.gpu.device import DeviceInfo
 from bench.gpu.probes import Launched
 from bench.gpu.report import say
 from bench.gpu.weights import DTYPES, Weight, clones, fits, large
@@ -83,12 +83,12 @@ def _short(value: float) -> float:
 
 def sides(shape: tuple[int, int], quick: bool = False) -> list[Side]:
     """The formats that a shape can be stored in."""
-    found = []
+    all_sides = []
     for where, params, x in QUICK_SIDES if quick else SIDES:
         name, _, storage = where.partition(".")
         chosen = tuple(format_of(name).complete(params).items())
-        found.append(Side(Weight(name, storage, chosen, shape), x))
-    return [side for side in found if fits(side.weight)]
+        all_sides.append(Side(Weight(name, storage, chosen, shape), x))
+    return [side for side in all_sides if fits(side.weight)]
 
 
 def groups(quick: bool = False) -> list[tuple[tuple[int, int], int]]:
@@ -113,23 +113,23 @@ def jobs(quick: bool = False) -> list[Job]:
 class Loaded:
     """The weights of a shape, on the device, in as many copies as it takes; made once for all numbers of rows."""
 
-    def __init__(self, shape: tuple[int, int], facts: Facts, quick: bool, found: peers.Found) -> None:
+    def __init__(self, shape: tuple[int, int], info: DeviceInfo, quick: bool, packages: peers.Packages) -> None:
         self.shape = shape
-        self.facts = facts
+        self.info = info
         self.sides = sides(shape, quick)
         self.weights = {}
         for weight in dict.fromkeys(side.weight for side in self.sides):
-            made = large(weight, "cuda")
-            self.weights[weight] = clones(made, clock.copies(made.nbytes, facts.l2))
+            packed = large(weight, "cuda")
+            self.weights[weight] = clones(packed, clock.copies(packed.nbytes, info.l2))
         n, k = shape
-        count = clock.copies(2 * n * k, facts.l2)
+        count = clock.copies(2 * n * k, info.l2)
         self.dense = {x: [torch.randn(n, k, device="cuda", dtype=DTYPES[x]) for _ in range(count)] for x in ("bf16", "f16")}
-        self.peers = found.made(shape, facts.l2)
-        self.found = found
+        self.peers = packages.peers_for(shape, info.l2)
+        self.packages = packages
 
 
-def run(facts: Facts, bandwidth: float, ahead: Ahead, part: Part, rounds: int, quick: bool, rows_of: list[dict[str, Any]],
-        found: peers.Found, keep: Callable[[], None]) -> list[str]:
+def run(info: DeviceInfo, bandwidth: float, ahead: Ahead, part: Part, rounds: int, quick: bool, rows_of: list[dict[str, Any]],
+        packages: peers.Packages, keep: Callable[[], None]) -> list[str]:
     """Time group by group while there is time; what was not is returned in words."""
     loaded: Loaded | None = None
     longest, left_out = 2.0, []
@@ -141,33 +141,33 @@ def run(facts: Facts, bandwidth: float, ahead: Ahead, part: Part, rounds: int, q
         if loaded is None or loaded.shape != shape:
             loaded = None                                        # its memory first
             torch.cuda.empty_cache()
-            loaded = Loaded(shape, facts, quick, found)
+            loaded = Loaded(shape, info, quick, packages)
         for side in loaded.sides:
             ahead.wait(Launched(side.weight, rows, side.x), min(part.left, STUCK))
-        timed, missed = _group(loaded, rows, rounds, part, found)
-        dense = {each.x: median(each.seconds) for each in timed if each.what in (DENSE, COPY)}
-        made = [each.data(dense, bandwidth) for each in timed if each.x in dense]
-        rows_of += made
+        timed, missed = _group(loaded, rows, rounds, part, packages)
+        dense = {row.x: median(row.seconds) for row in timed if row.what in (DENSE, COPY)}
+        rows_of_group = [row.data(dense, bandwidth) for row in timed if row.x in dense]
+        rows_of += rows_of_group
         left_out += missed
         keep()
         longest = max(longest, 1.2 * (begun - part.left))
         say(f"times: N x K = {shape[0]} x {shape[1]}, M = {rows}, us and speed by dense: " + "; ".join(
-            f"{each['what']} ({each['x']}) {each['us']}, {each['times_dense']} x" for each in _shown(made)))
+            f"{row['what']} ({row['x']}) {row['us']}, {row['times_dense']} x" for row in _shown(rows_of_group)))
     return left_out
 
 
-def _shown(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _shown(rows_of_group: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows that a person follows a run by: torch's, the leading formats, other packages."""
     ours = {side.name for side in sides(SHAPES[0])}
     leading = {f"{where}{' bits=4' * ('bits' in params)}" for where, params, _ in SIDES[:4]}
-    return [each for each in made if each["what"] in leading or each["what"] not in ours]
+    return [row for row in rows_of_group if row["what"] in leading or row["what"] not in ours]
 
 
-def _group(loaded: Loaded, rows: int, rounds: int, part: Part, found: peers.Found) -> tuple[list[Timed], list[str]]:
+def _group(loaded: Loaded, rows: int, rounds: int, part: Part, packages: peers.Packages) -> tuple[list[Timed], list[str]]:
     """All sides with so many rows, in turn."""
     (n, k), missed = loaded.shape, []
     xs = {x: torch.randn(rows, k, device="cuda").to(DTYPES[x]) for x in ("bf16", "f16")}
-    made: list[tuple[Timed, clock.Graph]] = []
+    captured: list[tuple[Timed, clock.Graph]] = []
     for what, x, nbytes, calls in _calls(loaded, rows, xs):
         if not part.allows(1.0):
             missed.append(f"{what} ({x}), N x K = {n} x {k}, M = {rows}: no time")
@@ -179,10 +179,10 @@ def _group(loaded: Loaded, rows: int, rounds: int, part: Part, found: peers.Foun
             torch.cuda.synchronize()
             continue
         io = (rows * (n + k) if rows else n * k) * xs[x].element_size()
-        made.append((Timed((n, k), rows, what, x, [], nbytes + io), graph))
-    for (each, _), samples in zip(made, clock.sides([graph for _, graph in made], rounds), strict=True):
-        each.seconds = samples
-    return [each for each, _ in made], missed
+        captured.append((Timed((n, k), rows, what, x, [], nbytes + io), graph))
+    for (timed, _), samples in zip(captured, clock.sides([graph for _, graph in captured], rounds), strict=True):
+        timed.seconds = samples
+    return [timed for timed, _ in captured], missed
 
 
 def _calls(loaded: Loaded, rows: int, xs: dict[str, torch.Tensor],
@@ -191,20 +191,20 @@ def _calls(loaded: Loaded, rows: int, xs: dict[str, torch.Tensor],
     if rows == DECODED:
         out = torch.empty(loaded.shape, device="cuda", dtype=torch.bfloat16)
         dense = loaded.dense["bf16"]
-        yield COPY, "bf16", dense[0].numel() * 2, [_bound(out.copy_, each) for each in dense]
+        yield COPY, "bf16", dense[0].numel() * 2, [_bound(out.copy_, copy) for copy in dense]
         for side in loaded.sides:
             if is_timed(side, rows):
                 weights = loaded.weights[side.weight]
-                yield side.name, "bf16", weights[0].nbytes, [_bound(launch.dequantize, each, out) for each in weights]
-                if side.weight.name == "df11" and (theirs := loaded.found.decoded(weights, out)):
+                yield side.name, "bf16", weights[0].nbytes, [_bound(launch.dequantize, copy, out) for copy in weights]
+                if side.weight.name == "df11" and (theirs := loaded.packages.decoded(weights, out)):
                     yield f"{peers.DFLOAT11}, decoded", "bf16", weights[0].nbytes, theirs
         return
     for x, dense in loaded.dense.items():
-        yield DENSE, x, dense[0].numel() * 2, [_bound(torch.nn.functional.linear, xs[x], each) for each in dense]
+        yield DENSE, x, dense[0].numel() * 2, [_bound(torch.nn.functional.linear, xs[x], copy) for copy in dense]
     for side in loaded.sides:
         if is_timed(side, rows):
             weights = loaded.weights[side.weight]
-            yield side.name, side.x, weights[0].nbytes, [_bound(each.format.linear, xs[side.x], each) for each in weights]
+            yield side.name, side.x, weights[0].nbytes, [_bound(copy.format.linear, xs[side.x], copy) for copy in weights]
     for peer in loaded.peers:
         yield peer.name, peer.x, peer.nbytes, [_bound(layer, xs[peer.x]) for layer in peer.layers]
 

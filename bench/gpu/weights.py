@@ -43,8 +43,8 @@ class Weight:
     def meta(self) -> PackedWeight:
         """Without data, streams as they usually are."""
         layout = format_of(self.name).storage(self.storage, self.chosen)[1]
-        given = [key for key in layout.coded if layout.tensors[key].optional] if self.optional else []
-        return streams.usual(format_of(self.name).empty(self.shape, self.storage, "meta", given, **self.chosen))
+        optional = [key for key in layout.coded if layout.tensors[key].optional] if self.optional else []
+        return streams.usual(format_of(self.name).empty(self.shape, self.storage, "meta", optional, **self.chosen))
 
 
 def every(shape: tuple[int, int] = (0, 0)) -> list[Weight]:
@@ -89,14 +89,15 @@ def _values(kind: str, shape: tuple[int, ...], groups: int, generator: torch.Gen
         size = 2.0 ** (-9 + 3 * torch.rand(shape, generator=generator))
         return (size * (1 - 2 * torch.randint(0, 2, shape, generator=generator))).to(DTYPES[kind])
     dtype = torch_dtype(kind)
-    known = number(kind)
-    assert known is not None
-    if known.exponent == 8:                                      # powers of two, 2^-9 to 2^-6 too
-        return torch.randint(known.bias - 9, known.bias - 5, shape, generator=generator, dtype=torch.uint8).view(dtype)
+    number_type = number(kind)
+    assert number_type is not None
+    if number_type.exponent == 8:                                # powers of two, 2^-9 to 2^-6 too
+        low, high = number_type.bias - 9, number_type.bias - 5
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.uint8).view(dtype)
     if dtype.is_floating_point:
         code = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
         return torch.where(code.view(dtype).float().isfinite(), code, 0).view(dtype)
-    return torch.randint(int(known.low), int(known.high) + 1, shape, generator=generator).to(dtype)
+    return torch.randint(int(number_type.low), int(number_type.high) + 1, shape, generator=generator).to(dtype)
 
 
 def large(weight: Weight, device: torch.device | str) -> PackedWeight:
@@ -110,16 +111,16 @@ def large(weight: Weight, device: torch.device | str) -> PackedWeight:
     layout = format_of(weight.name).storage(weight.storage, weight.chosen)[1]
     if layout.streams:
         return _coded(weight, rows).to(device)
-    made = _rows(Weight(weight.name, weight.storage, weight.params, (rows, k), weight.optional))
+    packed_rows = _rows(Weight(weight.name, weight.storage, weight.params, (rows, k), weight.optional))
     if layout.whole:                                             # its words hold rows of all of it
-        return _repeated(made, n // rows).to(device)
+        return _repeated(packed_rows, n // rows).to(device)
     wanted = weight.meta()
     tensors = {}
-    for key, tensor in made.tensors.items():
+    for key, tensor in packed_rows.tensors.items():
         whole = wanted.tensors[key].shape
-        tensors[key] = tensor.to(device).repeat([there // here for here, there in zip(tensor.shape, whole, strict=True)])
+        tensors[key] = tensor.to(device).repeat([more // few for few, more in zip(tensor.shape, whole, strict=True)])
         assert tensors[key].shape == whole
-    return made.derive(tensors, weight.shape)
+    return packed_rows.derive(tensors, weight.shape)
 
 
 @lru_cache(maxsize=64)
@@ -128,12 +129,12 @@ def _rows(weight: Weight) -> PackedWeight:
     return packed(weight)
 
 
-def _repeated(made: PackedWeight, count: int) -> PackedWeight:
+def _repeated(packed_rows: PackedWeight, count: int) -> PackedWeight:
     """A weight of the same rows several times."""
-    axes = {name: field.axes for name, field in made.variant.fields.items()}
+    axes = {name: field.axes for name, field in packed_rows.variant.fields.items()}
     fields = {name: values.repeat([count if axis.dim != "K" else 1 for axis in axes[name]]) if axes[name] else values
-              for name, values in made.format.unpack(made).items()}
-    return made.format.pack(fields, storage=made.storage, **made.params)
+              for name, values in packed_rows.format.unpack(packed_rows).items()}
+    return packed_rows.format.pack(fields, storage=packed_rows.storage, **packed_rows.params)
 
 
 def _coded(weight: Weight, rows: int) -> PackedWeight:

@@ -68,17 +68,17 @@ def build(call: Call, arch: Arch) -> Any:
     try:
         return compile_kernel(call.kernel, types, constants, hints, arch.capability, WARP, call.options)
     except Exception as error:
-        said = str(getattr(error, "error_message", None) or error)       # without the source, where Triton shows some
-        reason = next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
+        message = str(getattr(error, "error_message", None) or error)       # without the source, where Triton shows some
+        reason = next((line.strip() for line in message.splitlines() if line.strip()), type(error).__name__)
         raise AnalyzeError(f"{call.kernel.__name__} does not compile for {arch.name}: {reason}") from error
 
 
 def compiled(call: Call, arch: Arch) -> Compiled:
     """A launch compiled and disassembled.  Raises AnalyzeError."""
-    made = build(call, arch)
-    text, usage = _disassembled(made.asm["cubin"])
-    return Compiled(made.metadata.name, made.metadata.num_warps, made.metadata.num_stages, usage["REG"], usage["STACK"],
-                    made.metadata.shared, text, loop_step(made.asm["ttgir"]), loop_loads(made.asm["ptx"]),
+    kernel = build(call, arch)
+    text, usage = _disassembled(kernel.asm["cubin"])
+    return Compiled(kernel.metadata.name, kernel.metadata.num_warps, kernel.metadata.num_stages, usage["REG"], usage["STACK"],
+                    kernel.metadata.shared, text, loop_step(kernel.asm["ttgir"]), loop_loads(kernel.asm["ptx"]),
                     argument_place(specialised(call)[0], "x", arch))
 
 
@@ -92,14 +92,14 @@ def specialised(call: Call) -> tuple[dict[str, Any], dict[tuple[int, ...], Any],
     byte lies at a multiple of 16; torch's allocations do.  Of a tuple each element has a place of its own.
     """
     parameters = call.kernel.params
-    given = dict(zip((parameter.name for parameter in parameters), call.arguments, strict=False)) | dict(call.constants)
+    arguments = dict(zip((parameter.name for parameter in parameters), call.arguments, strict=False)) | dict(call.constants)
     types: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     hints: dict[tuple[int, ...], list[list[object]]] = {}
 
     def type_of(parameter: Any, value: Any, place: tuple[int, ...]) -> Any:
         if isinstance(value, tuple) and not parameter.is_constexpr:
-            return tuple(type_of(parameter, each, (*place, i)) for i, each in enumerate(value))
+            return tuple(type_of(parameter, element, (*place, i)) for i, element in enumerate(value))
         kind = "constexpr" if parameter.is_constexpr else _type(parameter, value)
         if kind == "constexpr":
             constants[place] = value
@@ -108,9 +108,9 @@ def specialised(call: Call) -> tuple[dict[str, Any], dict[tuple[int, ...], Any],
         return kind
 
     for parameter in parameters:
-        if parameter.name not in given and not parameter.has_default:
+        if parameter.name not in arguments and not parameter.has_default:
             raise AnalyzeError(f"{call.kernel.__name__} is launched without its argument '{parameter.name}'")
-        value = given.get(parameter.name, parameter.default if parameter.has_default else None)
+        value = arguments.get(parameter.name, parameter.default if parameter.has_default else None)
         types[parameter.name] = type_of(parameter, value, (parameter.num,))
     return types, constants, hints
 
@@ -141,7 +141,7 @@ def _flat(kind: Any) -> list[str]:
 def variables(types: Any, value: Any) -> list[Any]:
     """The values of an argument that a compiled kernel still takes, those of a tuple one by one: all that are no constants."""
     if isinstance(types, tuple):
-        return [each for kind, part in zip(types, value, strict=True) for each in variables(kind, part)]
+        return [variable for kind, part in zip(types, value, strict=True) for variable in variables(kind, part)]
     return [] if types == "constexpr" else [value]
 
 

@@ -157,7 +157,7 @@ def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: in
     unroll = unrolled(code, loop, compiled, least, products) if loop else 1
     hot_weights = min(weights, step * unroll) if loop else weights
     trips = -(-weights // hot_weights)
-    outside = [each for place, each in enumerate(code.instructions) if loop and place not in loop]
+    outside = [load for place, load in enumerate(code.instructions) if loop and place not in loop]
 
     def per_weight(counts: Counter[str], taken: int) -> dict[str, float]:
         return {name: count * threads / taken for name, count in counts.items()}
@@ -169,25 +169,25 @@ def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: in
         whole_pipes[name] += count * trips
     for name, taken in hot_cycles.items():
         cycles[name] = cycles.get(name, 0) + taken * trips
-    loads = [each for each in hot if each.loaded]
+    loads = [load for load in hot if load.loaded]
     outside_chain, hot_chain = chains.chains(code, loop, arch, compiled.x)
-    hot_bytes = sum(each.loaded for each in loads) * threads
+    hot_bytes = sum(load.loaded for load in loads) * threads
     return Report(
         kernel=compiled.name, arch=arch, warps=compiled.warps, stages=compiled.stages, programs=programs, weights=weights,
         traffic=traffic, registers=compiled.registers, stack=compiled.stack,
-        spills=sum(each.base in sass.SPILLS for each in code.instructions), shared_bytes=compiled.shared,
+        spills=sum(load.base in sass.SPILLS for load in code.instructions), shared_bytes=compiled.shared,
         has_loop=loop is not None, hot_weights=hot_weights, unroll=unroll, trips=trips,
-        hot_bytes=hot_bytes, copied=any(each.base == "LDGSTS" for each in loads),
+        hot_bytes=hot_bytes, copied=any(load.base == "LDGSTS" for load in loads),
         hot=len(hot) * threads / hot_weights, whole=(len(outside) + len(hot) * trips) * threads / weights,
         hot_pipes=per_weight(hot_pipes, hot_weights), whole_pipes=per_weight(whole_pipes, weights),
         cycles={name: taken * threads / weights for name, taken in cycles.items()},
         hot_cycles=hot_cycles, outside_cycles=outside_cycles, hot_chain=hot_chain, outside_chain=outside_chain,
-        loaded=programs * (hot_bytes * trips + sum(each.loaded for each in outside) * threads), read=read,
-        opcodes=dict(Counter(each.opcode for each in hot).most_common()),
-        loads=dict(Counter(each.opcode for each in loads).most_common()),
-        load_widths=dict(sorted(Counter(8 * each.loaded for each in loads).items())),
-        tensor=dict(Counter(each.opcode for each in code.instructions if pipes.pipe_of(each) == "tensor").most_common()),
-        listing=tuple(each.line for each in hot))
+        loaded=programs * (hot_bytes * trips + sum(load.loaded for load in outside) * threads), read=read,
+        opcodes=dict(Counter(load.opcode for load in hot).most_common()),
+        loads=dict(Counter(load.opcode for load in loads).most_common()),
+        load_widths=dict(sorted(Counter(8 * load.loaded for load in loads).items())),
+        tensor=dict(Counter(load.opcode for load in code.instructions if pipes.pipe_of(load) == "tensor").most_common()),
+        listing=tuple(load.line for load in hot))
 
 
 def unrolled(code: Code, loop: range, compiled: Compiled, least: float = 0.0, products: float = 0.0) -> int:
@@ -217,13 +217,13 @@ def unrolled(code: Code, loop: range, compiled: Compiled, least: float = 0.0, pr
 
 
 def _pipes(instructions: Iterable[Instruction]) -> Counter[str]:
-    return Counter(pipes.pipe_of(each) for each in instructions)
+    return Counter(pipes.pipe_of(instruction) for instruction in instructions)
 
 
 def _cycles(instructions: Iterable[Instruction], arch: str) -> dict[str, float]:
     """Cycles that one warp occupies each pipe."""
-    found: dict[str, float] = {}
-    for each in instructions:
-        for name, taken in pipes.busy(each, arch).items():
-            found[name] = found.get(name, 0.0) + taken
-    return found
+    cycles: dict[str, float] = {}
+    for instruction in instructions:
+        for name, taken in pipes.busy(instruction, arch).items():
+            cycles[name] = cycles.get(name, 0.0) + taken
+    return cycles

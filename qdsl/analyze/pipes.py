@@ -54,21 +54,21 @@ def pipe_of(instruction: Instruction) -> str:
 def busy(instruction: Instruction, arch: str) -> dict[str, float]:
     """Cycles for which a warp's instruction occupies each part of its scheduler, its issue slot among them."""
     pipe = pipe_of(instruction)
-    found = {"issue": 1.0}
+    fractions = {"issue": 1.0}
     if pipe == "fma":
-        found["fma"] = 2.0 if instruction.base.endswith("2") else _FMA.get(arch, 1)
+        fractions["fma"] = 2.0 if instruction.base.endswith("2") else _FMA.get(arch, 1)
     elif pipe == "imad":
         # By half of the float32 lanes; on sm_80 those are all.
-        found |= {"imad": 2.0, "fma": _FMA.get(arch, 1)}
+        fractions |= {"imad": 2.0, "fma": _FMA.get(arch, 1)}
     elif pipe == "half":
         paired = 2 if arch == "sm_80" and "BF16" in instruction.opcode else 1
-        found["half"] = float(max(paired, _HALF.get(arch, 1)))
+        fractions["half"] = float(max(paired, _HALF.get(arch, 1)))
     elif pipe == "tensor":
-        found["tensor"] = _matrix_cycles(instruction, arch)
+        fractions["tensor"] = _matrix_cycles(instruction, arch)
     elif pipe != "control":
-        found[pipe] = float({"alu": 2, "double": _DOUBLE.get(arch, 2), "convert": CONVERT, "memory": MEMORY,
+        fractions[pipe] = float({"alu": 2, "double": _DOUBLE.get(arch, 2), "convert": CONVERT, "memory": MEMORY,
                              "uniform": UNIFORM}[pipe])
-    return found
+    return fractions
 
 
 def multiply_adds(instruction: Instruction) -> float:

@@ -53,8 +53,8 @@ class Instruction:
     @property
     def target(self) -> str | None:
         """The label that a branch leads to."""
-        found = _TARGET.search(self.line)
-        return found["name"] if found else None
+        match = _TARGET.search(self.line)
+        return match["name"] if match else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ def parse(text: str) -> Code:
     for line in text.splitlines():
         if label := _LABEL.match(line):
             labels[label["name"]] = len(instructions)
-        elif found := _LINE.match(line):
-            operands = tuple(part.strip() for part in found["operands"].split(",")) if found["operands"] else ()
-            instructions.append(Instruction(int(found["address"], 16), found["guard"] or "", found["opcode"], operands,
+        elif match := _LINE.match(line):
+            operands = tuple(part.strip() for part in match["operands"].split(",")) if match["operands"] else ()
+            instructions.append(Instruction(int(match["address"], 16), match["guard"] or "", match["opcode"], operands,
                                             line.strip()))
     while instructions and _is_padding(instructions[-1], len(instructions) - 1, labels):
         instructions.pop()
@@ -108,9 +108,9 @@ def hot_loop(code: Code) -> range | None:
     def weight(loop: range) -> tuple[int, int]:
         return sum(code.instructions[place].loaded for place in loop), -len(loop)
 
-    found = sorted((loop for loop in loops(code) if weight(loop)[0]), key=weight)
-    hot = found[-1] if found else None
-    for loop in reversed(found):
+    candidates = sorted((loop for loop in loops(code) if weight(loop)[0]), key=weight)
+    hot = candidates[-1] if candidates else None
+    for loop in reversed(candidates):
         if hot is not None and set(loop) < set(hot) and 2 * weight(loop)[0] > weight(hot)[0]:
             hot = loop
     return hot
@@ -144,16 +144,16 @@ def _moves(body: Sequence[Instruction]) -> tuple[dict[str, int], list[dict[str, 
 
     Also, for each instruction, which register's value at the start of the trip each register holds, apart from a constant.
     """
-    held: dict[str, tuple[str, int] | None] = {}
+    moves: dict[str, tuple[str, int] | None] = {}
     seen: list[dict[str, str]] = []
-    for each in body:
-        seen.append({name: value[0] for name in _registers(each.operands) if (value := held.get(name, (name, 0)))})
-        if each.operands and (written := _REGISTER.match(each.operands[0])):
-            held[written[0]] = None if each.guard else _sum(each, held)
-    return {name: value[1] for name, value in held.items() if value and value[0] == name}, seen
+    for instruction in body:
+        seen.append({name: value[0] for name in _registers(instruction.operands) if (value := moves.get(name, (name, 0)))})
+        if instruction.operands and (written := _REGISTER.match(instruction.operands[0])):
+            moves[written[0]] = None if instruction.guard else _sum(instruction, moves)
+    return {name: value[1] for name, value in moves.items() if value and value[0] == name}, seen
 
 
-def _sum(instruction: Instruction, held: dict[str, tuple[str, int] | None]) -> tuple[str, int] | None:
+def _sum(instruction: Instruction, moves: dict[str, tuple[str, int] | None]) -> tuple[str, int] | None:
     """What an instruction writes, if that is a register plus a constant."""
     sources = [part.removesuffix(".reuse") for part in instruction.operands[1:] if not _PREDICATE.fullmatch(part.lstrip("!"))]
     sources = [part for part in sources if part not in ("RZ", "URZ", "PT", "UPT", "!PT", "!UPT")]
@@ -163,7 +163,7 @@ def _sum(instruction: Instruction, held: dict[str, tuple[str, int] | None]) -> t
     copies = instruction.opcode in _MOVES and not numbers
     if len(names) != 1 or len(names) + len(numbers) != len(sources) or not (adds or copies):
         return None
-    value = held.get(names[0], (names[0], 0))
+    value = moves.get(names[0], (names[0], 0))
     return value and (value[0], value[1] + sum(numbers))
 
 
@@ -177,17 +177,17 @@ def _deciding(code: Code, loop: range, branch: int, seen: list[dict[str, str]]) 
     """Registers, as they were at the start of the trip, whose comparison decides a branch."""
     instruction = code.instructions[branch]
     wanted = _predicates((instruction.guard, *instruction.operands))
-    found: set[str] = set()
+    registers: set[str] = set()
     for place in [*reversed(range(loop.start, branch)), *reversed(range(branch, loop.stop))]:
-        each = code.instructions[place]
-        written = _predicates(each.operands[:2]) if each.base in _COMPARES else _predicates(each.operands[1:2])
+        writer = code.instructions[place]
+        written = _predicates(writer.operands[:2]) if writer.base in _COMPARES else _predicates(writer.operands[1:2])
         if wanted & written:
             wanted -= written
-            if each.base in _COMPARES:
-                wanted |= _predicates(each.operands[2:])
-                found |= {seen[place - loop.start][name] for name in _registers(each.operands[2:])
+            if writer.base in _COMPARES:
+                wanted |= _predicates(writer.operands[2:])
+                registers |= {seen[place - loop.start][name] for name in _registers(writer.operands[2:])
                           if name in seen[place - loop.start]}
-    return found
+    return registers
 
 
 def _registers(operands: Iterable[str]) -> set[str]:

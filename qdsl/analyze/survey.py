@@ -63,9 +63,9 @@ def survey(packed: PackedWeight, kinds: Iterable[str], rows: int, x: str, archs:
 
 def data(examined: Examined, listing: bool) -> Iterator[dict[str, Any]]:
     """For programs: a report with its predictions for each architecture; the hot loop's text if it is wanted."""
-    for arch, found in examined.reports.items():
-        row = {"what": examined.title, **asdict(found),
-               "predicted": [asdict(each) for each in examined.predictions if GPUS[each.gpu].arch == arch]}
+    for arch, reports in examined.reports.items():
+        row = {"what": examined.title, **asdict(reports),
+               "predicted": [asdict(prediction) for prediction in examined.predictions if GPUS[prediction.gpu].arch == arch]}
         if not listing:
             del row["listing"]
         yield row

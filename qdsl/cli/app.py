@@ -1,4 +1,6 @@
-"""The command line itself, and what its commands share.  Nothing heavy is imported before a command needs it."""
+"""The `qdsl` command line: its groups, options and helpers that commands share.  Nothing heavy is imported before a command
+needs it.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +17,25 @@ from typer.core import TyperGroup
 
 
 class Failure(Exception):
-    """A command ends with a message and an exit code: 1 where the input is wrong, 2 where the command is."""
+    """Ends a command with a message and an exit code: 1 for a wrong input, 2 for a wrong command line."""
 
     def __init__(self, message: str, exit_code: int, head: str) -> None:
         super().__init__(message)
         self.exit_code, self.head = exit_code, head
 
     def format_message(self) -> str:
+        """The message, as typer prints it."""
         return str(self)
 
 
 class _Commands(TyperGroup):
-    """The commands; with --json failures, those of reading the command line too, are one JSON object on standard output."""
+    """The command group; with --json, any failure is printed as one JSON object on standard output."""
 
-    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, *arguments: Any, **options: Any) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         as_json = "--json" in words
         try:
-            code = super().main(words, *rest, **{**options, **({"standalone_mode": False} if as_json else {})})
+            code = super().main(words, *arguments, **{**options, **({"standalone_mode": False} if as_json else {})})
         except Exception as error:
             if not hasattr(error, "exit_code"):                  # as typer's errors have
                 raise
@@ -50,7 +53,7 @@ app = typer.Typer(name="qdsl", cls=_Commands, no_args_is_help=True, add_completi
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 PARAM_HELP = "Of the format, or an option of its quantizer, as key=value."
-SHARD_HELP = "Write the I-th of N parts alone, from 1; `merge-index` completes the folder when all are there."
+SHARD_HELP = "Write only the I-th of N parts, from 1; `merge-index` completes the folder after all of them."
 Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Processes; by default as many as processors and memory "
                                                                       "allow.")]
 Shard = Annotated[str | None, typer.Option("--shard", metavar="I/N", help=SHARD_HELP)]
@@ -63,7 +66,7 @@ SHOWN = 50                                                       # the most diff
 
 
 def main() -> None:
-    """Run the command line; where standard output cannot be written, end with exit code 1 and a sentence."""
+    """Run the command line; where standard output cannot be written, print a message and end with exit code 1."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:                           # the caller has closed it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -94,7 +97,7 @@ def _options(version: Annotated[bool, typer.Option("--version", "-V", callback=_
 
 
 def fail(message: str, code: int = 1, head: str = "error: ") -> NoReturn:
-    """End the command with a message, what a terminal would obey escaped.  code: 1 for a wrong input, 2 for a wrong command."""
+    """End the command with a message, control characters escaped.  code: 1 for a wrong input, 2 for a wrong command line."""
     from qdsl.checkpoint.report.contents import escaped
 
     raise Failure("\n".join("\t".join(map(escaped, line.split("\t"))) for line in message.split("\n")), code, head)
@@ -102,7 +105,7 @@ def fail(message: str, code: int = 1, head: str = "error: ") -> NoReturn:
 
 @contextmanager
 def reported(code: int = 1) -> Iterator[None]:
-    """Make errors of specs and files failures of the command.  code: 2 where only the command's words are read."""
+    """Turn errors of specs and files into failures of the command.  code: 2 where only the command line is read."""
     from qdsl.checkpoint.files.safetensors import CheckpointError
     from qdsl.compiler.spec.source import SpecError
     from qdsl.core.places import UnknownSpec
@@ -117,14 +120,14 @@ def reported(code: int = 1) -> Iterator[None]:
     except SpecError as error:
         count = len(error.problems)
         fail(f"{error}\n\n{count} problem{'s' if count > 1 else ''}", head="")
-    except BrokenPipeError:                                      # of standard output, as where `head` has enough
+    except BrokenPipeError:                                      # of standard output, as when `head` ends
         raise
     except (CheckpointError, QuantizeError, RewriteError, OSError) as error:
         fail(f"{error}", code)
 
 
 def refuse_options(context: typer.Context, heading: str, reason: str) -> None:
-    """Exit with code 2 for an option that the user wrote and whose help has a heading.  reason: what such options are for."""
+    """Exit with code 2 for a used option whose help has a heading.  reason: what such options are for."""
     for parameter in context.command.params:
         source = context.get_parameter_source(str(parameter.name))
         if getattr(parameter, "rich_help_panel", None) == heading and source is not None and source.name != "DEFAULT":
@@ -133,7 +136,7 @@ def refuse_options(context: typer.Context, heading: str, reason: str) -> None:
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Exit at SIGTERM as at an interrupt, so that files are tidied up."""
+    """Exit at SIGTERM as at an interrupt, so that temporary files are removed."""
     import signal
 
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -152,12 +155,12 @@ def _local(ref: str) -> Path:
 
 
 def input_argument(help: str) -> Any:
-    """An argument for a file or folder that is read, which may be on a server."""
+    """An argument for a file or folder that is read, which may be remote."""
     return typer.Argument(parser=_local, metavar="REF", help=help, show_default=False)
 
 
 def read_param(text: str) -> tuple[str, Any]:
-    """Read key=value of --param; values are true, false, integers, other numbers, or else words."""
+    """Parses key=value of --param; values are true, false, integers, floats, or strings."""
     key, equals, value = text.partition("=")
     if not (key and equals and value):
         fail(f"--param is key=value, not '{text}'", 2)
@@ -168,7 +171,9 @@ def read_param(text: str) -> tuple[str, Any]:
 
 
 def read_size(text: str) -> int:
-    """Read bytes, such as 20GB, 20 GiB or 49152.  Exits with code 2 for other text, and for so few that a unit is missing."""
+    """Parses a size in bytes, such as 20GB, 20 GiB or 49152.  Exits with code 2 for other text, and where a unit seems to be
+    missing.
+    """
     digits = text.strip().rstrip("BbIiKkMmGgTt ")
     unit = text.strip()[len(digits):].strip().upper()
     if unit not in UNITS or not digits.replace(".", "", 1).isdecimal():
@@ -179,7 +184,7 @@ def read_size(text: str) -> int:
 
 
 def read_part(text: str) -> tuple[int, int]:
-    """Read I/N of --shard: which part, from 1, of how many."""
+    """Parses I/N of --shard: the number of the part, from 1, and the number of parts."""
     place, _, count = text.partition("/")
     if not (place.isdecimal() and count.isdecimal() and 1 <= int(place) <= int(count)):
         fail(f"--shard is I/N with I from 1 to N, not '{text}'", 2)
@@ -187,7 +192,7 @@ def read_part(text: str) -> tuple[int, int]:
 
 
 def read_patterns(patterns: list[str] | None) -> tuple[str, ...]:
-    """The regular expressions of --ignore.  Exits with code 2 for one that is none."""
+    """The regular expressions of --ignore.  Exits with code 2 for an invalid one."""
     import re
 
     for pattern in patterns or ():
@@ -199,7 +204,7 @@ def read_patterns(patterns: list[str] | None) -> tuple[str, ...]:
 
 
 def print_report(report: dict[str, Any], as_json: bool) -> bool:
-    """Print a report as JSON, or else its notes.  Returns whether it is printed whole."""
+    """Print a report as JSON, or else its notes.  Returns whether the whole report is printed."""
     if as_json:
         typer.echo(json.dumps({"schema": 1, **report}))
         return True

@@ -27,21 +27,21 @@ def plan(model: Annotated[str, typer.Argument(metavar="REF", show_default=False,
 
     limit = read_size(vram)
     with reported(), local_headers(model) as path:
-        found = capacity(path, limit, resident or (), model)
+        planned = capacity(path, limit, resident or (), model)
     if as_json:
-        typer.echo(json.dumps({"schema": 1, "model": model, **asdict(found)}))
+        typer.echo(json.dumps({"schema": 1, "model": model, **asdict(planned)}))
     else:
         print_table(["model", "weights", *CHOICES],
-               [[each.name or model, f"{each.weights / 1e9:.3f} B",
-                 *(f"{need.resident / 1e9:.2f} + {need.scratch / 1e9:.2f}" if (need := each.needs.get(format)) else "-"
-                   for format in CHOICES)] for each in found.models])
+                    [[part.name or model, f"{part.weights / 1e9:.3f} B",
+                      *(f"{need.resident / 1e9:.2f} + {need.scratch / 1e9:.2f}" if (need := part.needs.get(format)) else "-"
+                        for format in CHOICES)] for part in planned.models])
         typer.echo("GB of weights + GB of scratch; sizes in hlane and fix4 are predicted")
-        ways = (("all in memory", found.together), ("one at a time", found.in_turn))
-        for way, chosen in ways[:len(found.models)]:             # of one model both are the same
+        ways = (("all in memory", planned.together), ("one at a time", planned.in_turn))
+        for way, chosen in ways[:len(planned.models)]:             # of one model both are the same
             formats = "nothing fits" if chosen is None else f"{chosen.peak / 1e9:.2f} GB with " + ", ".join(
                 f"{name or model} {format}" for name, format in chosen.formats.items())
             typer.echo(f"{way}: {formats}")
-        for line in found.commands:
+        for line in planned.commands:
             typer.echo(line)
-    if found.together is None and found.in_turn is None:
+    if planned.together is None and planned.in_turn is None:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Commands that read checkpoints: their contents, their weights, and how they differ."""
+"""Commands that read checkpoints: their contents, their weights, and their differences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def inspect(file: Annotated[str, typer.Argument(help="A GGUF file, the first of 
                                      "exit code 1 where DF11's need more.")] = None,
             strict: Annotated[bool, typer.Option("--strict", help="Exit code 3 for notes and contradictions.")] = False,
             as_json: Json = False) -> None:
-    """List what lies in a checkpoint: tensors or layers, types, bits per weight, sums, metadata, and what is wrong.
+    """List the contents of a checkpoint: tensors or layers, types, bits per weight, sums, metadata, and problems.
 
     Exit code 1 where tensors cannot be read.
     """
@@ -75,10 +75,10 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
            tolerance: Annotated[float, typer.Option("--tolerance", min=0, help="How far decoded weights may lie apart, as a part "
                                                     "of their tensor's largest magnitude.")] = 0.0,
            as_json: Json = False) -> None:
-    """Compare two checkpoints bit for bit, and say where they differ: exit code 1 if they do, or if one cannot be read.
+    """Compare two checkpoints bit for bit, and print the differences: exit code 1 if there are any, or if one cannot be read.
 
-    A GGUF file is compared with the model that it was made of: errors must be those of its types.  A checkpoint alone is
-    compared with the checksums that qdsl wrote with it.
+    A GGUF file is compared with the model that it was quantized from: errors must be those of its types.  A single checkpoint
+    is compared with the checksums that qdsl wrote with it.
     """
     from qdsl.checkpoint.report import verify as verifying
     from qdsl.host.progress import progress
@@ -105,15 +105,15 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
                 from qdsl.checkpoint.report.verify_decoded import decoded_differences
 
                 differences = verifying.of_models(
-                    a, b, lambda x, y, told: decoded_differences(x, y, tolerance, jobs=jobs, tell=told), tell)
+                    a, b, lambda x, y, report: decoded_differences(x, y, tolerance, jobs=jobs, tell=report), tell)
             else:
                 differences = verifying.of_models(
-                    a, b, lambda x, y, told: verifying.differences(x, y, jobs=jobs, tell=told), tell)
+                    a, b, lambda x, y, report: verifying.differences(x, y, jobs=jobs, tell=report), tell)
     _print_differences(differences, f"equal within {tolerance:g} of the largest magnitudes" if tolerance else "equal", as_json)
 
 
 def _verify_checksums(path: Path, as_json: bool) -> None:
-    """Print which tensors of a checkpoint are damaged.  Raises typer.Exit where there are any."""
+    """Print the damaged tensors of a checkpoint.  Raises typer.Exit where there are any."""
     from qdsl.checkpoint.files import checksums
     from qdsl.host.progress import progress
 
@@ -129,7 +129,7 @@ def _verify_checksums(path: Path, as_json: bool) -> None:
 
 
 def _gguf_differences(file: Path, other: Path) -> list[Any]:
-    """Where a GGUF file is not the model that it was made of: another GGUF file, or a folder."""
+    """Differences between a GGUF file and the model that it was quantized from: another GGUF file, or a folder."""
     from qdsl.host.progress import progress
     from qdsl.jobs.gguf.compare import differences
     from qdsl.jobs.gguf.source import Gguf, Weights, open_source
@@ -146,7 +146,7 @@ def _gguf_differences(file: Path, other: Path) -> list[Any]:
 
 
 def language_folder(path: Path, architecture: str | None) -> Any:
-    """A folder of a language model, to be written as a GGUF file; None for what is none."""
+    """A folder of a language model as the source of a GGUF file; None for other folders."""
     if architecture is not None or '"model_type"' not in _config_text(path):
         return None
     try:
@@ -164,7 +164,7 @@ def _config_text(folder: Path) -> str:
 
 
 def _diffusers_pair(file: Path, folder: Path) -> Any:
-    """A GGUF file and a folder of diffusers, by the same names."""
+    """A GGUF file and a folder of diffusers, with the same tensor names."""
     try:
         from qdsl.models.diffusers.compare import decoded_pair
         from qdsl.models.plan import LoadError

@@ -28,7 +28,7 @@ Like = Annotated[str | None, typer.Option("--like", metavar="REF", help="A check
 
 
 def model_shapes(folder: Any) -> Any:
-    """The shapes of the parameters of a folder's model, as the class of its library has them."""
+    """The shapes of the parameters of a folder's model, from the class in its library."""
     from qdsl.jobs.engine import RewriteError
 
     try:
@@ -39,7 +39,7 @@ def model_shapes(folder: Any) -> Any:
 
 
 def layer_shapes(folder: Any) -> dict[str, Any]:
-    """The same by the names of modules, and nothing where the model is not known."""
+    """The shapes of weights by module name; {} where the model's class is unknown."""
     from qdsl.jobs.engine import RewriteError
 
     try:
@@ -59,14 +59,14 @@ def compress(folder: Annotated[Path, input_argument("A folder of safetensors fil
              component: Annotated[list[str] | None, typer.Option("--component", help="A model of several, such as transformer, "
                                   "that is compressed; by default all but autoencoders.")] = None,
              patterns: Annotated[str | None, typer.Option("--patterns", help="df11: the package's pattern_dict as JSON, a file, "
-                                 "or a config.json with it; by default numbered blocks are held together.")] = None,
+                                 "or a config.json with it; by default a numbered block is a group.")] = None,
              threads: Annotated[int | None, typer.Option("--threads-per-block", help="df11: a power of two; by default 512, 256 "
                                                          "for GPUs with little shared memory.")] = None,
              by_group: Annotated[bool, typer.Option("--file-per-group", help="df11: a file for each group.")] = False,
              plain_config: Annotated[bool, typer.Option("--plain-config", help="df11: the dfloat11 package's config.json, to be "
                                      "loaded with that package.")] = False,
              like: Like = None, as_json: Json = False) -> None:
-    """Write a checkpoint with its bfloat16 matrices in fewer bits, without loss, and all else as it was.
+    """Write a checkpoint with its bfloat16 matrices compressed without loss, and everything else unchanged.
 
     Compressed checkpoints, such as DF11, change their format.  Run the same command again to resume.
     """
@@ -112,12 +112,12 @@ def print_compressed(report: dict[str, Any], as_json: bool, part: str = "") -> N
 
 
 @app.command()
-def decompress(folder: Annotated[Path, input_argument("What `compress`, or for DF11 the dfloat11 package, wrote.")],
+def decompress(folder: Annotated[Path, input_argument("A folder written by `compress`, or for DF11 by the dfloat11 package.")],
                out: OutFolder,
                like: Like = None,
                jobs: Jobs = None, shard: Shard = None, force: Force = False,
                as_json: Json = False) -> None:
-    """Write the checkpoint that a compressed one was made of, byte for byte.
+    """Write the original checkpoint of a compressed one, byte for byte.
 
     Run the same command again to resume.
     """

@@ -43,7 +43,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
                                                                               "hold.")] = False,
             jobs: Jobs = None, shard: Shard = None, force: Force = False,
             as_json: Json = False) -> None:
-    """Write a checkpoint with every quantized layer in another storage of its format, exactly, and all else as it was.
+    """Write a checkpoint with every quantized layer in another storage of its format, exactly, and everything else unchanged.
 
     Run the same command again to resume.
     """
@@ -64,8 +64,8 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
         aim = aimed(to or requantize or "", requantize is not None, dict(map(read_param, param or [])), skip=patterns,
                     keep_misfits=keep_misfits)
     with reported(), exit_on_sigterm(), Folder(folder) as source:
-        known = shaped_layers(source, layer_shapes)
-        report = run.convert(source, known, aim, out, jobs=jobs or processors(), part=part, force=force,
+        detected = shaped_layers(source, layer_shapes)
+        report = run.convert(source, detected, aim, out, jobs=jobs or processors(), part=part, force=force,
                              tell=partial(progress, unit="B"))
     print_converted(report, as_json, "" if part is None else f"part {shard} of ")
 
@@ -83,7 +83,7 @@ def merge_index(out: Annotated[Path, typer.Argument(help="The folder that all pa
         if stage.was_merged(out):
             print_report({"out": str(out), "notes": [f"{out} was complete already"]}, as_json)
             return
-        command = stage.asked(out).get("command")
+        command = stage.read_request(out).get("command")
         if command == "compress":
             from qdsl.jobs.compress import run as compressing
 
@@ -124,5 +124,5 @@ def print_converted(report: dict[str, Any], as_json: bool, part: str = "") -> No
 
 
 def _ratio(decibels: float | None) -> float:
-    """Infinite where nothing was lost, for which JSON has no number."""
+    """Decibels, infinite where nothing was lost, for which JSON has no number."""
     return math.inf if decibels is None else decibels

@@ -18,13 +18,14 @@ Names = Annotated[list[str], typer.Argument(help="Spec files, or names of format
 
 @app.command()
 def check(specs: Names, as_json: Json = False) -> None:
-    """Check specs, and say everything that is wrong, with its place."""
+    """Check specs, and print all problems with their lines and columns."""
     from qdsl.compiler.passes import compile_spec
+    from qdsl.compiler.passes.derive_planar import why_no_planar
     from qdsl.compiler.spec.schema import load
     from qdsl.compiler.spec.source import SpecError
     from qdsl.core import places
 
-    found: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
     problems = missing = 0
     for name in specs:
         try:
@@ -32,7 +33,7 @@ def check(specs: Names, as_json: Json = False) -> None:
             programs = compile_spec(load(with_path, name if Path(name).is_file() else str(with_path)))
         except SpecError as error:
             problems += len(error.problems)
-            found.append({"spec": name, "ok": False, "problems": [
+            reports.append({"spec": name, "ok": False, "problems": [
                 {"line": p.span.line, "column": p.span.column, "message": p.message, "notes": list(p.notes)}
                 for p in error.problems]})
             if not as_json:
@@ -40,16 +41,20 @@ def check(specs: Names, as_json: Json = False) -> None:
             continue
         except (places.UnknownSpec, OSError) as error:
             missing += 1
-            found.append({"spec": name, "ok": False, "error": str(error)})
+            reports.append({"spec": name, "ok": False, "error": str(error)})
             if not as_json:
                 typer.echo(f"error: {error}", err=True)
             continue
         storages = list(dict.fromkeys(program.storage for program in programs))
-        found.append({"spec": name, "ok": True, "format": programs[0].spec.name.value, "storages": storages})
+        reason = why_no_planar(programs)
+        reports.append({"spec": name, "ok": True, "format": programs[0].spec.name.value, "storages": storages,
+                        **({"no_planar": reason} if reason else {})})
         if not as_json:
             typer.echo(f"{name}: ok, {', '.join(storages)}")
+            if reason:
+                typer.echo(f"  no planar storage: {reason}")
     if as_json:
-        typer.echo(json.dumps({"schema": 1, "specs": found}))
+        typer.echo(json.dumps({"schema": 1, "specs": reports}))
     if problems and not as_json:
         typer.echo(f"\n{problems} problem{'s' if problems > 1 else ''}", err=True)
     if missing or problems:
@@ -62,7 +67,7 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
           out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of generated modules.")] = None,
           verify: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a module is not up to date.")] = False,
           as_json: Json = False) -> None:
-    """Build specs into modules, and say what was written."""
+    """Build Python modules from specs, and list the written files."""
     from qdsl.compiler.emit.module import build as builder
     from qdsl.core import places
     from qdsl.host.processes import results
@@ -73,8 +78,8 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
     rows: list[dict[str, str]] = []
     with reported():
         paths = places.shipped() if every else [places.find(name) for name in specs or []]
-        made = results(builder.files_of, paths, min(processors(), math.ceil(len(paths) / A_PROCESS)), ahead=len(paths))
-        for path, files in zip(paths, made, strict=True):
+        compiled = results(builder.files_of, paths, min(processors(), math.ceil(len(paths) / A_PROCESS)), ahead=len(paths))
+        for path, files in zip(paths, compiled, strict=True):
             folder = out or (places.generated() if path.parent.resolve() == places.specs() else Path("generated"))
             try:
                 rows += [{"spec": str(path), "path": _short(w.path), "change": w.change}
@@ -95,7 +100,7 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
 
 
 def _short(path: Path) -> str:
-    """A path as the user would write it."""
+    """A path relative to the working directory, where it lies in it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -116,7 +121,7 @@ def list_(as_json: Json = False) -> None:
         typer.echo(json.dumps({"schema": 1, "formats": rows}))
         return
     print_table(["format", "bits per weight", "storages", "what it is"],
-           [[row["name"], row["bits"], ", ".join(row["storages"]), row["title"]] for row in rows])
+                [[row["name"], row["bits"], ", ".join(row["storages"]), row["title"]] for row in rows])
 
 
 @app.command()
@@ -124,7 +129,7 @@ def show(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a
          svg: Annotated[Path | None, typer.Option("--svg", help="Write the bit picture to this file; - prints it.")] = None,
          program: Annotated[bool, typer.Option("--program", help="Print the typed programs.")] = False,
          force: Force = False, as_json: Json = False) -> None:
-    """Show a format: its formula, its layouts, and where every bit lies."""
+    """Show a format: its formula, its layouts, and the position of every bit."""
     from qdsl.compiler.emit.show import page, picture
     from qdsl.compiler.ir.text import text
     from qdsl.compiler.passes import compile_spec

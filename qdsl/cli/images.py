@@ -58,9 +58,9 @@ def draw(model: str, models: Mapping[str, str], out: Path | None, options: dict[
 
 
 def _target(out: Path | None, inputs: Iterable[str], force: bool) -> Path:
-    """The file to write.  Exits with code 2 for none, one that is no .png file, one that is an input, and one that exists."""
+    """The file to write.  Exits with code 2 without one, or for one that is no .png file, an input, or an existing file."""
     if out is None or out.suffix.lower() != ".png":
-        fail("say with --out which .png file to write", 2)
+        fail("give --out with the .png file to write", 2)
     with reported():
         regular_file(out)
         check_output(out, *(ref for ref in inputs if Path(ref).exists()), force=force)

@@ -1,4 +1,4 @@
-"""The commands that count what kernels do, and tell which of them a product takes."""
+"""Commands that count the instructions of kernels, and print which kernel a matmul uses."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
     from qdsl.analyze import GPUS, AnalyzeError, launches, survey, text
 
     kinds = kernel or ["linear"]
-    for names, known in ((kinds, launches.KERNELS), ([x], launches.TYPES)):
-        if wrong := [name for name in names if name not in known]:
-            fail(f"no '{wrong[0]}': expected one of {', '.join(known)}", 2)
+    for names, supported in ((kinds, launches.KERNELS), ([x], launches.TYPES)):
+        if wrong := [name for name in names if name not in supported]:
+            fail(f"no '{wrong[0]}': expected one of {', '.join(supported)}", 2)
     try:
         archs, gpus = survey.targets(arch or [], gpu or [])
     except AnalyzeError as error:
@@ -72,7 +72,7 @@ def explain(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
             x: Annotated[str, typer.Option("--x", help="The type of x and of what comes out: bf16 or f16.")] = "bf16",
             gpu: Annotated[list[str] | None, typer.Option("--gpu", help="a100, rtx4090, h100, h200, b200 or rtx5090.")] = None,
             as_json: Json = False) -> None:
-    """Tell which kernel a product takes on a GPU, what else it could take, and the modelled time of each."""
+    """Print which kernel a matmul uses on a GPU, the alternatives, and the modelled time of each."""
     from qdsl.analyze import AnalyzeError, choices, launches
     from qdsl.analyze.gpus import gpu_of
     from qdsl.runtime import FormatError
@@ -86,22 +86,22 @@ def explain(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
     with reported():
         try:
             packed = launches.weight(launches.module(spec), shape or (4096, 4096), storage, dict(map(read_param, param or [])))
-            explained = [choices.explained(packed, rows, x, each) for each in gpus]
+            explained = [choices.explained(packed, rows, x, one) for one in gpus]
         except FormatError as error:
             fail(f"{error}", 2)
     if as_json:
         typer.echo(json.dumps({"schema": 1, "products": explained}))
         return
-    for found in explained:
-        typer.echo(choices.title(found))
-        print_table(choices.HEADS, choices.table(found))
-        others = [f"not {kind}: {why}" for kind, why in found["refused"].items()]
-        typer.echo("\n".join([f"chosen: {found['reason']}", *others, ""]))
+    for choice in explained:
+        typer.echo(choices.title(choice))
+        print_table(choices.HEADS, choices.table(choice))
+        others = [f"not {kind}: {why}" for kind, why in choice["refused"].items()]
+        typer.echo("\n".join([f"chosen: {choice['reason']}", *others, ""]))
 
 
 def _execute(spec: str, storage: str | None, params: dict[str, int | str], kinds: list[str], rows: int,
              shape: tuple[int, int] | None, x: str, archs: list[str], programs: str | None, as_json: bool) -> None:
-    """The output of --execute; exit code 3 where a checker finds something, or dequantize is not exact."""
+    """Print the results of --execute; exit code 3 where a checker reports a problem, or dequantize is not exact."""
     from qdsl.analyze import launches
     from qdsl.analyze.execute import ExecutionError, trial
     from qdsl.analyze.survey import REFUSALS
@@ -113,8 +113,7 @@ def _execute(spec: str, storage: str | None, params: dict[str, int | str], kinds
             module = launches.module(spec)
             for kind, arch in ((kind, arch) for kind in kinds for arch in archs):
                 trials.append(trial.trial(module, kind, arch, storage=storage, params=params, shape=shape or trial.SHAPE,
-                                          rows=rows,
-                                          x=x, programs=chosen))
+                                          rows=rows, x=x, programs=chosen))
                 if not as_json:
                     typer.echo("\n".join([*trial.block(trials[-1]), ""]))
         except (*REFUSALS, ExecutionError) as error:

@@ -122,15 +122,15 @@ def evaluate(models: Annotated[list[str], typer.Argument(help="Folders, reposito
             write_text(svg, measure.svg(f"{text.name}: divergence from {against}", results))
     if as_json:
         typer.echo(json.dumps({"schema": 1, "text": str(text), "context": context, "against": against,
-                               "models": [finite(asdict(each)) for each in results]}))
+                               "models": [finite(asdict(evaluation)) for evaluation in results]}))
         return
     print_table(heads, rows)
 
 
 def finite(value: Any) -> Any:
-    """The same for JSON, which has no infinity."""
+    """A value for JSON, with None in place of infinities."""
     if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
+        return {key: finite(element) for key, element in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -145,7 +145,7 @@ def _check_formats(names: Iterable[str]) -> None:
 
 @contextmanager
 def _running() -> Iterator[None]:
-    """Problems of models as messages; exit code 2 where the libraries that run them are not installed."""
+    """Turn errors of models into messages; exit code 2 where the libraries that run them are not installed."""
     try:
         with reported():
             yield

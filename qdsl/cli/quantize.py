@@ -93,14 +93,14 @@ def quantize(context: typer.Context, file: Annotated[Path, input_argument("A GGU
                                 embedding=embedding_type and mixes.type_named(embedding_type),
                                 overrides=tuple(map(mixes.override_of, tensor_type or ())))
     if imatrix_power is not None and imatrix is None:
-        fail("--imatrix-power says how much importances count: give them with --imatrix", 2)
+        fail("--imatrix-power is the exponent of importances: give them with --imatrix", 2)
     _quantize_to_gguf(file, options, out, imatrix, imatrix_power, arch, requantize, jobs, force, dry_run, svg, as_json)
 
 
 def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: Path | None, power: float | None,
                       arch: str | None, requantize: bool, jobs: int | None, force: bool, dry_run: bool, svg: Path | None,
                       as_json: bool) -> None:
-    """Write a GGUF file, or with `dry_run` print what it would be."""
+    """Write a GGUF file, or with `dry_run` print its types and sizes."""
     from qdsl.host.files import check_output, write_text
     from qdsl.host.progress import progress
     from qdsl.jobs.gguf import plan, quality
@@ -108,7 +108,7 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
     from qdsl.jobs.gguf.source import open_source
 
     if out is None and not dry_run:
-        fail("say with --out what to write, or give --dry-run", 2)
+        fail("give --out to write a file, or --dry-run", 2)
     if svg is not None and dry_run:
         fail("--svg draws what quantizing cost, which a --dry-run does not know", 2)
     with reported():
@@ -145,7 +145,7 @@ def _quantize_to_gguf(file: Path, options: Options, out: Path | None, imatrix: P
 def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | None, ignore: list[str] | None,
                      component: list[str] | None, jobs: int | None, shard: str | None, force: bool, svg: Path | None,
                      as_json: bool) -> None:
-    """Write a folder of plain safetensors with its Linear layers in a format."""
+    """Write a folder of plain safetensors with its Linear layers quantized."""
     from functools import partial
 
     from qdsl.host.files import check_output, write_text
@@ -156,7 +156,7 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     from qdsl.jobs.gguf import quality
 
     if out is None:
-        fail("say with --out which folder to write", 2)
+        fail("give --out with the folder to write", 2)
     patterns = read_patterns(ignore)
     part = None if shard is None else read_part(shard)
     with reported(2):

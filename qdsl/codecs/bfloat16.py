@@ -32,17 +32,17 @@ class Form:
     symbols: Callable[[Tensors, tuple[int, int]], NDArray[np.uint8]]
 
     @property
-    def leaves(self) -> tuple[str, ...]:
+    def tensor_names(self) -> tuple[str, ...]:
         """All tensors of a weight."""
         return (*self.names, "sign_mantissa", "weight_shape")
 
     def encode(self, patterns: NDArray[np.uint16]) -> dict[str, NDArray[Any]]:
         """The tensors of any patterns u16 [N, K]."""
-        found, rest, counts = exponents.split([patterns.reshape(-1)])
-        stream = self.of(found.reshape(patterns.shape), counts)
-        del found                                                # half as large as the weight
+        symbols, sign_mantissa, counts = exponents.split([patterns.reshape(-1)])
+        stream = self.of(symbols.reshape(patterns.shape), counts)
+        del symbols                                                # half as large as the weight
         n, k = patterns.shape
-        wide = rest.reshape(n, k) if k % 8 == 0 else np.pad(rest.reshape(n, k), [(0, 0), (0, -k % 8)])
+        wide = sign_mantissa.reshape(n, k) if k % 8 == 0 else np.pad(sign_mantissa.reshape(n, k), [(0, 0), (0, -k % 8)])
         in_quads(wide, wide)
         named = {name: stream[own] for name, own in zip(self.names, self.own, strict=True)}
         return {**named, "sign_mantissa": wide, "weight_shape": np.array([n, k], np.int64)}
@@ -50,26 +50,27 @@ class Form:
     def decode(self, tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint16]:
         """The patterns u16 [N, K].  Raises StreamError for tensors that do not fit."""
         n, k = shape
-        rest, said = tensors.get("sign_mantissa"), tensors.get("weight_shape")
-        if said is None or said.dtype != np.int64 or said.shape != (2,) or said.tolist() != [n, k]:
+        sign_mantissa, weight_shape = tensors.get("sign_mantissa"), tensors.get("weight_shape")
+        if weight_shape is None or weight_shape.dtype != np.int64 or weight_shape.shape != (2,) \
+                or weight_shape.tolist() != [n, k]:
             raise StreamError(f"weight_shape is missing, or not {[n, k]}")
-        if rest is None or rest.dtype != np.uint8 or rest.shape != (n, k + -k % 8):
+        if sign_mantissa is None or sign_mantissa.dtype != np.uint8 or sign_mantissa.shape != (n, k + -k % 8):
             raise StreamError(f"sign_mantissa is missing, or not {[n, k + -k % 8]} of u1")
         stream = {own: tensors[name] for name, own in zip(self.names, self.own, strict=True) if name in tensors}
-        found = self.symbols(stream, shape)
-        straight = np.empty_like(rest)
-        in_quads(rest, straight)
+        symbols = self.symbols(stream, shape)
+        straight = np.empty_like(sign_mantissa)
+        in_quads(sign_mantissa, straight)
         out = np.empty(shape, np.uint16)
-        exponents.join(found.reshape(-1), np.ascontiguousarray(straight[:, :k]).reshape(-1), out.reshape(-1))
+        exponents.join(symbols.reshape(-1), np.ascontiguousarray(straight[:, :k]).reshape(-1), out.reshape(-1))
         return out
 
 
 def in_quads(rows: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
     """[N, 8 * q] with the second and third of each four bytes exchanged, which undoes itself; `out` may be the rows."""
-    words, found = rows.reshape(-1).view("<u8"), out.reshape(-1).view("<u8")
+    words, target = rows.reshape(-1).view("<u8"), out.reshape(-1).view("<u8")
     for start in range(0, len(words), exponents.BLOCK):
         part = words[start:start + exponents.BLOCK]
-        found[start:start + exponents.BLOCK] = part & 0xFF0000FFFF0000FF | part >> 8 & 0x0000FF000000FF00 \
+        target[start:start + exponents.BLOCK] = part & 0xFF0000FFFF0000FF | part >> 8 & 0x0000FF000000FF00 \
             | part << 8 & 0x00FF000000FF0000
 
 

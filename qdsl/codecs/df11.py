@@ -35,23 +35,24 @@ def encode(parts: Sequence[NDArray[np.uint16]], threads: int = THREADS) -> dict[
     numels = [len(part) for part in parts]
     if not 0 < sum(numels) < 1 << 31:
         raise StreamError(f"a group of {sum(numels)} weights: DF11 holds 1 to 2^31 - 1")
-    symbols, rest, counts = exponents.split(parts)
+    symbols, sign_mantissa, counts = exponents.split(parts)
     stream = huffman_windows.encode(symbols, counts, threads)
-    found = {STREAM[role]: tensor for role, tensor in stream.items()}
-    found |= {"sign_mantissa": rest, "split_positions": np.cumsum(numels, dtype=np.int64)[:-1]}
-    return {name: found[name] for name in NAMES}
+    tensors = {STREAM[role]: tensor for role, tensor in stream.items()}
+    tensors |= {"sign_mantissa": sign_mantissa, "split_positions": np.cumsum(numels, dtype=np.int64)[:-1]}
+    return {name: tensors[name] for name in NAMES}
 
 
 def stream_of(tensors: Tensors, threads: int | None = None) -> Windows:
     """The stream of a file's group, checked; see huffman_windows.  Raises StreamError."""
-    rest, splits = tensors.get("sign_mantissa"), tensors.get("split_positions")
-    if rest is None or rest.dtype != np.uint8 or rest.ndim != 1:
+    sign_mantissa, splits = tensors.get("sign_mantissa"), tensors.get("split_positions")
+    if sign_mantissa is None or sign_mantissa.dtype != np.uint8 or sign_mantissa.ndim != 1:
         raise StreamError("sign_mantissa is missing, or not [n] of u1")
     if splits is None or splits.dtype != np.int64 or splits.ndim != 1:
         raise StreamError("split_positions are missing, or not [tensors - 1] of i8")
-    if splits.size and (splits[0] < 0 or splits[-1] > len(rest) or (np.diff(splits) < 0).any()):
-        raise StreamError(f"split_positions do not rise from 0 to {len(rest)}")
-    return huffman_windows.windows({role: tensors[name] for role, name in STREAM.items() if name in tensors}, len(rest), threads)
+    if splits.size and (splits[0] < 0 or splits[-1] > len(sign_mantissa) or (np.diff(splits) < 0).any()):
+        raise StreamError(f"split_positions do not rise from 0 to {len(sign_mantissa)}")
+    stream = {role: tensors[name] for role, name in STREAM.items() if name in tensors}
+    return huffman_windows.windows(stream, len(sign_mantissa), threads)
 
 
 def decode(tensors: Tensors, threads: int | None = None, *, every: bool = False) -> NDArray[np.uint16]:

@@ -16,7 +16,7 @@ def split(parts: Sequence[NDArray[np.uint16]]) -> tuple[NDArray[np.uint8], NDArr
     """
     total = sum(map(len, parts))
     exponents = np.empty(total, np.uint8)
-    rest = np.empty(total, np.uint8)
+    sign_mantissa = np.empty(total, np.uint8)
     pairs = np.zeros(1 << 16, np.int64)
     first = 0
     for patterns in parts:
@@ -24,7 +24,7 @@ def split(parts: Sequence[NDArray[np.uint16]]) -> tuple[NDArray[np.uint8], NDArr
             some = patterns[start:start + BLOCK]
             place = slice(first + start, first + start + len(some))
             np.right_shift(some, 7, out=exponents[place], casting="unsafe")
-            np.bitwise_or(some & 0x7F, some >> 8 & 0x80, out=rest[place], casting="unsafe")
+            np.bitwise_or(some & 0x7F, some >> 8 & 0x80, out=sign_mantissa[place], casting="unsafe")
         first += len(patterns)
     even = exponents[:len(exponents) & ~1].view("<u2")
     for start in range(0, len(even), 1 << 20):
@@ -33,14 +33,14 @@ def split(parts: Sequence[NDArray[np.uint16]]) -> tuple[NDArray[np.uint8], NDArr
     counts = square.sum(0) + square.sum(1)
     if len(exponents) % 2:
         counts[exponents[-1]] += 1
-    return exponents, rest, counts
+    return exponents, sign_mantissa, counts
 
 
-def join(exponents: NDArray[np.uint8], rest: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
+def join(exponents: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
     """The patterns u16 [n] again."""
-    for start in range(0, len(rest), BLOCK):
+    for start in range(0, len(sign_mantissa), BLOCK):
         part = slice(start, start + BLOCK)
         np.left_shift(exponents[part], 7, out=out[part], dtype=np.uint16)
-        wide = rest[part].astype(np.uint16)
+        wide = sign_mantissa[part].astype(np.uint16)
         out[part] |= wide & 0x7F
         out[part] |= (wide & 0x80) << 8

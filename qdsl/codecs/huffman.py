@@ -27,20 +27,20 @@ class Code:
     @cached_property
     def lengths(self) -> NDArray[np.uint8]:
         """[256], in bits; 0 for a symbol without a code."""
-        found = np.zeros(256, np.uint8)
+        lengths = np.zeros(256, np.uint8)
         for symbol, (bits, _) in self.words.items():
             if symbol != END:
-                found[symbol] = bits
-        return found
+                lengths[symbol] = bits
+        return lengths
 
     @cached_property
     def values(self) -> NDArray[np.uint64]:
         """[256], each code at the upper end of 64 bits."""
-        found = np.zeros(256, np.uint64)
+        values = np.zeros(256, np.uint64)
         for symbol, (bits, value) in self.words.items():
             if symbol != END:
-                found[symbol] = value << 64 - bits
-        return found
+                values[symbol] = value << 64 - bits
+        return values
 
     @property
     def longest(self) -> int:
@@ -112,7 +112,7 @@ def _package_merge(counts: list[int], longest: int) -> list[int]:
     leaves: list[tuple[int, tuple[int, ...]]] = [(counts[place], (place,)) for place in order]
     level = leaves
     for _ in range(longest - 1):
-        packages = [(a + b, (*inside, *beside)) for (a, inside), (b, beside) in zip(level[0::2], level[1::2], strict=False)]
+        packages = [(a + b, (*inside, *others)) for (a, inside), (b, others) in zip(level[0::2], level[1::2], strict=False)]
         level = sorted([*leaves, *packages], key=lambda item: item[0])   # stable: leaves stand first among equals
     lengths = [0] * len(counts)
     for _, places in level[:2 * len(counts) - 2]:

@@ -34,11 +34,11 @@ class Lookup:
         self.count = np.zeros(1 << _BITS, np.uint8)
         self.bits = np.zeros(1 << _BITS, np.int64)
         for place in range(_MOST):
-            rest = np.arange(1 << _BITS) << self.bits & (1 << _BITS) - 1
-            more = (self.count == place) & (self.bits + bits[rest] <= _BITS)
-            self.symbols[more] |= symbol[rest[more]].astype(np.uint64) << 8 * place
+            following = np.arange(1 << _BITS) << self.bits & (1 << _BITS) - 1
+            more = (self.count == place) & (self.bits + bits[following] <= _BITS)
+            self.symbols[more] |= symbol[following[more]].astype(np.uint64) << 8 * place
             self.count[more] += 1
-            self.bits[more] += bits[rest[more]]
+            self.bits[more] += bits[following[more]]
 
     def find(self, window: Words) -> NDArray[np.int64]:
         """The symbol whose code the upper of 32 bits begin with: codes, filled with zeros, divide all windows between them."""
@@ -86,10 +86,10 @@ def counted(words: Words, at: NDArray[np.int64], count: int, lookup: Lookup) -> 
 
 def _words(data: NDArray[np.uint8], start: int, stop: int) -> Words:
     """64 bits from every multiple of 32 on; zeros after the end."""
-    found = np.zeros(4 * (stop - start + 1), np.uint8)
+    padded = np.zeros(4 * (stop - start + 1), np.uint8)
     piece = data[4 * start:4 * (stop + 1)]
-    found[:len(piece)] = piece
-    words = found.view(">u4").astype(np.uint64)
+    padded[:len(piece)] = piece
+    words = padded.view(">u4").astype(np.uint64)
     return words[:-1] << 32 | words[1:]
 
 
@@ -103,9 +103,9 @@ def _together(words: Words, at: NDArray[np.int64], ends: NDArray[np.int64], look
         symbols, count, after = lookup.symbols[index], lookup.count[index], at + lookup.bits[index]
         long = np.flatnonzero(count == 0)
         if long.size:
-            found = lookup.find(window[long])
-            symbols[long], count[long] = found.astype(np.uint64) & 255, found != END
-            after[long] += np.where(found == END, 64 * len(words), lookup.lengths[found])
+            decoded = lookup.find(window[long])
+            symbols[long], count[long] = decoded.astype(np.uint64) & 255, decoded != END
+            after[long] += np.where(decoded == END, 64 * len(words), lookup.lengths[decoded])
         over = np.flatnonzero(after >= ends)
         if over.size:
             count[over], closed[lanes[over]] = _before(symbols[over], count[over], at[over], ends[over], lookup)

@@ -35,15 +35,15 @@ def tables_of(code: Code) -> NDArray[np.uint8]:
     if len(prefixes) > ROWS - 1:
         raise StreamError(f"DF11 has at most {ROWS - 1} rows for a code, and this one needs {len(prefixes)}; store these weights "
                           "as they are, or as hlane or fix4")
-    found = np.zeros((len(prefixes) + 1, 256), np.uint8)
+    tables = np.zeros((len(prefixes) + 1, 256), np.uint8)
     entry = next(iter(leaves))
     for row, prefix in enumerate(prefixes):
         placed = _entries(leaves, prefixes, prefix)
         for place in range(256):
             entry = placed.get(place, entry)
-            found[row, place] = entry
-    found[-1] = code.lengths
-    return found
+            tables[row, place] = entry
+    tables[-1] = code.lengths
+    return tables
 
 
 def _prefix(bits: int, value: int, whole: int) -> tuple[int, int]:
@@ -58,9 +58,9 @@ def _entries(leaves: dict[int, tuple[int, int]], prefixes: list[tuple[int, int]]
     for symbol, (bits, value) in leaves.items():
         if bits <= 8 * whole or _prefix(bits, value, whole) != prefix:
             continue
-        rest = bits - 8 * whole
-        if rest <= 8:
-            placed[(value & (1 << rest) - 1) << 8 - rest] = symbol
+        left = bits - 8 * whole
+        if left <= 8:
+            placed[(value & (1 << left) - 1) << 8 - left] = symbol
         else:
             longer = _prefix(bits, value, whole + 1)
             placed[longer[1] & 255] = 256 - prefixes.index(longer)
@@ -77,14 +77,14 @@ def code_of(tables: NDArray[np.uint8]) -> Code:
         raise StreamError(f"luts are [2 to {ROWS}, 256], not {list(tables.shape)}")
     lengths = tables[-1]
     words: dict[int, tuple[int, int]] = {}
-    rest: list[tuple[int, int]] = []                             # END's places: how many whole bytes, and their value
+    unused: list[tuple[int, int]] = []                             # END's places: how many whole bytes, and their value
     prefixes = {0: (0, 0)}                                       # of each row
     for row, entries in enumerate(tables[:-1]):
         if row not in prefixes:
             raise StreamError(f"luts: no entry before row {row} leads there")
         whole, prefix = prefixes[row]
         place = _end_at_zero(tables) if row == 0 else 0
-        rest += [(1, value) for value in range(place)]
+        unused += [(1, value) for value in range(place)]
         while place < 256:
             entry, value = int(entries[place]), prefix << 8 | place
             size, target = 1, 256 - entry
@@ -100,12 +100,12 @@ def code_of(tables: NDArray[np.uint8]) -> Code:
                                       "elsewhere")
                 words[entry] = (bits, value >> 8 * (whole + 1) - bits)
             else:
-                rest.append((whole + 1, value))
+                unused.append((whole + 1, value))
             place += size
     missing = [symbol for symbol in np.flatnonzero(lengths) if symbol not in words]
     if missing:
         raise StreamError(f"luts: exponent {missing[0]} has a length and no code")
-    return Code({**words, END: _end(rest)})
+    return Code({**words, END: _end(unused)})
 
 
 def _end_at_zero(tables: NDArray[np.uint8]) -> int:
@@ -118,12 +118,12 @@ def _end_at_zero(tables: NDArray[np.uint8]) -> int:
     return size if left == 0.5 ** bits and (tables[0, :2 * size] == tables[0, 0]).all() else 0
 
 
-def _end(rest: list[tuple[int, int]]) -> tuple[int, int]:
+def _end(unused: list[tuple[int, int]]) -> tuple[int, int]:
     """The code of END: the place that the symbols leave."""
-    values = [value for _, value in rest]
+    values = [value for _, value in unused]
     count = len(values)
-    if not rest or len({whole for whole, _ in rest}) > 1 or count & count - 1 or values[0] % count \
+    if not unused or len({whole for whole, _ in unused}) > 1 or count & count - 1 or values[0] % count \
             or values != list(range(values[0], values[0] + count)):
         raise StreamError("luts: what the exponents leave is no code for the end")
     shift = count.bit_length() - 1
-    return 8 * rest[0][0] - shift, values[0] >> shift
+    return 8 * unused[0][0] - shift, values[0] >> shift

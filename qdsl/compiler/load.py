@@ -47,11 +47,11 @@ def _imported(module: str, folder: Path, stem: str, files: Mapping[str, str]) ->
     shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)   # the text that was compared is run, and no other's bytecode
     spec = importlib.util.spec_from_file_location(module, path, submodule_search_locations=inside)
     assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[module] = found
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[module] = loaded
     try:
-        spec.loader.exec_module(found)
+        spec.loader.exec_module(loaded)
     except BaseException:
         del sys.modules[module]
         raise
-    return found
+    return loaded

@@ -83,17 +83,17 @@ def factor(positions: Sequence[int]) -> Layout | None:
     @post factor([L(i) for i in range(L.size)]) is not None
     """
     modes: list[tuple[int, int]] = []
-    rest = list(positions)
-    while len(rest) > 1:
-        stride = rest[1] - rest[0]
-        extent = next((i for i, p in enumerate(rest) if p != rest[0] + i * stride), len(rest))
-        while extent > 1 and not _repeats(rest, extent, stride):
+    remaining = list(positions)
+    while len(remaining) > 1:
+        stride = remaining[1] - remaining[0]
+        extent = next((i for i, p in enumerate(remaining) if p != remaining[0] + i * stride), len(remaining))
+        while extent > 1 and not _repeats(remaining, extent, stride):
             extent -= 1
         if extent == 1:
             return None
         modes.append((extent, stride))
-        rest = rest[::extent]
-    return coalesce(Layout(tuple(modes), rest[0])) if rest else None
+        remaining = remaining[::extent]
+    return coalesce(Layout(tuple(modes), remaining[0])) if remaining else None
 
 
 def _repeats(positions: Sequence[int], extent: int, stride: int) -> bool:
@@ -216,7 +216,7 @@ class Affine:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class RecordItem:
     """One item of a record line: `width` bits of an element from its bit `lo`; `field` None is padding.
 
     place: the element is the base-3 digit at this place of a byte.  Digits of a byte are items one after the other, from
@@ -241,7 +241,7 @@ class Line:
     """Nested loops, rightmost fastest, around items written one after the other."""
 
     loops: tuple[tuple[str, int], ...]
-    items: tuple[Item, ...]
+    items: tuple[RecordItem, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +268,7 @@ def walk(lines: tuple[Line, ...]) -> tuple[Piece, ...]:
     @post pieces are adjacent: the first is at bit 0, each next one where the last ended; digits of a byte are at one bit
     """
     at = 0
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for number, line in enumerate(lines):
         free = {name for item in line.items for form in (*item.index, item.lo) for name, _ in form.terms}
         values = dict.fromkeys(free, 0)
@@ -277,9 +277,9 @@ def walk(lines: tuple[Line, ...]) -> tuple[Piece, ...]:
             values.update(zip(names, counters, strict=True))
             for position, item in enumerate(line.items):
                 index = tuple(form(values) for form in item.index)
-                found.append(Piece(item.field, index, item.lo(values), item.width, at, number, position, item.place))
+                pieces.append(Piece(item.field, index, item.lo(values), item.width, at, number, position, item.place))
                 at += item.step
-    return tuple(found)
+    return tuple(pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,18 +296,18 @@ def coverage(pieces: Iterable[Piece], extents: Sequence[int], bits: Iterable[int
 
     @post None iff each of `bits` of every element of the box `extents` is stored once, and nothing else is
     """
-    held: dict[tuple[tuple[int, ...], int], list[Piece]] = {}
+    stored_by: dict[tuple[tuple[int, ...], int], list[Piece]] = {}
     for piece in pieces:
         for bit in range(piece.lo, piece.lo + piece.width):
-            held.setdefault((piece.index, bit), []).append(piece)
+            stored_by.setdefault((piece.index, bit), []).append(piece)
     wanted = sorted(bits)
-    # A box has as many elements as pieces or one is missing, and it is found before more of them are looked at.
-    for index in product(*(range(min(extent, len(held) + 1)) for extent in extents)):
+    # A box has as many elements as pieces or one is missing, so the search ends before it visits more of them.
+    for index in product(*(range(min(extent, len(stored_by) + 1)) for extent in extents)):
         for bit in wanted:
-            owners = held.pop((index, bit), [])
+            owners = stored_by.pop((index, bit), [])
             if len(owners) != 1:
                 return Clash(index, bit, tuple(owners))
-    for (index, bit), owners in sorted(held.items()):
+    for (index, bit), owners in sorted(stored_by.items()):
         return Clash(index, bit, tuple(owners))
     return None
 
@@ -338,13 +338,13 @@ def gather(pieces: Sequence[Piece]) -> tuple[Slice, ...] | None:
             width += 1
         cuts.append((lo, width))
     for starts in dict.fromkeys(((0,), _ranges(pieces))):
-        found: list[Slice | None] = []
+        candidates: list[Slice | None] = []
         for first, end in pairwise([*starts, 1 + max((index[-1] for index in indices if index), default=0)]):
             inside = [index for index in indices if not index or first <= index[-1] < end]
             local = {index: (*index[:-1], index[-1] - first) if index else () for index in inside}
-            found += [_strided(lo, width, first, {local[i]: where[i, lo] for i in inside}) for lo, width in cuts]
-        slices = tuple(part for part in found if part is not None)
-        if len(slices) == len(found):
+            candidates += [_strided(lo, width, first, {local[i]: where[i, lo] for i in inside}) for lo, width in cuts]
+        slices = tuple(part for part in candidates if part is not None)
+        if len(slices) == len(candidates):
             return slices
     return None
 
@@ -372,13 +372,14 @@ def _strided(lo: int, width: int, start: int, where: Mapping[tuple[int, ...], tu
     layouts = [layout for layout in places if layout is not None]
     if first:
         layouts[-1] = replace(layouts[-1], offset=first)
-    found = Slice(lo, width, offset, tuple(d for d in dims if d is not None), start, tuple(layouts))
-    exact = all(found.bit(index) == at and (place is None or found.place(index) == place) for index, (at, place) in where.items())
-    return found if exact else None
+    candidate = Slice(lo, width, offset, tuple(d for d in dims if d is not None), start, tuple(layouts))
+    exact = all(candidate.bit(index) == at and (place is None or candidate.place(index) == place)
+                for index, (at, place) in where.items())
+    return candidate if exact else None
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RecordBit:
     """What lies at a bit of a record: a bit of an element, or of the byte that is made of the base-3 `digits` `elements`."""
 
     field: str
@@ -387,13 +388,13 @@ class Held:
     digits: bool = False
 
 
-def spread(slices: Mapping[str, Sequence[Slice]], bits: int) -> list[Held | None]:
+def spread(slices: Mapping[str, Sequence[Slice]], bits: int) -> list[RecordBit | None]:
     """What lies at each bit of a record, None for padding.  The way back.
 
     @post spread(gather(walk(lines)))[piece.at + t] is bit piece.lo + t of piece.index for every piece of bits, and bit t
           of a byte whose elements have piece.index at piece.place for every digit, t < 8
     """
-    record: list[Held | None] = [None] * bits
+    record: list[RecordBit | None] = [None] * bits
     for field, parts in slices.items():
         for part in parts:
             digits: dict[int, dict[int, tuple[int, ...]]] = {}
@@ -403,10 +404,10 @@ def spread(slices: Mapping[str, Sequence[Slice]], bits: int) -> list[Held | None
                 if part.places:
                     digits.setdefault(at, {})[part.place(index)] = element
                 for t in range(0 if part.places else part.width):
-                    record[at + t] = Held(field, (element,), part.lo + t)
-            for at, held in digits.items():
+                    record[at + t] = RecordBit(field, (element,), part.lo + t)
+            for at, by_place in digits.items():
                 for t in range(BYTE):
-                    record[at + t] = Held(field, tuple(held[place] for place in sorted(held)), t, True)
+                    record[at + t] = RecordBit(field, tuple(by_place[place] for place in sorted(by_place)), t, True)
     return record
 
 

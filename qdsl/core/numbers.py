@@ -17,7 +17,10 @@ from fractions import Fraction
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A scalar type: `kind` is 'unsigned', 'signed' or 'float'; the other facts are those of a float."""
+    """A scalar type: `kind` is 'unsigned', 'signed' or 'float'; all below it is of floats.
+
+    torch: the name of torch's dtype; '' where torch has none.
+    """
 
     name: str
     bits: int
@@ -28,6 +31,7 @@ class Number:
     specials: str = "none"
     signed: bool = True
     source: str = ""
+    torch: str = ""
 
     @property
     def is_float(self) -> bool:
@@ -126,27 +130,29 @@ def _largest_code(number: Number) -> int:
 
 def _floats() -> dict[str, Number]:
     rows = [
-        ("f32", 8, 23, 127, "ieee", "IEEE 754 binary32"),
-        ("f16", 5, 10, 15, "ieee", "IEEE 754 binary16"),
-        ("bf16", 8, 7, 127, "ieee", "the upper half of binary32"),
-        ("e4m3", 4, 3, 7, "nan", "OCP 8-bit floating point, E4M3 (torch.float8_e4m3fn)"),
-        ("e5m2", 5, 2, 15, "ieee", "OCP 8-bit floating point, E5M2 (torch.float8_e5m2)"),
-        ("e4m3fnuz", 4, 3, 8, "fnuz", "E4M3 of AMD CDNA3 (torch.float8_e4m3fnuz)"),
-        ("e5m2fnuz", 5, 2, 16, "fnuz", "E5M2 of AMD CDNA3 (torch.float8_e5m2fnuz)"),
-        ("e3m2", 3, 2, 3, "none", "OCP Microscaling, FP6 E3M2"),
-        ("e2m3", 2, 3, 1, "none", "OCP Microscaling, FP6 E2M3"),
-        ("e2m1", 2, 1, 1, "none", "OCP Microscaling, FP4 E2M1"),
+        ("f32", 8, 23, 127, "ieee", "IEEE 754 binary32", "float32"),
+        ("f16", 5, 10, 15, "ieee", "IEEE 754 binary16", "float16"),
+        ("bf16", 8, 7, 127, "ieee", "the upper half of binary32", "bfloat16"),
+        ("e4m3", 4, 3, 7, "nan", "OCP 8-bit floating point, E4M3 (torch.float8_e4m3fn)", "float8_e4m3fn"),
+        ("e5m2", 5, 2, 15, "ieee", "OCP 8-bit floating point, E5M2 (torch.float8_e5m2)", "float8_e5m2"),
+        ("e4m3fnuz", 4, 3, 8, "fnuz", "E4M3 of AMD CDNA3 (torch.float8_e4m3fnuz)", "float8_e4m3fnuz"),
+        ("e5m2fnuz", 5, 2, 16, "fnuz", "E5M2 of AMD CDNA3 (torch.float8_e5m2fnuz)", "float8_e5m2fnuz"),
+        ("e3m2", 3, 2, 3, "none", "OCP Microscaling, FP6 E3M2", ""),
+        ("e2m3", 2, 3, 1, "none", "OCP Microscaling, FP6 E2M3", ""),
+        ("e2m1", 2, 1, 1, "none", "OCP Microscaling, FP4 E2M1", ""),
     ]
-    found = {name: Number(name, 1 + e + m, "float", e, m, bias, specials, True, source)
-             for name, e, m, bias, specials, source in rows}
-    found["e8m0"] = Number("e8m0", 8, "float", 8, 0, 127, "nan", False, "OCP Microscaling, E8M0: 2^(code - 127), 255 is NaN")
-    found["e8m0h"] = Number("e8m0h", 8, "float", 8, 0, 128, "none", False, "ggml MXFP4 scales: half of E8M0, 2^(code - 128)")
-    found["ue4m3"] = Number("ue4m3", 8, "float", 4, 3, 7, "none", False,
+    floats = {name: Number(name, 1 + e + m, "float", e, m, bias, specials, True, source, torch)
+             for name, e, m, bias, specials, source, torch in rows}
+    floats["e8m0"] = Number("e8m0", 8, "float", 8, 0, 127, "nan", False, "OCP Microscaling, E8M0: 2^(code - 127), 255 is NaN",
+                            "float8_e8m0fnu")
+    floats["e8m0h"] = Number("e8m0h", 8, "float", 8, 0, 128, "none", False, "ggml MXFP4 scales: half of E8M0, 2^(code - 128)")
+    floats["ue4m3"] = Number("ue4m3", 8, "float", 4, 3, 7, "none", False,
                             "ggml NVFP4 scales: the magnitude of E4M3, bit 7 ignored, 0x7F is 0")
-    return found
+    return floats
 
 
 FLOATS = _floats()
+TORCH_FLOATS = {name: number.torch for name, number in FLOATS.items() if number.torch}
 _INTEGER = re.compile(r"([ui])([1-9][0-9]?)\Z")
 
 

@@ -22,10 +22,10 @@ def is_spilled(words: bytes, width: int) -> bool:
     """
     run = lcm(width, WORD)
     count = 8 * len(words) // run
-    held = int.from_bytes(words[:count * run // 8], "little")
-    ones = held
+    bits = int.from_bytes(words[:count * run // 8], "little")
+    ones = bits
     for place in range(1, width):
-        ones &= held >> place
+        ones &= bits >> place
     ones &= _places(width, run, 1) * _once_in(run, count)
     below = ones & _places(width, run, 2) * _once_in(run, count)
     return not below & ~(ones >> width) and width * below.bit_count() >= TOLD

@@ -35,7 +35,7 @@ def find(name: str) -> Path:
     for path in (Path(name), specs() / f"{name}.yaml"):
         if path.is_file():
             return path
-    known = [path.stem for path in shipped()]
-    near = get_close_matches(name.lower().removesuffix(".yaml"), known, n=1)
-    raise UnknownSpec(f"no spec '{name}': expected a file, or one of {', '.join(known)}"
+    names = [path.stem for path in shipped()]
+    near = get_close_matches(name.lower().removesuffix(".yaml"), names, n=1)
+    raise UnknownSpec(f"no spec '{name}': expected a file, or one of {', '.join(names)}"
                       + (f"; did you mean '{near[0]}'?" if near else ""))

@@ -47,9 +47,9 @@ class Axis:
         """Why there is no such number of elements."""
         if self.exact:
             return f"{self.dim} = {self.whole(n, k, sizes)} must be a multiple of {self.by(sizes)}"
-        told = {name: sizes[name] for name in self.over if isinstance(name, str)}
+        divisors = {name: sizes[name] for name in self.over if isinstance(name, str)}
         return f"{self.text} is no whole number of elements at " + ", ".join(
-            f"{name} = {value}" for name, value in {self.dim: self.whole(n, k, sizes), **told}.items())
+            f"{name} = {value}" for name, value in {self.dim: self.whole(n, k, sizes), **divisors}.items())
 
     def rounded(self, n: int, k: int, sizes: Mapping[str, int]) -> int:
         """How many elements the axis has where the last step may be short."""
@@ -65,7 +65,7 @@ class Axis:
         return {**sizes, "N": n, "K": k, "N*K": n * k, "1": 1}[self.dim]
 
     def solve(self, extent: int, sizes: Mapping[str, int] | None = None) -> int | None:
-        """The dim that an extent means, where it can mean only one.  sizes: the block lengths that are known."""
+        """The dim that an extent means, where it can mean only one.  sizes: the block lengths that are fixed."""
         if not self.exact or self.dim not in ("N", "K", "N*K", "1") or extent % self.words or any(
                 isinstance(part, str) and part not in (sizes or {}) for part in self.step):
             return None
@@ -98,21 +98,21 @@ def is_axis(text: str) -> bool:
     return _AXIS.match(text) is not None
 
 
-def extents(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], given: Sequence[int] = (),
+def extents(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], actual: Sequence[int] = (),
             ) -> tuple[int, ...] | None:
-    """The shape, or None where N or K does not divide as it must.  given: a tensor's own, which decides '?', else 0."""
-    own = given if len(given) == len(axes) else [0] * len(axes)
-    found = [extent if axis.dim == "?" else axis.extent(n, k, sizes) for axis, extent in zip(axes, own, strict=True)]
-    return None if None in found else tuple(extent for extent in found if extent is not None)
+    """The shape, or None where N or K does not divide as it must.  actual: a tensor's own shape, which decides '?', else 0."""
+    own = actual if len(actual) == len(axes) else [0] * len(axes)
+    shape = [extent if axis.dim == "?" else axis.extent(n, k, sizes) for axis, extent in zip(axes, own, strict=True)]
+    return None if None in shape else tuple(extent for extent in shape if extent is not None)
 
 
 def seen_shape(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], count: int) -> tuple[int, ...] | None:
     """The shape in which files show `count` elements: '?' is what the other axes leave.  None where there is no such shape."""
-    known = extents([each for each in axes if each.dim != "?"], n, k, sizes)
-    if known is None or count % max(1, prod(known)) or (len(known) == len(axes) and count != prod(known)):
+    fixed = extents([axis for axis in axes if axis.dim != "?"], n, k, sizes)
+    if fixed is None or count % max(1, prod(fixed)) or (len(fixed) == len(axes) and count != prod(fixed)):
         return None
-    others = iter(known)
-    return tuple(count // max(1, prod(known)) if each.dim == "?" else next(others) for each in axes)
+    others = iter(fixed)
+    return tuple(count // max(1, prod(fixed)) if axis.dim == "?" else next(others) for axis in axes)
 
 
 def granule(axes: Sequence[Axis], dim: str, sizes: Mapping[str, int], other: int) -> int:
@@ -121,9 +121,9 @@ def granule(axes: Sequence[Axis], dim: str, sizes: Mapping[str, int], other: int
     A flat axis (N*K) can be cut between rows only; `other` is K.
     """
     step = 1
-    for each in axes:
-        if each.dim == dim:
-            step = lcm(step, each.by(sizes))
-        elif each.dim == "N*K" and dim == "N":
-            step = lcm(step, each.by(sizes) // gcd(each.by(sizes), other or 1))
+    for axis in axes:
+        if axis.dim == dim:
+            step = lcm(step, axis.by(sizes))
+        elif axis.dim == "N*K" and dim == "N":
+            step = lcm(step, axis.by(sizes) // gcd(axis.by(sizes), other or 1))
     return step

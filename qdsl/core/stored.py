@@ -12,13 +12,9 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from qdsl.core.numbers import number
+from qdsl.core.numbers import TORCH_FLOATS, number
 from qdsl.core.shapes import Axis, axis, extents, seen_shape
 
-FLOATS = {
-    "f32": "float32", "f16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
-    "e4m3fnuz": "float8_e4m3fnuz", "e5m2fnuz": "float8_e5m2fnuz", "e8m0": "float8_e8m0fnu",
-}
 PLANAR = "planar"                                                # the storage that the compiler derives
 NO_SHAPE = "; give shape=(N, K)"                                 # how messages end where tensors do not say N and K
 INTEGERS = {"u8": "uint8", "i8": "int8", "u16": "uint16", "i16": "int16", "u32": "uint32", "i32": "int32", "index": "int32",
@@ -29,10 +25,10 @@ OF_X = ("pre_quant_scale", "act_pre_scale", "_weight_act_pre_scale")
 
 def field_dtype(kind: str) -> str:
     """The dtype of a field: codes up to 8 bits and floats that torch lacks are bytes, wider codes and indices int32."""
-    known = number(kind)
-    if kind in FLOATS or known is None or known.bits > 8:
-        return FLOATS.get(kind, "int32")
-    return "int8" if known.kind == "signed" else "uint8"
+    number_type = number(kind)
+    if kind in TORCH_FLOATS or number_type is None or number_type.bits > 8:
+        return TORCH_FLOATS.get(kind, "int32")
+    return "int8" if number_type.kind == "signed" else "uint8"
 
 
 def element_dtype(kind: str) -> str:
@@ -81,7 +77,7 @@ class Stored:
 
     @property
     def text(self) -> str:
-        return ", ".join(each.text for each in self.axes)
+        return ", ".join(axis.text for axis in self.axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +121,9 @@ class Description:
     @property
     def in_bytes(self) -> set[str]:
         """The names of tensors of bytes, and their aliases."""
-        every = [each for storages in self.variants.values() for layout in storages.values() for each in layout.items()]
-        return {key for name, stored in every if stored.dtype == "u8" for key in (name, *stored.aliases)}
+        layouts = [layout for storages in self.variants.values() for layout in storages.values()]
+        tensors = [tensor for layout in layouts for tensor in layout.items()]
+        return {key for name, stored in tensors if stored.dtype == "u8" for key in (name, *stored.aliases)}
 
     def layout(self, storage: str, params: Mapping[str, int | str]) -> Mapping[str, Stored]:
         """The tensors of a storage, by all parameters."""
@@ -191,74 +188,74 @@ def fits(format: Description, tensors: Mapping[str, Given], shape: tuple[int, in
 
     Raises Misfit with the reason of the nearest miss, which is what their author meant, where there is none.
     """
-    found: list[Fit] = []
+    matches: list[Fit] = []
     nearest = Misfit(-1, f"{format.name} has no storage '{storage}' here")
-    given = dict(params or {})
-    for choice, name, layout in _candidates(format, storage, given):
+    requested = dict(params or {})
+    for choice, name, layout in _candidates(format, storage, requested):
         label = f"{format.name}.{name}" + "".join(f" {key}={value}" for key, value in choice.items())
         try:
-            found += _fits(format, layout, name, label, tensors, shape, {**given, **choice})
+            matches += _fits(format, layout, name, label, tensors, shape, {**requested, **choice})
         except Misfit as miss:
-            nearest = max(nearest, miss, key=lambda each: each.reached)
-    if not found:
+            nearest = max(nearest, miss, key=lambda mismatch: mismatch.reached)
+    if not matches:
         raise nearest
-    return [fit for fit in found if fit.as_stored] or found
+    return [fit for fit in matches if fit.as_stored] or matches
 
 
-def _candidates(format: Description, storage: str | None, given: Mapping[str, int | str],
+def _candidates(format: Description, storage: str | None, requested: Mapping[str, int | str],
                 ) -> Iterator[tuple[dict[str, int | str], str, Mapping[str, Stored]]]:
     for key, storages in format.variants.items():
         choice = dict(zip(format.by, key, strict=True))
-        if all(given.get(name, value) == value for name, value in choice.items()):
+        if all(requested.get(name, value) == value for name, value in choice.items()):
             for name, layout in storages.items():
                 if storage in (None, name):
                     yield choice, name, layout
 
 
 def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label: str, tensors: Mapping[str, Given],
-          shape: tuple[int, int] | None, given: Mapping[str, int | str]) -> list[Fit]:
+          shape: tuple[int, int] | None, params: Mapping[str, int | str]) -> list[Fit]:
     keys = named(layout, tensors)
     missing = [name for name, stored in layout.items() if not stored.optional and name not in keys]
     if missing:
         raise Misfit(0, f"{label} needs tensor '{missing[0]}'; given are {', '.join(tensors) or 'none'}")
-    there = _rows_of_experts(layout, {name: tensors[key] for name, key in keys.items()})
-    chosen, dtypes = _typed(format, layout, label, there, given)
-    told = _said(layout, label, there, shape) or shape
-    solved = told or _solved(layout, label, there, _lengths(format, chosen))
-    found: list[Fit] = []
+    present = _rows_of_experts(layout, {name: tensors[key] for name, key in keys.items()})
+    chosen, dtypes = _typed(format, layout, label, present, params)
+    declared = _declared_shape(layout, label, present, shape) or shape
+    solved = declared or _solved(layout, label, present, _lengths(format, chosen))
+    matches: list[Fit] = []
     nearest = Misfit(0, "")
     for sizes in _open(format, chosen):
         try:
-            shapes = _shaped(layout, label, there, solved, format.numbers({**chosen, **sizes}, solved), told is not None)
+            shapes = _shaped(layout, label, present, solved, format.numbers({**chosen, **sizes}, solved), declared is not None)
         except Misfit as miss:
-            nearest = max(nearest, miss, key=lambda each: each.reached)
+            nearest = max(nearest, miss, key=lambda mismatch: mismatch.reached)
             continue
         values = {**chosen, **sizes}
         complete = {name: own[own.index(values.get(name, own[0]))] for name, own in format.params.items()}
-        uses = {name: Use(keys[name], dtypes[name], shapes[name]) for name in there}
-        alike = all(_squeezed(shapes[name]) == _squeezed(tensor.shape) for name, tensor in there.items())
-        exact = all(shapes[name] == tensors[keys[name]].shape for name in there)
-        found.append(Fit(storage, complete, solved, uses, alike, exact))
-    if not found:
+        uses = {name: Use(keys[name], dtypes[name], shapes[name]) for name in present}
+        alike = all(_squeezed(shapes[name]) == _squeezed(tensor.shape) for name, tensor in present.items())
+        exact = all(shapes[name] == tensors[keys[name]].shape for name in present)
+        matches.append(Fit(storage, complete, solved, uses, alike, exact))
+    if not matches:
         raise nearest
-    return found
+    return matches
 
 
-def _lengths(format: Description, given: Mapping[str, int | str]) -> dict[str, int]:
+def _lengths(format: Description, params: Mapping[str, int | str]) -> dict[str, int]:
     """The block lengths that are given, or that have one value alone."""
-    values = {name: given.get(name, format.params[name][0]) for name in format.sizes
-              if name in given or len(format.params[name]) == 1}
+    values = {name: params.get(name, format.params[name][0]) for name in format.sizes
+              if name in params or len(format.params[name]) == 1}
     return {name: value for name, value in values.items() if isinstance(value, int) and value > 0}
 
 
 def named(layout: Mapping[str, Stored], tensors: Mapping[str, object]) -> dict[str, str]:
     """What a storage's tensors are called among those given, by their own names or by aliases."""
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     for name, stored in layout.items():
         key = next((key for key in (name, *stored.aliases) if key in tensors), None)
         if key is not None:
-            found[name] = key
-    return found
+            keys[name] = key
+    return keys
 
 
 def _rows_of_experts(layout: Mapping[str, Stored], tensors: Mapping[str, Given]) -> dict[str, Given]:
@@ -271,15 +268,15 @@ def _rows_of_experts(layout: Mapping[str, Stored], tensors: Mapping[str, Given])
 
 
 def _typed(format: Description, layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given],
-           given: Mapping[str, int | str]) -> tuple[dict[str, int | str], dict[str, str]]:
+           params: Mapping[str, int | str]) -> tuple[dict[str, int | str], dict[str, str]]:
     """Parameters that dtypes decide, and the dtypes of the storage: 8-bit floats may come as raw bytes."""
-    chosen = dict(given)
+    chosen = dict(params)
     dtypes: dict[str, str] = {}
     for name, tensor in tensors.items():
         kind = layout[name].dtype
         kinds = [str(chosen[kind])] if kind in chosen else [str(v) for v in format.params.get(kind, (kind,))]
         fit = [k for k in kinds if tensor.dtype == element_dtype(k)] or \
-            [k for k in kinds if tensor.dtype == "uint8" and k in FLOATS and "float8" in FLOATS[k]]
+            [k for k in kinds if tensor.dtype == "uint8" and k in TORCH_FLOATS and "float8" in TORCH_FLOATS[k]]
         if not fit:
             wanted = " or ".join(element_dtype(k) for k in kinds)
             raise Misfit(1, f"{label}: tensor '{name}' has dtype {tensor.dtype}; the format needs {wanted}")
@@ -289,7 +286,7 @@ def _typed(format: Description, layout: Mapping[str, Stored], label: str, tensor
     return chosen, dtypes
 
 
-def _said(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given], shape: tuple[int, int] | None,
+def _declared_shape(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given], shape: tuple[int, int] | None,
           ) -> tuple[int, int] | None:
     """N and K from the tensor that says them."""
     for name, tensor in tensors.items():
@@ -306,14 +303,14 @@ def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Give
     dims: dict[str, tuple[int, str]] = {}
     for name, tensor in tensors.items():
         shown = layout[name].seen if len(layout[name].seen) == len(tensor.shape) else layout[name].axes
-        for each, extent in zip(shown, tensor.shape, strict=False) if len(shown) == len(tensor.shape) else ():
-            value = each.solve(extent, sizes)
-            if value is None or each.dim not in ("N", "K"):
+        for own, extent in zip(shown, tensor.shape, strict=False) if len(shown) == len(tensor.shape) else ():
+            value = own.solve(extent, sizes)
+            if value is None or own.dim not in ("N", "K"):
                 continue
-            known, by = dims.setdefault(each.dim, (value, name))
-            if known != value:
-                raise Misfit(2, f"{label}: '{by}' {list(tensors[by].shape)} says {each.dim} = {known}, but '{name}' "
-                                f"{list(tensor.shape)} is [{', '.join(axis.text for axis in shown)}], so {each.dim} = {value}")
+            expected, by = dims.setdefault(own.dim, (value, name))
+            if expected != value:
+                raise Misfit(2, f"{label}: '{by}' {list(tensors[by].shape)} says {own.dim} = {expected}, but '{name}' "
+                                f"{list(tensor.shape)} is [{', '.join(axis.text for axis in shown)}], so {own.dim} = {value}")
     solved = {dim: value for dim, (value, _) in dims.items()}
     for name, tensor in tensors.items() if len(solved) == 1 else ():
         solved |= _counted(layout[name].axes, prod(tensor.shape), solved, sizes)
@@ -327,29 +324,29 @@ def _counted(axes: Sequence[Axis], count: int, dims: Mapping[str, int], sizes: M
     """The one of N and K that is not in `dims`, from a tensor's number of elements; nothing where that does not decide it."""
     missing = "K" if "N" in dims else "N"
     elements, step, missing_axes = 1, 1, 0
-    for each in axes:
-        if (by := each.solve(each.words, sizes)) is None:
+    for own in axes:
+        if (by := own.solve(own.words, sizes)) is None:
             return {}
-        elements, step = elements * each.words, step * by
-        for dim in each.dim.split("*"):
+        elements, step = elements * own.words, step * by
+        for dim in own.dim.split("*"):
             elements, missing_axes = elements * dims.get(dim, 1), missing_axes + (dim == missing)
     return {missing: count * step // elements} if missing_axes == 1 and elements and count * step % elements == 0 else {}
 
 
-def _open(format: Description, given: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
+def _open(format: Description, chosen: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
     """All values of parameters that dtypes and names leave open: block sizes, and types of codes in bytes."""
-    names = [name for name in format.params if name not in given]
+    names = [name for name in format.params if name not in chosen]
     for values in product(*(format.params[name] for name in names)):
         yield dict(zip(names, values, strict=True))
 
 
 def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given], shape: tuple[int, int],
-            sizes: Mapping[str, int], told: bool) -> dict[str, tuple[int, ...]]:
+            sizes: Mapping[str, int], is_declared: bool) -> dict[str, tuple[int, ...]]:
     """Exactly the storage's shapes.  Records that have the last axis for themselves may be seen in any shape.
 
-    told: N and K are said, and not found from these shapes; then axes may be run together, in the order that they have here.
+    is_declared: N and K come from the caller or a tensor, not from these shapes; then axes may be flattened into one.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for reached, (name, tensor) in enumerate(tensors.items()):
         stored = layout[name]
         if len(tensor.shape) != len(stored.axes) and any(axis.dim == "?" for axis in stored.axes):
@@ -360,13 +357,14 @@ def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Give
             raise Misfit(2, f"{label}: {bad.wrong(*shape, sizes)}")
         records = stored.axes and stored.axes[-1].dim == "1" and wanted[-1] > 1 and prod(tensor.shape) == prod(wanted)
         shown_as = seen_shape(stored.seen, *shape, sizes, prod(wanted)) if stored.seen else None
-        fit = [_squeezed(each) for each in (wanted, shown_as, (prod(wanted),) if told else None) if each is not None]
+        allowed = (wanted, shown_as, (prod(wanted),) if is_declared else None)
+        fit = [_squeezed(extents_) for extents_ in allowed if extents_ is not None]
         if not records and _squeezed(tensor.shape) not in fit:
             shown = "".join(f", {key} = {value}" for key, value in sizes.items())
             raise Misfit(3 + reached, f"{label}: tensor '{name}' has shape {list(tensor.shape)}; the format needs "
                                       f"[{stored.text}] = {list(wanted)} for N = {shape[0]}, K = {shape[1]}{shown}")
-        found[name] = wanted
-    return found
+        shapes[name] = wanted
+    return shapes
 
 
 def _squeezed(shape: Sequence[int]) -> list[int]:

@@ -12,11 +12,13 @@ from qdsl.core.numbers import number
 from qdsl.encode import search
 from qdsl.encode.blocks import arithmetic, codes, cut_blocks, join_blocks, powers, quotients, shaped, stored_scale
 from qdsl.encode.rows import ends, searched
+from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.match import torch_dtype
 
 
+@scheme
 def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divisor: float | None = None,
            offset: int = 0, by: str = "stored", ties: str = "even", lost: str = "least", least: float = 0, power: str = "",
            zeros: str = "signed", sums: str = "", sums_columns: int = 0) -> tuple[Tensor, ...]:
@@ -40,11 +42,12 @@ def absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, ax
         scaled, used, stored = _scaled_by_power(blocks, largest, code, scale, divisor, by, least, power or "up")
     else:
         scaled, used, stored = _scaled(blocks, largest, scale, divisor, offset, by, lost, least)
-    found = join_blocks(codes(scaled, code, ties, offset, zeros), *weight.shape)
-    more = [_sums(found, used, offset, sums, sums_columns)] if sums else []
-    return found, shaped(stored, axes).contiguous(), *more
+    chosen = join_blocks(codes(scaled, code, ties, offset, zeros), *weight.shape)
+    more = [_sums(chosen, used, offset, sums, sums_columns)] if sums else []
+    return chosen, shaped(stored, axes).contiguous(), *more
 
 
+@scheme
 def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divisor: float, offset: int = 0,
             by: str = "stored", ties: str = "even", sums: str = "", sums_columns: int = 0, importance: Tensor | None = None,
             ) -> tuple[Tensor, ...]:
@@ -61,9 +64,9 @@ def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
             best, inverse = search.fit_signed(x, counts, least, most)
             return search.signed_or_least(x, inverse, least, most) + np.float32(offset), best
 
-        found, exact = searched(weight, importance, rows, columns, code, fit)
-        more = [_sums(found, exact, offset, sums, sums_columns)] if sums else []
-        return found, shaped(stored_scale(exact, scale), axes).contiguous(), *more
+        chosen, exact = searched(weight, importance, rows, columns, code, fit)
+        more = [_sums(chosen, exact, offset, sums, sums_columns)] if sums else []
+        return chosen, shaped(stored_scale(exact, scale), axes).contiguous(), *more
     blocks = cut_blocks(weight.float() if by == "exact" else arithmetic(weight, scale), rows, columns)
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
     largest = torch.where(-low > high, low, high) + 0.0
@@ -72,17 +75,17 @@ def signmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
         flat = blocks.permute(0, 2, 1, 3).flatten(2)[tied[:, 0, :, 0]]
         largest[tied] = flat.gather(1, flat.abs().argmax(1, keepdim=True))[:, 0]
     scaled, used, stored = _scaled(blocks, largest, scale, divisor, offset, by)
-    found = join_blocks(codes(scaled, code, ties, offset), *weight.shape)
-    more = [_sums(found, used, offset, sums, sums_columns)] if sums else []
-    return found, shaped(stored, axes).contiguous(), *more
+    chosen = join_blocks(codes(scaled, code, ties, offset), *weight.shape)
+    more = [_sums(chosen, used, offset, sums, sums_columns)] if sums else []
+    return chosen, shaped(stored, axes).contiguous(), *more
 
 
 def _sums(codes: Tensor, scales: Tensor, offset: int, kind: str, columns: int) -> Tensor:
     """Sums of codes [N, K] over runs of columns, less an offset each; floats are times scales [N, 1, K / columns, 1]."""
-    found = cut_blocks(codes.to(torch.int32) - offset, 1, columns).sum((1, 3), dtype=torch.int32)
-    known = number(kind)
-    assert known is not None
-    return (found * scales[:, 0, :, 0]).to(FLOATS[kind]) if known.is_float else found.to(torch_dtype(kind))
+    sums = cut_blocks(codes.to(torch.int32) - offset, 1, columns).sum((1, 3), dtype=torch.int32)
+    number_type = number(kind)
+    assert number_type is not None
+    return (sums * scales[:, 0, :, 0]).to(FLOATS[kind]) if number_type.is_float else sums.to(torch_dtype(kind))
 
 
 def _largest(code: str) -> float:

@@ -59,14 +59,14 @@ def powers(largest: Tensor, exact: Tensor, divisor: float, code: str, rule: str)
     """
     fraction, exponent = torch.frexp(largest)                    # largest = fraction * 2^exponent, 0.5 <= fraction < 1
     if rule == "up":
-        found = exact.log2().ceil()
+        exponents = exact.log2().ceil()
     else:
         kind = number(code)
         assert kind is not None
         bits = 1 if rule == "half" else kind.mantissa
         more = {"floor": 1.0, "ceil": 0.5 + 2.0 ** -24, "even": 1 - 2.0 ** -(bits + 2), "half": 1 - 2.0 ** -(bits + 2)}[rule]
-        found = exponent - math.frexp(divisor)[1] + (fraction >= more)
-    return torch.where(largest > 0, found, -127).clamp_(-127, 127).to(torch.int32)
+        exponents = exponent - math.frexp(divisor)[1] + (fraction >= more)
+    return torch.where(largest > 0, exponents, -127).clamp_(-127, 127).to(torch.int32)
 
 
 def quotients(blocks: Tensor, scales: Tensor) -> Tensor:

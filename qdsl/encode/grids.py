@@ -22,6 +22,7 @@ from torch import Tensor
 
 from qdsl.encode import rows
 from qdsl.encode.blocks import stored_scale
+from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.tables import Table
@@ -34,6 +35,7 @@ GAINS = 1 << 18                                                  # groups times 
 PRODUCTS = 1 << 18                                               # in a matrix product: more would be shared out among threads
 
 
+@scheme
 @np.errstate(all="ignore")
 def grid_signs(weight: Tensor, *, code: str, sign: str, scale: str, super_scale: str, columns: int, super_columns: int,
                steps: tuple[float, ...], grid: Table, signs: Table | None = None, importance: Tensor | None = None,
@@ -47,11 +49,12 @@ def grid_signs(weight: Tensor, *, code: str, sign: str, scale: str, super_scale:
     """
     kind = _Kind((grid.values.float().numpy(),), columns, super_columns, steps, super_scale)
     blocks = _Blocks(weight, kind, importance)
-    chosen, turned = (blocks.x < 0, np.abs(blocks.x)) if signs is None else blocks.signed(signs.values.float().numpy())
-    codes, _, scales, supers = blocks.fitted(turned)
+    chosen, positive = (blocks.x < 0, np.abs(blocks.x)) if signs is None else blocks.signed(signs.values.float().numpy())
+    codes, _, scales, supers = blocks.fitted(positive)
     return blocks.field(codes, code), blocks.field(chosen, sign), blocks.field(scales, scale), supers
 
 
+@scheme
 @np.errstate(all="ignore")
 def grid_shifts(weight: Tensor, *, code: str, shift: str, scale: str, super_scale: str, columns: int, super_columns: int,
                 shift_columns: int, steps: tuple[float, ...], shifts: tuple[float, ...], grid: Table,
@@ -111,12 +114,12 @@ class _Blocks:
         blocks = rows.cut(weight, kind.super_columns)
         self.power = _exponents(blocks)
         self.x: Floats = np.ldexp(blocks, -self.power)
-        given = np.ones_like(self.x)
+        weights = np.ones_like(self.x)
         if importance is not None:
-            given = rows.cut(importance[None], kind.super_columns)
-            given = np.where(given.max(axis=1, keepdims=True) > 0, np.ldexp(given, -_exponents(given)), np.float32(1))
-            given = np.tile(given, (weight.shape[0], 1))
-        self.counts = rows.counts(self.x, given, 1)
+            weights = rows.cut(importance[None], kind.super_columns)
+            weights = np.where(weights.max(axis=1, keepdims=True) > 0, np.ldexp(weights, -_exponents(weights)), np.float32(1))
+            weights = np.tile(weights, (weight.shape[0], 1))
+        self.counts = rows.counts(self.x, weights, 1)
 
     def field(self, values: NDArray[Any], kind: str) -> Tensor:
         return rows.field(values, kind, self.weight, self.x.size // values.size)
@@ -129,8 +132,8 @@ class _Blocks:
 
     def fitted(self, x: Floats) -> tuple[Integers, Integers, Integers, Tensor]:
         """(rows, tables, scales, super-scales [N, super-blocks]) for x, which has signs of its own."""
-        found = [search.found() for search in self.searches(x)]
-        codes, tables, scales, exact = (np.concatenate(each) for each in zip(*found, strict=True))
+        fits = [search.search_scales() for search in self.searches(x)]
+        codes, tables, scales, exact = (np.concatenate(parts) for parts in zip(*fits, strict=True))
         supers = stored_scale(torch.from_numpy(exact).view(self.weight.shape[0], 1, -1, 1), self.kind.stored)
         return codes, tables, scales, supers[:, 0, :, 0].contiguous().to(self.weight.device)
 
@@ -157,16 +160,16 @@ class _Search:
         self.ratio = worth / self.worth * np.float32(kind.unit / 2)
         self.room = np.empty_like(self.linear[0])
 
-    def found(self) -> tuple[Integers, Integers, Integers, Floats]:
-        """(rows, tables, scales, super-scales); all flat."""
+    def search_scales(self) -> tuple[Integers, Integers, Integers, Floats]:
+        """(rows, tables, scales, super-scales) of least error among the scales tried; all flat."""
         wanted = self.free_scales()
         exact = np.ldexp(wanted.max(axis=1, keepdims=True) / self.steps[-1], self.power)
         d, scales, best = exact, np.zeros(wanted.shape, np.int64), np.full_like(exact, -np.inf)
         for factor in FACTORS:
             tried = self.stored(exact * np.float32(factor))
-            found, gains = self.nearest_scales(wanted, tried)
+            nearest, gains = self.nearest_scales(wanted, tried)
             gain = _sums(gains, gains.shape[1])
-            d, scales = np.where(gain > best, tried, d), np.where(gain > best, found, scales)
+            d, scales = np.where(gain > best, tried, d), np.where(gain > best, nearest, scales)
             best = np.fmax(gain, best)
         chosen, tables, _ = self.best(d * self.steps[scales])
         fitted = np.where(np.isfinite(best), self.refitted(chosen, tables, self.steps[scales]), exact)
@@ -174,19 +177,19 @@ class _Search:
 
     def stored(self, exact: Floats) -> Floats:
         """Super-scales as they are read back, for x."""
-        found: Floats = np.ldexp(torch.from_numpy(exact).to(FLOATS[self.kind.stored]).float().numpy(), -self.power)
-        return found
+        supers: Floats = np.ldexp(torch.from_numpy(exact).to(FLOATS[self.kind.stored]).float().numpy(), -self.power)
+        return supers
 
     def free_scales(self) -> Floats:
         """The best of RATIOS for every sub-block [B, sub-blocks]."""
         squares, counts = _sums(self.counts * self.x * self.x, self.kind.columns), _sums(self.counts, self.kind.columns)
         start = np.sqrt(np.where(counts > 0, squares / counts / self.kind.mean, 0))
         gains = np.stack([self.best(start * np.float32(ratio))[2] for ratio in RATIOS])
-        found: Floats = start * np.array(RATIOS, np.float32)[gains.argmax(axis=0)]
-        return found
+        scales: Floats = start * np.array(RATIOS, np.float32)[gains.argmax(axis=0)]
+        return scales
 
     def nearest_scales(self, wanted: Floats, d: Floats) -> tuple[Integers, Floats]:
-        """The best of the scale whose step is nearest to what is wanted and of those beside it, and the gains of sub-blocks."""
+        """(scale of each sub-block, its gain): the best of the nearest step to the wanted scale and its two neighbours."""
         middle = np.searchsorted((self.steps[:-1] + self.steps[1:]) / 2, np.where(d > 0, wanted / d, 0))
         tried = np.stack([np.clip(middle + by, 0, len(self.steps) - 1) for by in (-1, 0, 1)])
         gains = np.stack([self.best(self.steps[scales] * d)[2] for scales in tried])
@@ -217,8 +220,8 @@ class _Search:
 
 def _exponents(values: Floats) -> Integers:
     """Of the least powers of two above all of a row [rows, 1]; 0 for zeros."""
-    found: Integers = np.frexp(np.abs(values).max(axis=1, keepdims=True))[1]
-    return found
+    exponents: Integers = np.frexp(np.abs(values).max(axis=1, keepdims=True))[1]
+    return exponents
 
 
 def _whole(values: Floats, largest: float) -> tuple[Floats, Floats]:
@@ -230,11 +233,11 @@ def _whole(values: Floats, largest: float) -> tuple[Floats, Floats]:
 
 def _products(groups: Floats, table: Floats) -> Floats:
     """Inner products [groups, rows of the table] of integers."""
-    found = np.empty((len(groups), len(table)), np.float32)
+    products = np.empty((len(groups), len(table)), np.float32)
     step = max(1, PRODUCTS // table.size)
     for i in range(0, len(groups), step):
-        np.matmul(groups[i:i + step], table.T, out=found[i:i + step])
-    return found
+        np.matmul(groups[i:i + step], table.T, out=products[i:i + step])
+    return products
 
 
 def _sums(values: Floats, count: int, axis: int = 1) -> Floats:

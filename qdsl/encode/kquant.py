@@ -11,11 +11,13 @@ from torch import Tensor
 
 from qdsl.encode import rows, search
 from qdsl.encode.blocks import stored_scale
+from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 
 Places = NDArray[np.int64]
 
 
+@scheme
 @np.errstate(all="ignore")
 def kquant_minmax(weight: Tensor, *, code: str, scale: str, min: str, super_scale: str, super_min: str, columns: int,
                   super_columns: int, first: float, step: float, steps: int, errors: str = "squares", spread: float = 1,
@@ -47,6 +49,7 @@ def kquant_minmax(weight: Tensor, *, code: str, scale: str, min: str, super_scal
     return (codes, rows.field(sc, scale, weight, columns), rows.field(mn, min, weight, columns), d, dm)
 
 
+@scheme
 @np.errstate(all="ignore")
 def kquant_signmax(weight: Tensor, *, code: str, scale: str, super_scale: str, columns: int, super_columns: int,
                    offset: int = 0, scale_offset: int = 0, by: str = "trials", spread: float = 0,
@@ -70,10 +73,10 @@ def kquant_signmax(weight: Tensor, *, code: str, scale: str, super_scale: str, c
     if importance is not None and spread:
         d, sc = blocks.searched(scales, super_scale, least, most)
     else:
-        d, sc, lost = blocks.signed(scales, super_scale, least, most, tiny=not exchanged)
-        sc[lost] = -scale_offset
+        d, sc, unusable = blocks.signed(scales, super_scale, least, most, tiny=not exchanged)
+        sc[unusable] = -scale_offset
         if not exchanged:
-            inverse[lost] = 0
+            inverse[unusable] = 0
 
     def kept(x: Floats, at: Places) -> Floats:
         return search.fit_exchange(x, low, high)[1] if exchanged else search.signed_or_least(x, inverse[at], low, high)
@@ -97,7 +100,7 @@ class _Blocks:
 
     def fit(self, fit: Callable[[Floats, Floats | None], tuple[Floats, ...]]) -> tuple[Floats, ...]:
         """What `fit` finds for sub-blocks."""
-        return rows.each(self.parts, self.counts, fit)
+        return rows.fit_blocks(self.parts, self.counts, fit)
 
     def positive(self, scales: Floats, kind: str, most: int) -> tuple[Tensor, Floats]:
         """(super-scales, steps 0 to most) of scales: in steps of the largest, or searched for.
@@ -106,7 +109,7 @@ class _Blocks:
         """
         values = np.maximum(self.by_super(scales), search.ZERO)
         if self.counts is not None:
-            exact, steps = search.fit_positive(values, self.by_super(search.sums(rows.turned(self.counts))), most)
+            exact, steps = search.fit_positive(values, self.by_super(search.sums(rows.transposed(self.counts))), most)
         else:
             largest = values.max(axis=0)
             inverse = np.where(largest > 0, search.over(most, largest), search.ZERO)
@@ -117,7 +120,7 @@ class _Blocks:
         """(super-scales, steps least to most) of least error, by the importance of sub-blocks."""
         assert self.counts is not None
         values = self.by_super(scales)
-        exact, inverse = search.fit_signed(values, self.by_super(search.sums(rows.turned(self.counts))), least, most)
+        exact, inverse = search.fit_signed(values, self.by_super(search.sums(rows.transposed(self.counts))), least, most)
         return self.stored(exact, kind), search.signed_or_least(values, inverse, least, most).T.ravel()
 
     def signed(self, scales: Floats, kind: str, least: int, most: int, tiny: bool) -> tuple[Tensor, Floats, Places]:
@@ -127,14 +130,14 @@ class _Blocks:
         """
         values = self.by_super(scales)
         extreme = search.extremes(values)
-        lost = np.abs(extreme) < search.TINY if tiny else extreme == 0
-        inverse = search.over(least, np.where(lost, search.ONE, extreme))
+        unusable = np.abs(extreme) < search.TINY if tiny else extreme == 0
+        inverse = search.over(least, np.where(unusable, search.ONE, extreme))
         steps = search.signed(values, inverse, least, most)
-        exact = np.where(lost, search.ZERO, search.over(1, inverse))
-        return self.stored(exact, kind), steps.T.ravel(), np.flatnonzero(np.repeat(lost, len(values)))
+        exact = np.where(unusable, search.ZERO, search.over(1, inverse))
+        return self.stored(exact, kind), steps.T.ravel(), np.flatnonzero(np.repeat(unusable, len(values)))
 
     def by_super(self, values: Floats) -> Floats:
-        return rows.turned(values.reshape(self.supers, -1))
+        return rows.transposed(values.reshape(self.supers, -1))
 
     def stored(self, exact: Floats, kind: str) -> Tensor:
         """Super-scales [N, super-blocks of a row] as they are stored."""
@@ -149,10 +152,10 @@ class _Blocks:
               kept: Callable[[Floats, Places], Floats], offset: int = 0) -> Tensor:
         """Codes that `find` says of weights and units; `kept` says those of sub-blocks whose unit is 0."""
         def chosen(x: Floats, at: slice) -> Floats:
-            lost = np.flatnonzero(unit[at] == 0)
-            found = find(x, np.where(unit[at] == 0, np.float32(1), unit[at]), at)
-            if lost.size:
-                found[:, lost] = kept(x[:, lost], lost + at.start)
-            return found + np.float32(offset)
+            without_unit = np.flatnonzero(unit[at] == 0)
+            codes = find(x, np.where(unit[at] == 0, np.float32(1), unit[at]), at)
+            if without_unit.size:
+                codes[:, without_unit] = kept(x[:, without_unit], without_unit + at.start)
+            return codes + np.float32(offset)
 
         return rows.field(rows.codes(self.parts, chosen, kind), kind, self.weight)

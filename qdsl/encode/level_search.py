@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qdsl.encode import rows, search
 from qdsl.encode.blocks import stored_scale
+from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 from qdsl.runtime.weight.tables import Table
 
@@ -16,6 +17,7 @@ TRIES = range(-7, 8)                                             # by how much t
 SPREAD = 2                                                       # how often the mean square counts, with an importance
 
 
+@scheme
 @np.errstate(all="ignore")
 def block_levels(weight: Tensor, *, code: str, scale: str, columns: int, levels: Table,
                  importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -30,6 +32,7 @@ def block_levels(weight: Tensor, *, code: str, scale: str, columns: int, levels:
     return blocks.codes(search.inverse(blocks.scales), code), stored
 
 
+@scheme
 @np.errstate(all="ignore")
 def kquant_levels(weight: Tensor, *, code: str, scale: str, super_scale: str, columns: int, super_columns: int, levels: Table,
                   scale_offset: int = 0, importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,9 +44,9 @@ def kquant_levels(weight: Tensor, *, code: str, scale: str, super_scale: str, co
     least, most = rows.ends(scale, scale_offset)
     blocks = _Blocks(weight, columns, super_columns, levels, importance)
     blocks.stored(blocks.scales, "f32")                          # what is no number would be passed over as the largest
-    found = rows.turned(blocks.scales.reshape(-1, super_columns // columns))
-    exact = search.extremes(found) / np.float32(least)
-    steps = search.clip(search.nearest(search.inverse(exact) * found), least, most)
+    scales = rows.transposed(blocks.scales.reshape(-1, super_columns // columns))
+    exact = search.extremes(scales) / np.float32(least)
+    steps = search.clip(search.nearest(search.inverse(exact) * scales), least, most)
     codes = blocks.codes(search.inverse((exact * steps).T.ravel()), code)
     return codes, rows.field(steps.T + np.float32(scale_offset), scale, weight, columns), blocks.stored(exact, super_scale)
 
@@ -58,12 +61,12 @@ class _Blocks:
         counts = None
         if importance is not None:
             counts = rows.counts(wide, rows.cut(importance.expand_as(weight), spread), SPREAD).reshape(-1, columns)
-        [self.scales] = rows.each(self.x, counts, lambda x, by: (_fit(x, x * x if by is None else by, self.levels),))
+        [self.scales] = rows.fit_blocks(self.x, counts, lambda x, by: (_fit(x, x * x if by is None else by, self.levels),))
 
     def codes(self, inverse: Floats, kind: str) -> Tensor:
         """The codes of weights times `inverse`, one for each block."""
-        found = rows.codes(self.x, lambda x, at: self.levels.codes(np.multiply(x, inverse[at], out=x)), kind)
-        return rows.field(found, kind, self.weight)
+        codes = rows.codes(self.x, lambda x, at: self.levels.codes(np.multiply(x, inverse[at], out=x)), kind)
+        return rows.field(codes, kind, self.weight)
 
     def stored(self, exact: Floats, kind: str) -> Tensor:
         """Scales [N, blocks of a row] as they are stored."""

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from qdsl.encode.blocks import cut_blocks, join_blocks, shaped
+from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.numbers import e8m0h, ue4m3
 from qdsl.runtime.weight.tables import Table
 
 VALUES = {"e8m0h": e8m0h, "ue4m3": ue4m3}
 
 
+@scheme
 def absmax_level(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, level: Table,
                  factor: float = 1) -> tuple[Tensor, Tensor]:
     """(codes, scales) of w = scale * factor * level[code], each code the level of least error and, of equals, the first.
@@ -28,15 +30,15 @@ def absmax_level(weight: Tensor, *, code: str, scale: str, rows: int, columns: i
     top = max(abs(number) for number in level.numbers) * factor
     stored = _power(largest, top) if scale == "e8m0h" else _ue4m3(largest / top)
     unit = VALUES[scale](stored) * factor
-    found = _nearest(blocks, unit, level)
+    codes = _nearest(blocks, unit, level)
     # Beyond twice the largest level errors are rounded, and ggml takes the first of those that come out equal; a level that
     # overflows is infinitely far.
     reach = top / factor * unit
     far = (largest > 2 * reach) | torch.isinf(reach)
     if bool(far.any()):
         far = far.expand_as(blocks)
-        found[far] = _first_least(blocks[far], unit.expand_as(blocks)[far], level)
-    return join_blocks(found, *weight.shape), shaped(stored, axes).contiguous()
+        codes[far] = _first_least(blocks[far], unit.expand_as(blocks)[far], level)
+    return join_blocks(codes, *weight.shape), shaped(stored, axes).contiguous()
 
 
 def _power(largest: Tensor, top: float) -> Tensor:
@@ -70,9 +72,9 @@ def _nearest(blocks: Tensor, unit: Tensor, level: Table) -> Tensor:
 
 def _first_least(values: Tensor, unit: Tensor, level: Table) -> Tensor:
     """Codes of the least error in float32; of equals, the first."""
-    best, found = (level.numbers[0] * unit - values).abs(), torch.zeros_like(values, dtype=torch.uint8)
+    best, codes = (level.numbers[0] * unit - values).abs(), torch.zeros_like(values, dtype=torch.uint8)
     for code, number in enumerate(level.numbers[1:], 1):
         error = (number * unit - values).abs()
         better = error < best
-        best, found = torch.where(better, error, best), found.masked_fill(better, code)
-    return found
+        best, codes = torch.where(better, error, best), codes.masked_fill(better, code)
+    return codes

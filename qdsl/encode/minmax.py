@@ -9,6 +9,7 @@ from qdsl.core.numbers import number
 from qdsl.encode import search
 from qdsl.encode.blocks import arithmetic, codes, cut_blocks, join_blocks, shaped, stored_scale
 from qdsl.encode.rows import ends, searched
+from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
 from qdsl.runtime.weight.layout import FLOATS
 
@@ -16,6 +17,7 @@ LEAST = 1e-5                                                     # of AWQ's rang
 LEAST_STEP = 1e-7                                                # of MLX's codes
 
 
+@scheme
 def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, columns: int, axes: int, by: str = "stored",
            symmetric: bool = False, rounds: str = "quotient", span: str = "found") -> tuple[Tensor, Tensor, Tensor]:
     """(codes, zero points, scales) of w = (code - zero) * scale, round to nearest as GPTQ's quantizer starts.
@@ -49,8 +51,8 @@ def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, colum
     zeros = torch.full_like(low, middle - first)
     if not symmetric:
         begin = low / (used.masked_fill(none, 0) if span == "full" else used)
-        found = torch.round(kind.low - first - begin).clamp(kind.low - first, kind.high - first)
-        zeros = torch.where(found.isnan(), zeros, found)         # of a block of zeros
+        points = torch.round(kind.low - first - begin).clamp(kind.low - first, kind.high - first)
+        zeros = torch.where(points.isnan(), zeros, points)         # of a block of zeros
     scaled = blocks / used
     if rounds == "quotient":
         scaled.round_()
@@ -71,6 +73,7 @@ def _with_zero(low: Tensor, high: Tensor, symmetric: bool, span: str, steps: int
     return (high - low) / steps, low
 
 
+@scheme
 def scaled_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, columns: int, axes: int,
                 ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, zeros, scales) of w = code * scale + zero, zeros in floats: minus the zero point times the stored scale.
@@ -82,6 +85,7 @@ def scaled_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, 
     return chosen, stored_scale(-(scales.float() * points.float()), zero), scales
 
 
+@scheme
 def affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, columns: int, axes: int,
            importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scales, mins) of w = scale * code + min: the range of a block in 2^bits - 1 steps, codes by the exact scale (ggml).
@@ -107,6 +111,7 @@ def affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, column
     return chosen, shaped(stored, axes).contiguous(), shaped(kept, axes).contiguous()
 
 
+@scheme
 def edge_affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, columns: int, axes: int,
                 ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scales, mins) of w = scale * code + min: the end of larger magnitude is exact, and 0 is a code (MLX).
@@ -129,14 +134,15 @@ def edge_affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, c
 
 def _least(blocks: Tensor) -> Tensor:
     """The least value of every block; of zeros, the first."""
-    found = blocks.amin((1, 3), keepdim=True)
-    zero = found == 0
+    least = blocks.amin((1, 3), keepdim=True)
+    zero = least == 0
     if bool(zero.any()):
         flat = blocks.permute(0, 2, 1, 3).flatten(2)[zero[:, 0, :, 0]]
-        found[zero] = flat.gather(1, (flat == 0).byte().argmax(1, keepdim=True))[:, 0]
-    return found
+        least[zero] = flat.gather(1, (flat == 0).byte().argmax(1, keepdim=True))[:, 0]
+    return least
 
 
+@scheme
 def float_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, columns: int, axes: int,
                ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, zeros, scales) of w = (code - zero) * scale, zeros in floats: those of the exact zero and the exact inverse scale.
@@ -149,11 +155,12 @@ def float_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, c
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
     inverse = torch.where(high - low > 1e-4, kind.high / (high - low), 1).clamp_(max=2e4)
     zeros = -low * inverse
-    found = (blocks * inverse + zeros).round_().clamp_(0, kind.high).to(torch.uint8)
-    stored = [shaped(stored_scale(each, scale), axes).contiguous() for each in (zeros, 1 / inverse)]
-    return join_blocks(found, *weight.shape), stored[0], stored[1]
+    chosen = (blocks * inverse + zeros).round_().clamp_(0, kind.high).to(torch.uint8)
+    stored = [shaped(stored_scale(exact, scale), axes).contiguous() for exact in (zeros, 1 / inverse)]
+    return join_blocks(chosen, *weight.shape), stored[0], stored[1]
 
 
+@scheme
 def float_middle(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, columns: int, axes: int, offset: int = 0,
                  ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, zeros, scales) of w = (code - offset) * scale + zero, zeros in floats: the least weight of a block has code 0.

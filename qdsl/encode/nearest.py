@@ -8,12 +8,14 @@ from torch import Tensor
 
 from qdsl.encode.blocks import codes, cut_blocks, join_blocks, shaped, stored_scale
 from qdsl.encode.rows import cut
+from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.packed import Misfit
 
 LEAST = 1e-5                                                     # of means
 
 
+@scheme
 def nearest(weight: Tensor, *, code: str) -> Tensor:
     """Each weight of [N, K] rounded to nearest, ties to even, in the float type `code`.
 
@@ -27,6 +29,7 @@ def nearest(weight: Tensor, *, code: str) -> Tensor:
     return stored
 
 
+@scheme
 def ternary(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divided: int = 0,
             ) -> tuple[Tensor, Tensor]:
     """(codes, scales) of w = scale * (code - 1), or, `divided`, (code - 1) / scale: the weight in units of the mean magnitude.
@@ -35,8 +38,8 @@ def ternary(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
     scale that divides.
     """
     blocks = cut_blocks(weight.float(), rows, columns)
-    held = (_lengths(length, size) for length, size in zip(weight.shape, (rows, columns), strict=True))
-    count = torch.outer(*held).to(weight.device)[:, None, :, None]
+    lengths = (_lengths(length, size) for length, size in zip(weight.shape, (rows, columns), strict=True))
+    count = torch.outer(*lengths).to(weight.device)[:, None, :, None]
     mean = (blocks.abs().sum((1, 3), keepdim=True, dtype=torch.float64) / count).float().clamp_(min=LEAST)
     inverse = 1 / mean
     chosen = codes((blocks * inverse).round_().clamp_(-1, 1), code, "even", 1)
@@ -45,11 +48,12 @@ def ternary(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, a
 
 def _lengths(length: int, size: int) -> Tensor:
     """Of the blocks of an axis, the last one may be short."""
-    found = torch.full((-(-length // size),), size, dtype=torch.float64, device="cpu")
-    found[-1:] -= -length % size
-    return found
+    lengths = torch.full((-(-length // size),), size, dtype=torch.float64, device="cpu")
+    lengths[-1:] -= -length % size
+    return lengths
 
 
+@scheme
 def meansign(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int) -> tuple[Tensor, Tensor]:
     """(codes, scales) of w = scale * (2 * code - 1): the mean magnitude, and 1 where a weight is not negative.
 

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from qdsl.core.numbers import number
 from qdsl.encode.blocks import codes, cut_blocks, join_blocks, quotients, shaped
+from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import Misfit
 
 
+@scheme
 def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, rows: int, columns: int, axes: int,
                   divisor: float, empty: float, least: float = 0, amax: float | None = None, by: str = "stored",
                   ties: str = "even", zeros: str = "signed", precision: str = "f32", divided: bool = False,
@@ -42,12 +44,12 @@ def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, ro
         exact = largest / divisor / above if by == "inverse" else largest / (divisor * above)
     exact = torch.where(largest > 0, exact.clamp(least, kind.largest), 0)
     stored = exact.to(torch_dtype(scale))
-    found = stored.float()
-    found = torch.where(found == 0, empty, found)
+    unit_scale = stored.float()
+    unit_scale = torch.where(unit_scale == 0, empty, unit_scale)
     if by == "inverse":
-        factor = (above if divided else 1 / above) / found
+        factor = (above if divided else 1 / above) / unit_scale
         scaled = blocks * torch.where(torch.isfinite(factor), factor, 0)
     else:
-        scaled = quotients(blocks, found / above if divided else found * above)
+        scaled = quotients(blocks, unit_scale / above if divided else unit_scale * above)
     return join_blocks(codes(scaled, code, ties, zeros=zeros), *weight.shape), \
-        shaped(found.to(torch_dtype(scale)), axes).contiguous(), above.to(torch_dtype(super_scale))
+        shaped(unit_scale.to(torch_dtype(scale)), axes).contiguous(), above.to(torch_dtype(super_scale))

@@ -21,8 +21,8 @@ ELEMENTS = 1 << 17                                               # that are sear
 def cut(weight: Tensor, columns: int, rows: int = 1) -> Floats:
     """[N, K] as [blocks, elements] in float32, with zeros where the last blocks are short."""
     blocks = cut_blocks(weight.float(), rows, columns).permute(0, 2, 1, 3)
-    found: Floats = blocks.reshape(-1, rows * columns).cpu().numpy()
-    return found
+    cut_rows: Floats = blocks.reshape(-1, rows * columns).cpu().numpy()
+    return cut_rows
 
 
 def counts(x: Floats, importance: Floats, spread: float) -> Floats:
@@ -31,21 +31,21 @@ def counts(x: Floats, importance: Floats, spread: float) -> Floats:
         return importance
     square = x * x
     mean = np.float32(spread) * np.add.accumulate(square, axis=1)[:, -1:] / np.float32(x.shape[1])
-    found: Floats = np.multiply(importance, np.sqrt(np.add(square, mean, out=square), out=square), out=square)
-    return found
+    weighted: Floats = np.multiply(importance, np.sqrt(np.add(square, mean, out=square), out=square), out=square)
+    return weighted
 
 
 def few(blocks: Floats) -> Iterator[slice]:
-    """A few blocks after the other."""
+    """Slices that cut the blocks into batches of at most ELEMENTS elements."""
     step = max(1, ELEMENTS // blocks.shape[1])
     return (slice(i, i + step) for i in range(0, len(blocks), step))
 
 
-def each(blocks: Floats, weights: Floats | None, fit: Callable[[Floats, Floats | None], tuple[Floats, ...]],
+def fit_blocks(blocks: Floats, weights: Floats | None, fit: Callable[[Floats, Floats | None], tuple[Floats, ...]],
          ) -> tuple[Floats, ...]:
-    """What `fit` finds for blocks and the weights of their errors, both given to it as [columns, blocks]."""
-    found = [fit(turned(blocks[at]), None if weights is None else turned(weights[at])) for at in few(blocks)]
-    return tuple(np.concatenate(values) for values in zip(*found, strict=True))
+    """The results of `fit` for blocks [blocks, columns] and the weights of their errors; fit takes both as [columns, blocks]."""
+    fits = [fit(transposed(blocks[at]), None if weights is None else transposed(weights[at])) for at in few(blocks)]
+    return tuple(np.concatenate(values) for values in zip(*fits, strict=True))
 
 
 def searched(weight: Tensor, importance: Tensor, rows: int, columns: int, code: str,
@@ -55,7 +55,7 @@ def searched(weight: Tensor, importance: Tensor, rows: int, columns: int, code: 
     fit: (codes [elements, blocks], scales [blocks] and so on) of weights [elements, blocks] and what squares of their errors
     count: importance [K] * sqrt(mean square of the row + w^2).
     """
-    def found(x: Floats, by: Floats | None) -> tuple[Floats, ...]:
+    def fitted(x: Floats, by: Floats | None) -> tuple[Floats, ...]:
         assert by is not None
         codes, *values = fit(x, by)
         return codes.T, *values
@@ -63,22 +63,23 @@ def searched(weight: Tensor, importance: Tensor, rows: int, columns: int, code: 
     n, k = weight.shape
     count = torch.from_numpy(counts(weight.float().cpu().numpy(), importance.cpu().numpy(), 1))
     with np.errstate(all="ignore"):
-        codes, *values = each(cut(weight, columns, rows), cut(count, columns, rows), found)
+        codes, *values = fit_blocks(cut(weight, columns, rows), cut(count, columns, rows), fitted)
     whole = torch.from_numpy(codes.astype(integers(code))).view(-(-n // rows), -(-k // columns), rows, columns)
     chosen = [torch.from_numpy(value).view(len(whole), 1, -1, 1).to(weight.device) for value in values]
     return join_blocks(whole.transpose(1, 2), n, k).to(weight.device), *chosen
 
 
-def turned(blocks: Floats) -> Floats:
+def transposed(blocks: Floats) -> Floats:
+    """The transposed array, contiguous."""
     return np.ascontiguousarray(blocks.T)
 
 
 def codes(blocks: Floats, find: Callable[[Floats, slice], Floats], kind: str) -> NDArray[Any]:
     """The codes that `find` says of blocks [columns, blocks] and of where they lie: [blocks, columns] of the integer type."""
-    found = np.empty(blocks.shape, integers(kind))
+    chosen = np.empty(blocks.shape, integers(kind))
     for at in few(blocks):
-        found[at] = find(turned(blocks[at]), at).T
-    return found
+        chosen[at] = find(transposed(blocks[at]), at).T
+    return chosen
 
 
 def integers(kind: str) -> np.dtype[Any]:
@@ -89,12 +90,12 @@ def integers(kind: str) -> np.dtype[Any]:
 def field(values: NDArray[Any], kind: str, weight: Tensor, columns: int = 1) -> Tensor:
     """Values of all blocks as the field that has one for every `columns` columns of the weight."""
     n, k = weight.shape
-    found = torch.from_numpy(np.ascontiguousarray(values, integers(kind)))
-    return found.reshape(n, -1)[:, :-(-k // columns)].contiguous().to(weight.device)
+    tensor = torch.from_numpy(np.ascontiguousarray(values, integers(kind)))
+    return tensor.reshape(n, -1)[:, :-(-k // columns)].contiguous().to(weight.device)
 
 
 def ends(kind: str, offset: int = 0) -> tuple[int, int]:
     """The least and the largest value of an integer type, less an offset."""
-    known = number(kind)
-    assert known is not None
-    return known.low - offset, known.high - offset
+    number_type = number(kind)
+    assert number_type is not None
+    return number_type.low - offset, number_type.high - offset

@@ -28,8 +28,8 @@ def sums(values: Floats, first: float | None = 0.0) -> Floats:
         total: Floats = np.add.reduce(values, axis=0, initial=None if first is None else np.float32(first))
         return total
     # Numpy sums what lies side by side in pairs, and a column alone does.
-    found: Floats = np.add.accumulate(values, axis=0)[-1]
-    return found if first is None else found + np.float32(first)
+    totals: Floats = np.add.accumulate(values, axis=0)[-1]
+    return totals if first is None else totals + np.float32(first)
 
 
 def nearest(values: Floats) -> Floats:
@@ -52,14 +52,14 @@ def clip(values: Floats, low: float, high: float) -> Floats:
 
 def over(value: float | np.float32, below: Floats) -> Floats:
     """A number / below."""
-    found: Floats = np.divide(np.float32(value), below)
-    return found
+    quotients: Floats = np.divide(np.float32(value), below)
+    return quotients
 
 
 def quotient(above: Floats, below: Floats) -> Floats:
     """above / below, and 0 where below is 0."""
-    found: Floats = np.divide(above, below, out=np.zeros_like(above), where=below != 0)
-    return found
+    quotients: Floats = np.divide(above, below, out=np.zeros_like(above), where=below != 0)
+    return quotients
 
 
 def inverse(values: Floats) -> Floats:
@@ -70,20 +70,20 @@ def inverse(values: Floats) -> Floats:
 def extremes(x: Floats) -> Floats:
     """The value of largest magnitude of every block, sign and all; of equals, the first."""
     low, high = x.min(axis=0), x.max(axis=0)
-    found: Floats = np.where(-low > high, low, high)
+    largest: Floats = np.where(-low > high, low, high)
     tied = np.flatnonzero((-low == high) & (high != 0))
     if tied.size:
-        found[tied] = x[np.abs(x[:, tied]).argmax(axis=0), tied]
-    return found
+        largest[tied] = x[np.abs(x[:, tied]).argmax(axis=0), tied]
+    return largest
 
 
 def least(x: Floats) -> Floats:
     """The least value of every block; of zeros, the first."""
-    found: Floats = x.min(axis=0)
-    zero = np.flatnonzero(found == 0)
+    minimum: Floats = x.min(axis=0)
+    zero = np.flatnonzero(minimum == 0)
     if zero.size:
-        found[zero] = x[(x[:, zero] == 0).argmax(axis=0), zero]
-    return found
+        minimum[zero] = x[(x[:, zero] == 0).argmax(axis=0), zero]
+    return minimum
 
 
 def sizes(x: Floats, plain: bool) -> Floats:
@@ -190,8 +190,8 @@ def fit_signed(x: Floats, weights: Floats, low: int, high: int) -> tuple[Floats,
         sum_lx, sum_l2 = fitted(trial)
         better = (sum_l2 > 0) & (sum_lx * sum_lx > best * sum_l2)
         new = quotient(sum_lx, sum_l2)
-        for old, found in ((inverse, trial), (scale, new), (best, new * sum_lx)):
-            np.copyto(old, found, where=better)
+        for old, candidate in ((inverse, trial), (scale, new), (best, new * sum_lx)):
+            np.copyto(old, candidate, where=better)
     scale[tiny] = inverse[tiny] = 0
     return scale, inverse
 
@@ -204,7 +204,7 @@ def exchange(x: Floats, weights: Floats, codes: Floats, cut: Callable[[Floats], 
     weighted = weights * x
     sum_lx, sum_l2 = sums(weighted * codes), sums(weights * codes * codes)
     for _ in range(5):
-        changed = False
+        is_changed = False
         for value, weight, product, code in zip(x, weights, weighted, codes, strict=True):
             rest_lx, rest_l2 = sum_lx - product * code, sum_l2 - weight * code * code
             new = cut(nearest(value * rest_l2 / rest_lx))
@@ -213,10 +213,10 @@ def exchange(x: Floats, weights: Floats, codes: Floats, cut: Callable[[Floats], 
             if positive:
                 better &= rest_l2 > 0
             if better.any():
-                changed = True
-                for old, found in ((code, new), (sum_lx, new_lx), (sum_l2, new_l2)):
-                    np.copyto(old, found, where=better)
-        if not changed:
+                is_changed = True
+                for old, changed in ((code, new), (sum_lx, new_lx), (sum_l2, new_l2)):
+                    np.copyto(old, changed, where=better)
+        if not is_changed:
             break
     return np.where(sum_l2 <= 0, ZERO, quotient(sum_lx, sum_l2))
 

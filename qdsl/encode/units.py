@@ -7,9 +7,11 @@ from torch import Tensor
 
 from qdsl.encode.blocks import codes as to_codes
 from qdsl.encode.blocks import cut_blocks, join_blocks, shaped, stored_scale
+from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.tables import Table
 
 
+@scheme
 def unit_level(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, level: Table,
                ) -> tuple[Tensor, Tensor]:
     """(codes, scales) of w = scale * level[code]: codes of w * (1 / scale) in float32, by the middles between levels.
@@ -22,6 +24,7 @@ def unit_level(weight: Tensor, *, code: str, scale: str, rows: int, columns: int
     return codes, shaped(stored_scale(scales, scale), axes).contiguous()
 
 
+@scheme
 def unit_level_nested(weight: Tensor, *, code: str, scale: str, super_scale: str, offset: str, rows: int, columns: int,
                       axes: int, super_columns: int, level: Table, entry: Table) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(codes, scales, super-scales, offset) of w = level[code] * (entry[scale] * super_scale + offset).
@@ -50,6 +53,7 @@ def _codes(values: Tensor, level: Table) -> Tensor:
     return torch.tensor(order, dtype=torch.uint8, device=values.device).index_select(0, place.flatten()).view(values.shape)
 
 
+@scheme
 def unit_absmax(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, divisor: int,
                 ) -> tuple[Tensor, Tensor]:
     """(codes, scales) of w = code * scale / divisor: scale = the largest magnitude of a block (bitsandbytes' LLM.int8).

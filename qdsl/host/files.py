@@ -32,13 +32,20 @@ def cache_folder() -> Path:
     """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("QDSL_CACHE") or Path(base) / "qdsl")
-    return folder if _is_writable(folder) else _temporary_cache(folder)
+    return folder if is_writable(folder) else _temporary_cache(folder)
 
 
-def _is_writable(folder: Path) -> bool:
-    """Whether a folder, or the nearest one above it that exists, can be written."""
+@cache
+def is_writable(folder: Path) -> bool:
+    """Whether a folder, or the nearest one above it that exists, takes new files; Windows does not tell that otherwise."""
+    import tempfile
+
     nearest = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
-    return os.access(nearest, os.W_OK | os.X_OK)
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            return True
+    except OSError:
+        return False
 
 
 @cache
@@ -89,8 +96,8 @@ def read_chunks(path: Path, start: int, nbytes: int) -> Iterator[bytes]:
 
 def check_unchanged(inputs: Mapping[Path, list[Any]]) -> None:
     """Raise InputError where a file is gone, or another than when it was read.  inputs: the `identity` of each file then."""
-    for path, known in inputs.items():
-        if not path.is_file() or identity(path) != known:
+    for path, before in inputs.items():
+        if not path.is_file() or identity(path) != before:
             raise InputError(f"{path} changed while it was read; run the same command again")
 
 
@@ -154,7 +161,7 @@ def replacing(path: str | os.PathLike[str], key: str = "") -> Iterator[BinaryIO]
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.parent / f"{prefix}{key[:16] or secrets.token_hex(8)}.part"
     _remove_abandoned(target.parent, prefix, part)
-    file = _opened(part)
+    file = _open_locked(part)
     try:
         with naming(path), file:
             if target.exists():
@@ -171,7 +178,7 @@ def replacing(path: str | os.PathLike[str], key: str = "") -> Iterator[BinaryIO]
     flush_folder(target.parent)
 
 
-def _opened(part: Path) -> BinaryIO:
+def _open_locked(part: Path) -> BinaryIO:
     """A file to write, new or continued, locked for this process.  Raises OutputError where another process has it."""
     file = open(part, "r+b", opener=lambda path, _: system.open_new(path))  # noqa: SIM115
     if system.lock(file.fileno()) is False or not part.exists() or not os.path.samestat(os.fstat(file.fileno()), part.stat()):
@@ -197,14 +204,14 @@ def _remove_abandoned(folder: Path, prefix: str, continued: Path) -> None:
         if part == continued:
             continue
         try:
-            opened = os.open(part, os.O_RDONLY)
+            descriptor = os.open(part, os.O_RDONLY)
         except OSError:                                          # another process removed it, or may read it alone
             continue
         try:
-            if system.lock(opened):
+            if system.lock(descriptor):
                 _remove_part(part)
         finally:
-            os.close(opened)
+            os.close(descriptor)
 
 
 def flush_folder(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Work spread over processes, its results in the order in which it was given.
+"""Runs tasks in worker processes and yields their results in the order of the tasks.
 
 A process imports the module of the function that it runs, and no more: light work starts in a tenth of a second.
 """
@@ -21,19 +21,19 @@ Result = TypeVar("Result")
 
 
 def results(work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int, start: Callable[..., None] | None = None,
-            given: tuple[Any, ...] = (), ahead: int | None = None) -> Generator[Result, None, None]:
+            arguments: tuple[Any, ...] = (), ahead: int | None = None) -> Generator[Result, None, None]:
     """work(task) for each task, in `jobs` processes that are `ahead` tasks, or a few, ahead of the result that is asked for.
 
-    start: what a process does first, with `given`.  One job needs no process, and `start` is called in this one.
+    start: what a process calls first, with `arguments`.  One job needs no process, and `start` is called in this one.
     Raises what `work` raises, and ChildProcessError where a process ended by itself.
     """
     if jobs <= 1:
         if start is not None:
-            start(*given)
+            start(*arguments)
         yield from map(work, tasks)
         return
     waiting: deque[Future[Result]] = deque()
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (start, given))
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (start, arguments))
     try:
         for task in tasks:
             with system.interrupts_blocked():
@@ -53,15 +53,15 @@ def results(work: Callable[[Task], Result], tasks: Iterable[Task], jobs: int, st
         pool.shutdown(cancel_futures=True)
 
 
-def _begin(start: Callable[..., None] | None, given: tuple[Any, ...]) -> None:
+def _begin(start: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)                 # the process that asked hears of it, and ends this one
     Thread(target=_end_with_parent, daemon=True).start()
     if start is not None:
-        start(*given)
+        start(*arguments)
 
 
 def _end_with_parent() -> None:
-    """Where it was killed, nobody else would say that the work is over."""
+    """Ends this process when the parent ends, also when the parent was killed."""
     parent = parent_process()
     assert parent is not None
     parent.join()

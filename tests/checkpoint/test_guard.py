@@ -231,7 +231,7 @@ def test_a_config_of_the_dfloat11_package(tmp_path: Path) -> None:
     refused = command("compress", path, "-f", "hlane", "--plain-config", "-o", tmp_path / "no")
     assert refused.exit_code == 2 and "--file-per-group and --plain-config are of df11" in refused.stderr
     run.compress(path, Aim("df11", plain_config=True), tmp_path / "part", part=(1, 1))
-    assert stage.asked(tmp_path / "part")["plain_config"] is True
+    assert stage.read_request(tmp_path / "part")["plain_config"] is True
     with pytest.raises(RewriteError, match="a compression to df11 was begun here"):
         run.compress(path, Aim("df11"), tmp_path / "part")
     run.merge(tmp_path / "part")

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from qdsl.checkpoint.detect.layer_weights import module_of, weights
 from qdsl.checkpoint.detect.layers import Layer, Layers, layers
-from qdsl.checkpoint.files.components import opened
+from qdsl.checkpoint.files.components import open_models
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, TensorFile, read_header, write
 from qdsl.cli import app
@@ -245,7 +245,7 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
 # -- written anew --------------------------------------------------------------------------------------------------------
 
 def converted(path: Path, out: Path, to: str, **options: Any) -> dict[str, Any]:
-    with opened(path) as models:
+    with open_models(path) as models:
         (folder,) = models.values()
         return convert(folder, layers(folder), aimed(to, **options), out)
 

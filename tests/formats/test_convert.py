@@ -267,11 +267,18 @@ def test_layouts_of_torchs_own_int4_products_are_moves_too() -> None:
 @pytest.mark.parametrize(("packed", "why"), [
     (gptq(8, 64, 8), "int_group has no storage 'awq' for bits=8"),
     (gptq(16, 256, act_order=True), "int_group.awq cannot hold 'g': it has its default there"),
-    (gptq(8, 72, group=64), "int_group.awq: K = 72 must be a multiple of 64"),
-], ids=["bits", "g_idx", "short last group"])
+], ids=["bits", "g_idx"])
 def test_awq_refuses_what_it_cannot_hold_and_offers_another_weight(packed: PackedWeight, why: str) -> None:
-    with pytest.raises(FormatError, match=f"{why}.*; requantize makes another weight, and says how far it is off"):
+    with pytest.raises(FormatError, match=f"{why}.*; requantize quantizes the decoded weight anew, and reports the error"):
         int_group.convert(packed, "awq")
+
+
+@pytest.mark.parametrize(("storage", "why"), [("awq", "int_group.awq: K = 72 must be a multiple of 64"),
+                                              ("awk", "has no storage 'awk'")])
+def test_requantize_is_not_offered_where_it_would_fail_alike(storage: str, why: str) -> None:
+    with pytest.raises(FormatError, match=why) as error:
+        int_group.convert(gptq(8, 72, group=64), storage)
+    assert "requantize" not in str(error.value)
 
 
 def test_requantizing_says_how_far_a_weight_is_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def test_a_negative_scale_counts_as_zero() -> None:
     x = rows.cut(weight, 256)
     counts = rows.counts(x, rows.cut(importance.expand_as(weight), 256), 1).reshape(-1, 16)
     with np.errstate(all="ignore"):
-        scales = rows.each(x.reshape(-1, 16), counts, lambda x, by: search.fit_counts(x, by, 3, *search.IMPORTANT))[0]
+        scales = rows.fit_blocks(x.reshape(-1, 16), counts, lambda x, by: search.fit_counts(x, by, 3, *search.IMPORTANT))[0]
     assert (scales < 0).any()
     packed = q2_k.quantize(weight, importance=importance)
     assert not q2_k.unpack(packed)["sc"].flatten()[torch.from_numpy(scales < 0)].any()

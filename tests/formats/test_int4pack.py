@@ -138,7 +138,7 @@ def test_one_group_is_a_row_of_as_many_columns() -> None:
 
 
 def test_what_floats_do_not_hold_is_refused() -> None:
-    with pytest.raises(FormatError, match=r"cannot hold this weight of int_group: at row .*; requantize makes another weight"):
+    with pytest.raises(FormatError, match=r"cannot hold this weight of int_group: at row .*; requantize quantizes"):
         int4pack.convert(gptq(scale_type="f32"), "cpu_avx2")
     with pytest.raises(FormatError, match=r"cannot hold this weight of int_group: at row"):
         int4pack.convert(gptq(scale_type="bf16"), "tinygemm")

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,11 @@ def test_an_interrupt_ends_with_130_and_one_line(folder: Path, wait: str) -> Non
 def test_check_says_what_is_right_and_what_is_wrong(folder: Path) -> None:
     everything = run("check", *NAMES)
     assert everything.exit_code == 0 and not everything.stderr
-    assert [line.split(":")[0] for line in everything.stdout.splitlines()] == NAMES
+    lines = everything.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines if not line.startswith(" ")] == NAMES
+    without = {line.split(":")[0] for line, after in pairwise([*lines, ""]) if after.startswith("  no planar storage: ")}
+    assert without == {line.split(":")[0] for line in lines if not line.startswith(" ") and not line.endswith(", planar")}
+    assert "  no planar storage: field 's' is stored, and decode does not read it" in lines    # q8_1
     found = run("check", "q8_0", wrong_spec(folder).name, "q4_0")
     assert (found.exit_code, found.stdout) == (1, "q8_0: ok, gguf, planar\nq4_0: ok, gguf, planar\n")
     assert re.findall(r"^wrong\.yaml:(\d+:\d+): error: ", found.stderr, re.MULTILINE) == ["7:6", "8:12"]

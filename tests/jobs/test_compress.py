@@ -356,27 +356,27 @@ def test_a_file_by_itself(toy: Path, tmp_path: Path) -> None:
 
 def test_patterns_of_the_names_that_there_are() -> None:
     names = {f"model.layers.{number}.{each}": 9 for number in range(12) for each in ("mlp.up", "attn.q")}
-    assert patterns.found({**names, "model.embed": 9, "lm_head": 9}) == {
+    assert patterns.default_patterns({**names, "model.embed": 9, "lm_head": 9}) == {
         r"model\.layers\.\d+": ["attn.q", "mlp.up"], r"model\.embed": [], "lm_head": []}
     mixed = {name: size for name, size in names.items() if name != "model.layers.3.attn.q"}
-    assert patterns.found(mixed) == {r"model\.layers\.(?:0|1|2|4|5|6|7|8|9|10|11)": ["attn.q", "mlp.up"],
+    assert patterns.default_patterns(mixed) == {r"model\.layers\.(?:0|1|2|4|5|6|7|8|9|10|11)": ["attn.q", "mlp.up"],
                                      r"model\.layers\.(?:3)": ["mlp.up"]}
     t5 = {f"block.{number}.layer.0.{each}": 9 for number in range(3) for each in "qv"} | {"block.0.layer.0.relative_bias": 9}
-    assert patterns.found(t5) == {r"block\.\d+": ["layer.0.q", "layer.0.v"], r"block\.0\.layer\.0\.relative_bias": []}
-    assert patterns.found(names, [*names, "model.layers.12", "model.layers.0"]) == {
+    assert patterns.default_patterns(t5) == {r"block\.\d+": ["layer.0.q", "layer.0.v"], r"block\.0\.layer\.0\.relative_bias": []}
+    assert patterns.default_patterns(names, [*names, "model.layers.12", "model.layers.0"]) == {
         rf"model\.layers\.(?:{'|'.join(map(str, range(12)))})": ["attn.q", "mlp.up"]}
-    assert patterns.found({"mlp.0": 9, "mlp.2": 9, "0.up": 9}) == {r"mlp\.0": [], r"mlp\.2": [], r"0\.up": []}
+    assert patterns.default_patterns({"mlp.0": 9, "mlp.2": 9, "0.up": 9}) == {r"mlp\.0": [], r"mlp\.2": [], r"0\.up": []}
 
 
 def test_blocks_that_are_too_large_for_a_group() -> None:
     """Their experts are groups; what is still too large is for itself; and each weight is in one group."""
     names = {f"layers.{number}.{each}": 1 << 29 for number in range(3)
              for each in ("q", *(f"experts.{expert}.{way}" for expert in range(4) for way in ("down", "up")))}
-    found = patterns.found(names)
+    found = patterns.default_patterns(names)
     assert found == {r"layers\.\d+": ["q"], r"layers\.\d+\.experts\.\d+": ["down", "up"]}
-    wide = patterns.found({f"layers.0.{each}": 1 << 30 for each in "abc"})
+    wide = patterns.default_patterns({f"layers.0.{each}": 1 << 30 for each in "abc"})
     assert wide == {rf"layers\.0\.{each}": [] for each in "abc"}
-    some = patterns.found({name: size for name, size in names.items() if name != "layers.1.experts.2.up"})
+    some = patterns.default_patterns({name: size for name, size in names.items() if name != "layers.1.experts.2.up"})
     assert [name for name in some if "experts" in name][1] == r"layers\.1\.experts\.(?:2)" and len(some) == 3
 
 
@@ -563,7 +563,7 @@ def test_a_config_that_does_not_say_the_weights_of_groups(toy: Path, tmp_path: P
 
 def test_damaged_tensors_are_refused_by_their_names(sharded: Path, tmp_path: Path) -> None:
     """Also bits that decode to another matrix: the sums of what was compressed are kept."""
-    for format, leaves in (("hlane", HLANE.leaves), ("df11", df11.NAMES)):
+    for format, leaves in (("hlane", HLANE.tensor_names), ("df11", df11.NAMES)):
         run.compress(sharded, Aim(format), tmp_path / format)
         with Folder(tmp_path / format) as folder:
             places = {name: (folder.file(name).path, folder.entry(name)) for name in folder.names()}

@@ -20,7 +20,7 @@ from qdsl.jobs.gguf.plan import plan
 from qdsl.jobs.gguf.run import quantize_file
 from qdsl.models.gguf_maps import FOLDER as MAPS
 from qdsl.models.gguf_maps import GgufMap
-from tests.support import gguf_models, llama_cpp
+from tests.support import gguf_models, language_models, llama_cpp
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -42,17 +42,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_p
 
 def byte_level(folder: Path) -> None:
     """Write a small byte-level BPE tokenizer with a chat template."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.post_processor = tokenizers.processors.ByteLevel()
-    special = ["<pad>", "<|start|>", "<|end|>"]
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=80, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator(TEXT, trainer)
-    tokenizer.add_tokens([tokenizers.AddedToken(" word", normalized=False)])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|start|>", eos_token="<|end|>",
-                                                pad_token="<pad>", chat_template="{{ messages[0].content }}")
-    fast.save_pretrained(folder)
+    language_models.add_byte_tokenizer(folder, TEXT)
 
 
 def byte_fallback(folder: Path) -> None:

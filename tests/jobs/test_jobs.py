@@ -17,7 +17,7 @@ import torch
 
 import qdsl
 from qdsl.checkpoint.files import gguf, resume, safetensors
-from qdsl.checkpoint.files.crc import beside
+from qdsl.checkpoint.files.crc import checksums_path
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, TensorFile, write
 from qdsl.jobs.compress import run as compressing
@@ -311,7 +311,7 @@ def test_a_file_is_verified_by_its_checksums(job: str, inputs: Path, tmp_path: P
     arguments, name = JOBS[job]
     out = tmp_path / name
     succeed(*arguments.format(inputs).split(), "-o", out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [name, beside(out).name]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name, checksums_path(out).name]
     assert command("verify", out).stdout == "all tensors fit their checksums\n"
     qdsl.open(out, verify=True).close()
     data = out.read_bytes()
@@ -322,7 +322,7 @@ def test_a_file_is_verified_by_its_checksums(job: str, inputs: Path, tmp_path: P
     out.write_bytes(data[:-32])
     result = command("verify", out)
     assert "is damaged" in result.stdout or "bytes are missing" in result.stderr
-    beside(out).unlink()
+    checksums_path(out).unlink()
     assert command("verify", out).exit_code == 1
     out.write_bytes(data)
     assert "no qdsl-checksums.json states checksums" in command("verify", out).stderr

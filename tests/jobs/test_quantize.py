@@ -305,7 +305,7 @@ def test_mixes_have_numbers() -> None:
 
 
 @pytest.mark.parametrize(("module", "message"), [
-    (None, "there is no quantizer for Q8_0 yet"), (fp8_block, "Q8_0 needs another tensor beside each, weight_scale_inv"),
+    (None, "there is no quantizer for Q8_0 yet"), (fp8_block, "Q8_0 needs another tensor for each weight, weight_scale_inv"),
 ], ids=["none", "fp8_block"])
 def test_types_that_cannot_be_made(folder: Path, monkeypatch: pytest.MonkeyPatch, module: Any, message: str) -> None:
     monkeypatch.setattr(run, "module_of", lambda type: module)

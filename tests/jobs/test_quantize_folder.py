@@ -398,7 +398,7 @@ def command(*arguments: object) -> Result:
     (("--type", "q8_0", "--format", "fp8_block"), "give --type to write a GGUF file, or --format to write a folder"),
     (("--type", "q8_0", "--ignore", "up"), "--ignore is for --format"), (("--type", "q8_0", "--shard", "1/2"), "--shard is for"),
     (("--format", "fp8_block", "--pure"), "--pure is for --type"), (("--format", "fp8_block", "--arch", "flux"), "--arch is for"),
-    (("--format", "fp8_block"), "say with --out which folder to write"),
+    (("--format", "fp8_block"), "give --out with the folder to write"),
     (("--format", "fp8_block", "--out", "x", "--ignore", "("), "--ignore '(' is no regular expression"),
     (("--format", "fp8_block", "--out", "x", "--shard", "3/2"), "--shard is I/N"),
     (("--format", "fp8_block", "--out", "x", "--param", "bn"), "--param is key=value")])

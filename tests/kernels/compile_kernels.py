@@ -6,6 +6,7 @@ A line of JSON per kernel.  Compiling needs neither a GPU nor a driver, but Trit
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -23,7 +24,7 @@ from qdsl.runtime.gpu import launch, plan
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.weight.layout import Storage
 from tests.support.covering import ALL, covering, kernels
-from tests.support.formats import Case, cases
+from tests.support.formats import Case, cases, smallest
 
 TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
            "gfx942": GPUTarget("hip", "gfx942", 64)}
@@ -33,12 +34,13 @@ FUSED = r"\bfma\.rn\.f32|\bv_(?:pk_)?fma(?:c|mk|ak)?_f32|\bv_mac_f32"
 
 
 def launched(case: Case, kind: str, optional: bool, dtype: torch.dtype) -> Call:
-    """The launch of a kernel on a large layer; with optional tensors or without."""
+    """The launch of a kernel on a large layer, of at least SHAPE; with optional tensors or without."""
     names = [name for name, tensor in layout_of(case).tensors.items() if tensor.optional and optional]
-    packed = case.module.FORMAT.empty(SHAPE, case.storage, "meta", names, **case.choice).open()
-    x, product, weight = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((1, SHAPE[1]), (1, SHAPE[0]), SHAPE))
+    n, k = (math.lcm(least, 128) * -(-size // math.lcm(least, 128)) for least, size in zip(smallest(case), SHAPE, strict=True))
+    packed = case.module.FORMAT.empty((n, k), case.storage, "meta", names, **case.choice).open()
+    x, bias, product, weight = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((1, k), n, (1, n), (n, k)))
     [call] = (launch.dequantize_calls(packed, weight) if kind == "dequantize" else
-              launch.linear_calls(x, packed, x[0, :SHAPE[0]], product, candidate=plan.matvec(packed, 1)))
+              launch.linear_calls(x, packed, bias, product, candidate=plan.matvec(packed, 1)))
     return call
 
 

@@ -1,24 +1,28 @@
 """Devices of torch without kernels: every format decodes and multiplies by torch's own operations, with the bits of a CPU.
 
-torch cannot forget a device, so these run in the process that tests/kernels/test_without_triton.py starts.
+torch cannot forget a device, so these run in the process that tests/kernels/test_machines.py starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
+from qdsl import save_model
 from qdsl.generated import fp8_block, hlane, int_group, q4_k
 from qdsl.runtime.gpu.triton import is_installed
 from qdsl.runtime.weight import device_dtypes
 from tests.support.covering import by_turns
 from tests.support.formats import Case, cases, random_packed, same_bits, smallest
-from tests.support.other_device import OtherTensor, other_device
+from tests.support.other_device import HAS_BACKENDS, OtherTensor, other_device
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.skipif(is_installed, reason="in a process of their own")]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.skipif(is_installed, reason="in a process of their own"),
+              pytest.mark.skipif(not HAS_BACKENDS, reason="this torch has no backends in Python")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -63,6 +67,28 @@ def test_a_layer_on_a_device_without_kernels(module: Any, device: torch.device) 
     assert there.grad is not None
     torch.testing.assert_close(there.grad.cpu(), module.dequantize(packed, torch.float32).sum(0).expand(2, 256))
     assert torch.equal(layer.to("cpu")(x).detach(), expected.detach())
+
+
+def test_a_state_dict_has_the_stored_dtypes(device: torch.device, tmp_path: Path) -> None:
+    """A layer on a device without 8-bit floats saves them, and loads what it saved, raw bytes, and new parameters."""
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    model = torch.nn.Sequential(fp8_block.Linear(fp8_block.quantize(weight)))
+    expected, other = model.state_dict(), fp8_block.Linear(fp8_block.quantize(2 * weight)).state_dict(prefix="0.")
+    model.to(device)
+    assert dict(model.named_parameters())["0.weight"].dtype == torch.uint8
+    save_model(model, tmp_path / "model")
+    with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
+        assert same_bits(file.get_tensor("0.weight"), expected["0.weight"])
+    saved = model.state_dict()
+    for name, tensor in expected.items():
+        assert saved[name].dtype == tensor.dtype and same_bits(saved[name].cpu(), tensor)
+    for state in (other, {**other, "0.weight": other["0.weight"].view(torch.uint8)}):
+        model.load_state_dict(saved)
+        assert same_bits(model.state_dict()["0.weight"], expected["0.weight"])
+        model.load_state_dict(state)
+        assert model[0].device == device and same_bits(model.state_dict()["0.weight"], other["0.weight"])
+    model.load_state_dict(saved, assign=True)
+    assert same_bits(model.to("cpu").state_dict()["0.weight"], expected["0.weight"])
 
 
 def test_rows_and_experts_on_a_device_without_kernels(device: torch.device) -> None:

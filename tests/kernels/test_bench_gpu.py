@@ -261,7 +261,7 @@ def test_times_are_taken_in_order_of_value(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(times, "Loaded", Loaded)
     monkeypatch.setattr(times, "_group", group)
     found: list[dict[str, Any]] = []
-    left_out = times.run(H200, 4e12, Ahead(H200, 0), Budget(70, time).part("times"), 3, False, found, peers.Found(),
+    left_out = times.run(H200, 4e12, Ahead(H200, 0), Budget(70, time).part("times"), 3, False, found, peers.Packages(),
                          lambda: kept.append(len(found)))
     assert loaded == [(8192, 8192), (4096, 4096)] and kept == [2, 4, 6, 8, 10, 12]
     assert [each["rows"] for each in found[::2]] == [1, 16, 8, 64, 1, 16]
@@ -375,7 +375,7 @@ def test_a_run_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     case = plan.cases(quick=True)[0]
     outcomes = [checks.Outcome("w", "1 row", "q4_0.planar", "gemv", 0.5, ""),
                 checks.Outcome("w", "2 rows", "q4_0.planar", "skinny", float("inf"), "no number")]
-    monkeypatch.setattr(command, "facts", lambda: H200)
+    monkeypatch.setattr(command, "device_info", lambda: H200)
     monkeypatch.setattr(plan, "cases", lambda quick: [case])
     monkeypatch.setattr(checks, "examine", lambda case, device: iter(outcomes))
     options = argparse.Namespace(minutes=8.0, quick=True, only=["checks"], json=tmp_path / "found.json", processes=0)
@@ -396,7 +396,7 @@ def test_a_run_that_breaks_keeps_what_it_found(tmp_path: Path, monkeypatch: pyte
         yield checks.Outcome("w", "1 row", "q4_0.planar", "gemv", 0.5, "")
         raise checks.DeviceLost("an illegal memory access was encountered")
 
-    monkeypatch.setattr(command, "facts", lambda: H200)
+    monkeypatch.setattr(command, "device_info", lambda: H200)
     monkeypatch.setattr(checks, "examine", lost)
     options = argparse.Namespace(minutes=8.0, quick=True, only=["checks"], json=tmp_path / "found.json", processes=0)
     assert command.Run(options, "python -m bench.gpu").all() == 1
@@ -425,7 +425,7 @@ def test_absent_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("importlib.import_module", absent)
     found = peers.find()
-    assert found.made((4096, 4096), H200.l2) == []
+    assert found.peers_for((4096, 4096), H200.l2) == []
     said = found.data()
     assert said.keys() == {"gemlite", "torchao", "bitsandbytes", "dfloat11"}
     assert said["gemlite"] == {"version": None, "note": "not installed"}
@@ -449,7 +449,7 @@ def test_what_dfloat11_decodes_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(peers.importlib, "import_module", lambda name: there[name])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    found = peers.Found({"dfloat11": "0.5.0"})
+    found = peers.Packages({"dfloat11": "0.5.0"})
     assert len(found.decoded([weight, weight], out)) == 2 and found.data()["dfloat11"]["note"] == ""
     size, rows = weight.tensors["encoded_exponent"].numel(), len(weight.tensors["luts"])
     assert launched == [((-(-size // 4096),), (512,), [rows, size, 512 * 256], launched[0][3])]

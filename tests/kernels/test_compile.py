@@ -11,13 +11,13 @@ import pytest
 
 from tests.kernels.compile_kernels import KINDS, TARGETS, compiled_for
 from tests.support.covering import kernels, lines_of
-from tests.support.formats import ROOT, cases
+from tests.support.formats import ROOT, Case, cases
 
 # Their tensors lie along different axes and their kernels work weight by weight: loads are moved to one layout.
-MOVED = {"marlin_tiles.marlin linear", "planes.rows linear", "int4pack.torchao-group128-scale_typebf16 linear",
-         *(f"int_group.{storage}-bits4-group128-scale_typef16 linear" for storage in ("xpu_int4pack", "torchao_plain_int32")),
-         "awq_gemv_fast.gemv_fast-group128 linear",
-         *(f"int4pack.cpu_{isa}-group128-scale_type{type} linear" for isa in ("avx512", "avx2", "rest")
+MOVED = {"marlin_tiles.marlin matvec", "planes.rows matvec", "int4pack.torchao-group128-scale_typebf16 matvec",
+         *(f"int_group.{storage}-bits4-group128-scale_typef16 matvec" for storage in ("xpu_int4pack", "torchao_plain_int32")),
+         "awq_gemv_fast.gemv_fast-group128 matvec",
+         *(f"int4pack.cpu_{isa}-group128-scale_type{type} matvec" for isa in ("avx512", "avx2", "rest")
            for type in ("f32", "bf16"))}
 # Aligned to more than one word, so that a thread loads several at once.
 VECTORS = ("bf16.", "f16.", "fp8_", "int8_", "int_group.gptq")
@@ -48,5 +48,8 @@ def test_every_kernel_compiles(target: str) -> None:
 def test_every_line_of_every_kernel_is_compiled_for_some_gpu() -> None:
     chosen = {pair for target in TARGETS for pair in compiled_for(target)}
     every = {(case, kind) for case in cases() for kind in KINDS}
-    assert {line for pair in chosen for line in lines_of(*kernels(*pair))} == {line for pair in every
-                                                                              for line in lines_of(*kernels(*pair))}
+    assert lines_of_kernels(chosen) == lines_of_kernels(every)
+
+
+def lines_of_kernels(pairs: set[tuple[Case, str]]) -> set[str]:
+    return {line for pair in pairs for kernel in kernels(*pair) for line in lines_of(kernel)}

@@ -1,14 +1,12 @@
 """A machine without Triton: formats and commands work there, and what needs a GPU's kernels says so.
 
-The first test runs the others in a process in which `import triton` fails.
+tests/kernels/test_machines.py runs them in a process in which `import triton` fails.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
+import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,18 +15,9 @@ from qdsl.generated import q4_0
 from qdsl.runtime.gpu import launch, tune
 from qdsl.runtime.gpu.triton import MissingTriton, is_installed, missing, on_device, runs_kernels
 from tests.support.formats import ROOT, Case, cases, random_packed, same_bits, smallest
-from tests.support.jobs import JOBS, command, job_inputs, succeed
+from tests.support.jobs import command
 
 without_triton = pytest.mark.skipif(is_installed, reason="Triton is installed")
-
-
-@pytest.mark.skipif(not is_installed, reason="Triton is not installed")
-def test_a_process_without_triton() -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tests" / "no_triton", ROOT)))}
-    done = subprocess.run([sys.executable, "-m", "pytest", __file__, "tests/kernels/test_any_device.py", "-n", "0",
-                           "-p", "no:cacheprovider"],
-                          cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:]
 
 
 @without_triton
@@ -47,18 +36,6 @@ def test_a_format(case: Case) -> None:
 
 
 @without_triton
-def test_commands(tmp_path: Path) -> None:
-    inputs = job_inputs(tmp_path / "inputs")
-    for name, (text, out) in JOBS.items():
-        if name != "merge-index":
-            succeed(*text.replace("{}", str(inputs)).split(), "-o", tmp_path / name / out)
-    succeed("inspect", tmp_path / "requantize" / "out")
-    succeed("verify", inputs / "hlane", inputs / "plain", "--decoded")
-    for arguments in (("list",), ("show", "q4_0"), ("check", ROOT / "specs" / "q4_0.yaml")):
-        succeed(*arguments)
-
-
-@without_triton
 def test_what_needs_kernels_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     result = command("analyze", "q4_0")
     assert result.exit_code == 1 and "GPU kernels need Triton, which is not installed: pip install triton" in result.output
@@ -70,6 +47,18 @@ def test_what_needs_kernels_says_what_is_missing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "platform", "darwin")
     assert str(missing()) == "GPU kernels need Triton, which has no wheel for macOS"
     assert not runs_kernels(torch.device("cuda"))
+
+
+@pytest.mark.skipif(not is_installed, reason="Triton is not installed")
+def test_an_old_triton_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its language lacks what the kernels use: PyTorch 2.9 brings it."""
+    path = str(ROOT / "qdsl" / "runtime" / "gpu" / "triton.py")
+    assert runpy.run_path(path)["is_installed"]
+    monkeypatch.setattr("triton.__version__", "3.5.1")
+    names = runpy.run_path(path)
+    assert not names["is_installed"]
+    with pytest.raises(ImportError, match=r"GPU kernels need Triton 3\.6 or later, and 3\.5\.1 is installed"):
+        names["require"]()
 
 
 @pytest.mark.skipif(not is_installed, reason="Triton is not installed")

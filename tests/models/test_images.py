@@ -86,7 +86,7 @@ def test_what_is_printed(files: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("arguments", "code", "message"), [
     ("{pipeline} x --out a.png --temperature 1", 2, "--temperature is for language models, and .* is a pipeline of diffusers"),
     ("{pipeline}/text_encoder x --steps 3", 2, "--steps is for pipelines of diffusers, and .* has no model_index.json"),
-    ("{pipeline} x", 2, "say with --out which .png file"), ("{pipeline} x --out a.jpg", 2, "say with --out which .png file"),
+    ("{pipeline} x", 2, "give --out with the .png file"), ("{pipeline} x --out a.jpg", 2, "give --out with the .png file"),
     ("{pipeline} x --out cut.gguf/a.png", 2, "cut.gguf is no folder"),
     ("{pipeline} x --out folder.png", 2, "folder.png cannot be written: it is no regular file"),
     ("{pipeline} x --out link.png", 2, "cut.gguf is no folder"),

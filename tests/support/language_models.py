@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -132,4 +132,23 @@ def add_tokenizer(folder: Path, **options: Any) -> Path:
     core.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     core.decoder = tokenizers.decoders.Fuse()
     transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token=" ", **options).save_pretrained(folder)
+    return folder
+
+
+def add_byte_tokenizer(folder: Path, text: Sequence[str]) -> Path:
+    """A small byte-level BPE tokenizer of a text, with a chat template."""
+    import tokenizers
+    import transformers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.post_processor = tokenizers.processors.ByteLevel()
+    special = ["<pad>", "<|start|>", "<|end|>"]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=80, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(text, trainer)
+    tokenizer.add_tokens([tokenizers.AddedToken(" word", normalized=False)])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|start|>", eos_token="<|end|>",
+                                                pad_token="<pad>", chat_template="{{ messages[0].content }}")
+    fast.save_pretrained(folder)
     return folder

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from qdsl import encode
-from qdsl.compiler.passes.schemes import SCHEMES
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec import tables
 from qdsl.compiler.spec.model import Param, Spec, Storage, Stored, Table, Tensor
 from qdsl.compiler.spec.schema import load
 from qdsl.compiler.spec.source import Source, Span, Text
 from qdsl.core import numbers
+from qdsl.core.schemes import SCHEMES
 
 LONG = 64                                                        # entries of a table of a file, which is compared with gguf-py's
 BYTES = ("ue4m3", "e8m0h")                                       # as elements of a tensor the same as u8: only the bits count

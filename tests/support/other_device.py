@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+try:
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    HAS_BACKENDS = True
+except ImportError:                                              # before torch 2.10
+    HAS_BACKENDS = False
 
 from qdsl.runtime.torch import ops
 

@@ -27,7 +27,7 @@ COMPILER = ("compiler/spec", "compiler/ir", "compiler/passes", "compiler/emit", 
 RUNTIME = {"runtime", "runtime/weight", "runtime/torch", "runtime/cpu", "runtime/gpu", "codecs/gpu"}
 ALLOWED: dict[str, set[str]] = {
     # what everything may stand on
-    "core": set(), "host": {""}, "codecs": set(),
+    "core": set(), "host": {""}, "codecs": {"core"},
     # the compiler, in its order
     "compiler/spec": {"core"},
     "compiler/ir": {"compiler/spec", "core"},

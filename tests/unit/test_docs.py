@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,7 @@ from tests.support.models import Made, written
 from tests.support.paths import ROOT
 from tests.support.tables import TABLES
 
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "specs/README.md", "docs/models.md", "docs/transformers.md",
-                                      "docs/diffusers.md", "docs/gguf_models.md", "docs/peft.md", "docs/serving.md",
-                                      "docs/compatibility.md", "docs/execute.md", "docs/predictions.md")]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "specs" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -78,23 +77,6 @@ def write_language_models(folder: Path) -> None:
     (folder / "alice.txt").write_bytes((ROOT / "tests" / "data" / "text" / "alice.txt").read_bytes()[:1200])
 
 
-@pytest.mark.filterwarnings("default")
-def test_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order, in one namespace, in the folder that the demo leaves behind."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
-    matrices, others = demo.read(None, say=lambda line: None)
-    demo.write_checkpoint(fp8_block, matrices, others, tmp_path / "build" / "demo", say=lambda line: None)
-    yaml = blocks(ROOT / "README.md", "yaml")
-    (tmp_path / "w4.yaml").write_text(yaml[0])
-    write_language_models(tmp_path)
-    names: dict[str, object] = {}
-    found = blocks(ROOT / "README.md", "python")
-    assert found
-    for block in found:
-        exec(compile(block, "README.md", "exec"), names)  # noqa: S102
-
-
 def write_diffusion_models() -> None:
     """The pipeline and the GGUF file of the commands, tiny ones."""
     from tests.support import diffusion_models
@@ -104,15 +86,40 @@ def write_diffusion_models() -> None:
     diffusion_models.write_q8_0(Path("z_image_turbo-Q8_0.gguf"), model)
 
 
-def run_commands(text: str) -> int:
-    """Run the lines of a block that call qdsl, with images of few pixels; how many there were."""
+def run_commands(text: str) -> list[str]:
+    """Run the lines of a block that call qdsl, with images of few pixels; what each printed."""
     lines = [line.split("#")[0] for line in text.replace("\\\n", " ").splitlines()]
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("qdsl ")]
     commands = [command for command in commands if command[0] not in ("demo", "analyze")]
+    printed = []
     for command in commands:
         result = CliRunner().invoke(app, [word.replace("1024x1024", "32x32") for word in command], catch_exceptions=False)
         assert result.exit_code == 0, (command, result.output)
-    return len(commands)
+        printed.append(result.output)
+    return printed
+
+
+def run_page(path: Path, names: dict[str, Any] | None = None) -> None:
+    """Run the blocks of a page in order: specs become files, Python shares one namespace, and commands print what stands below.
+
+    Numbers that a command prints may differ from the page's: there they are those of larger models.
+    """
+    names, printed = names or {}, ""
+    for language, block in re.findall(r"^```(\w+)\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE):
+        if language == "yaml" and block.startswith("format:"):
+            Path(f"{block.split()[1]}.yaml").write_text(block)
+        elif language == "python":
+            exec(compile(block, path.name, "exec"), names)  # noqa: S102
+        elif language == "sh":
+            printed = "\n".join(run_commands(block))
+        elif language == "text" and "qdsl analyze" not in path.read_text():
+            words = {"...", *map(_words, printed.splitlines())}
+            assert [line for line in block.splitlines() if _words(line) not in words] == [], printed
+
+
+def _words(line: str) -> str:
+    """A line without its numbers and the width of its columns."""
+    return re.sub(r"\s+", " ", re.sub(r"\d+(\.\d+)?", "0", line)).strip()
 
 
 class Mlp(nn.Module):
@@ -200,7 +207,7 @@ def test_python_of_the_page_on_diffusers_runs(tmp_path: Path, monkeypatch: pytes
         exec(compile(block, "diffusers.md", "exec"), names)  # noqa: S102
     assert (tmp_path / "transformer-packed/diffusion_pytorch_model.safetensors").is_file()
     commands = "".join(blocks(ROOT / "docs" / "diffusers.md", "sh"))
-    assert run_commands(commands) == 2 and (tmp_path / "fox.png").is_file()
+    assert len(run_commands(commands)) == 2 and (tmp_path / "fox.png").is_file()
     assert (tmp_path / "z_image_turbo-Q4_K_M.gguf").is_file()
 
 
@@ -279,41 +286,86 @@ def test_the_distribution_has_one_name() -> None:
     assert paths and wrong == [] and 'name = "qdsl-formats"' in (ROOT / "pyproject.toml").read_text()
 
 
-@pytest.mark.filterwarnings("default")
-@pytest.mark.usefixtures("one_thread")
-def test_commands_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("diffusers")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
-    write_language_models(tmp_path)
-    (tmp_path / "w4.yaml").write_text(blocks(ROOT / "README.md", "yaml")[0])
-    (tmp_path / "model.gguf").write_bytes(framed([info(dims=[32], type=2)], data=bytes(32)))
-    written(tmp_path / "model-bf16.gguf", Made(Model("llama", 1, 1, 1), 256, 256))
+def write_demo(folder: Path) -> None:
+    matrices, others = demo.read(None, say=lambda line: None)
+    demo.write_checkpoint(fp8_block, matrices, others, folder / "build" / "demo", say=lambda line: None)
+
+
+def write_folders(folder: Path) -> None:
+    """Folders of one layer that are quantized, a plain one, and a pipeline."""
+    layer = int_group.quantize(torch.ones(16, 64), "gptq_v2", bits=4, group=32)
+    folders.folder(folder / "Qwen3-8B-GPTQ", folders.named({"up": layer}))
+    scaled = fp8_channel.quantize(torch.ones(16, 64), "safetensors")
+    folders.folder(folder / "Qwen3-8B-FP8-dynamic", folders.named({"up": scaled}), config={})
+    folders.folder(folder / "Qwen3-8B", {"up.weight": torch.randn(128, 128).bfloat16()}, config={}, index=False)
+    matrices = {f"transformer_blocks.{block}.ff.weight": torch.randn(64, 128).bfloat16() for block in range(2)}
+    folders.folder(folder / "FLUX.1-dev" / "transformer", matrices, config={}, index=False)
+    (folder / "FLUX.1-dev" / "transformer" / "pytorch_model.bin").unlink()
+
+
+def write_gguf_files(folder: Path) -> None:
+    (folder / "model.gguf").write_bytes(framed([info(dims=[32], type=2)], data=bytes(32)))
+    written(folder / "model-bf16.gguf", Made(Model("llama", 1, 1, 1), 256, 256))
     ones = {"in_sum2": np.ones((1, 256), np.float32), "counts": np.ones((1, 1), np.float32)}
     importance = {f"blk.0.attn_v.weight.{name}": values for name, values in ones.items()}
-    written(tmp_path / "imatrix.gguf", Made(Model("imatrix", 0, 0, 0), 0, 0), importance)
-    safetensors.write(tmp_path / "flux1-dev.safetensors", {"double_blocks.0.img_attn.proj.weight": torch.ones(8, 256)})
-    layer = int_group.quantize(torch.ones(16, 64), "gptq_v2", bits=4, group=32)
-    folders.folder(tmp_path / "Qwen3-8B-GPTQ", folders.named({"up": layer}))
-    scaled = fp8_channel.quantize(torch.ones(16, 64), "safetensors")
-    folders.folder(tmp_path / "Qwen3-8B-FP8-dynamic", folders.named({"up": scaled}), config={})
-    folders.folder(tmp_path / "Qwen3-8B", {"up.weight": torch.randn(128, 128).bfloat16()}, config={}, index=False)
-    matrices = {f"transformer_blocks.{block}.ff.weight": torch.randn(64, 128).bfloat16() for block in range(2)}
-    folders.folder(tmp_path / "FLUX.1-dev" / "transformer", matrices, config={}, index=False)
-    (tmp_path / "FLUX.1-dev" / "transformer" / "pytorch_model.bin").unlink()
+    written(folder / "imatrix.gguf", Made(Model("imatrix", 0, 0, 0), 0, 0), importance)
+    safetensors.write(folder / "flux1-dev.safetensors", {"double_blocks.0.img_attn.proj.weight": torch.ones(8, 256)})
+
+
+def write_qwen3(folder: Path) -> None:
+    language_models.write_plain(folder / "Qwen3-8B", "qwen3")
+    producer_folders.write_folder(folder / "Qwen3-8B-GPTQ", "gptq v2", "qwen3")
+
+
+def write_smollm2(folder: Path) -> None:
+    """The folders and the file of the first page, tiny ones."""
+    write_language_models(folder)
+    model = language_models.write_plain(folder / "SmolLM2", "qwen3")
+    language_models.add_byte_tokenizer(model, ["The capital of France is Paris."])
+
+
+def write_pipeline(folder: Path) -> None:
+    pytest.importorskip("diffusers")
     write_diffusion_models()
-    assert run_commands("\n".join(blocks(ROOT / "README.md", "sh"))) >= 15
 
 
-def test_kernels_of_the_readme_are_analyzed() -> None:
-    """In processes that compile kernels; what the README shows of the first is laid out as that prints it."""
-    lines = [line.split("#")[0] for block in blocks(ROOT / "README.md", "sh") for line in block.splitlines()]
+PAGES: dict[str, Callable[[Path], None]] = {
+    "README.md": write_smollm2, "docs/python.md": write_demo, "docs/checkpoints.md": write_folders,
+    "docs/lossless.md": write_folders, "docs/gguf.md": write_gguf_files,
+    "docs/kernels.md": lambda folder: None, "docs/tutorial.md": lambda folder: None,
+    "docs/tasks/qwen3-fp8-int8.md": write_qwen3, "docs/tasks/gptq-to-int4pack.md": write_qwen3,
+    "docs/tasks/gguf-for-diffusion.md": write_pipeline, "docs/tasks/df11-z-image.md": write_pipeline,
+}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", PAGES)
+def test_blocks_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("qdsl.models.gguf_vocabulary.pre_tokenizer", lambda tokenizer, folder: "tiny")
+    PAGES[name](tmp_path)
+    run_page(ROOT / name)
+
+
+def test_every_page_with_python_runs() -> None:
+    """A page runs in the test above, or in one of its own that reads it by its name."""
+    tests = Path(__file__).read_text()
+    pages = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS if blocks(path, "python")]
+    others = [page for page in pages if page not in PAGES and page != "docs/execute.md"]
+    assert [page for page in others if f'"{Path(page).name}"' not in tests] == []
+
+
+def test_kernels_of_the_page_are_analyzed() -> None:
+    """In processes that compile kernels; what the page shows of the first is laid out as that prints it."""
+    lines = [line.split("#")[0] for block in blocks(ROOT / "docs" / "kernels.md", "sh") for line in block.splitlines()]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     commands = [line for line in lines if line.startswith("qdsl analyze ")]
     done = [subprocess.run([sys.executable, "-m", *shlex.split(command)], cwd=ROOT, capture_output=True, text=True,
                            env={**environment, "PYTHONPATH": str(ROOT)}) for command in commands]
     assert done and not [each.stderr for each in done if each.returncode or each.stderr]
-    [shown] = blocks(ROOT / "README.md", "text")
+    [shown] = blocks(ROOT / "docs" / "kernels.md", "text")
     labels = [line[:14].rstrip() for line in shown.splitlines()]
     assert len(labels) > 8 and set(labels) <= {line[:14].rstrip() for line in done[0].stdout.splitlines()}
 
@@ -323,3 +375,22 @@ def test_specs_in_documents_compile(path: Path) -> None:
     for number, text in enumerate(blocks(path, "yaml")):
         if text.startswith("format:"):
             compile_spec(parse(text, f"{path.name}, example {number + 1}"))
+
+
+SENTENCE, WORD = re.compile(r"(?<=[.!?])\s+"), re.compile(r"`[^`]*`|[\w'./-]*\w[\w'./-]*")
+MOST_WORDS = 25
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a page: without code, tables, headings and the addresses of links."""
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^(    |\||#).*$", "", text, flags=re.MULTILINE)
+    parts = re.split(r"\n\s*\n|\n(?=\s*[-*] |\s*\d+\. )", re.sub(r"\]\([^)]*\)", "]", text))
+    return [sentence for part in parts for sentence in SENTENCE.split(" ".join(part.split())) if WORD.search(sentence)]
+
+
+def test_sentences_are_short() -> None:
+    """Nine sentences of ten on the pages for users have at most 25 words."""
+    pages = [path for path in DOCUMENTS if path.name != "CONTRIBUTING.md"]
+    counts = sorted(len(WORD.findall(sentence)) for path in pages for sentence in sentences(path.read_text()))
+    assert len(counts) > 500 and counts[len(counts) * 9 // 10] <= MOST_WORDS

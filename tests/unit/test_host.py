@@ -20,6 +20,7 @@ import pytest
 from qdsl.host import files, system
 from qdsl.host.files import OutputError, cache_folder, locked, make_cache_folder, replacing, write_text
 from qdsl.host.processes import affordable
+from qdsl.runtime.gpu.triton import use_writable_cache
 from tests.support.paths import ROOT
 
 OF_ONE_SYSTEM = ("import fcntl", "import msvcrt", "import resource", "/proc", "/sys/", "posix_fallocate",
@@ -184,9 +185,9 @@ def test_half_of_the_memory_is_free_where_the_system_tells_the_whole(without_pro
 def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache" / "qdsl"))
     assert cache_folder() == tmp_path / "cache" / "qdsl" and not os.listdir(tmp_path)
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    monkeypatch.setenv("QDSL_CACHE", "/proc/nobody/qdsl")
     files._temporary_cache.cache_clear()
-    with pytest.warns(UserWarning, match=r"cannot be written; .* Set QDSL_CACHE"):
+    with pytest.warns(UserWarning, match=r"/proc/nobody/qdsl cannot be written; .* Set QDSL_CACHE"):
         folder = cache_folder()
     make_cache_folder(folder / "traces")
     assert folder.stat().st_mode & 0o777 == 0o700 and cache_folder() == folder
@@ -194,11 +195,20 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     files._temporary_cache.cache_clear()
 
 
+def test_triton_compiles_into_a_folder_that_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for home, cache in ((tmp_path, None), (Path("/proc/nobody"), tmp_path / "triton")):
+        for name, value in (("TRITON_HOME", home), ("QDSL_CACHE", tmp_path), ("TRITON_CACHE_DIR", "")):
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.delenv("TRITON_CACHE_DIR")
+        use_writable_cache.__wrapped__()
+        assert os.environ.get("TRITON_CACHE_DIR") == (None if cache is None else str(cache))
+
+
 def test_a_temporary_cache_ends_with_the_process(tmp_path: Path) -> None:
-    code = ("import os, warnings; warnings.simplefilter('ignore'); os.access = lambda path, mode: False\n"
+    code = ("import warnings; warnings.simplefilter('ignore')\n"
             "from qdsl.host.files import cache_folder; print(cache_folder())")
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}, cwd=ROOT, text=True,
-                          capture_output=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True,
+                          env=os.environ | {"TMPDIR": str(tmp_path), "QDSL_CACHE": "/proc/nobody/qdsl"})
     assert done.stdout.startswith(f"{tmp_path}/qdsl-") and os.listdir(tmp_path) == []
 
 

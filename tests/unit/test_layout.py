@@ -18,11 +18,11 @@ from qdsl.core import layout as module
 from qdsl.core.layout import (
     Affine,
     Clash,
-    Held,
-    Item,
     Layout,
     Line,
     Piece,
+    RecordBit,
+    RecordItem,
     Slice,
     coalesce,
     coverage,
@@ -142,7 +142,7 @@ def records(draw: st.DrawFn) -> Record:
         digits = draw(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=2), max_size=2))
         loops = [(f"i{axis}{d}", extent) for axis, extents in enumerate(digits) for d, extent in enumerate(extents)]
         index = tuple(draw(_subscript(axis, extents)) for axis, extents in enumerate(digits))
-        items: list[tuple[Item, tuple[str, int] | None]] = []
+        items: list[tuple[RecordItem, tuple[str, int] | None]] = []
         for number in range(draw(st.integers(1, 2))):
             field, bits = f"f{shared}{number}", draw(st.integers(1, 9))
             record.fields[field] = tuple(prod(extents) for extents in digits), bits
@@ -172,28 +172,29 @@ def _subscript(draw: st.DrawFn, axis: int, extents: Sequence[int]) -> Affine:
 
 
 @st.composite
-def _part(draw: st.DrawFn, field: str, index: tuple[Affine, ...], lo: int, hi: int) -> tuple[Item, tuple[str, int] | None]:
+def _part(draw: st.DrawFn, field: str, index: tuple[Affine, ...], lo: int, hi: int) -> tuple[RecordItem, tuple[str, int] | None]:
     """Bits [lo, hi) of an element as one item, or in equal steps of a loop of its own."""
     width = draw(st.sampled_from([w for w in range(1, hi - lo + 1) if (hi - lo) % w == 0]))
     if width == hi - lo:
-        return Item(field, index, Affine(lo), width), None
+        return RecordItem(field, index, Affine(lo), width), None
     loop = f"{field}_{lo}"
-    return Item(field, index, Affine(lo, ((loop, width),)), width), (loop, (hi - lo) // width)
+    return RecordItem(field, index, Affine(lo, ((loop, width),)), width), (loop, (hi - lo) // width)
 
 
 @st.composite
-def _line(draw: st.DrawFn, loops: Sequence[tuple[str, int]], parts: Sequence[tuple[Item, tuple[str, int] | None]]) -> Line:
+def _line(draw: st.DrawFn, loops: Sequence[tuple[str, int]], parts: Sequence[tuple[RecordItem, tuple[str, int] | None]]) -> Line:
     """Items under the loops of their subscripts; loops over bits are written out where another item does not have them."""
-    items: list[Item] = []
+    items: list[RecordItem] = []
     own = [loop for _, loop in parts if loop is not None]
     for item, loop in parts:
         if loop is None or len(parts) == 1:
             items.append(item)
         else:
-            items += [Item(item.field, item.index, Affine(item.lo.const + i * item.width), item.width) for i in range(loop[1])]
+            items += [RecordItem(item.field, item.index, Affine(item.lo.const + i * item.width), item.width)
+                      for i in range(loop[1])]
     order = draw(st.permutations([*loops, *(own if len(parts) == 1 else [])]))
     if draw(st.booleans()):
-        items.insert(draw(st.integers(0, len(items))), Item(None, (), Affine(), draw(st.integers(1, 8))))
+        items.insert(draw(st.integers(0, len(items))), RecordItem(None, (), Affine(), draw(st.integers(1, 8))))
     if order and draw(st.booleans()):
         name, extent = order[-1]
         items = [_bound(item, name, value) for value in range(extent) for item in items]
@@ -201,12 +202,12 @@ def _line(draw: st.DrawFn, loops: Sequence[tuple[str, int]], parts: Sequence[tup
     return Line(tuple(order), tuple(items))
 
 
-def _bound(item: Item, name: str, value: int) -> Item:
+def _bound(item: RecordItem, name: str, value: int) -> RecordItem:
     """The item with a loop variable replaced by its value."""
     def form(old: Affine) -> Affine:
         const = old.const + value * old.coefficient(name)
         return Affine(const, tuple(term for term in old.terms if term[0] != name))
-    return Item(item.field, tuple(map(form, item.index)), form(item.lo), item.width)
+    return RecordItem(item.field, tuple(map(form, item.index)), form(item.lo), item.width)
 
 
 @st.composite
@@ -449,9 +450,9 @@ def test_scales_of_q4_k_are_gathered_into_two_slices() -> None:
     j = Affine(0, (("j", 1),))
     late = Affine(4, (("j", 1),))
     scales = [
-        Line((("j", 4),), (Item("s", (j,), Affine(), 6), Item("s", (late,), Affine(4), 2))),
-        Line((("j", 4),), (Item("m", (j,), Affine(), 6), Item("m", (late,), Affine(4), 2))),
-        Line((("j", 4),), (Item("s", (late,), Affine(), 4), Item("m", (late,), Affine(), 4))),
+        Line((("j", 4),), (RecordItem("s", (j,), Affine(), 6), RecordItem("s", (late,), Affine(4), 2))),
+        Line((("j", 4),), (RecordItem("m", (j,), Affine(), 6), RecordItem("m", (late,), Affine(4), 2))),
+        Line((("j", 4),), (RecordItem("s", (late,), Affine(), 4), RecordItem("m", (late,), Affine(), 4))),
     ]
     pieces = list(walk(tuple(scales)))
     found = {field: gather([piece for piece in pieces if piece.field == field]) for field in "sm"}
@@ -517,7 +518,7 @@ def test_gather_is_none_exactly_where_positions_are_not_strided(box: list[int], 
 def test_spread_says_what_lies_at_every_bit(record: Record) -> None:
     pieces = list(walk(tuple(record.lines)))
     size = sum(piece.width for piece in pieces)
-    expected = [None if p.field is None else Held(p.field, (p.index,), p.lo + t) for p in pieces for t in range(p.width)]
+    expected = [None if p.field is None else RecordBit(p.field, (p.index,), p.lo + t) for p in pieces for t in range(p.width)]
     assert spread({field: gather(record.pieces(field)) or () for field in record.fields}, size) == expected
 
 
@@ -535,10 +536,10 @@ def ranged(draw: st.DrawFn) -> tuple[list[Line], int]:
         items = []
         for place in range(digits):
             index = Affine(first + place, (("l", digits),)) if by_digit else Affine(first + bytes_ * place, (("l", 1),))
-            items.append(Item("q", (Affine(), index), Affine(), 2, place, place == digits - 1))
+            items.append(RecordItem("q", (Affine(), index), Affine(), 2, place, place == digits - 1))
         if draw(st.booleans()):
-            items = [Item(item.field, item.index, item.lo, item.width) for item in items]
-            items += [Item(None, (), Affine(), 8 - 2 * digits % 8)] if 2 * digits % 8 else []
+            items = [RecordItem(item.field, item.index, item.lo, item.width) for item in items]
+            items += [RecordItem(None, (), Affine(), 8 - 2 * digits % 8)] if 2 * digits % 8 else []
         lines.append(Line((("l", bytes_),), tuple(items)))
         first += bytes_ * digits
     return draw(st.permutations(lines)), first
@@ -546,8 +547,8 @@ def ranged(draw: st.DrawFn) -> tuple[list[Line], int]:
 
 def test_digits_of_a_byte_lie_at_one_bit() -> None:
     index = [(Affine(i),) for i in range(3)]
-    digits = tuple(Item("q", each, Affine(), 2, place, place == 2) for place, each in enumerate(index))
-    pieces = list(walk((Line((("l", 2),), (*digits, Item(None, (), Affine(), 4))),)))
+    digits = tuple(RecordItem("q", each, Affine(), 2, place, place == 2) for place, each in enumerate(index))
+    pieces = list(walk((Line((("l", 2),), (*digits, RecordItem(None, (), Affine(), 4))),)))
     assert [(p.at, p.place) for p in pieces] == [(0, 0), (0, 1), (0, 2), (8, None), (12, 0), (12, 1), (12, 2), (20, None)]
 
 
@@ -573,7 +574,7 @@ def test_every_element_is_in_one_range(made: tuple[list[Line], int]) -> None:
     held = spread({"q": found}, size)
     for piece in pieces:
         if piece.place is None:
-            assert [held[piece.at + t] for t in range(2)] == [Held("q", (piece.index,), t) for t in range(2)]
+            assert [held[piece.at + t] for t in range(2)] == [RecordBit("q", (piece.index,), t) for t in range(2)]
         else:
             rows = [held[piece.at + t] for t in range(8)]
             assert all(row is not None and row.digits and row.bit == t and row.elements[piece.place or 0] == piece.index

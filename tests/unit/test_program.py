@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from difflib import unified_diff
@@ -17,9 +15,10 @@ from qdsl.compiler.ir.check import RULES, IllegalProgram, check
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.ir.text import text
 from qdsl.compiler.passes import PASSES, compile_spec
-from qdsl.compiler.passes.schemes import SCHEMES
 from qdsl.compiler.spec.schema import load
 from qdsl.core.layout import Layout
+from qdsl.core.schemes import SCHEMES
+from qdsl.encode.scheme import scheme
 from tests.support.formats import ROOT, SPECS
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -123,12 +122,15 @@ def test_layouts_in_a_program_are_those_of_the_design() -> None:
 
 
 def test_schemes_are_what_encode_implements() -> None:
-    """Roles and options are keyword arguments of the functions, and there are no other functions."""
+    """Each has a function, and a function whose arguments are not its roles and options cannot be defined."""
     assert set(SCHEMES) == set(qdsl.encode.__all__)
-    for name, scheme in SCHEMES.items():
-        arguments = inspect.signature(getattr(qdsl.encode, name)).parameters
-        offered = {*scheme.roles, *scheme.options}
-        read = {word for pattern in scheme.patterns for word in re.findall("[a-z_]+", pattern)}
-        given = read | {scheme.which, "weight", "rows", "columns", "super_columns", "shift_columns", "sums_columns", "axes"}
-        assert offered <= set(arguments) - {"importance"} <= offered | given, name
-        assert ("importance" in arguments) == scheme.importance, name
+
+    def nearest(weight: object, *, code: str) -> None:
+        pass
+
+    def unit_level(weight: object, *, code: str, rows: int, other: int) -> None:
+        pass
+
+    assert scheme(nearest) is nearest
+    with pytest.raises(TypeError, match=r"unit_level and its entry in core/schemes\.py differ: other, scale"):
+        scheme(unit_level)

@@ -107,8 +107,8 @@ def shared_store(batch: Batch, lanes: Indices, address: Indices, data: Bits) -> 
     word = min(size, 8)
     batch.shared.view(UNSIGNED[8 * word])[(place // word)[:, None] + np.arange(size // word)] = \
         data.view(UNSIGNED[8 * word]).reshape(len(lanes), -1)
-    if batch.options.races and (lost := (batch.shared[place[:, None] + np.arange(size)] != data).any(1)).any():
-        batch.find("race", "threads store different values at one place", int(lanes[int(np.flatnonzero(lost)[0])]))
+    if batch.options.races and (overwritten := (batch.shared[place[:, None] + np.arange(size)] != data).any(1)).any():
+        batch.find("race", "threads store different values at one place", int(lanes[int(np.flatnonzero(overwritten)[0])]))
 
 
 def check_in_flight(batch: Batch, lanes: Indices, place: Indices, size: int, verb: str) -> None:

@@ -1,4 +1,4 @@
-"""How a checkpoint is verified by the CRC-32 checksums of its tensors, which every job of qdsl writes with its output."""
+"""Verifies a checkpoint against the CRC-32 checksums of its tensors, which every job of qdsl writes with its output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from qdsl.checkpoint.files import components
-from qdsl.checkpoint.files.crc import FILE, beside, checksum
+from qdsl.checkpoint.files.crc import FILE, checksum, checksums_path
 from qdsl.checkpoint.files.folder import read_object
 from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
@@ -16,36 +16,37 @@ Extents = Mapping[str, tuple[int, int]]                          # of tensors: t
 
 
 def damaged(path: Path, tell: Callable[[int, str], None] = lambda done, name: None) -> list[str]:
-    """Sentences about tensors that are not those of a checkpoint's checksums: damaged, missing, or not stated.
+    """Problems, one sentence each, with tensors that do not match the checksums of a checkpoint: damaged, missing, or without a
+    checksum.
 
     path: as of `qdsl.open`.  Raises CheckpointError for one without checksums, and for files that are wrong.
     """
     problems: list[str] = []
     done = 0
     for root, files in _models(path):
-        stated = _stated(root, files)
-        if not stated:
+        checksums = _read_checksums(root, files)
+        if not checksums:
             raise CheckpointError(f"{root}: no {FILE} states checksums; qdsl writes it with its outputs")
         for file, tensors in files.items():
-            known = stated.pop(file.name, {})
+            expected = checksums.pop(file.name, {})
             with open(file, "rb") as data:
                 for tensor, (start, nbytes) in tensors.items():
-                    crc = known.pop(tensor, None)
+                    crc = expected.pop(tensor, None)
                     if crc is None or crc != checksum(data, start, nbytes):
                         why = f"has no checksum in {FILE}" if crc is None else "is damaged"
                         problems.append(f"{file}: tensor {shown(tensor)} {why}")
                     tell(done := done + nbytes, tensor)
-            problems += [f"{file}: tensor {shown(tensor)} is missing" for tensor in known]
-        problems += [f"{root}: {shown(name)} is missing" for name in stated]
+            problems += [f"{file}: tensor {shown(tensor)} is missing" for tensor in expected]
+        problems += [f"{root}: {shown(name)} is missing" for name in checksums]
     return problems
 
 
 def check(path: Path, is_optional: bool = False) -> None:
-    """Raise CheckpointError where a tensor of a checkpoint is damaged, as its checksums show, or where it has none.
+    """Raise CheckpointError where a tensor of a checkpoint does not match its checksum, or has none.
 
     is_optional: whether a checkpoint without any checksums passes.
     """
-    if is_optional and not any(_stated(root, files) for root, files in _models(path)):
+    if is_optional and not any(_read_checksums(root, files) for root, files in _models(path)):
         return
     if problems := damaged(path):
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
@@ -58,27 +59,27 @@ def size(path: Path) -> int:
 
 
 def _models(path: Path) -> Iterator[tuple[Path, dict[Path, Extents]]]:
-    """The models of a checkpoint, folders or files, and their files' tensors."""
+    """The models of a checkpoint (folders or files), with the byte ranges of the tensors in their files."""
     if (first := components.gguf(path)) is not None:
         with GgufFile(first) as file:
             entries = file.tensors.items()
             yield first, {own: {name: (entry.start, entry.nbytes) for name, entry in entries if entry.shard == shard}
                           for shard, own in enumerate(file.paths)}
         return
-    with components.opened(path) as models:
+    with components.open_models(path) as models:
         for folder in models.values():
             yield folder.path, {file.path: {name: (entry.start, entry.nbytes) for name, entry in file.header.tensors.items()}
                                 for file in folder.files()}
 
 
-def _stated(root: Path, files: Iterable[Path]) -> dict[str, dict[str, int]]:
-    """CRC-32 by names of files and of tensors, as the folder of files states them, or files next to them."""
-    stated: dict[str, dict[str, int]] = {}
+def _read_checksums(root: Path, files: Iterable[Path]) -> dict[str, dict[str, int]]:
+    """CRC-32 by file name and tensor name, read from the checksum file of the folder and from those next to single files."""
+    checksums: dict[str, dict[str, int]] = {}
     folder = root if root.is_dir() else root.parent
-    for source in (folder / FILE, *map(beside, files)):
+    for source in (folder / FILE, *map(checksums_path, files)):
         own = read_object(source, LIMIT).get("crc32") if source.is_file() else {}
         if not isinstance(own, dict) or not all(isinstance(tensors, dict) for tensors in own.values()):
             raise CheckpointError(f"{source}: crc32 must map files and tensors to numbers")
-        stated |= own
+        checksums |= own
     names = {file.name for file in files}
-    return stated if root.is_dir() else {name: own for name, own in stated.items() if name in names}
+    return checksums if root.is_dir() else {name: own for name, own in checksums.items() if name in names}

@@ -1,4 +1,6 @@
-"""The models of a folder: one, or those of a diffusion pipeline, each in a folder of its own (transformer, text_encoder, vae)."""
+"""The models of a checkpoint folder: one, or the components of a diffusion pipeline (transformer, text_encoder, vae), one per
+subfolder.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,25 @@ AUTOENCODERS = ("Autoencoder", "AsymmetricAutoencoder", "VQModel", "ConsistencyD
 
 
 def names(path: Path) -> list[str]:
-    """The folders of the models, '' for the folder itself: that is one where weights lie in it, or nowhere else either.
+    """Names of the subfolders that hold models; [''] where the folder itself is the model.
 
-    What lies beside a pipeline's own index is none of its models: published ones have theirs there a second time, for others.
+    Weights next to model_index.json are not a model of the pipeline: published pipelines repeat their weights there for other
+    programs.
     """
     if not path.is_dir() or (_has_weights(path) and not (path / PIPELINE).is_file()):
         return [""]
-    return sorted(each.name for each in path.iterdir()
-                  if each.is_dir() and not each.name.startswith(".") and _has_weights(each)) or [""]
+    return sorted(child.name for child in path.iterdir()
+                  if child.is_dir() and not child.name.startswith(".") and _has_weights(child)) or [""]
 
 
 def _has_weights(path: Path) -> bool:
-    return any(not each.name.startswith(".") for each in path.glob("*.safetensors"))
+    return any(not file.name.startswith(".") for file in path.glob("*.safetensors"))
 
 
 def gguf(path: Path) -> Path | None:
-    """The GGUF file of a checkpoint, the first of a split one: the path itself, or that of a folder without safetensors."""
+    """The GGUF file of a checkpoint, the first of a split one: the path itself, or the file of a folder without safetensors;
+    None if there is none.
+    """
     if path.suffix == ".gguf" and not path.is_dir():
         return path
     files = sorted(path.glob("*.gguf")) if path.is_dir() and names(path) == [""] and not any(path.glob("*.safetensors")) else []
@@ -37,26 +42,26 @@ def gguf(path: Path) -> Path | None:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[dict[str, Folder]]:
-    """The models by their folders.  Raises CheckpointError and OSError as Folder does."""
+def open_models(path: Path) -> Iterator[dict[str, Folder]]:
+    """Opens the models of a folder, by the names of their subfolders.  Raises CheckpointError and OSError as Folder does."""
     with ExitStack() as stack:
         yield {name: stack.enter_context(Folder(path / name if name else path)) for name in names(path)}
 
 
-def meant(models: Mapping[str, Folder], only: Sequence[str] = ()) -> tuple[str, ...]:
-    """The models of a pipeline that are quantized or compressed: those that are named, else all but autoencoders; () for all.
+def selected_models(models: Mapping[str, Folder], only: Sequence[str] = ()) -> tuple[str, ...]:
+    """The models of a pipeline to quantize or compress: those of `only`, else all but autoencoders; () means all.
 
-    An autoencoder is small, its libraries look for plain weights in it, and errors in it are seen.
+    An autoencoder is small, its libraries expect plain weights, and its errors are visible in images.
     """
     plain = [name for name, folder in models.items() if not (name.startswith(AUTOENCODER) or is_autoencoder(folder))]
     return tuple(only) or (tuple(plain) if len(plain) < len(models) else ())
 
 
 def is_autoencoder(folder: Folder) -> bool:
-    """Whether a model's config names a class of diffusers that codes images or sound."""
+    """Whether a model's config names an autoencoder of images or sound."""
     return str(folder.config.get("_class_name", "")).startswith(AUTOENCODERS)
 
 
 def within(component: str, file: str) -> str:
-    """A file's name from the folder of all models."""
+    """A file's path relative to the folder of all models."""
     return f"{component}/{file}" if component else file

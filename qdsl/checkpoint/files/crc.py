@@ -1,4 +1,4 @@
-"""CRC-32 checksums of tensors, and the files that state them."""
+"""CRC-32 checksums of tensors, and the files that store them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from zlib import crc32
 FILE = "qdsl-checksums.json"                                     # file -> tensor -> CRC-32 of its bytes, for a folder
 
 
-def beside(path: Path) -> Path:
-    """The file that states the checksums of a single file, next to it."""
+def checksums_path(path: Path) -> Path:
+    """The path of the file that stores the checksums of a single file, next to it."""
     return path.with_name(f"{path.name}.{FILE}")
 
 
 def text(checksums: Mapping[str, Mapping[str, int]]) -> str:
-    """The text of a file that states checksums.  checksums: by names of files and of tensors."""
+    """The JSON text of a checksum file.  checksums: CRC-32 by file name and tensor name."""
     return json.dumps({"schema": 1, "crc32": checksums}, indent=1) + "\n"
 
 
 def checksum(file: BinaryIO, start: int, nbytes: int) -> int | None:
-    """The CRC-32 of bytes of an open file; None where there are fewer."""
+    """The CRC-32 of `nbytes` bytes of an open file from `start` on; None where the file ends before."""
     file.seek(start)
     crc, left = 0, nbytes
     while data := file.read(min(left, 1 << 20)):

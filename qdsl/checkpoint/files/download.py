@@ -1,4 +1,4 @@
-"""Files of HTTP servers: whole in the cache, or the bytes of their headers alone."""
+"""Downloads files of HTTP servers into the cache, or reads only their headers."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ TIMEOUT = 60                                                     # seconds witho
 CHUNK = 1 << 20                                                  # bytes that are read at a time
 FIRST = 1 << 20                                                  # bytes of a GGUF file that are read for its header at first
 LIMIT = 1 << 28                                                  # bytes of a header, and of what a server without ranges gives
-NUMBERS = 1 << 12                                                # bytes of floats that may say something of other tensors
-GAP = 1 << 18                                                    # bytes between two ranges that are read along
-WHOLE = (".output_positions", ".luts")                           # tensors of DF11 that tell what a kernel needs
+NUMBERS = 1 << 12                                                # bytes of float tensors that are read whole, as global scales
+GAP = 1 << 18                                                    # ranges closer than this are read as one
+WHOLE = (".output_positions", ".luts")                           # tensors of DF11 from which a kernel's memory is computed
 REQUESTS = 8                                                     # at a time
 
 
 class _Redirects(HTTPRedirectHandler):
-    """Redirects that give a token to no other host."""
+    """Follows redirects, and sends a token to no other host."""
 
     def redirect_request(self, req: Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str) -> Request | None:
-        found = super().redirect_request(req, fp, code, msg, headers, newurl)
+        redirected = super().redirect_request(req, fp, code, msg, headers, newurl)
         if urlsplit(newurl).scheme not in ("http", "https") or (req.full_url.startswith("https:") and newurl.startswith("http:")):
             raise URLError(f"it redirects to {shown(newurl)}")
-        if found is not None and urlsplit(newurl).netloc != urlsplit(req.full_url).netloc:
-            found.remove_header("Authorization")
-        return found
+        if redirected is not None and urlsplit(newurl).netloc != urlsplit(req.full_url).netloc:
+            redirected.remove_header("Authorization")
+        return redirected
 
 
 _OPENER = build_opener(_Redirects)
 
 
 def download(url: str) -> Path:
-    """The file of a URL, in the cache; one that the server has not changed is not read again.
+    """Downloads the file of a URL into the cache and returns its path; a file that did not change on the server is not
+    downloaded again.
 
     Re-run to resume.  Raises CheckpointError for an answer that is no such file, and OSError.
     """
@@ -66,14 +67,14 @@ def download(url: str) -> Path:
 
 def _downloaded(url: str, path: Path) -> Path:
     tag, part = path.with_name(path.name + ".etag"), path.with_name(path.name + ".part")
-    known = tag.read_text() if tag.is_file() else ""
+    etag = tag.read_text() if tag.is_file() else ""
     headers = {}
-    if path.is_file() and known:
-        headers["If-None-Match"] = known
-    elif part.is_file() and known:
-        headers |= {"Range": f"bytes={part.stat().st_size}-", "If-Range": known}
+    if path.is_file() and etag:
+        headers["If-None-Match"] = etag
+    elif part.is_file() and etag:
+        headers |= {"Range": f"bytes={part.stat().st_size}-", "If-Range": etag}
     try:
-        answer = _opened(url, headers)
+        answer = _open_url(url, headers)
     except CheckpointError as error:
         if isinstance(error.__cause__, HTTPError) and error.__cause__.code == 304:
             return path
@@ -84,7 +85,7 @@ def _downloaded(url: str, path: Path) -> Path:
         is_rest = answer.status == 206
         start = part.stat().st_size if is_rest else 0
         if is_rest and not str(answer.headers["Content-Range"]).startswith(f"bytes {start}-"):
-            raise CheckpointError(f"{shown(url)}: the server gives other bytes than those that were asked for")
+            raise CheckpointError(f"{shown(url)}: the server sent a different range than requested")
         if not is_rest:
             path.unlink(missing_ok=True)
             write_text(tag, _tag(answer.headers))
@@ -105,13 +106,15 @@ def _downloaded(url: str, path: Path) -> Path:
 
 
 def _tag(headers: Any) -> str:
-    """What tells a version of a file from others: a strong ETag, ''."""
+    """The ETag of a file's version where it is a strong one; else ''."""
     tag = str(headers["ETag"] or "")
     return "" if tag.startswith("W/") else tag
 
 
-def _opened(url: str, headers: Mapping[str, str]) -> Any:
-    """An answer with status 200 or 206.  Raises CheckpointError, with the HTTPError as its cause where the server answered."""
+def _open_url(url: str, headers: Mapping[str, str]) -> Any:
+    """The HTTP response, with status 200 or 206.  Raises CheckpointError, with the HTTPError as its cause where the server
+    answered.
+    """
     try:
         return _OPENER.open(Request(url, headers={"User-Agent": "qdsl", **headers}), timeout=TIMEOUT)
     except HTTPError as error:
@@ -122,12 +125,12 @@ def _opened(url: str, headers: Mapping[str, str]) -> Any:
 
 
 def read_range(url: str, start: int, stop: int, headers: Mapping[str, str]) -> tuple[bytes, int]:
-    """The bytes [start, stop) of a file, fewer where it ends, and its size.  Raises CheckpointError."""
-    with _opened(url, {**headers, "Range": f"bytes={start}-{stop - 1}"}) as answer:
+    """The bytes [start, stop) of a remote file, fewer where it ends, and the size of the file.  Raises CheckpointError."""
+    with _open_url(url, {**headers, "Range": f"bytes={start}-{stop - 1}"}) as answer:
         try:
             if answer.status != 206:
                 if stop > LIMIT:
-                    raise CheckpointError(f"{shown(url)}: the server gives whole files alone")
+                    raise CheckpointError(f"{shown(url)}: the server sends only whole files")
                 data, size = answer.read(stop)[start:], answer.headers["Content-Length"]
             else:
                 size = str(answer.headers["Content-Range"]).rpartition("/")[2]
@@ -137,12 +140,13 @@ def read_range(url: str, start: int, stop: int, headers: Mapping[str, str]) -> t
     if not str(size or "").isdecimal():
         raise CheckpointError(f"{shown(url)}: the server does not say how long the file is")
     if len(data) != min(stop, int(size)) - start:
-        raise CheckpointError(f"{shown(url)}: the answer has {len(data)} bytes, {min(stop, int(size)) - start} were asked for")
+        raise CheckpointError(f"{shown(url)}: the answer has {len(data)} bytes, not the requested {min(stop, int(size)) - start}")
     return data, int(size)
 
 
 def write_header(url: str, path: Path, headers: Mapping[str, str]) -> None:
-    """Write a file of the same size with the header of a remote one, and what `layers` looks at in tensors; the rest is a hole.
+    """Write a sparse local file of the same size with the header of a remote one and the bytes that `layers` reads of tensors;
+    the other bytes are a hole.
 
     Raises CheckpointError for a header that is no header, OSError.
     """
@@ -158,9 +162,9 @@ def _write_safetensors(url: str, path: Path, headers: Mapping[str, str]) -> None
     if length > min(size, LIMIT):
         raise CheckpointError(f"{path}: its header of {length} bytes is over the limit of {min(size, LIMIT)}")
     _put(path, size, 0, start + read_range(url, 8, 8 + length, headers)[0])
-    ranges = _looked_at(path)
+    ranges = _ranges_to_read(path)
     with ThreadPoolExecutor(REQUESTS) as pool:
-        parts = pool.map(lambda each: read_range(url, each[0], each[1], headers), ranges)
+        parts = pool.map(lambda part_range: read_range(url, part_range[0], part_range[1], headers), ranges)
         for (first, _), (data, _) in zip(ranges, parts, strict=True):
             _put(path, size, first, data)
 
@@ -181,15 +185,17 @@ def _write_gguf(url: str, path: Path, headers: Mapping[str, str]) -> None:
 
 
 def _put(path: Path, size: int, start: int, data: bytes) -> None:
-    """Bytes in a file of a size; what was not put is a hole."""
+    """Write bytes at an offset of a sparse file of a given size."""
     with open(path, "r+b" if path.exists() else "xb") as file:
         file.truncate(size)
         file.seek(start)
         file.write(data)
 
 
-def _looked_at(path: Path) -> list[tuple[int, int]]:
-    """The ranges of a safetensors file that tell layers' formats: the beginnings of integers, and a few floats."""
+def _ranges_to_read(path: Path) -> list[tuple[int, int]]:
+    """Byte ranges of a safetensors file from which layers' formats are detected: the starts of integer tensors, and small float
+    tensors.
+    """
     with TensorFile(path) as file:
         ranges = sorted((entry.start, entry.stop if name.endswith(WHOLE) else min(entry.stop, entry.start + START_BYTES))
                         for name, entry in file.header.tensors.items()

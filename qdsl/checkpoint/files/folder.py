@@ -1,4 +1,4 @@
-"""A checkpoint as a whole: the safetensors files of a folder as one set of tensors, its config, and its layers."""
+"""A checkpoint folder: its safetensors files as one set of tensors, and its config."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHARD = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 
 
 class Folder:
-    """A checkpoint folder, or a single .safetensors file with the config.json beside it.
+    """A checkpoint folder, or a single .safetensors file with the config.json next to it.
 
     The headers of all files are read at once, the tensors when asked for.  partial: files that the index names may be missing;
     `missing` then says which tensor lies in which of them.  files: names of the files to read; by default those of the index, or
@@ -46,7 +46,7 @@ class Folder:
         placed = self._index()
         if files and set(files) != set(placed.values()):         # an index of others, or none
             self.index, self.missing, placed = {}, {}, {}
-        self.shards = [self.root / name for name in sorted(set(files or placed.values()))] or self._found()
+        self.shards = [self.root / name for name in sorted(set(files or placed.values()))] or self._shards_without_index()
         self._files: dict[str, TensorFile] = {}
         with ExitStack() as stack:
             for shard in self.shards:
@@ -61,11 +61,11 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        """Let go of all files; tensors that were read stay valid."""
+        """Close all files; tensors that were read stay valid."""
         self._stack.close()
 
     def names(self) -> list[str]:
-        """All tensors, file by file, in the order of their bytes."""
+        """Names of all tensors, file by file, in the order of their bytes."""
         return list(self._files)
 
     def __contains__(self, name: str) -> bool:
@@ -76,11 +76,11 @@ class Folder:
         return self.file(name).entry(name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor.  Raises CheckpointError for an unknown name and where TensorFile.tensor does."""
+        """A tensor by name.  Raises CheckpointError for an unknown name and where TensorFile.tensor does."""
         return self.file(name).tensor(name)
 
     def numbers(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a tensor in their order.  Raises CheckpointError as `tensor` does."""
+        """Elements [start, stop) of a flattened tensor.  Raises CheckpointError as `tensor` does."""
         return self.file(name).numbers(name, start, stop)
 
     def file(self, name: str) -> TensorFile:
@@ -90,7 +90,7 @@ class Folder:
         return self._files[name]
 
     def files(self) -> list[TensorFile]:
-        """The files, those that hold tensors."""
+        """The files that hold tensors."""
         return list(dict.fromkeys(self._files.values()))
 
     def layers(self) -> dict[str, dict[str, str]]:
@@ -114,12 +114,12 @@ class Folder:
         return self._objects[name]
 
     def _index_name(self) -> str:
-        """What the index is called, or would be."""
+        """The file name of the index, or the one it would have."""
         names = [path.name for path in self.root.glob(INDICES) if not path.name.startswith(".")]
         return INDEX if INDEX in names else min(names, key=lambda name: (len(name), name), default=INDEX)
 
     def _index(self) -> dict[str, str]:
-        """Tensor name -> file name, as the index says; empty where there is none."""
+        """The index as tensor name -> file name; empty where there is none."""
         path = self.root / self.index_name
         if not self.path.is_dir() or not path.exists():
             return {}
@@ -131,20 +131,20 @@ class Folder:
             if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
                 raise CheckpointError(f"{path}: weight_map: {shown(name)}: {shown(str(shard))} is not the name of a "
                                       "safetensors file in this folder")
-        there = {shard: (self.root / shard).exists() for shard in set(placed.values())}
-        self.missing = {name: shard for name, shard in placed.items() if not there[shard]}
-        if self.missing and not (self.partial and any(there.values())):
+        exists = {shard: (self.root / shard).exists() for shard in set(placed.values())}
+        self.missing = {name: shard for name, shard in placed.items() if not exists[shard]}
+        if self.missing and not (self.partial and any(exists.values())):
             name, shard = next(iter(self.missing.items()))
             raise CheckpointError(f"{path}: weight_map: {shown(name)}: {shard} is missing")
-        return {name: shard for name, shard in placed.items() if there[shard]}
+        return {name: shard for name, shard in placed.items() if exists[shard]}
 
     def _check(self, placed: dict[str, str]) -> None:
-        """Every tensor lies where the index says."""
+        """Raise CheckpointError unless every tensor lies in the file that the index names."""
         for name, shard in placed.items():
             if name not in self._files or self._files[name].path.name != shard:
                 raise CheckpointError(f"{self.root / self.index_name}: weight_map: {shard} does not have tensor {shown(name)}")
 
-    def _found(self) -> list[Path]:
+    def _shards_without_index(self) -> list[Path]:
         """The safetensors files of a folder without an index."""
         if not self.path.exists():
             raise FileNotFoundError(f"{self.path} does not exist")
@@ -152,14 +152,14 @@ class Folder:
             if self.path.suffix != ".safetensors":
                 raise CheckpointError(f"{self.path}: neither a folder nor a .safetensors file")
             return [self.path]
-        found = self._weight_files()
-        if any(path.name in WHOLE for path in found):
-            found = [path for path in found if not path.name.startswith(OTHERS)]
-        if not found:
+        files = self._weight_files()
+        if any(path.name in WHOLE for path in files):
+            files = [path for path in files if not path.name.startswith(OTHERS)]
+        if not files:
             pickles = sorted(path.name for path in self.path.iterdir() if path.suffix in PICKLES)
-            told = f"; {pickles[0]} is a pickle, whose code would run when it is read: only safetensors are" if pickles else ""
-            raise CheckpointError(f"{self.path}: no .safetensors file in this folder{told}")
-        return found
+            hint = f"; {pickles[0]} is a pickle, whose code would run when it is read: only safetensors are" if pickles else ""
+            raise CheckpointError(f"{self.path}: no .safetensors file in this folder{hint}")
+        return files
 
     def _weight_files(self) -> list[Path]:
         return sorted(path for path in self.path.glob("*.safetensors") if not path.name.startswith("."))
@@ -177,7 +177,7 @@ class Folder:
 
 
 def read_object(path: Path, limit: int, *, constants: bool = False) -> dict[str, Any]:
-    """The object that a JSON file holds.  Raises CheckpointError for more than `limit` bytes, and for anything else."""
+    """The JSON object in a file.  Raises CheckpointError for more than `limit` bytes, and for anything else."""
     with open_regular(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:

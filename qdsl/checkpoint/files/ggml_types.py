@@ -1,4 +1,4 @@
-"""The types that a GGUF tensor may have: their numbers, names, and what a block of each holds."""
+"""The tensor types of GGUF files: numbers, names, and the size of a block of each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GgmlType:
-    """One type: a block of `elements` neighbours in a row takes `nbytes` bytes; both are 0 for a type that is not known."""
+    """One tensor type: a block of `elements` consecutive weights of a row takes `nbytes` bytes; both are 0 for an unknown type.
+    """
 
     id: int
     name: str
@@ -15,12 +16,13 @@ class GgmlType:
     nbytes: int
 
     @property
-    def known(self) -> bool:
+    def is_readable(self) -> bool:
+        """Whether the size of a block of this type is defined here."""
         return self.elements > 0
 
     @property
     def bits(self) -> float:
-        """Bits per element.  For known types alone."""
+        """Bits per element.  Only for readable types."""
         return 8 * self.nbytes / self.elements
 
     def row_bytes(self, columns: int) -> int:
@@ -66,9 +68,9 @@ _TABLE = """
 42 Q2_0     64  18
 """
 
-TYPES = {each.id: each for each in (GgmlType(int(id), name, int(elements), int(nbytes))
+TYPES = {type.id: type for type in (GgmlType(int(id), name, int(elements), int(nbytes))
                                     for id, name, elements, nbytes in map(str.split, _TABLE.strip().splitlines()))}
-BY_NAME = {each.name: each for each in TYPES.values()}
+BY_NAME = {type.name: type for type in TYPES.values()}
 REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",
            38: "IQ4_NL_8_8"}
 
@@ -79,7 +81,7 @@ WEIGHTLESS = ("F64", "I8", "I16", "I32", "I64")                   # what is stor
 
 
 def type_of(id: int) -> GgmlType:
-    """The type with a number; one that is removed or unknown has no blocks, and a name that says so."""
+    """The type with a number; a removed or unknown one has blocks of 0 elements, and a name that says so."""
     if id in TYPES:
         return TYPES[id]
     return GgmlType(id, f"removed {REMOVED[id]}" if id in REMOVED else f"unknown {id}", 0, 0)

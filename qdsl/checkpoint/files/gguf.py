@@ -1,7 +1,7 @@
 """GGUF files: a bounded parser of headers, and the mapped tensors of a file or of a set of split files.
 
-A file is refused where its structure is in doubt.  What is wrong with one tensor alone is kept with it, as its `problem`, so that
-a type that nobody knows, or data that a broken download lacks, hides nothing else.  Reading a header does not import torch.
+A file is refused where its structure is in doubt.  A problem of a single tensor is stored as its `problem`, so that an unknown
+type or missing data of one tensor does not hide the others.  Reading a header does not import torch.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class GgufTensor:
 
     @property
     def logical_shape(self) -> tuple[int, ...]:
-        """The shape that the model gives it."""
+        """The shape that the tensor has in the model."""
         return self.shape if self.orig_shape is None else self.orig_shape
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself; notes are what is odd in it and harms nobody here."""
+    """The header of a GGUF file; notes describe what is unusual in it but harmless here."""
 
     version: int
     alignment: int
@@ -72,7 +72,7 @@ class Header:
 # The header
 
 def parse(file: BinaryIO, size: int, path: Path) -> Header:
-    """The header at the start of a file of `size` bytes.
+    """Parses the header at the start of a GGUF file of `size` bytes.
 
     Raises CheckpointError, with the place, for a header that is not one.  Takes time and memory as the header, whatever the
     numbers in it say.
@@ -101,7 +101,7 @@ def _version(cursor: Cursor) -> int:
 
 
 def _count(cursor: Cursor, what: str, least: int, limit: int) -> int:
-    """How many entries, of at least `least` bytes each, follow."""
+    """Reads how many entries, of at least `least` bytes each, follow."""
     count = cursor.u64(f"the number of {what}")
     if count > limit:
         raise cursor.fail(f"{count} {what} are over the limit of {limit}", cursor.place - 8)
@@ -111,7 +111,7 @@ def _count(cursor: Cursor, what: str, least: int, limit: int) -> int:
 
 
 def alignment_of(metadata: Mapping[str, Value], path: Path) -> int:
-    """What general.alignment says.  Raises CheckpointError where it is wrong."""
+    """The value of general.alignment, 32 where it is missing.  Raises CheckpointError where it is wrong."""
     value = metadata.get("general.alignment")
     if value is None:
         return ALIGNMENT
@@ -128,7 +128,7 @@ def _padded(place: int, alignment: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Info:
-    """A tensor as the header has it: dims with that of rows first."""
+    """A tensor as the header describes it; dims: row length first."""
 
     name: str
     dims: tuple[int, ...]
@@ -137,33 +137,34 @@ class _Info:
 
 
 def _infos(cursor: Cursor, count: int) -> list[_Info]:
-    found: dict[str, _Info] = {}
+    """Reads the descriptions of `count` tensors."""
+    infos: dict[str, _Info] = {}
     for _ in range(count):
         start = cursor.place
         name = cursor.text(NAME_LIMIT, "a tensor's name")
-        if name in found or "\0" in name:
-            raise cursor.fail(f"tensor {shown(name)} " + ("occurs twice" if name in found else "has a NUL in its name"), start)
+        if name in infos or "\0" in name:
+            raise cursor.fail(f"tensor {shown(name)} " + ("occurs twice" if name in infos else "has a NUL in its name"), start)
         rank = cursor.u32("the number of dimensions")
         if rank > RANK_LIMIT:
             raise cursor.fail(f"tensor {shown(name)} has {rank} dimensions, over the limit of {RANK_LIMIT}", cursor.place - 4)
         dims = tuple(cursor.u64("a dimension") for _ in range(rank))
-        found[name] = _Info(name, dims, cursor.u32("a tensor's type"), cursor.u64("a tensor's offset"))
-    return list(found.values())
+        infos[name] = _Info(name, dims, cursor.u32("a tensor's type"), cursor.u64("a tensor's offset"))
+    return list(infos.values())
 
 
 def _placed(infos: Sequence[_Info], base: int, alignment: int, size: int) -> tuple[dict[str, GgufTensor], list[str]]:
-    """Every tensor with its bytes, which belong to no other tensor; and what is odd about where they lie."""
+    """All tensors with their byte ranges, which must not overlap; and notes on gaps between them."""
     tensors = {info.name: _tensor(info, base, alignment, size) for info in infos}
-    whole = sorted((each for each in tensors.values() if each.problem is None and each.nbytes),
-                   key=lambda each: (each.start, each.nbytes))
+    whole = sorted((tensor for tensor in tensors.values() if tensor.problem is None and tensor.nbytes),
+                   key=lambda tensor: (tensor.start, tensor.nbytes))
     furthest = None
-    for each in whole:
-        if furthest is not None and each.start < furthest.start + furthest.nbytes:
-            tensors[each.name] = replace(each, problem=f"overlaps tensor {shown(furthest.name)}")
+    for tensor in whole:
+        if furthest is not None and tensor.start < furthest.start + furthest.nbytes:
+            tensors[tensor.name] = replace(tensor, problem=f"overlaps tensor {shown(furthest.name)}")
             if tensors[furthest.name].problem is None:
-                tensors[furthest.name] = replace(furthest, problem=f"overlaps tensor {shown(each.name)}")
-        if furthest is None or each.start + each.nbytes > furthest.start + furthest.nbytes:
-            furthest = each
+                tensors[furthest.name] = replace(furthest, problem=f"overlaps tensor {shown(tensor.name)}")
+        if furthest is None or tensor.start + tensor.nbytes > furthest.start + furthest.nbytes:
+            furthest = tensor
     return tensors, _oddities(list(tensors.values()), base, alignment, size)
 
 
@@ -175,7 +176,7 @@ def _tensor(info: _Info, base: int, alignment: int, size: int) -> GgufTensor:
     problem = None
     if any(length >= 1 << 63 for length in info.dims) or math.prod(max(1, length) for length in info.dims) >= 1 << 63:
         problem = "its shape is too large"                       # a zero hides no overflow
-    elif not type.known:
+    elif not type.is_readable:
         problem = f"{type.name} is no type that can be read"
     elif row % type.elements:
         problem = f"rows of {row} elements are not made of {type.name}'s blocks of {type.elements}"
@@ -189,22 +190,22 @@ def _tensor(info: _Info, base: int, alignment: int, size: int) -> GgufTensor:
 
 
 def _oddities(tensors: Sequence[GgufTensor], base: int, alignment: int, size: int) -> list[str]:
-    """What llama.cpp would refuse: tensors that do not lie one after the other, each padded, in their order."""
+    """Notes on what llama.cpp would refuse: tensors that do not follow one another in order, each padded to the alignment."""
     place = base
-    for each in tensors:
-        if each.problem is not None:
+    for tensor in tensors:
+        if tensor.problem is not None:
             return []                                            # it is refused for that
-        if each.start != place:
-            return [f"tensor {shown(each.name)} begins at byte {each.start}, not at {place} after the one before it"]
-        place += _padded(each.nbytes, alignment)
+        if tensor.start != place:
+            return [f"tensor {shown(tensor.name)} begins at byte {tensor.start}, not at {place} after the one before it"]
+        place += _padded(tensor.nbytes, alignment)
     if tensors and size < place:
         return [f"the last tensor is not padded: {place - size} bytes are missing"]
     return [f"{size - place} bytes follow the last tensor"] if size > place else []
 
 
 def _orig_shapes(metadata: Metadata, tensors: dict[str, GgufTensor]) -> tuple[dict[str, GgufTensor], list[str]]:
-    """Tensors that metadata give another shape, and notes on those that are not there."""
-    found: dict[str, GgufTensor] = {}
+    """Tensors to which metadata give another shape, and notes on metadata of tensors that do not exist."""
+    changed: dict[str, GgufTensor] = {}
     notes = []
     for key, value in metadata.stored().items():
         if not key.startswith(ORIG_SHAPE):
@@ -216,11 +217,11 @@ def _orig_shapes(metadata: Metadata, tensors: dict[str, GgufTensor]) -> tuple[di
         shape: Any = value.decoded(RANK_LIMIT + 1) if value.type == "i32[]" else []
         fits = 0 < len(shape) <= RANK_LIMIT and min(shape) >= 0
         if fits and math.prod(shape) == math.prod(tensors[name].shape):
-            found[name] = replace(tensors[name], orig_shape=tuple(shape))
+            changed[name] = replace(tensors[name], orig_shape=tuple(shape))
         elif tensors[name].problem is None:
             stored = list(tensors[name].shape)
-            found[name] = replace(tensors[name], problem=f"its orig_shape is no i32[] for as many elements as {stored} has")
-    return found, notes
+            changed[name] = replace(tensors[name], problem=f"its orig_shape is no i32[] for as many elements as {stored} has")
+    return changed, notes
 
 
 # Files
@@ -257,7 +258,7 @@ class GgufFile:
             return parse(file, size, path)
 
     def _add_others(self, count: int, total: int) -> None:
-        """The other files of a set: each says which it is, and together they have the tensors that each says there are."""
+        """Open the other files of a split set; together they must have the number of tensors that each one states."""
         for shard, path in enumerate(_shards(self.path, count)[1:], 1):
             if not path.exists():
                 raise CheckpointError(f"{self.path}: {path.name}, file {shard + 1} of {count}, is missing")
@@ -282,11 +283,11 @@ class GgufFile:
         self.close()
 
     def close(self) -> None:
-        """Let go of the maps.  They are not closed by force: what still points into them would crash."""
+        """Drop the memory maps.  They are not closed by force: a tensor that still points into one would crash."""
         self._maps = []
 
     def entry(self, name: str) -> GgufTensor:
-        """A tensor that can be read.  Raises CheckpointError for an unknown name and for a tensor with a problem."""
+        """The entry of a readable tensor.  Raises CheckpointError for an unknown name and for a tensor with a problem."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: no tensor {shown(name)}")
         entry = self.tensors[name]
@@ -329,21 +330,21 @@ class GgufFile:
 
 
 def _split(header: Header, path: Path) -> tuple[int, int, int]:
-    """Which file of how many this is, and how many tensors they have together."""
-    found = []
+    """The number of this file in a split set, the number of files, and the number of tensors in all of them."""
+    numbers = []
     for key, default in zip(SPLIT, (0, 1, len(header.tensors)), strict=True):
         value = header.metadata.get(key, default)
         if type(value) is not int or not 0 <= value <= (TENSORS_LIMIT if key == SPLIT[2] else SHARDS_LIMIT):
             raise CheckpointError(f"{path}: {key} is {shown(repr(value))}")
-        found.append(value)
-    number, count, total = found
+        numbers.append(value)
+    number, count, total = numbers
     if number and number >= count:
         raise CheckpointError(f"{path}: split.no is {number}, split.count {count}")
     return number, count, total
 
 
 def _shards(path: Path, count: int) -> list[Path]:
-    """The files of a set, by the name of its first."""
+    """The paths of the files of a split set, from the path of the first."""
     named = _SHARD.fullmatch(path.name)
     if named is None or (int(named[2]), int(named[3])) != (1, count):
         raise CheckpointError(f"{path}: the first of {count} files; its name must end in -00001-of-{count:05d}.gguf")

@@ -1,4 +1,4 @@
-"""Metadata of GGUF files: values with their types, found in a header without decoding them, decoded when asked for."""
+"""Metadata of GGUF files: typed values, located in a header without decoding them, decoded on access."""
 
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ class Value:
 
     @classmethod
     def of(cls, type: str, content: Any) -> Value:
-        """A value of a type; content is a list for an array.  Raises CheckpointError where the type cannot hold it."""
+        """Encodes a value of a metadata type; content is a list for an array.  Raises CheckpointError where the type cannot hold
+        it.
+        """
         element = type.removesuffix("[]")
         items = list(content) if type.endswith("[]") else [content]
         if element not in _LETTERS or element == "array":
-            known = ", ".join(word for word in _WORDS if word != "array")
-            raise CheckpointError(f"no metadata type {shown(type)}; there are {known}, each with [] too")
+            names = ", ".join(word for word in _WORDS if word != "array")
+            raise CheckpointError(f"no metadata type {shown(type)}; there are {names}, each with [] too")
         try:
             if element == "string":
                 texts = [text.encode() for text in items]
@@ -57,7 +59,7 @@ class Value:
         return cls(type, len(items), data)
 
     def decoded(self, limit: int | None = None) -> Scalar | list[Scalar]:
-        """The value in Python's types; of an array a list, at most `limit` elements of it.
+        """The value as Python types; of an array a list of at most `limit` elements.
 
         Bytes of a string that are no UTF-8 become escapes.
         """
@@ -67,16 +69,16 @@ class Value:
         return list(items) if self.type.endswith("[]") else items[0]
 
     def _strings(self, count: int) -> list[str]:
-        found = []
+        texts = []
         place = 0
         for _ in range(count):
             stop = place + 8 + _U64.unpack_from(self.data, place)[0]
-            found.append(bytes(self.data[place + 8:stop]).decode(errors="backslashreplace"))
+            texts.append(bytes(self.data[place + 8:stop]).decode(errors="backslashreplace"))
             place = stop
-        return found
+        return texts
 
     def stored(self) -> bytes:
-        """The bytes of a file: type word, head of an array, data."""
+        """The bytes that a file stores: type number, array head, data."""
         element = self.type.removesuffix("[]")
         if element == self.type:
             return _U32.pack(_WORDS.index(element)) + self.data
@@ -84,7 +86,7 @@ class Value:
 
 
 class Metadata(Mapping[str, Any]):
-    """Keys and values of a file, in its order; metadata[key] is decoded anew each time, an array as a list."""
+    """Keys and values of a file, in its order; metadata[key] is decoded at every access, an array as a list."""
 
     def __init__(self, values: Mapping[str, Value]) -> None:
         self._values = dict(values)
@@ -99,12 +101,12 @@ class Metadata(Mapping[str, Any]):
         return len(self._values)
 
     def stored(self) -> dict[str, Value]:
-        """All values as they are stored, to be written again."""
+        """All values as stored, so that they can be written again."""
         return dict(self._values)
 
 
 class Cursor:
-    """A place in a header that moves forward and never past the end.
+    """A read position in a header, which only moves forward and never past the end.
 
     data: the bytes up to it, read and not mapped: a file that shrinks meanwhile is an error, and does not end the process.
     """
@@ -117,15 +119,16 @@ class Cursor:
         self.strings = 0                                         # so far, those in arrays and others
 
     def fail(self, what: str, place: int | None = None) -> CheckpointError:
+        """A CheckpointError that names the file and a byte offset, by default the current one."""
         return CheckpointError(f"{self.path}: byte {self.place if place is None else place}: {what}")
 
     def left(self) -> str:
-        """How many bytes there are still, for messages."""
-        rest = self.end - self.place
-        return f"{rest} follow" if self.end == self.size else f"{rest} are left of the {HEADER_LIMIT} of a header"
+        """How many bytes are left, as a phrase for messages."""
+        count = self.end - self.place
+        return f"{count} follow" if self.end == self.size else f"{count} are left of the {HEADER_LIMIT} of a header"
 
     def skip(self, count: int, what: str) -> int:
-        """Step over `count` bytes; where they begin."""
+        """Skips `count` bytes and returns the offset at which they begin."""
         start = self.place
         if count > self.end - start:
             raise self.fail(f"{what} of {count} bytes, but {self.left()}")
@@ -134,20 +137,23 @@ class Cursor:
         return start
 
     def read(self, stop: int) -> None:
-        """Have the bytes up to `stop`, which is not past the end.  Raises CheckpointError for a file that became shorter."""
+        """Read the file's bytes up to `stop`, which is not past the end.  Raises CheckpointError for a file that became shorter.
+        """
         if stop > len(self.data):
             self.data += self.file.read(min(max(stop - len(self.data), CHUNK), self.end - len(self.data)))
         if stop > len(self.data):
             raise CheckpointError(f"{self.path}: became shorter while it was read")
 
     def u32(self, what: str) -> int:
+        """Reads a 32-bit unsigned integer.  what: its name in messages."""
         return int(_U32.unpack_from(self.data, self.skip(4, what))[0])
 
     def u64(self, what: str) -> int:
+        """Reads a 64-bit unsigned integer.  what: its name in messages."""
         return int(_U64.unpack_from(self.data, self.skip(8, what))[0])
 
     def text(self, limit: int, what: str) -> str:
-        """A string of 1 to `limit` bytes, in UTF-8."""
+        """Reads a UTF-8 string of 1 to `limit` bytes."""
         length = self.u64(what)
         if not 0 < length <= limit:
             raise self.fail(f"{what} of {length} bytes; it has 1 to {limit}", self.place - 8)
@@ -158,7 +164,7 @@ class Cursor:
             raise self.fail(f"{what} is not UTF-8", start) from None
 
     def skip_elements(self, element: str, count: int) -> None:
-        """Step over `count` elements of an array, or over a value that is none."""
+        """Skip `count` elements of an array, or a value that is no array."""
         size = _SIZES.get(element, 8)                            # of a string: its length alone
         if count > (self.end - self.place) // size:
             raise self.fail(f"{count} {element} take {size} bytes each at least, but {self.left()}")
@@ -187,7 +193,7 @@ class Cursor:
 
 
 def read_metadata(cursor: Cursor, count: int) -> Metadata:
-    """`count` keys and values.  Raises CheckpointError with the place of what is wrong."""
+    """Reads `count` keys and values.  Raises CheckpointError with the byte offset of what is wrong."""
     values: dict[str, Value] = {}
     for _ in range(count):
         start = cursor.place

@@ -62,10 +62,10 @@ def _check_names(metadata: Mapping[str, Value], tensors: Sequence[NewTensor], pa
 
 
 def _header(metadata: Mapping[str, Value], tensors: Sequence[NewTensor], path: Path) -> tuple[bytes, list[int], int]:
-    """The bytes before the data, which the parser accepts, the sizes of the tensors, and the alignment."""
+    """The encoded header, which the parser accepts, the sizes of the tensors in bytes, and the alignment."""
     for tensor in tensors:                                       # what cannot even be written down
         lengths = [max(1, length) for length in tensor.shape]
-        if not tensor.type.known or min((*tensor.shape, 0)) < 0 or math.prod(lengths) >= ELEMENTS_LIMIT:
+        if not tensor.type.is_readable or min((*tensor.shape, 0)) < 0 or math.prod(lengths) >= ELEMENTS_LIMIT:
             raise CheckpointError(f"{path}: tensor {shown(tensor.name)}: {tensor.type.name} {list(tensor.shape)} is not stored")
     alignment = alignment_of(metadata, path)
     parts = [MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
@@ -81,8 +81,8 @@ def _header(metadata: Mapping[str, Value], tensors: Sequence[NewTensor], path: P
         place += -(-size // alignment) * alignment
     header = b"".join(parts)
     header += bytes(-len(header) % alignment)
-    found = parse(BytesIO(header), len(header) + place, path)
-    for entry in found.tensors.values():
+    parsed = parse(BytesIO(header), len(header) + place, path)
+    for entry in parsed.tensors.values():
         if entry.problem is not None:
             raise CheckpointError(f"{path}: tensor {shown(entry.name)}: {entry.problem}")
     return header, sizes, alignment

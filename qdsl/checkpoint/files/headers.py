@@ -1,4 +1,5 @@
-"""A checkpoint of which only the headers are known: names, dtypes, shapes, metadata and the config, and no tensor's bytes."""
+"""A checkpoint of which only the headers are available: names, dtypes, shapes, metadata and the config, but no tensor's bytes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ NAME = "model.safetensors"                                       # what the one 
 
 
 class HeaderFile(TensorFile):
-    """A safetensors file of which only the header is known; its tensors are on meta."""
+    """A safetensors file of which only the header is available; its tensors are on meta."""
 
     def __init__(self, path: Path, header: Header) -> None:
         self.path = path
@@ -34,7 +35,7 @@ class HeaderFile(TensorFile):
         self._map = None
 
     def start(self, name: str, limit: int) -> bytes:
-        """No bytes.  Raises CheckpointError for an unknown name."""
+        """Returns b"": a header has no tensor bytes.  Raises CheckpointError for an unknown name."""
         self.entry(name)
         return b""
 
@@ -49,7 +50,7 @@ class HeaderFile(TensorFile):
 
 
 class Headers(Folder):
-    """A checkpoint known by its headers, for readers that have no files at hand.
+    """A checkpoint described by its headers alone, for readers that have no files.
 
     dtypes: as torch or safetensors calls them.  metadata: of the safetensors header.  config: what config.json holds.
     Raises CheckpointError for a dtype that is unknown, and for lists of different lengths.
@@ -71,10 +72,10 @@ class Headers(Folder):
         self._json = {"config.json": dict(config or {})}
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
     def json(self, name: str) -> dict[str, Any]:
-        """The config where that is asked for, else {}."""
+        """The config for 'config.json', {} for other names."""
         return self._json.get(name, {})
 
 

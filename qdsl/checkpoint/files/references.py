@@ -1,4 +1,4 @@
-"""References to checkpoints as local paths: files, folders, URLs, and repositories of the Hugging Face Hub.
+"""Resolves references to checkpoints to local paths: files, folders, URLs, and repositories of the Hugging Face Hub.
 
 A reference is a path, `FOLDER:QUANT`, `https://...`, `OWNER/NAME`, `OWNER/NAME/FILE` or `OWNER/NAME:QUANT`.  `@REVISION` may
 follow OWNER/NAME.  QUANT chooses among GGUF files by a whole part of their names, such as Q4_K_M.
@@ -21,7 +21,7 @@ from qdsl.checkpoint.files.download import download, write_header
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 
 FILES = (".gguf", ".safetensors", ".json")
-# What a repository has besides a model that qdsl opens: weights for other programs, and pictures.
+# Files of a repository that are not downloaded: weights for other programs, and pictures.
 SKIPPED = ("*.gguf", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.ot", "*.mlmodel", "*.png", "*.jpg", "original/*")
 VOCABULARIES = ("*tokenizer*.json", "*vocab*.json")              # files that no reader of headers wants
 LISTED = 8                                                       # names in a message
@@ -33,7 +33,9 @@ _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """What is meant of a repository of the hub: a file, the GGUF files of a QUANT, or all that a model needs."""
+    """A repository of the hub, and which of its files a reference names: one file, the GGUF files of a QUANT, or all that a
+    model needs.
+    """
 
     name: str
     revision: str | None = None
@@ -43,13 +45,13 @@ class Repository:
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """A file of any other server."""
+    """A file on any other server."""
 
     text: str
 
     @property
     def parts(self) -> dict[str, str]:
-        """The URLs of all parts of a split file, or of the file, by their names."""
+        """The URLs of all parts of a split file, or of the single file, by file name."""
         place = urlsplit(self.text)
         name = unquote(place.path).rpartition("/")[2]
         query = f"?{place.query}" if place.query else ""
@@ -57,51 +59,51 @@ class Url:
 
 
 def local_path(ref: str | os.PathLike[str]) -> Path:
-    """The file or folder that a reference names; what is not on this machine is downloaded into a cache first.
+    """The local file or folder of a reference; a remote one is downloaded into a cache first.
 
-    Of a split GGUF file it is the first part.  Files of the hub lie in huggingface_hub's cache, whose token and offline mode
-    hold; those of other servers lie in qdsl's.  Raises CheckpointError for a reference that names nothing or several files,
+    Of a split GGUF file it is the first part.  Files of the hub go into huggingface_hub's cache, with its token and offline
+    mode; those of other servers into qdsl's.  Raises CheckpointError for a reference that names nothing or several files,
     and OSError.
     """
-    meant = parsed(ref)
-    if isinstance(meant, Repository):
-        return _from_hub(meant, os.fspath(ref))
-    if isinstance(meant, Url):
-        first, *_ = [download(url) for url in meant.parts.values()]
+    target = parsed(ref)
+    if isinstance(target, Repository):
+        return _from_hub(target, os.fspath(ref))
+    if isinstance(target, Url):
+        first, *_ = [download(url) for url in target.parts.values()]
         return first
-    return meant
+    return target
 
 
 @contextmanager
 def local_headers(ref: str | os.PathLike[str]) -> Iterator[Path]:
-    """A reference as `local_path` has it, for readers of headers: of remote files nothing else is read.
+    """The local path of a reference for readers of headers: of remote files only headers and small tensors are downloaded.
 
-    Those are temporary files with holes in place of all but small tensors.  Raises CheckpointError, OSError.
+    Remote files become temporary sparse files, with holes in place of large tensors.  Raises CheckpointError, OSError.
     """
-    meant = parsed(ref)
-    if isinstance(meant, Path) or (isinstance(meant, Repository) and _is_offline(os.fspath(ref))):
+    target = parsed(ref)
+    if isinstance(target, Path) or (isinstance(target, Repository) and _is_offline(os.fspath(ref))):
         yield local_path(ref)
         return
     with tempfile.TemporaryDirectory(prefix="qdsl-headers-") as folder:
-        if isinstance(meant, Repository):
-            yield _headers_from_hub(meant, os.fspath(ref), Path(folder))
+        if isinstance(target, Repository):
+            yield _headers_from_hub(target, os.fspath(ref), Path(folder))
         else:
-            for name, url in meant.parts.items():
+            for name, url in target.parts.items():
                 write_header(url, Path(folder) / name, {})
-            yield Path(folder) / next(iter(meant.parts))
+            yield Path(folder) / next(iter(target.parts))
 
 
 def has_file(ref: str | os.PathLike[str], name: str) -> bool:
     """Whether a folder or a repository has a file of this name; other references have none.  Raises CheckpointError."""
-    meant = parsed(ref)
-    if isinstance(meant, Repository):
+    target = parsed(ref)
+    if isinstance(target, Repository):
         with _hub_errors(os.fspath(ref)):
-            return meant.file is None and meant.quant is None and name in _names(_hub(os.fspath(ref)), meant)
-    return isinstance(meant, Path) and (meant / name).is_file()
+            return target.file is None and target.quant is None and name in _names(_hub(os.fspath(ref)), target)
+    return isinstance(target, Path) and (target / name).is_file()
 
 
 def parsed(ref: str | os.PathLike[str]) -> Path | Repository | Url:
-    """What a reference means.  Raises CheckpointError for a QUANT that a folder does not have, or has twice."""
+    """Parses a reference.  Raises CheckpointError for a QUANT that a folder does not have, or has twice."""
     text = os.fspath(ref)
     if Path(text).exists():
         return Path(text)
@@ -119,7 +121,7 @@ def parsed(ref: str | os.PathLike[str]) -> Path | Repository | Url:
 
 
 def chosen(names: Iterable[str], quant: str, ref: str) -> list[str]:
-    """The GGUF files of a QUANT, of a split one all parts in order.
+    """The names of the GGUF files of a QUANT; of a split one all parts in order.
 
     A name has QUANT between '-', '.' and '/', or after a '_' where it begins as types do, such as Q4.
     Raises CheckpointError for none, and for several that are not of one set.
@@ -140,12 +142,12 @@ def split_names(name: str) -> list[str]:
 
 
 def _models(names: Iterable[str]) -> list[str]:
-    """GGUF files of language models, not of what sees images for them."""
+    """The GGUF files of language models, without image encoders (mmproj)."""
     return [name for name in names if name.lower().endswith(".gguf") and "mmproj" not in name.lower()]
 
 
 def _one_set(names: Sequence[str], ref: str, problem: str) -> list[str]:
-    """Names that are those of one file, or of all parts of one.  Raises CheckpointError."""
+    """The names, sorted, which must be one file or all parts of one.  Raises CheckpointError."""
     if not names:
         raise CheckpointError(f"{shown(ref)} {problem}")
     if len({_SPLIT.sub("", name) for name in names}) > 1:
@@ -195,7 +197,7 @@ def _from_hub(repository: Repository, ref: str) -> Path:
 
 
 def _headers_from_hub(repository: Repository, ref: str, folder: Path) -> Path:
-    """Headers and settings of a repository's files in a temporary folder."""
+    """Downloads headers and settings of a repository's files into a temporary folder and returns the path of the model."""
     hub = _hub(ref)
     with _hub_errors(ref):
         names = _names(hub, repository)
@@ -217,7 +219,7 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _files(names: Sequence[str], repository: Repository, ref: str) -> list[str]:
-    """The files that a reference to a repository means, none for all that a model needs."""
+    """The files that a reference to a repository names; [] for all that a model needs."""
     if repository.quant is not None:
         return chosen(names, repository.quant, ref)
     if repository.file is not None:
@@ -229,7 +231,7 @@ def _files(names: Sequence[str], repository: Repository, ref: str) -> list[str]:
 
 
 def _names(hub: Any, repository: Repository) -> list[str]:
-    """The files of a repository; offline those that the cache has."""
+    """The files of a repository; offline, those in the cache."""
     if not _is_offline():
         return list(hub.HfApi().list_repo_files(repository.name, revision=repository.revision))
     root = Path(hub.snapshot_download(repository.name, revision=repository.revision, local_files_only=True, allow_patterns=[]))
@@ -238,7 +240,7 @@ def _names(hub: Any, repository: Repository) -> list[str]:
 
 @contextmanager
 def _hub_errors(ref: str) -> Iterator[None]:
-    """What huggingface_hub raises, as a CheckpointError with the first line of what it says."""
+    """Re-raises errors of huggingface_hub as a CheckpointError with the first line of their message."""
     errors = _hub(ref).errors
     try:
         yield

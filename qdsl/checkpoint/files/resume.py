@@ -1,4 +1,4 @@
-"""Files that are written tensor by tensor, and continued where a process was interrupted."""
+"""Writes files tensor by tensor, and resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from zlib import crc32
 
-from qdsl.checkpoint.files.crc import beside, checksum, text
+from qdsl.checkpoint.files.crc import checksum, checksums_path, text
 from qdsl.checkpoint.files.strict_json import CheckpointError, shown
 from qdsl.host.files import check_unchanged, journal_of, replacing, write_text
 
@@ -21,10 +21,10 @@ NewTensor = tuple[str, Iterable[Buffer], int, int]
 
 @dataclass(slots=True)
 class Resume:
-    """How a file is continued that an interrupted process left.
+    """What is needed to resume an interrupted write of a file.
 
-    key: a digest of all that its bytes depend on.  inputs: files that it is made of, with the `identity` that they must have at
-    the end, too.  notes: plain data about tensors by name, those that were whole among them.
+    key: a digest of everything that its bytes depend on.  inputs: the files it is computed from, with the `identity` that they
+    must still have at the end.  notes: plain data by tensor name, also of tensors that were complete before.
     """
 
     key: str
@@ -34,11 +34,12 @@ class Resume:
 
 def write_tensors(path: Path, start: bytes, tensors: Sequence[NewTensor], resume: Resume | None = None,
                   state_checksums: bool = False) -> dict[str, int]:
-    """Write a file of `start` and then tensors: their names, bytes in pieces, sizes, and how many zeros follow.
+    """Write a file that begins with `start` and continues with tensors: (name, chunks of bytes, size in bytes, zeros of
+    padding).
 
-    Returns the CRC-32 of each tensor.  resume: with it, tensors that are whole in a file of the same key are not asked for.
-    state_checksums: write a file that states them, next to this one and before this one is in its place.
-    Raises CheckpointError for pieces that do not add up to the size, InputError where an input changed.
+    Returns the CRC-32 of each tensor.  resume: tensors that are complete in an unfinished file of the same key are kept, and
+    their chunks not read.  state_checksums: also write the checksum file, before this file is renamed into place.
+    Raises CheckpointError for chunks that do not add up to the size, InputError where an input changed.
     """
     checksums: dict[str, int] = {}
     with replacing(path, resume.key if resume else "") as file, ExitStack() as stack:
@@ -59,13 +60,13 @@ def write_tensors(path: Path, start: bytes, tensors: Sequence[NewTensor], resume
         if state_checksums:
             file.flush()
             os.fsync(file.fileno())
-            write_text(beside(path), text({path.name: checksums}))
+            write_text(checksums_path(path), text({path.name: checksums}))
     return checksums
 
 
 def _whole(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence[NewTensor], notes: dict[str, Any],
            checksums: dict[str, int]) -> int:
-    """How many tensors of an unfinished file are whole, by their CRC; the file is cut after them, the journal too."""
+    """How many tensors of an unfinished file are complete, by their CRC; cuts the file and the journal after them."""
     journal.seek(0)
     count = end = place = 0
     lines = journal.readlines() if file.read(len(start)) == start else []
@@ -76,7 +77,7 @@ def _whole(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence[Ne
             if note != {key: record[key] for key in note}:
                 break
             notes[name], checksums[name] = record["note"], record["crc"]
-        except (ValueError, KeyError, TypeError):                # the line that was being written, or a stranger's
+        except (ValueError, KeyError, TypeError):                # an incomplete line, or one that qdsl did not write
             break
         count, end, place = count + 1, end + len(line), file.tell()
     journal.truncate(end)
@@ -86,7 +87,7 @@ def _whole(file: BinaryIO, journal: BinaryIO, start: bytes, tensors: Sequence[Ne
 
 
 def copy_chunks(file: BinaryIO, pieces: Iterable[Buffer], size: int, where: str) -> int:
-    """Write pieces that have `size` bytes together, and return their CRC-32.
+    """Write chunks that have `size` bytes in total, and return their CRC-32.
 
     Raises CheckpointError, beginning with `where`, for more or fewer.
     """
@@ -98,5 +99,5 @@ def copy_chunks(file: BinaryIO, pieces: Iterable[Buffer], size: int, where: str)
         file.write(piece)
         crc = crc32(piece, crc)
     if left:
-        raise CheckpointError(f"{where}: takes {size} bytes, but was given {'more' if left < 0 else size - left}")
+        raise CheckpointError(f"{where}: takes {size} bytes, but got {'more' if left < 0 else size - left}")
     return crc

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 HEADER_LIMIT = 100_000_000                                       # the library's own bound
 RANK_LIMIT = 64                                                  # as many dimensions as torch's operators take
 NAME_LIMIT = 1024
-START_BYTES = 1 << 16                                           # of a tensor, from which its format is told
+START_BYTES = 1 << 16                                           # of a tensor, from which its format is detected
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _METADATA = "__metadata__"
 
@@ -46,17 +46,17 @@ _ORDER = {dtype: place for place, dtype in enumerate(_DTYPES)}
 
 
 def element_bits(dtype: str) -> int:
-    """Bits of an element of a dtype, as safetensors calls it."""
+    """Bits per element of a safetensors dtype."""
     return _DTYPES[dtype][0]
 
 
 def torch_name(dtype: str) -> str:
-    """What torch calls a dtype; of those that it lacks, as safetensors does."""
+    """The torch name of a safetensors dtype; the safetensors name where torch has none."""
     return _DTYPES[dtype][1] or dtype
 
 
 def dtype_of(name: str) -> str:
-    """The safetensors dtype of a name that torch or safetensors has for it: 'torch.bfloat16', 'bfloat16' and 'BF16' are one.
+    """The safetensors dtype for a torch or safetensors name: 'torch.bfloat16', 'bfloat16' and 'BF16' are the same.
 
     Raises CheckpointError for an unknown name.
     """
@@ -69,7 +69,7 @@ def dtype_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: dtype as safetensors calls it, and its bytes [start, stop) from the start of the file."""
+    """One tensor of a file: its safetensors dtype, its shape, and its bytes [start, stop) from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -78,12 +78,13 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
+        """Size of the tensor in bytes."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself: its tensors in the order of their bytes, its metadata, and its size in bytes."""
+    """The header of a file: its tensors in the order of their bytes, its metadata, and the size of the file in bytes."""
 
     tensors: dict[str, Entry]
     metadata: dict[str, str]
@@ -102,7 +103,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """A file open for reading.
+    """Opens a regular file for reading.
 
     Raises CheckpointError for a pipe or a device, on which a read might never end, and for a pointer that Git LFS left.
     """
@@ -133,7 +134,7 @@ def parse_header(data: bytes, path: Path) -> Header:
 
 
 def _parse(data: bytes, size: int | None, path: Path) -> Header:
-    """A header from its bytes, which lie from byte 8 on in a file of `size` bytes, or one that ends with its last tensor."""
+    """Parses a header whose bytes begin at byte 8 of a file of `size` bytes; None: of a file that ends with its last tensor."""
     where = f"{path}: header"
     if data[:1] != b"{":
         raise CheckpointError(f"{where}: begins with {data[:1]!r} at byte 8, not with '{{'")
@@ -177,13 +178,13 @@ def _entry(name: str, item: object, base: int, path: Path) -> Entry:
 
 
 def _naturals(value: object, where: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
+    if not isinstance(value, list) or not all(type(number) is int and number >= 0 for number in value):
         raise CheckpointError(f"{where} must be a list of integers from 0 up")
     return tuple(value)
 
 
 def _check_cover(entries: list[tuple[str, Entry]], base: int, size: int, path: Path) -> None:
-    """Every byte after the header belongs to exactly one tensor."""
+    """Raise CheckpointError unless every byte after the header belongs to exactly one tensor."""
     place = base
     for name, entry in entries:
         if entry.start != place:
@@ -200,7 +201,7 @@ def _check_cover(entries: list[tuple[str, Entry]], base: int, size: int, path: P
 
 @cache
 def torch_dtypes() -> dict[str, torch.dtype]:
-    """The torch dtype of each safetensors one; those under a byte, which are listed but not loaded, are missing."""
+    """The torch dtype of each safetensors dtype, without those that are not loaded (under one byte)."""
     import torch
 
     return {dtype: getattr(torch, name) for dtype, (_, name) in _DTYPES.items() if name is not None}
@@ -228,15 +229,15 @@ class TensorFile:
         self.close()
 
     def close(self) -> None:
-        """Let go of the map.  It is not closed by force: a tensor that still points into it would crash."""
+        """Drop the memory map.  It is not closed by force: a tensor that still points into it would crash."""
         self._map = None
 
     def names(self) -> list[str]:
-        """All tensors, in the order of their bytes."""
+        """Names of all tensors, in the order of their bytes."""
         return list(self.header.tensors)
 
     def entry(self, name: str) -> Entry:
-        """Where a tensor lies.  Raises CheckpointError for a name that the file does not have."""
+        """The dtype, shape and byte range of a tensor.  Raises CheckpointError for a name that the file does not have."""
         if name not in self.header.tensors:
             raise CheckpointError(f"{self.path}: no tensor {shown(name)}")
         return self.header.tensors[name]
@@ -256,7 +257,7 @@ class TensorFile:
         return self._map[entry.start:min(entry.stop, entry.start + limit)]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor, without copying where its bytes are aligned.
+        """The tensor, not copied where its bytes are aligned.
 
         Raises CheckpointError for an unknown name, a dtype under a byte, a BOOL other than 0 and 1, or a closed file.
         """
@@ -264,7 +265,7 @@ class TensorFile:
         return self.numbers(name, 0, math.prod(shape)).view(shape)
 
     def numbers(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a tensor in their order.  Raises CheckpointError as `tensor` does."""
+        """Elements [start, stop) of a flattened tensor.  Raises CheckpointError as `tensor` does."""
         import torch
 
         entry = self.entry(name)
@@ -282,7 +283,7 @@ class TensorFile:
 
 
 def elements(data: mmap.mmap | Path, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes of a map as a flat tensor, without copying where they are aligned; those of a file are read.
+    """Bytes of a memory map as a flat tensor, not copied where they are aligned; the bytes of a path are read from the file.
 
     Raises CheckpointError for a file that is too short.
     """
@@ -299,7 +300,7 @@ def elements(data: mmap.mmap | Path, start: int, nbytes: int, dtype: torch.dtype
 
 
 def read_into(path: Path, start: int, memory: memoryview) -> None:
-    """Fill memory with bytes of a file.  Raises CheckpointError for a file that is too short, as one that was cut meanwhile."""
+    """Fill memory with bytes of a file from `start` on.  Raises CheckpointError for a file that is too short."""
     with naming(path), open(path, "rb", buffering=0) as file:
         file.seek(start)
         place = 0
@@ -310,14 +311,14 @@ def read_into(path: Path, start: int, memory: memoryview) -> None:
 
 
 def check_whole(data: mmap.mmap, path: Path) -> None:
-    """Raise CheckpointError for a file that was cut after it was mapped: reading what is gone would end the process."""
+    """Raise CheckpointError for a file that was truncated after it was mapped: reading past its end would end the process."""
     if data.size() < len(data):
         raise CheckpointError(f"{path}: became shorter while it was read: {data.size()} bytes of {len(data)} are left")
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """A tensor to be written: dtype as safetensors calls it, and its bytes in pieces of any length, asked for once."""
+    """A tensor to be written: its safetensors dtype, its shape, and its bytes in chunks of any length, read once."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -328,8 +329,8 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor],
           metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file; the same tensors and metadata give the same bytes, in whatever order they come.
 
-    Tensors lie as the library lays them: by alignment, then by name, each aligned.  A mapping that makes its tensors
-    when asked is asked twice for each, for the header and for the bytes: one at a time needs to be in memory.
+    Tensors are ordered as by the safetensors library: by alignment, then by name.  Each tensor is read from the mapping twice,
+    for the header and for the bytes, so a lazy mapping needs only one in memory at a time.
     Raises CheckpointError for what read_header would refuse; the destination is then as it was.
     """
     target = Path(path)
@@ -342,20 +343,20 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor],
 
 def write_chunks(path: str | os.PathLike[str], tensors: Mapping[str, Chunks], metadata: Mapping[str, str] | None = None,
                  resume: Resume | None = None, state_checksums: bool = False) -> None:
-    """Write a safetensors file as `write` does, of tensors that come in pieces.
+    """Write a safetensors file as `write` does, from tensors that come in chunks.
 
     resume, state_checksums: as of `write_tensors`.
     Raises CheckpointError for what read_header would refuse, and for pieces that do not add up to their tensor.
     """
     target = Path(path)
-    start, header = laid_out(target, {name: (each.dtype, each.shape) for name, each in tensors.items()}, metadata)
+    start, header = laid_out(target, {name: (chunks.dtype, chunks.shape) for name, chunks in tensors.items()}, metadata)
     write_tensors(target, start, [(name, tensors[name].pieces, entry.nbytes, 0) for name, entry in header.tensors.items()],
                   resume, state_checksums)
 
 
 def laid_out(path: Path | str, tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None,
              ) -> tuple[bytes, Header]:
-    """The bytes before the tensors of a file, given dtypes and shapes, and where in the file each tensor goes, in that order.
+    """The encoded header of a new file, from dtypes and shapes, and the parsed header with where each tensor goes.
 
     Raises CheckpointError for what read_header would refuse.
     """
@@ -379,14 +380,16 @@ def laid_out(path: Path | str, tensors: Mapping[str, tuple[str, tuple[int, ...]]
     return len(data).to_bytes(8, "little") + data, _parse(data, 8 + len(data) + place, Path(path))
 
 
-def _asked(tensors: Mapping[str, torch.Tensor], name: str, known: tuple[str, tuple[int, ...]], path: Path) -> Iterator[Buffer]:
+def _asked(tensors: Mapping[str, torch.Tensor], name: str, expected: tuple[str, tuple[int, ...]], path: Path) -> Iterator[Buffer]:
+    """Yields the bytes of a tensor, which must still have the dtype and shape of the header."""
     tensor = tensors[name]
-    if _described(name, tensor, path) != known:
+    if _described(name, tensor, path) != expected:
         raise CheckpointError(f"{path}: tensor {shown(name)}: dtype or shape changed while it was written")
     yield bytes_of(tensor)
 
 
 def _described(name: str, tensor: torch.Tensor, path: Path) -> tuple[str, tuple[int, ...]]:
+    """The safetensors dtype and the shape of a tensor.  Raises CheckpointError where it cannot be stored."""
     import torch
 
     for dtype, same in torch_dtypes().items():
@@ -397,7 +400,7 @@ def _described(name: str, tensor: torch.Tensor, path: Path) -> tuple[str, tuple[
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The elements of a tensor in order, as bytes; copied only where they do not lie so."""
+    """The elements of a tensor in row-major order as bytes, copied only where they are not contiguous."""
     import torch
 
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()

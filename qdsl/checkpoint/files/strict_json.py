@@ -1,4 +1,4 @@
-"""JSON of a stranger, read without surprises, and how messages show a stranger's strings."""
+"""Strict JSON for untrusted files, and how messages quote untrusted strings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class CheckpointError(ValueError):
 
 
 def strict_json(data: bytes, where: str, *, depth: int, constants: bool = False) -> object:
-    """The value of a JSON text: no duplicate keys, at most `depth` brackets within each other, whole characters only.
+    """Parses JSON: no duplicate keys, at most `depth` nested brackets, valid Unicode only.
 
     `constants` lets NaN and Infinity pass, which JSON does not have.
     Raises CheckpointError, its message beginning with `where`.
@@ -39,7 +39,7 @@ def strict_json(data: bytes, where: str, *, depth: int, constants: bool = False)
 
 
 def _check_depth(text: str, limit: int) -> None:
-    """Brackets are counted before the parser recurses on them."""
+    """Count nested brackets before the parser recurses on them."""
     depth = 0
     for token in _TOKEN.finditer(text):
         first = text[token.start()]
@@ -76,5 +76,5 @@ def _no_constant(name: str) -> float:
 
 
 def shown(text: str) -> str:
-    """A stranger's string as a message may show it: quoted, escaped, cut."""
+    """An untrusted string for a message: quoted, escaped, cut to 80 characters."""
     return repr(text if len(text) <= 80 else text[:77] + "...")

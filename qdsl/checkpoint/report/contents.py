@@ -1,6 +1,6 @@
-"""What lies in a checkpoint: its tensors, types, sizes and metadata, as data and as lines of text.  No tensor is read.
+"""Describes the contents of a checkpoint: tensors, types, sizes and metadata, as data and as text.  No tensor is read.
 
-Strings of a file are shown with what a terminal would obey escaped; metadata are never run, chat templates among them.
+Control characters in strings of a file are escaped.  Metadata, such as chat templates, are never executed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ STRING_SHOWN = 1 << 16                                           # characters of
 
 
 def contents(path: Path, limit: int = SHARED_MEMORY, shapes: Shapes | None = None) -> dict[str, Any]:
-    """A GGUF file, or the first of a set; a .safetensors file, a folder of them, or one of several such models.
+    """Contents of a checkpoint as plain data: a GGUF file or the first of a split set, a .safetensors file, or a folder of one
+    or more models.
 
     limit: bytes of shared memory that a GPU gives a kernel.  shapes: of a model, for layers whose tensors do not say theirs.
     Raises CheckpointError for anything that is wrong in the file, OSError when it cannot be read.
@@ -37,7 +38,7 @@ def contents(path: Path, limit: int = SHARED_MEMORY, shapes: Shapes | None = Non
             return {"file": str(path), "format": "safetensors", "models": inside}
         return _of_safetensors(path, limit, shapes)
     with GgufFile(path) as gguf:
-        tensors = [_gguf_tensor(each) for each in gguf.tensors.values()]
+        tensors = [_gguf_tensor(tensor) for tensor in gguf.tensors.values()]
         metadata = {key: _gguf_value(value) for key, value in gguf.metadata.stored().items()}
         return {"file": str(path), "format": "gguf", "version": gguf.version, "alignment": gguf.alignment,
                 "files": len(gguf.paths), **_totals(tensors), "notes": list(gguf.notes), "metadata": metadata,
@@ -45,27 +46,28 @@ def contents(path: Path, limit: int = SHARED_MEMORY, shapes: Shapes | None = Non
 
 
 def _of_safetensors(path: Path, limit: int, shapes: Shapes | None) -> dict[str, Any]:
-    """Layers, and the tensors one by one; what a folder's index names may be missing."""
+    """Contents of a safetensors file or folder: layers and tensors.  Files that the index names may be missing."""
     with Folder(path, partial=True) as folder:
         tensors = [_entry(name, folder.entry(name)) for name in folder.names()]
         pairs = {key: text for file in folder.files() for key, text in file.header.metadata.items()}
-        found, totals = shaped_layers(folder, shapes), _totals(tensors)
-        (count, nbytes), whole = weights(folder, found), totals["total"]["nbytes"]
+        layers, totals = shaped_layers(folder, shapes), _totals(tensors)
+        (count, nbytes), whole = weights(folder, layers), totals["total"]["nbytes"]
         totals["total"] = {**_total(len(tensors), count, nbytes), "nbytes": whole}
         notes = [f"{name} holds other weights, which are no part of the model" for name in folder.unread]
         notes += [f"bits per weight are without {whole - nbytes} bytes of layers of no known format"] if whole > nbytes else []
         return {"file": str(path), "format": "safetensors", "files": len(folder.shards), **totals,
                 "notes": notes,
                 "metadata": {key: {"type": "string", "value": text} for key, text in pairs.items()},
-                **survey(folder, found, limit), "tensors": tensors}
+                **survey(folder, layers, limit), "tensors": tensors}
 
 
 def _gguf_tensor(tensor: GgufTensor) -> dict[str, Any]:
-    found = {"name": tensor.name, "type": tensor.type.name, "shape": list(tensor.logical_shape), "nbytes": tensor.nbytes,
-             "bits_per_weight": tensor.type.bits if tensor.type.known else None, "start": tensor.start, "shard": tensor.shard}
+    row = {"name": tensor.name, "type": tensor.type.name, "shape": list(tensor.logical_shape), "nbytes": tensor.nbytes,
+           "bits_per_weight": tensor.type.bits if tensor.type.is_readable else None, "start": tensor.start,
+           "shard": tensor.shard}
     if tensor.orig_shape is not None:
-        found["stored_shape"] = list(tensor.shape)
-    return found if tensor.problem is None else {**found, "problem": tensor.problem}
+        row["stored_shape"] = list(tensor.shape)
+    return row if tensor.problem is None else {**row, "problem": tensor.problem}
 
 
 def _entry(name: str, entry: Entry) -> dict[str, Any]:
@@ -75,11 +77,11 @@ def _entry(name: str, entry: Entry) -> dict[str, Any]:
 
 
 def _gguf_value(value: Value) -> dict[str, Any]:
-    """A value that JSON can hold, long ones cut: of an array its first elements."""
+    """A metadata value for JSON, long strings cut; of an array the first elements."""
     if value.type.endswith("[]"):
         first = value.decoded(ARRAY_SHOWN)
         assert isinstance(first, list)
-        return {"type": value.type, "count": value.count, "first": [_plain(each) for each in first]}
+        return {"type": value.type, "count": value.count, "first": [_plain(element) for element in first]}
     return {"type": value.type, "value": _plain(value.decoded())}
 
 
@@ -90,17 +92,17 @@ def _plain(item: object) -> object:
 
 
 def _totals(tensors: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums over the tensors that can be read, in all and by type, the largest first."""
+    """Counts and sizes of the readable tensors, in total and by type, the largest type first."""
     sums: dict[str, list[int]] = {}
-    for each in tensors:
-        if "problem" not in each:
-            total = sums.setdefault(each["type"], [0, 0, 0])
-            for place, more in enumerate((1, math.prod(each["shape"]), each["nbytes"])):
+    for tensor in tensors:
+        if "problem" not in tensor:
+            total = sums.setdefault(tensor["type"], [0, 0, 0])
+            for place, more in enumerate((1, math.prod(tensor["shape"]), tensor["nbytes"])):
                 total[place] += more
     rows = [_total(*total, type=type) for type, total in sums.items()]
     rows.sort(key=lambda row: (-row["nbytes"], row["type"]))
     whole = _total(*(sum(column) for column in zip(*sums.values(), strict=True))) if sums else _total(0, 0, 0)
-    return {"total": whole, "types": rows, "problems": sum("problem" in each for each in tensors)}
+    return {"total": whole, "types": rows, "problems": sum("problem" in tensor for tensor in tensors)}
 
 
 def _total(tensors: int, weights: int, nbytes: int, **head: str) -> dict[str, Any]:
@@ -110,36 +112,36 @@ def _total(tensors: int, weights: int, nbytes: int, **head: str) -> dict[str, An
 
 # As text
 
-def lines(found: Mapping[str, Any]) -> list[str]:
-    """What `contents` found, for people."""
-    if "models" in found:
-        return [line for each in found["models"] for line in [*lines(each), ""]][:-1]
-    total = found["total"]
-    kind = f"GGUF {found['version']}" if found["format"] == "gguf" else "safetensors"
-    files = f" in {found['files']} files" if found["files"] > 1 else ""
-    head = f"{escaped(found['file'])}: {kind}{files}, {total['tensors']} tensors, {total['weights']} weights, " \
+def lines(report: Mapping[str, Any]) -> list[str]:
+    """The report of `contents` as lines of text."""
+    if "models" in report:
+        return [line for entry in report["models"] for line in [*lines(entry), ""]][:-1]
+    total = report["total"]
+    kind = f"GGUF {report['version']}" if report["format"] == "gguf" else "safetensors"
+    files = f" in {report['files']} files" if report["files"] > 1 else ""
+    head = f"{escaped(report['file'])}: {kind}{files}, {total['tensors']} tensors, {total['weights']} weights, " \
            f"{_size(total['nbytes'])}, {_bits(total['bits_per_weight'])} bits per weight"
-    tensors = [] if "layers" in found else [
-        [escaped(each["name"]), each["type"], _shape(each), _bits(each["bits_per_weight"]), _size(each["nbytes"]),
-         each.get("problem", "")] for each in found["tensors"]]
-    surveyed = [line for heads, rows, right in (tables(found) if "layers" in found else [])
+    tensors = [] if "layers" in report else [
+        [escaped(entry["name"]), entry["type"], _shape(entry), _bits(entry["bits_per_weight"]), _size(entry["nbytes"]),
+         entry.get("problem", "")] for entry in report["tensors"]]
+    surveyed = [line for heads, rows, right in (tables(report) if "layers" in report else [])
                 for line in _block(heads, [[escaped(cell) for cell in row] for row in rows], right)]
-    settings = [[escaped(each["source"]), escaped(each["method"]), _settings(each["settings"])]
-                for each in found.get("quantization", [])]
-    types = [[each["type"], str(each["tensors"]), str(each["weights"]), _bits(each["bits_per_weight"]), _size(each["nbytes"])]
-             for each in found["types"]]
-    said = {each["name"] for each in found["tensors"]} | {f"{each['name']}.weight" for each in found.get("layers", [])}
-    metadata = [[escaped(key), value["type"], _value(value)] for key, value in found["metadata"].items() if key not in said]
-    return [head, *(f"note: {escaped(note)}" for note in found["notes"]),
-            *([f"{found['problems']} tensors cannot be read"] if found["problems"] else []),
+    settings = [[escaped(entry["source"]), escaped(entry["method"]), _settings(entry["settings"])]
+                for entry in report.get("quantization", [])]
+    types = [[row["type"], str(row["tensors"]), str(row["weights"]), _bits(row["bits_per_weight"]), _size(row["nbytes"])]
+             for row in report["types"]]
+    covered = {entry["name"] for entry in report["tensors"]} | {f"{entry['name']}.weight" for entry in report.get("layers", [])}
+    metadata = [[escaped(key), value["type"], _value(value)] for key, value in report["metadata"].items() if key not in covered]
+    return [head, *(f"note: {escaped(note)}" for note in report["notes"]),
+            *([f"{report['problems']} tensors cannot be read"] if report["problems"] else []),
             *_block(["metadata", "type", "value"], metadata, ""),
             *_block(["quantization", "", "settings"], settings, ""), *surveyed,
             *_block(["tensor", "type", "shape", "bits", "size", ""], tensors, "   >>"),
-            *_block(["type", "tensors", "numbers" if "layers" in found else "weights", "bits", "size"], types, " >>>>")]
+            *_block(["type", "tensors", "numbers" if "layers" in report else "weights", "bits", "size"], types, " >>>>")]
 
 
 def escaped(text: str, limit: int | None = None) -> str:
-    """A string of a file in one line of a terminal, which obeys none of it; cut at `limit` characters."""
+    """A string of a file for one line of a terminal, without control characters; cut at `limit` characters."""
     part = text if limit is None or len(text) <= limit else text[:limit - 3] + "..."
     return part if part.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in part)
 
@@ -147,15 +149,15 @@ def escaped(text: str, limit: int | None = None) -> str:
 def _value(value: Mapping[str, Any]) -> str:
     if "first" not in value:
         return escaped(str(value["value"]), TEXT_SHOWN)
-    rest = ["..."] if value["count"] > len(value["first"]) else []
-    texts = [repr(each) if isinstance(each, str) else str(each) for each in value["first"]]
-    return f"{value['count']}: " + escaped(", ".join([*texts, *rest]), TEXT_SHOWN)
+    ellipsis = ["..."] if value["count"] > len(value["first"]) else []
+    texts = [repr(element) if isinstance(element, str) else str(element) for element in value["first"]]
+    return f"{value['count']}: " + escaped(", ".join([*texts, *ellipsis]), TEXT_SHOWN)
 
 
 def _settings(settings: Mapping[str, Any]) -> str:
-    """Those that are words or numbers."""
+    """The settings that are strings, integers or lists of integers, as text."""
     return escaped(", ".join(f"{key} = {value}" for key, value in settings.items() if key != "quant_method" and (
-        isinstance(value, int | str) or (isinstance(value, list) and all(type(each) is int for each in value)))), TEXT_SHOWN)
+        isinstance(value, int | str) or (isinstance(value, list) and all(type(one) is int for one in value)))), TEXT_SHOWN)
 
 
 def _shape(tensor: Mapping[str, Any]) -> str:
@@ -174,7 +176,7 @@ def _size(nbytes: int) -> str:
 
 
 def _block(heads: Sequence[str], rows: Sequence[Sequence[str]], right: str) -> list[str]:
-    """A table after an empty line; columns that `right` marks with > are aligned there."""
+    """The lines of a table, after an empty line; columns that `right` marks with > are right-aligned."""
     table = [heads, *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     marks = right.ljust(len(widths))

@@ -1,4 +1,4 @@
-"""Whether an engine can divide a checkpoint's layers among ranks, by their names and the model's config.  No torch."""
+"""Checks from headers whether an engine can divide a checkpoint's layers among ranks of tensor parallelism.  No torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MERGED = {"gate_up_proj": 2}                                     # parts of equa
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A layer of a checkpoint, how it is divided, and what a rank holds.
+    """A layer of a checkpoint, how it is divided, and what one rank stores.
 
     kind: 'row', 'column', 'q', 'kv', 'qkv', 'merged', 'vocabulary', 'replicated', 'expert', or 'group'.  packed:
-    'format.storage'.  how: how a rank's weight is had from the files.  problem: why there is none; '' where there is.
+    'format.storage'.  how: how a rank's weight is computed from the files.  problem: why it cannot be; '' where it can.
     """
 
     layer: str
@@ -37,9 +37,10 @@ class Row:
 
 
 def check_layers(folder: Folder, ranks: int, whole_experts: bool = False) -> list[Row]:
-    """Every packed layer of a checkpoint, as `ranks` ranks would hold it.  whole_experts: ranks do not divide single experts.
+    """Every packed layer of a checkpoint, divided among `ranks` ranks.  whole_experts: expert parallelism, single experts are
+    not divided.
 
-    The shapes of weights that are coded together are not in headers: theirs is (1, N * K).
+    Headers do not state the shapes of weights that are coded as a group: these rows have shape (1, N * K).
     """
     rows = [Row(name.removesuffix(".weight"), "group", group.format, (1, count), "decoded and encoded again",
                 " ".join([*group.problems, *([group.unnamed] if group.unnamed else [])]))
@@ -57,7 +58,7 @@ def check_layers(folder: Folder, ranks: int, whole_experts: bool = False) -> lis
 
 def _division(name: str, layer: Layer, config: Mapping[str, Any], whole_experts: bool) -> tuple[
         str, Callable[[int, int], list[Piece]]]:
-    """The kind of a layer, and the pieces that a rank of several has of it."""
+    """The kind of a layer, and a function that returns the pieces of one rank."""
     n, parts = layer.shape[0], name.split(".")
     last = {".".join(parts[-count:]) for count in (1, 2)}
     if whole_experts and "experts" in parts:
@@ -77,12 +78,12 @@ def _division(name: str, layer: Layer, config: Mapping[str, Any], whole_experts:
 
 
 def _heads(rows: int, heads: int, ranks: int) -> tuple[int, int]:
-    """Rows of a rank and of all ranks; where heads are fewer than ranks, several ranks have one."""
+    """The rows of one rank and of the whole layer; with fewer heads than ranks, several ranks share a head."""
     return (rows // ranks if heads % ranks == 0 else rows // heads if ranks % heads == 0 else 0), rows
 
 
 def _head_rows(name: str, rows: int, config: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Rows and heads of every part of a layer of q, k and v."""
+    """Rows and heads of each part of a layer of q, k and v."""
     text = config.get("text_config", config)                     # where a model of text is one of several
     heads = int(text.get("num_attention_heads") or 1)
     kv = int(text.get("num_key_value_heads") or heads)

@@ -1,4 +1,4 @@
-"""Which rows and columns of a checkpoint's layers each rank of tensor parallelism holds, known from headers.  No torch."""
+"""Which rows and columns of a checkpoint's layers each rank of tensor parallelism stores, computed from headers.  No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.core.borders import UNITS, Span, piece_step, shard_step, span, targets
 from qdsl.core.stored import OF_X, Description
 
-MOST_PADDING = 4                                                 # times the rows or columns that a rank needs, which it may hold
+MOST_PADDING = 4                                                 # a rank stores at most this many times the rows it needs
 GROUP_ROWS = 32                                                  # a multiple of the rows of an entropy code's groups
 STREAMED = "gpt_oss"                                             # the model type whose experts vLLM takes by names of its own
 STREAMED_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
@@ -23,15 +23,15 @@ STREAMED_SUFFIXES = ("_weight", "_weight_scale", "_weight_packed")
 
 
 class ShardError(CheckpointError):
-    """A layer that cannot be divided among the ranks; the message says which, why, and what can be done."""
+    """A layer that cannot be divided among the ranks; the message names it, the reason and a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a rank holds of a layer of a checkpoint.
+    """The part of a layer of a checkpoint that one rank stores.
 
-    layer: whole, as the checkpoint has it.  span: the rows (dim 'N') or columns ('K').  how: how a weight of them is had from the
-    checkpoint's tensors, for a reader: 'cut', 'packed again', ...
+    layer: the whole layer of the checkpoint.  span: the rows (dim 'N') or columns ('K').  how: how a weight of them is computed
+    from the checkpoint's tensors, as text: 'cut', 'packed again', ...
     """
 
     layer: Layer
@@ -40,11 +40,12 @@ class Piece:
 
 
 def merged_pieces(name: str, layers: Sequence[Layer], parts: Sequence[tuple[int, int]], ranks: int, rank: int) -> list[Piece]:
-    """A rank's pieces of a layer whose rows are divided among ranks: one piece for each part, as q, k, v or gate, up.
+    """A rank's pieces of a layer whose rows are divided among ranks: one piece for each merged part, such as q, k, v or gate,
+    up.
 
-    name: of the model's layer, for messages.  layers: of the checkpoint; their rows are those of the parts, one or more each.
-    parts: rows that a rank has of each part, and rows of the whole part; fewer parts than ranks are held several times, as
-    key and value heads are.  Raises ShardError.
+    name: of the model's layer, for messages.  layers: of the checkpoint; each has the rows of one or more parts.
+    parts: for each part the rows of one rank, and the rows of the whole part.  Several ranks get the same rows where heads are
+    fewer than ranks, as key and value heads.  Raises ShardError.
     """
     pieces: list[Piece] = []
     left = list(parts)
@@ -68,7 +69,7 @@ def merged_pieces(name: str, layers: Sequence[Layer], parts: Sequence[tuple[int,
 
 
 def row_piece(name: str, layer: Layer, ranks: int, rank: int) -> Piece:
-    """A rank's piece of a layer whose columns are divided among ranks, as o_proj and down_proj.  Raises ShardError."""
+    """A rank's piece of a layer whose columns are divided among ranks, such as o_proj and down_proj.  Raises ShardError."""
     _check(name, layer)
     k = layer.shape[1]
     if k % ranks:
@@ -77,13 +78,13 @@ def row_piece(name: str, layer: Layer, ranks: int, rank: int) -> Piece:
 
 
 def vocabulary_rows(rows: int, ranks: int, rank: int, padding: int = 64) -> tuple[int, int]:
-    """The rows [start, stop) of a vocabulary that a rank has; all ranks but the last have as many.  padding: of all rows."""
+    """The rows [start, stop) of a vocabulary that one rank stores.  padding: the rows of all ranks are a multiple of it."""
     own = -(-rows // padding) * padding // ranks
     return min(rank * own, rows), min((rank + 1) * own, rows)
 
 
 def piece(name: str, layer: Layer, dim: str, start: int, stop: int, ranks: int = 1) -> Piece:
-    """Rows or columns [start, stop) of a layer.  ranks: of which this is one's, for the message.
+    """Rows ('N') or columns ('K') [start, stop) of a layer.  ranks: the number of ranks, for the message.
 
     Raises ShardError for a layer that is not recognised, and where a rank would hold more than MOST_PADDING times its part.
     """
@@ -107,7 +108,7 @@ def _check(name: str, layer: Layer) -> None:
 
 
 def unservable(layer: Layer) -> str:
-    """Why a layer cannot be served as it is packed, on any number of ranks; '' where it can."""
+    """Why a layer cannot be served in its packed form on any number of ranks; '' where it can."""
     scaled = next((leaf for leaf in layer.others if leaf in OF_X), None)
     if scaled is not None:
         return f"'{scaled}' multiplies the layer's input first, which no engine does; quantize the model without it"
@@ -115,11 +116,11 @@ def unservable(layer: Layer) -> str:
 
 
 def _format(layer: Layer) -> Description:
-    return next(known for known in descriptions() if known.name == layer.format)
+    return next(format for format in descriptions() if format.name == layer.format)
 
 
 def _step(layer: Layer, dim: str, start: int, stop: int) -> tuple[int, str]:
-    """The step at whose multiples a piece is held, and how it is made a weight."""
+    """The step at whose multiples a piece can begin, and how its weight is computed."""
     format, whole = _format(layer), layer.shape[dim == "K"]
     stored = format.layout(layer.storage, layer.params).values()
     if (start, stop) == (0, whole):
@@ -143,7 +144,9 @@ def _step(layer: Layer, dim: str, start: int, stop: int) -> tuple[int, str]:
 
 
 def _with_all_groups(layer: Layer, own: Span, step: int) -> Span:
-    """The columns held of a weight in act-order: so many that the smallest groups are as many as those of the whole weight."""
+    """The columns that a rank stores of an act-order weight: enough that its smallest groups are as many as those of the whole
+    weight.
+    """
     format, k = _format(layer), layer.shape[1]
     sizes = [(name, [int(value) for value in format.params[name] if int(value) > 0]) for name, axis in format.sizes.items()
              if axis == "K"]
@@ -155,7 +158,7 @@ def _with_all_groups(layer: Layer, own: Span, step: int) -> Span:
 
 
 def _remedy(layer: Layer, dim: str, whole: int, ranks: int) -> str:
-    """The most ranks below that a layer can be divided among, for a message."""
+    """The largest smaller number of ranks that a layer can be divided among, as text for a message."""
     for fewer in range(ranks - 1, 1, -1):
         if ranks % fewer == 0 and whole % fewer == 0:
             try:
@@ -168,14 +171,15 @@ def _remedy(layer: Layer, dim: str, whole: int, ranks: int) -> str:
 
 
 def packed_layers(folder: Folder) -> dict[str, Layer]:
-    """The packed layers of a checkpoint by name, experts of a stack one by one; those that no format reads, too."""
+    """The packed layers of a checkpoint by name, experts of a stack one by one; unrecognised layers included."""
     is_streamed = folder.config.get("model_type") == STREAMED
     return {single.name: single for layer in layers(folder).layers
             for single in single_experts(with_order(folder, layer), is_streamed)}
 
 
 def single_experts(layer: Layer, is_streamed: bool = False) -> list[Layer]:
-    """The experts 'experts.3.up_proj' of a stack 'experts.up_proj', tensors named as the storage has them; else the layer.
+    """The experts 'experts.3.up_proj' of a stack 'experts.up_proj', tensors named as the storage names them; [layer] for any
+    other layer.
 
     is_streamed: 'experts.3.w13', as vLLM takes experts of gpt-oss: with tensors 'w13_weight' and 'w13_weight_scale'.
     """
@@ -191,7 +195,7 @@ def single_experts(layer: Layer, is_streamed: bool = False) -> list[Layer]:
 
 
 def plain_layers(folder: Folder) -> dict[str, Layer]:
-    """The matrices `NAME.weight` of plain numbers as layers of the formats that hold such numbers, by name."""
+    """The unquantized matrices `NAME.weight` of a checkpoint as layers of plain formats, by name."""
     result: dict[str, Layer] = {}
     for full in folder.names():
         entry, name = folder.entry(full), full.removesuffix(".weight")
@@ -201,26 +205,26 @@ def plain_layers(folder: Folder) -> dict[str, Layer]:
 
 
 def plain_layer(name: str, dtype: str, shape: tuple[int, int]) -> Layer:
-    """The matrix `NAME.weight` of plain numbers as a layer.  dtype: as headers of safetensors call it."""
+    """The unquantized matrix `NAME.weight` as a layer.  dtype: its safetensors dtype."""
     format = _of_numbers()[dtype]
     storage, tensors = next(iter(format.variants[()].items()))
     return Layer(name, format.name, storage, {}, shape, tensors={next(iter(tensors)): f"{name}.weight"})
 
 
 def is_plain(layer: Layer) -> bool:
-    """Whether a layer is one of plain numbers."""
+    """Whether a layer is an unquantized matrix."""
     return layer.format in [format.name for format in _of_numbers().values()]
 
 
 @cache
 def _of_numbers() -> dict[str, Description]:
-    """The formats that hold plain numbers, by their dtypes in headers of safetensors."""
+    """The formats of unquantized numbers, by their safetensors dtype."""
     return {str(format.detect["safetensors"]): format for format in descriptions() if "safetensors" in format.detect}
 
 
 def with_order(folder: Folder, layer: Layer) -> Layer:
-    """The layer with `act_order` set where an index puts its columns into groups all over K.  Reads that tensor."""
-    format = next((known for known in descriptions() if known.name == layer.format), None)
+    """The layer, with `act_order` set where an index tensor assigns its columns to groups out of order.  Reads that tensor."""
+    format = next((form for form in descriptions() if form.name == layer.format), None)
     layout = {} if format is None else format.layout(layer.storage, layer.params)
     for name, full in layer.tensors.items():
         if format is None or (layout[name].dtype != "index" and layout[name].optional != name) or layer.experts is not None:

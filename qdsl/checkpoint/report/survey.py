@@ -1,4 +1,4 @@
-"""A checkpoint's layers for people and programs: a line for all layers that are alike, so that a large model is a page."""
+"""Summarizes a checkpoint's layers for people and programs: one line for all layers that differ only in number."""
 
 from __future__ import annotations
 
@@ -17,33 +17,36 @@ PROBLEMS = 20                                                    # that are show
 _NUMBER = re.compile(r"\d+")
 
 
-def survey(folder: Folder, found: Layers, limit: int = SHARED_MEMORY) -> dict[str, Any]:
-    """What was found of layers and groups, as data.  limit: bytes of shared memory that a GPU gives the kernel of a group."""
-    held = [_group(folder, each, limit) for each in found.groups]
-    inside = {full for each in held for full in each["tensors"].values()}
-    left = {each.name: each for each in found.left}
-    contradictions = [*({"what": problem} for problem in found.problems),
-                      *({"layer": each.name, "what": each.why} for each in found.layers if each.why and not each.is_unknown),
-                      *({"layer": each.name, "what": problem} for each in found.layers for problem in each.problems),
-                      *({"layer": each.name, "what": each.problem} for each in found.left if each.problem),
-                      *({"layer": each["name"], "what": problem} for each in held for problem in each["problems"])]
-    return {"quantization": [{"source": each.source, "method": each.method, "settings": _finite(each.settings)}
-                             for each in found.quantizations],
-            "layers": [_layer(folder, each) for each in found.layers], "groups": held,
-            "plain": [_plain(folder, name, left) for name in found.plain if name not in inside],
-            "unknown": [{"layer": each.name, "what": each.why} for each in found.layers if each.is_unknown],
+def survey(folder: Folder, layers: Layers, limit: int = SHARED_MEMORY) -> dict[str, Any]:
+    """Layers, groups, plain tensors and problems of a checkpoint, as plain data.  limit: bytes of shared memory that a GPU gives
+    the kernel of a group.
+    """
+    groups = [_group(folder, entry, limit) for entry in layers.groups]
+    inside = {full for entry in groups for full in entry["tensors"].values()}
+    left = {entry.name: entry for entry in layers.left}
+    contradictions = [*({"what": problem} for problem in layers.problems),
+                      *({"layer": entry.name, "what": entry.why} for entry in layers.layers
+                        if entry.why and not entry.is_unknown),
+                      *({"layer": entry.name, "what": problem} for entry in layers.layers for problem in entry.problems),
+                      *({"layer": entry.name, "what": entry.problem} for entry in layers.left if entry.problem),
+                      *({"layer": entry["name"], "what": problem} for entry in groups for problem in entry["problems"])]
+    return {"quantization": [{"source": entry.source, "method": entry.method, "settings": _finite(entry.settings)}
+                             for entry in layers.quantizations],
+            "layers": [_layer(folder, entry) for entry in layers.layers], "groups": groups,
+            "plain": [_plain(folder, name, left) for name in layers.plain if name not in inside],
+            "unknown": [{"layer": entry.name, "what": entry.why} for entry in layers.layers if entry.is_unknown],
             "contradictions": contradictions}
 
 
-def weights(folder: Folder, found: Layers) -> tuple[int, int]:
-    """How many weights layers, groups and plain tensors are, and in how many bytes; without layers of no format."""
-    coded = {full for each in found.layers for full in (*each.tensors.values(), *each.settings)}
-    coded |= {full for each in found.groups for full in each.tensors.values()}
-    unread = {full for each in found.layers if not each.format for full in each.others.values()}
-    known = [name for name in folder.names() if name not in unread]
-    count = sum(map(_numbers, found.layers)) + sum(each.numbers for each in found.groups) + \
-        sum(math.prod(folder.entry(name).shape) for name in known if name not in coded)
-    return count, sum(folder.entry(name).nbytes for name in known)
+def weights(folder: Folder, layers: Layers) -> tuple[int, int]:
+    """The number of weights of layers, groups and plain tensors, and their size in bytes; without unrecognised layers."""
+    coded = {full for layer in layers.layers for full in (*layer.tensors.values(), *layer.settings)}
+    coded |= {full for layer in layers.groups for full in layer.tensors.values()}
+    unread = {full for layer in layers.layers if not layer.format for full in layer.others.values()}
+    names = [name for name in folder.names() if name not in unread]
+    count = sum(map(_numbers, layers.layers)) + sum(layer.numbers for layer in layers.groups) + \
+        sum(math.prod(folder.entry(name).shape) for name in names if name not in coded)
+    return count, sum(folder.entry(name).nbytes for name in names)
 
 
 def _numbers(layer: Layer) -> int:
@@ -51,7 +54,7 @@ def _numbers(layer: Layer) -> int:
 
 
 def _finite(value: Any) -> Any:
-    """A config's value as JSON has it, without the Infinity and NaN that some have."""
+    """A config's value with Infinity and NaN as strings, which JSON does not have."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -68,7 +71,7 @@ def _layer(folder: Folder, layer: Layer) -> dict[str, Any]:
 
 
 def _group(folder: Folder, group: Group, limit: int) -> dict[str, Any]:
-    """A group, with what its kernel asks of a GPU; None where its tensors do not say that."""
+    """A group, with the threads and shared memory of its kernel; None where its tensors do not state them."""
     from qdsl.codecs.lookup import StreamError
 
     problems = [*group.problems, *([group.unnamed] if group.unnamed else [])]
@@ -95,51 +98,51 @@ def _plain(folder: Folder, name: str, left: Mapping[str, Any]) -> dict[str, Any]
 # As text
 
 def tables(data: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]], str]]:
-    """Tables of what `survey` found: heads, rows, and which columns are aligned at the right."""
-    known = [each for each in data["layers"] if each["format"]]
+    """The data of `survey` as tables: heads, rows, and which columns are right-aligned."""
+    recognised = [row for row in data["layers"] if row["format"]]
     layers = [[name, str(len(alike)), f"{first['format']}.{first['storage']}", _extents(first),
                _between(alike, "bits_per_weight"), _params(first["params"]), ", ".join(first["others"]), first["by"]]
-              for name, alike in _grouped(known, lambda each: (each["format"], each["storage"], _params(each["params"]),
-                                                               _extents(each), *each["others"], each["by"]))
+              for name, alike in _grouped(recognised, lambda row: (row["format"], row["storage"], _params(row["params"]),
+                                                                   _extents(row), *row["others"], row["by"]))
               for first in alike[:1]]
     groups = [[name, str(len(alike)), first["format"], str(len(first["weights"])), str(sum(first["weights"].values())),
                _between(alike, "bits_per_weight"), _between(alike, "threads_per_block"), _between(alike, "shared_memory"),
                _fitting(alike)]
-              for name, alike in _grouped(data["groups"], lambda each: (each["format"], tuple(each["weights"].values()),
-                                                                        fits(each))) for first in alike[:1]]
+              for name, alike in _grouped(data["groups"], lambda row: (row["format"], tuple(row["weights"].values()),
+                                                                       fits(row))) for first in alike[:1]]
     plain = [[name, str(len(alike)), first["type"], " x ".join(map(str, first["shape"])), first["by"]]
-             for name, alike in _grouped(data["plain"], lambda each: (each["type"], tuple(each["shape"]), each["by"]))
+             for name, alike in _grouped(data["plain"], lambda row: (row["type"], tuple(row["shape"]), row["by"]))
              for first in alike[:1]]
-    unknown, contradictions = (_told(data[kind]) for kind in ("unknown", "contradictions"))
+    unknown, contradictions = (_problem_rows(data[kind]) for kind in ("unknown", "contradictions"))
     return [(["layers", "", "format", "shape", "bits", "parameters", "beside", "by"], layers, " >"),
             (["groups", "", "format", "weights", "numbers", "bits", "threads", "shared memory", ""], groups, " > >>>>>"),
             (["not quantized", "", "type", "shape", "by"], plain, " >"),
             (["not known", "", ""], unknown, " >"), (["contradictions", "", ""], contradictions, " >")]
 
 
-def _told(problems: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Rows of problems of layers, the first of those there are."""
-    named = [{"name": each.get("layer", ""), **each} for each in problems]
-    rows = [[name, str(len(alike)), alike[0]["what"]] for name, alike in _grouped(named, lambda each: each["what"])]
+def _problem_rows(problems: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Rows of a table of problems, at most PROBLEMS of them."""
+    named = [{"name": problem.get("layer", ""), **problem} for problem in problems]
+    rows = [[name, str(len(alike)), alike[0]["what"]] for name, alike in _grouped(named, lambda problem: problem["what"])]
     return rows[:PROBLEMS] + ([[f"and {len(rows) - PROBLEMS} more", "", ""]] if len(rows) > PROBLEMS else [])
 
 
 def fits(group: Mapping[str, Any]) -> bool:
-    """Whether the kernel of a DF11 group needs no more shared memory than there is."""
+    """Whether the kernel of a DF11 group needs no more shared memory than the limit."""
     return group["shared_memory"] is None or group["shared_memory"] <= group["shared_memory_limit"]
 
 
 def _fitting(alike: Sequence[Mapping[str, Any]]) -> str:
-    """What to do about groups that need more shared memory than there is."""
+    """Which number of threads would fit, for groups that need more shared memory than the limit."""
     if fits(alike[0]):
         return ""
-    known = [each["threads_that_fit"] for each in alike]
-    remedy = "no number of threads fits" if None in known else f"{min(known)} threads fit"
+    thread_counts = [row["threads_that_fit"] for row in alike]
+    remedy = "no number of threads fits" if None in thread_counts else f"{min(thread_counts)} threads fit"
     return f"more than {alike[0]['shared_memory_limit']}: {remedy}"
 
 
 def _grouped(rows: Sequence[Mapping[str, Any]], key: Any) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """Rows of one kind whose names differ in numbers alone, together, and what they are called then."""
+    """Rows whose names differ only in numbers and whose key is the same, together under one name."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((_NUMBER.sub("*", row["name"]), key(row)), []).append(row)
@@ -147,21 +150,21 @@ def _grouped(rows: Sequence[Mapping[str, Any]], key: Any) -> list[tuple[str, lis
 
 
 def _between(alike: Sequence[Mapping[str, Any]], key: str) -> str:
-    """The values of rows, from the least to the largest."""
-    values = [f"{each[key]:.5g}" if isinstance(each[key], float) else str(each[key]) for each in
-              sorted((each for each in alike if each[key] is not None), key=lambda each: float(each[key]))]
+    """The values of rows as 'least to largest'."""
+    values = [f"{row[key]:.5g}" if isinstance(row[key], float) else str(row[key]) for row in
+              sorted((row for row in alike if row[key] is not None), key=lambda row: float(row[key]))]
     return "-" if not values else values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
 
 
 def _together(names: Sequence[str]) -> str:
-    """One name for names that differ in numbers: 'layers.{0-31}.mlp'."""
+    """One name for names that differ only in numbers: 'layers.{0-31}.mlp'."""
     numbers = [set(map(int, column)) for column in zip(*map(_NUMBER.findall, names), strict=True)]
-    found = iter(numbers)
-    return _NUMBER.sub(lambda match: match[0] if len(each := next(found)) == 1 else "{" + _ranges(each) + "}", names[0])
+    sets = iter(numbers)
+    return _NUMBER.sub(lambda match: match[0] if len(values := next(sets)) == 1 else "{" + _ranges(values) + "}", names[0])
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """'0-2,5' of 0, 1, 2 and 5."""
+    """The numbers as ranges: '0-2,5' for 0, 1, 2 and 5."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][1] == number - 1:
@@ -173,7 +176,7 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _params_of(layer: Layer) -> dict[str, int | str]:
-    """A layer's parameters, without the types of optional tensors that it does not have."""
+    """A layer's parameters, without the dtypes of optional tensors that are absent."""
     if not layer.format:
         return dict(layer.params)
     layout = next(form for form in descriptions() if form.name == layer.format).layout(layer.storage, layer.params)

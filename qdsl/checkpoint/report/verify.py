@@ -1,6 +1,6 @@
-"""Two checkpoints side by side: the same tensors, of the same dtypes and shapes, bit for bit; or where they differ.
+"""Compares two checkpoints bit for bit: tensors, dtypes, shapes and values.
 
-Files are read in pieces, whatever the tensors' sizes; torch is imported only where a difference has to be shown.
+Files are read in pieces of fixed size; torch is imported only to describe a difference.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from qdsl.checkpoint.files.safetensors import Entry, element_bits, torch_dtypes
 from qdsl.host.processes import results
 
 PIECE = 1 << 24                                                  # bytes of a tensor that a process compares at a time
-READ = 1 << 20                                                   # and of those in memory
+READ = 1 << 20                                                   # bytes of a piece that are in memory at a time
 WORTH = 1 << 30                                                  # bytes for which another process is worth its start
 Tell = Callable[[int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Elements (bytes, of dtypes under a byte) that differ: how many of how many, the index of the first, and both its values."""
+    """Elements that differ (bytes, for dtypes under a byte): how many of how many, the index of the first, and both its values.
+    """
 
     count: int
     of: int
@@ -38,13 +39,13 @@ class Values:
         return f"{self.count} of {self.of} {self.what} differ, the first at {list(self.index)}: {self.a} and {self.b}"
 
     def data(self) -> dict[str, Any]:
-        """For programs."""
+        """The values as a dictionary for JSON."""
         return {"differing": self.count, "elements": self.of, "index": list(self.index)}
 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """The two numbers of decoded tensors that lie farthest apart, and how far; and the largest magnitude in A."""
+    """The two numbers of decoded tensors that differ most, their distance, and the largest magnitude in A."""
 
     distance: float
     largest: float
@@ -57,14 +58,14 @@ class Apart:
         return f"apart by up to {self.distance:.6g}{part}, at {list(self.index)}: {self.a} and {self.b}"
 
     def data(self) -> dict[str, Any]:
-        """For programs."""
+        """The values as a dictionary for JSON."""
         return {"distance": self.distance if math.isfinite(self.distance) else None, "largest": self.largest,
                 "index": list(self.index)}
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The relative root mean square of a tensor's errors, and what a type usually has."""
+    """The relative RMS error of a tensor, and the usual one of its type."""
 
     error: float
     usual: float
@@ -74,13 +75,13 @@ class Noise:
         return f"relative error {self.error:.3g}; {self.type} has {self.usual:.3g} on these weights"
 
     def data(self) -> dict[str, Any]:
-        """For programs."""
+        """The values as a dictionary for JSON."""
         return {"error": self.error if math.isfinite(self.error) else None, "usual_error": self.usual, "type": self.type}
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What is not the same about a tensor.  kind: 'missing', 'dtype', 'shape', 'values' or 'decoded'."""
+    """A difference between two checkpoints in one tensor.  kind: 'missing', 'dtype', 'shape', 'values' or 'decoded'."""
 
     tensor: str
     kind: str
@@ -94,14 +95,14 @@ class Difference:
         return str(self.values) if self.values else f"{self.kind} {self.a} and {self.b}"
 
     def data(self) -> dict[str, Any]:
-        """For programs."""
-        found: dict[str, Any] = {"tensor": self.tensor, "kind": self.kind, "a": self.a, "b": self.b}
-        return found | (self.values.data() if self.values else {})
+        """The difference as a dictionary for JSON."""
+        data: dict[str, Any] = {"tensor": self.tensor, "kind": self.kind, "a": self.a, "b": self.b}
+        return data | (self.values.data() if self.values else {})
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [start, stop) of a tensor, which lies at `a` and `b` of two files."""
+    """Bytes [start, stop) of a tensor that is in both files."""
 
     name: str
     paths: tuple[Path, Path]
@@ -111,8 +112,8 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Elements of a piece that differ: how many, and which of the tensor is the first, with its bytes in both."""
+class PieceDifference:
+    """Elements of a piece that differ: how many, the index of the first in the flat tensor, and its bytes in both files."""
 
     count: int
     first: int
@@ -122,46 +123,48 @@ class Found:
 
 def size(path: Path) -> int:
     """Bytes of all tensors of a checkpoint, or of several models.  Raises CheckpointError and OSError as `differences` does."""
-    with components.opened(path) as models:
+    with components.open_models(path) as models:
         return sum(folder.entry(name).nbytes for folder in models.values() for name in folder.names())
 
 
 def of_models(a: Path, b: Path, compare: Callable[[Path, Path, Tell], list[Difference]], tell: Tell) -> list[Difference]:
-    """What differs between two checkpoints, or between the models of diffusion pipelines, whose names stand in front."""
+    """All differences between two checkpoints, or between the models of diffusion pipelines; these have the model's name in
+    front.
+    """
     mine, other = components.names(a), components.names(b)
     if mine == other == [""]:
         return compare(a, b, tell)
-    found: list[Difference] = []
+    differences: list[Difference] = []
     before = 0
     for model in dict.fromkeys([*mine, *other]):
         if model not in mine or model not in other:
-            found.append(Difference(f"{model}/", "missing", *(("a model", None) if model in mine else (None, "a model"))))
+            differences.append(Difference(f"{model}/", "missing", *(("a model", None) if model in mine else (None, "a model"))))
             continue
-        each = compare(a / model, b / model, _further(tell, before))
-        found += [replace(one, tensor=components.within(model, one.tensor)) for one in each]
+        inner = compare(a / model, b / model, _further(tell, before))
+        differences += [replace(one, tensor=components.within(model, one.tensor)) for one in inner]
         before += size(a / model)
-    return found
+    return differences
 
 
 def _further(tell: Tell, before: int) -> Tell:
-    """What is told of a part that begins after so many bytes."""
+    """A progress callback for a part that begins after `before` bytes."""
     return lambda done, name: tell(before + done, name)
 
 
 def differences(a: Path, b: Path, *, jobs: int = 1, tell: Tell = lambda done, name: None) -> list[Difference]:
     """Everything that differs between two checkpoints, folders or .safetensors files, in the order of A's tensors.
 
-    tell: is told how many bytes of A are done.  Raises CheckpointError and OSError for files that cannot be read.
+    tell: a callback for progress, in bytes of A.  Raises CheckpointError and OSError for files that cannot be read.
     """
     with Folder(a) as left, Folder(b) as right:
         names = left.names()
-        found = {each.tensor: each for each in bitwise(left, right, names, jobs, tell)}
+        by_name = {difference.tensor: difference for difference in bitwise(left, right, names, jobs, tell)}
         extra = [Difference(name, "missing", None, _text(right.entry(name))) for name in right.names() if name not in left]
-        return [*(found[name] for name in names if name in found), *extra]
+        return [*(by_name[name] for name in names if name in by_name), *extra]
 
 
 def _described(a: Folder, b: Folder, name: str) -> Difference | None:
-    """What differs about a tensor of A without reading it."""
+    """The difference of a tensor of A in existence, dtype or shape; None where these agree."""
     entry = a.entry(name)
     if name not in b:
         return Difference(name, "missing", _text(entry), None)
@@ -174,12 +177,12 @@ def _described(a: Folder, b: Folder, name: str) -> Difference | None:
 
 
 def bitwise(a: Folder, b: Folder, names: Sequence[str], jobs: int, tell: Tell) -> list[Difference]:
-    """Tensors of the same dtype and shape in both of which some bits differ, or that have not the same dtype and shape."""
-    found = {name: each for name in names if (each := _described(a, b, name)) is not None}
-    pieces = [piece for name in names if name not in found for piece in _pieces(a, b, name)]
+    """Differences of tensors in dtype, shape or any bit."""
+    differing = {name: difference for name in names if (difference := _described(a, b, name)) is not None}
+    pieces = [piece for name in names if name not in differing for piece in _pieces(a, b, name)]
     for name, values in _compared(pieces, jobs, tell):
-        found[name] = Difference(name, "values", values.a, values.b, values)
-    return list(found.values())
+        differing[name] = Difference(name, "values", values.a, values.b, values)
+    return list(differing.values())
 
 
 def _text(entry: Entry) -> str:
@@ -193,22 +196,22 @@ def _pieces(a: Folder, b: Folder, name: str) -> Iterator[Piece]:
 
 
 def _compared(pieces: list[Piece], jobs: int, tell: Tell) -> Iterator[tuple[str, Values]]:
-    """The tensors among pieces that differ."""
+    """Compares pieces in parallel; yields the tensors that differ."""
     done = 0
-    found: dict[str, list[Found]] = {}
+    parts_of: dict[str, list[PieceDifference]] = {}
     with closing(results(compare, pieces, min(jobs, len(pieces)))) as answers:
         for piece, answer in zip(pieces, answers, strict=True):
             done += piece.stop - piece.start
             tell(done, piece.name)
             if answer is not None:
-                found.setdefault(piece.name, []).append(answer)
+                parts_of.setdefault(piece.name, []).append(answer)
     entries = {piece.name: piece.entries[0] for piece in pieces}
-    for name, parts in found.items():
+    for name, parts in parts_of.items():
         yield name, _values(entries[name], parts)
 
 
-def compare(piece: Piece) -> Found | None:
-    """The elements of a piece that differ; of dtypes under a byte the bytes."""
+def compare(piece: Piece) -> PieceDifference | None:
+    """The first differing element of a piece and how many differ (bytes, for dtypes under a byte); None where all are equal."""
     width = max(1, element_bits(piece.entries[0].dtype) // 8)
     size = READ // width * width
     count, first = 0, None
@@ -226,20 +229,20 @@ def compare(piece: Piece) -> Found | None:
             if a != b:
                 some, place = _differing(a, b, width)
                 at = slice(place * width, (place + 1) * width)
-                first = first or Found(0, start // width + place, bytes(a[at]), bytes(b[at]))
+                first = first or PieceDifference(0, start // width + place, bytes(a[at]), bytes(b[at]))
                 count += some
     return None if first is None else replace(first, count=count)
 
 
 def _differing(a: bytearray, b: bytearray, width: int) -> tuple[int, int]:
-    """How many elements differ, and the place of the first."""
+    """How many elements of two buffers differ, and the place of the first."""
     import torch
 
     wrong = (torch.frombuffer(a, dtype=torch.uint8) != torch.frombuffer(b, dtype=torch.uint8)).view(-1, width).any(1)
     return int(wrong.sum()), int(wrong.to(torch.uint8).argmax())
 
 
-def _values(entry: Entry, parts: list[Found]) -> Values:
+def _values(entry: Entry, parts: list[PieceDifference]) -> Values:
     bits, first = element_bits(entry.dtype), parts[0]
     index = index_of(first.first, entry.shape) if bits >= 8 else (first.first,)
     return Values(sum(part.count for part in parts), entry.nbytes // max(1, bits // 8), index, _shown(entry.dtype, first.a),
@@ -247,7 +250,7 @@ def _values(entry: Entry, parts: list[Found]) -> Values:
 
 
 def _shown(dtype: str, data: bytes) -> str:
-    """An element in words and in bits."""
+    """An element as a number and as bits."""
     import torch
 
     bits = f"0x{int.from_bytes(data, 'little'):0{2 * len(data)}x}"
@@ -257,7 +260,7 @@ def _shown(dtype: str, data: bytes) -> str:
 
 
 def index_of(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Where the element at a place of the flat tensor lies."""
+    """The index, in a shape, of an element of the flat tensor."""
     index: list[int] = []
     for extent in reversed(shape):
         index.insert(0, place % extent)

@@ -1,5 +1,5 @@
-"""Two checkpoints side by side by what their weights are: layers in any format and storage, and weights that groups hold,
-decoded, beside each other or beside plain floats of the same module.
+"""Compares the decoded weights of two checkpoints: layers in any format and storage, and weights of DF11 groups, with one another
+or with plain floats of the same module.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ TILE = 1 << 19                                                   # weights of bo
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A weight that a group holds; its shape is what the other side says, for the group says its size alone."""
+class GroupWeight:
+    """A weight of a group; its shape is that of the other checkpoint, as the group states only its size."""
 
     group: Group
     name: str
     shape: tuple[int, ...]
 
 
-Unit = Layer | Held | str                                        # a layer, a weight of a group, or the name of a plain tensor
-_groups: dict[Folder, tuple[str, dict[str, Tensor]]] = {}        # of each checkpoint the last one that was decoded
+Unit = Layer | GroupWeight | str                                 # a layer, a weight of a group, or the name of a plain tensor
+_groups: dict[Folder, tuple[str, dict[str, Tensor]]] = {}        # of each checkpoint the group that was decoded last
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One thing in both checkpoints."""
+    """A tensor, layer or group weight that both checkpoints have."""
 
     name: str
     a: Unit
@@ -51,30 +51,32 @@ class Pair:
 
 def decoded_differences(a: Path, b: Path, tolerance: float = 0.0, *, jobs: int = 1, tell: Tell = lambda done, name: None,
                         ) -> list[Difference]:
-    """Everything that differs between two checkpoints whose quantized layers are decoded, exactly, to float32.
+    """All differences between two checkpoints after exact decoding of quantized layers to float32.
 
-    Numbers may lie apart by `tolerance` times the largest magnitude of their tensor in A; NaN is equal to NaN.  Plain tensors of
-    one dtype are compared bit for bit, but floats where there is a tolerance.
-    Raises CheckpointError for layers that are not recognised, and with OSError for files that cannot be read.
+    Numbers may differ by `tolerance` times the largest magnitude of their tensor in A; NaN equals NaN.  Plain tensors of the
+    same dtype are compared bit for bit, except floats where there is a tolerance.
+    Raises CheckpointError for layers that are not recognised, and OSError for files that cannot be read.
     """
     with Folder(a) as left, Folder(b) as right:
         mine, other = _named_alike(_units(left), _units(right))
-        found: dict[str, Difference] = {}
+        differing: dict[str, Difference] = {}
         pairs = []
         for name, unit in mine.items():
-            there = other.get(name)
-            if there is None:
-                found[name] = Difference(name, "missing", _text(left, unit), None)
+            counterpart = other.get(name)
+            if counterpart is None:
+                differing[name] = Difference(name, "missing", _text(left, unit), None)
                 continue
-            unit, there = _shaped(unit, _shape(right, there)), _shaped(there, _shape(left, unit))
-            if not _are_alike(_shape(left, unit), _shape(right, there), isinstance(unit, str) is isinstance(there, str)):
-                found[name] = Difference(name, "shape", str(list(_shape(left, unit))), str(list(_shape(right, there))))
+            unit, counterpart = _shaped(unit, _shape(right, counterpart)), _shaped(counterpart, _shape(left, unit))
+            a_shape, b_shape = _shape(left, unit), _shape(right, counterpart)
+            if not _are_alike(a_shape, b_shape, isinstance(unit, str) is isinstance(counterpart, str)):
+                differing[name] = Difference(name, "shape", str(list(a_shape)), str(list(b_shape)))
             else:
-                pairs.append(Pair(name, unit, there))
+                pairs.append(Pair(name, unit, counterpart))
         plain = [pair for pair in pairs if _is_plain(left, right, pair, tolerance)]
         work = [pair for pair in pairs if pair not in plain]
         size = sum(left.entry(pair.name).nbytes for pair in plain)
-        found |= {each.tensor: each for each in bitwise(left, right, [pair.name for pair in plain], jobs, tell)}
+        differences = bitwise(left, right, [pair.name for pair in plain], jobs, tell)
+        differing |= {difference.tensor: difference for difference in differences}
         with ExitStack() as done:
             done.callback(worker.finish)
             done.callback(_groups.clear)
@@ -83,27 +85,27 @@ def decoded_differences(a: Path, b: Path, tolerance: float = 0.0, *, jobs: int =
                 size += _nbytes(left, pair.a)
                 tell(size, pair.name)
                 if not answer.distance <= tolerance * answer.largest:
-                    found[pair.name] = Difference(pair.name, "decoded", answer.a, answer.b, answer)
+                    differing[pair.name] = Difference(pair.name, "decoded", answer.a, answer.b, answer)
         extra = [Difference(name, "missing", None, _text(right, unit)) for name, unit in other.items() if name not in mine]
-        return [*(found[name] for name in mine if name in found), *extra]
+        return [*(differing[name] for name in mine if name in differing), *extra]
 
 
 def _units(folder: Folder) -> dict[str, Unit]:
-    """What is compared, by the name that a plain weight has or would have."""
-    known = layers(folder)
-    inside = {full for group in known.groups for full in group.tensors.values()}
-    found: dict[str, Unit] = {name: name for name in known.plain if name not in inside}
-    found |= {name: Held(group, name, (count,)) for group in known.groups for name, count in group.parts.items()}
-    for layer in known.layers:
+    """What is compared of a checkpoint, by the name of the plain weight."""
+    model = layers(folder)
+    inside = {full for group in model.groups for full in group.tensors.values()}
+    units: dict[str, Unit] = {name: name for name in model.plain if name not in inside}
+    units |= {name: GroupWeight(group, name, (count,)) for group in model.groups for name, count in group.parts.items()}
+    for layer in model.layers:
         if not layer.format:
             raise CheckpointError(f"{folder.path}: layer {shown(layer.name)}: {layer.why}")
-        found[f"{layer.name}.weight" if layer.name else "weight"] = layer
-        found |= {full: full for full in layer.others.values()}
-    return found
+        units[f"{layer.name}.weight" if layer.name else "weight"] = layer
+        units |= {full: full for full in layer.others.values()}
+    return units
 
 
 def _named_alike(a: dict[str, Unit], b: dict[str, Unit]) -> tuple[dict[str, Unit], dict[str, Unit]]:
-    """Layers called as plain weights of the other side, which are parameters of experts and no '.weight'."""
+    """Both checkpoints with experts' layers renamed to the other's parameter names, which lack '.weight'."""
     def renamed(units: dict[str, Unit], others: dict[str, Unit]) -> dict[str, Unit]:
         short = {name: name.removesuffix(".weight") for name, unit in units.items() if isinstance(unit, Layer)}
         return {short[name] if name not in others and short.get(name) in others else name: unit for name, unit in units.items()}
@@ -112,20 +114,20 @@ def _named_alike(a: dict[str, Unit], b: dict[str, Unit]) -> tuple[dict[str, Unit
 
 
 def _are_alike(a: tuple[int, ...], b: tuple[int, ...], exactly: bool) -> bool:
-    """Whether shapes are the same; those of experts, where one side need not say how many, as of one matrix."""
+    """Whether shapes are equal; unless `exactly`, stacked experts also equal one matrix of all their rows."""
     return a == b or (not exactly and a[-1:] == b[-1:] and len(a) + len(b) == 5 and math.prod(a) == math.prod(b))
 
 
 def _shaped(unit: Unit, shape: tuple[int, ...]) -> Unit:
-    """A weight of a group in the shape of the other side; where that does not say it either, in rows of any size."""
-    if not isinstance(unit, Held) or not shape or math.prod(unit.shape) != math.prod(shape):
+    """A group weight in the shape of the other checkpoint; where that is unknown too, as a matrix of any row size."""
+    if not isinstance(unit, GroupWeight) or not shape or math.prod(unit.shape) != math.prod(shape):
         return unit
     columns = math.gcd(*shape, 1 << 12)
     return replace(unit, shape=shape if len(shape) > 1 else (shape[0] // columns, columns))
 
 
 def _nbytes(folder: Folder, unit: Unit) -> int:
-    if isinstance(unit, Held):
+    if isinstance(unit, GroupWeight):
         whole = sum(folder.entry(full).nbytes for full in unit.group.tensors.values())
         return whole * math.prod(unit.shape) // max(1, unit.group.numbers)
     return sum(folder.entry(full).nbytes for full in ([unit] if isinstance(unit, str) else unit.tensors.values()))
@@ -134,17 +136,17 @@ def _nbytes(folder: Folder, unit: Unit) -> int:
 def _shape(folder: Folder, unit: Unit) -> tuple[int, ...]:
     if isinstance(unit, str):
         return folder.entry(unit).shape
-    return unit.shape if isinstance(unit, Held) or unit.experts is None else (unit.experts, *unit.shape)
+    return unit.shape if isinstance(unit, GroupWeight) or unit.experts is None else (unit.experts, *unit.shape)
 
 
 def _text(folder: Folder, unit: Unit) -> str:
     what = folder.entry(unit).dtype if isinstance(unit, str) else \
-        unit.group.format if isinstance(unit, Held) else f"{unit.format}.{unit.storage}"
+        unit.group.format if isinstance(unit, GroupWeight) else f"{unit.format}.{unit.storage}"
     return f"{what} {list(_shape(folder, unit))}"
 
 
 def _is_plain(a: Folder, b: Folder, pair: Pair, tolerance: float) -> bool:
-    """Whether bits are compared.  Raises CheckpointError where there are no numbers to be compared."""
+    """Whether a pair is compared bit for bit.  Raises CheckpointError for dtypes that are not decoded."""
     if isinstance(pair.a, str) and isinstance(pair.b, str):
         dtypes = {a.entry(pair.a).dtype, b.entry(pair.b).dtype}
         return (len(dtypes) == 1 and not tolerance) or not dtypes <= set(FLOATS)
@@ -157,9 +159,9 @@ def _is_plain(a: Folder, b: Folder, pair: Pair, tolerance: float) -> bool:
 # The work of a process
 
 def compare(pair: Pair) -> Apart:
-    """The numbers of a pair that lie farthest apart; infinitely far where one of them is NaN."""
-    a, b = (_numbers(folder, unit) for folder, unit in zip(worker.there, (pair.a, pair.b), strict=True))
-    shape = _shape(worker.there[0], pair.a)
+    """The two numbers of a pair that differ most; infinitely far where one of them is NaN."""
+    a, b = (_numbers(folder, unit) for folder, unit in zip(worker.folders, (pair.a, pair.b), strict=True))
+    shape = _shape(worker.folders[0], pair.a)
     columns = shape[-1] if shape else 1
     rows = math.prod(shape[:-1])
     matrix = math.gcd(a.rows, b.rows)                            # no tile goes through a matrix of experts
@@ -175,7 +177,7 @@ def compare(pair: Pair) -> Apart:
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Floats in rows: `rows` lie in one matrix, which can be cut at multiples of `step`."""
+    """Decoded floats by rows: one matrix has `rows` rows, and can be cut at multiples of `step`."""
 
     rows: int
     step: int
@@ -187,7 +189,7 @@ def _numbers(folder: Folder, unit: Unit) -> _Numbers:
         tensor = folder.tensor(unit)
         flat = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1] if tensor.dim() else 1)
         return _Numbers(len(flat), 1, lambda start, stop: flat[start:stop])
-    if isinstance(unit, Held):
+    if isinstance(unit, GroupWeight):
         if folder not in _groups or _groups[folder][0] != unit.group.name:
             _groups[folder] = unit.group.name, decoded(folder, unit.group)
         matrix = _groups[folder][1][unit.name].view(math.prod(unit.shape[:-1]), unit.shape[-1])
@@ -201,7 +203,7 @@ def _numbers(folder: Folder, unit: Unit) -> _Numbers:
 
 
 def _worse(worst: Apart, x: Tensor, y: Tensor, start: int, shape: tuple[int, ...]) -> Apart:
-    """The worst so far and that of some elements more, which begin at `start` of the flat tensor."""
+    """The larger of the worst difference so far and that of the given elements, which begin at `start` of the flat tensor."""
     import torch
 
     x, y = x.double().flatten(), y.double().flatten()

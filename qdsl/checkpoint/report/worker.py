@@ -1,4 +1,4 @@
-"""What a process that works on layers of checkpoints has open."""
+"""The checkpoints that a worker process has open."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from pathlib import Path
 
 from qdsl.checkpoint.files.folder import Folder
 
-there: list[Folder] = []
+folders: list[Folder] = []
 _threads: list[int] = []                                         # of torch, before
 
 
 def start(*paths: Path) -> None:
-    """Open checkpoints, for work in one thread: as many processes as processors do not hinder each other."""
+    """Open checkpoints, and limit torch to one thread: parallel work uses one process per processor."""
     import torch
 
-    there.extend(Folder(path, copies=True) for path in paths)
+    folders.extend(Folder(path, copies=True) for path in paths)
     _threads.append(torch.get_num_threads())
     torch.set_num_threads(1)
 
 
-def opened(path: Path) -> Folder:
-    """The checkpoint that was opened from a path."""
-    return next(folder for folder in there if folder.path == path)
+def folder_of(path: Path) -> Folder:
+    """The open checkpoint with a path."""
+    return next(folder for folder in folders if folder.path == path)
 
 
 def finish() -> None:
-    """Let go of them, where the process that asked did the work."""
+    """Close the checkpoints and restore torch's threads, where the work ran in the calling process."""
     import torch
 
-    while there:
-        there.pop().close()
+    while folders:
+        folders.pop().close()
     while _threads:
         torch.set_num_threads(_threads.pop())

@@ -79,11 +79,12 @@ def symbols(words, starts, table, out, total, N, K, groups, runs, size, blocks, 
 
 
 @triton.jit
-def dequantize(words, starts, table, rest, out, total, N, K8, groups, runs, size, made: tl.constexpr, AT: tl.constexpr,
+def dequantize(words, starts, table, uncoded, out, total, N, K8, groups, runs, size, to_weights: tl.constexpr, AT: tl.constexpr,
                R: tl.constexpr, BN: tl.constexpr, TIMES: tl.constexpr):
-    """The 16-bit weights of BN rows in a chunk, as words of two columns; made: of pairs of symbols and the other bits.
+    """Writes the 16-bit weights of BN rows in a chunk, as words of two columns.
 
-    rest: the other bits of eight columns, as words of 64 bits.
+    to_weights: makes pairs of weights from pairs of symbols and the uncoded bits.
+    uncoded: the uncoded bits of eight columns, as words of 64 bits.
     """
     lane = tl.arange(0, BN * R)
     n = tl.program_id(0) * BN + lane // R
@@ -91,23 +92,23 @@ def dequantize(words, starts, table, rest, out, total, N, K8, groups, runs, size
     first = tl.program_id(1) * size
     address, last = table.to(tl.uint64), (words + (total - 1).to(tl.int64) * 32).to(tl.uint64)
     at, bits, left = begun(words, starts + tl.program_id(1) * groups, total, n // ROWS, groups, lane % 32)
-    rest += lanes.within(n, N).to(tl.int64) * K8 + (first * R + lane % R)
+    uncoded += lanes.within(n, N).to(tl.int64) * K8 + (first * R + lane % R)
     four = tl.arange(0, BN * R * 4)
     row = tl.program_id(0) * BN + four // (4 * R)
     place = out + (row.to(tl.int64) * (4 * K8) + (first * (4 * R) + four % (4 * R)))
     for _ in range(0, tl.minimum(size, runs - first), TIMES):
         for j in tl.static_range(TIMES):
-            more = tl.load(rest + j * R)
+            more = tl.load(uncoded + j * R)
             e, at, bits, left = eight(address, at, last, bits, left, AT)
-            p = made(e, more.to(tl.uint32), (more >> 32).to(tl.uint32))
+            p = to_weights(e, more.to(tl.uint32), (more >> 32).to(tl.uint32))
             tl.store(place + j * 4 * R, pairs.words(p[0], p[1], p[2], p[3]), row < N)
-        rest += R * TIMES
+        uncoded += R * TIMES
         place += 4 * R * TIMES
 
 
 @triton.jit
-def few(words, starts, table, rest, x, bias, out, total, M, N, K8, groups, runs, size, chunks,
-        made: tl.constexpr, AT: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constexpr, F: tl.constexpr):
+def few(words, starts, table, uncoded, x, bias, out, total, M, N, K8, groups, runs, size, chunks,
+        to_weights: tl.constexpr, AT: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constexpr, F: tl.constexpr):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32; a warp has two groups of lanes.
 
     Lane 4 * g + c of a group is lane i of row r.  It holds the columns of x, of row r there too, that its weights meet, which
@@ -128,8 +129,8 @@ def few(words, starts, table, rest, x, bias, out, total, M, N, K8, groups, runs,
     for b in tl.static_range(BLOCKS):
         acc = acc + (tl.zeros((W, 16, 8), tl.float32),)
         tokens = tokens + (x + (lanes.within(m + b * ROWS + g // HALVES, M).to(tl.int64) * (4 * K8) + g % HALVES * 16 + a),)
-    upper = rest + (lanes.within(n, N).to(tl.int64) * K8 + lane % R)
-    lower = rest + (lanes.within(n + ROWS, N).to(tl.int64) * K8 + lane % R)
+    upper = uncoded + (lanes.within(n, N).to(tl.int64) * K8 + lane % R)
+    lower = uncoded + (lanes.within(n + ROWS, N).to(tl.int64) * K8 + lane % R)
     for chunk in range(chunks):
         at0, bits0, left0 = begun(words, starts + chunk * groups, total, group, groups, lane % 32)
         at1, bits1, left1 = begun(words, starts + chunk * groups, total, group + 1, groups, lane % 32)
@@ -140,8 +141,8 @@ def few(words, starts, table, rest, x, bias, out, total, M, N, K8, groups, runs,
                 xs = xs + (pairs.apart(tl.load(tokens[b] + t * 4)),)
             e0, at0, bits0, left0 = eight(address, at0, last, bits0, left0, AT)
             e1, at1, bits1, left1 = eight(address, at1, last, bits1, left1, AT)
-            w = pairs.weights(tiled(made(e0, more0.to(tl.uint32), (more0 >> 32).to(tl.uint32))),
-                              tiled(made(e1, more1.to(tl.uint32), (more1 >> 32).to(tl.uint32))), F)
+            w = pairs.weights(tiled(to_weights(e0, more0.to(tl.uint32), (more0 >> 32).to(tl.uint32))),
+                              tiled(to_weights(e1, more1.to(tl.uint32), (more1 >> 32).to(tl.uint32))), F)
             sums = ()
             for b in tl.static_range(BLOCKS):
                 v = xs[b]

@@ -22,7 +22,7 @@ BULK = ("words",)                                                # of which a ch
 ASSUMED = {"longest": entropy.LONGEST}
 
 
-def facts(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> dict[str, int]:
+def stream_info(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> dict[str, int]:
     """Of tensors, checked: the bits of the longest code.  Raises StreamError."""
     entropy.check(tensors, shape)
     return {"longest": int((tensors["table"] & 127).max(initial=0))}
@@ -62,7 +62,7 @@ def row_band(tensors: Tensors, shape: tuple[int, int], start: int, stop: int) ->
             "table": table}
 
 
-def open_calls(tensors: Tensors, facts: Mapping[str, int], out: Tensor, shape: tuple[int, int], blocks: Tensor | None = None,
+def decode_calls(tensors: Tensors, info: Mapping[str, int], out: Tensor, shape: tuple[int, int], blocks: Tensor | None = None,
                ) -> Iterator[Call]:
     """The launch that makes the symbols u8 [N, K].
 
@@ -77,28 +77,30 @@ def open_calls(tensors: Tensors, facts: Mapping[str, int], out: Tensor, shape: t
                weights=rows * per_row * 8 * walk[2], step=rows * per_row * 8, aligned=_alignment(arguments))
 
 
-def dequantize_calls(made: Any, at: int, tensors: Tensors, rest: Tensor, facts: Mapping[str, int], out: Tensor) -> Iterator[Call]:
+def dequantize_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, info: Mapping[str, int], out: Tensor,
+                     ) -> Iterator[Call]:
     """The launch that makes weights [N, K] of 16 bits; K is a multiple of 128.
 
-    made: the function of pairs of symbols, which are at bit `at`, and of the other bits, that makes pairs of weights.
+    to_weights: the function that makes pairs of weights, from pairs of symbols at bit `at` and the bits that are not coded.
+    uncoded: the tensor of those bits.
     """
     n, k = out.shape
     per_row, rows, walk, grid = _walk(n, k)
     times = 1 if walk[1] % 2 or walk[2] % 2 else 2
     arguments = _arguments(tensors)
-    yield Call(kernels.dequantize, (*arguments, rest.view(torch.int64), out.view(torch.int32),
+    yield Call(kernels.dequantize, (*arguments, uncoded.view(torch.int64), out.view(torch.int32),
                             tensors["words"].numel() // entropy.GROUP, n, k // 8, *walk),
-               {"made": made, "AT": at, "R": per_row, "BN": rows, "TIMES": times}, grid, {"num_warps": WARPS},
+               {"to_weights": to_weights, "AT": at, "R": per_row, "BN": rows, "TIMES": times}, grid, {"num_warps": WARPS},
                weights=rows * per_row * 8 * walk[2], step=rows * per_row * 8 * times, aligned=_alignment(arguments))
 
 
-def has_few(shape: tuple[int, int], facts: Mapping[str, int]) -> bool:
+def has_few(shape: tuple[int, int], info: Mapping[str, int]) -> bool:
     """Whether lanes of a row lie as a matrix unit takes them."""
     return entropy.lanes_of(shape[1])[0] in (4, 8)
 
 
-def few_calls(made: Any, at: int, tensors: Tensors, rest: Tensor, facts: Mapping[str, int], x: Tensor, bias: Tensor | None,
-              out: Tensor, F: Any) -> Iterator[Call]:
+def few_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, info: Mapping[str, int], x: Tensor,
+              bias: Tensor | None, out: Tensor, F: Any) -> Iterator[Call]:
     """The launch of x [M, K] times the weight's transpose, plus bias [N], into out [M, N]; K is a multiple of 128."""
     (m, k), n = x.shape, out.shape[1]
     per_row, _, walk, (_, chunks) = _walk(n, k)
@@ -106,9 +108,9 @@ def few_calls(made: Any, at: int, tensors: Tensors, rest: Tensor, facts: Mapping
     blocks = 1 if m <= rows else 2 if m <= 2 * rows else 4
     warps = 1 if cdiv(n, 2 * rows) < 8 * configure.target(x.device).multiprocessors else WARPS
     arguments = _arguments(tensors)
-    yield Call(kernels.few, (*arguments, rest.view(torch.int64), x.view(torch.int32), bias, out,
+    yield Call(kernels.few, (*arguments, uncoded.view(torch.int64), x.view(torch.int32), bias, out,
                      tensors["words"].numel() // entropy.GROUP, m, n, k // 8, *walk, chunks),
-               {"made": made, "AT": at, "R": per_row, "W": warps, "BLOCKS": blocks, "F": F},
+               {"to_weights": to_weights, "AT": at, "R": per_row, "W": warps, "BLOCKS": blocks, "F": F},
                (cdiv(n, 2 * rows * warps), cdiv(m, rows * blocks)), {"num_warps": warps, "num_stages": 1},
                weights=2 * rows * warps * k, step=2 * warps * entropy.GROUP * 8, aligned=_alignment(arguments))
 
@@ -137,5 +139,5 @@ def aligned(table: Tensor) -> Tensor:
     if table.is_meta or table.data_ptr() % size == 0:
         return table
     room = torch.empty(2 * table.numel(), dtype=table.dtype, device=table.device)
-    found = room[-room.data_ptr() % size // table.element_size():][:table.numel()]
-    return found.copy_(table)
+    copy = room[-room.data_ptr() % size // table.element_size():][:table.numel()]
+    return copy.copy_(table)

@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 from qdsl.codecs import bits, lanes
 from qdsl.codecs.huffman import Code, Words, canonical, canonical_code
 from qdsl.codecs.lookup import StreamError
+from qdsl.core.codecs import CODECS
 
 LONGEST = 8                                                      # bits of a code: one lookup of 256 entries
 GROUP = 32                                                       # lanes, a warp
 RUN = 8                                                          # columns of a lane in a row: their codes fit 64 bits
 AHEAD = 2                                                        # turns after the last
-NAMES = ("words", "starts", "table")
+NAMES = tuple(CODECS["huffman_lanes"].tensors)
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -62,8 +63,8 @@ def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> dict[str, N
             words, size = _grouped(_lanes(lengths.reshape(shape)[:, start:stop]), _lanes(values.reshape(shape)[:, start:stop]))
             streams[chunk].append(words)
             sizes[chunk].append(size)
-    turns = np.array([size for each in sizes for part in each for size in part], np.int64)
-    words = np.concatenate([*(part for each in streams for part in each), np.zeros(AHEAD * GROUP, np.uint32)])
+    turns = np.array([size for chunk_parts in sizes for part in chunk_parts for size in part], np.int64)
+    words = np.concatenate([*(part for chunk_parts in streams for part in chunk_parts), np.zeros(AHEAD * GROUP, np.uint32)])
     return {"words": words.view(np.int32), "starts": (np.cumsum(turns) - turns).astype(np.int32).reshape(chunks, -(-n // rows)),
             "table": _table(code)}
 
@@ -105,10 +106,10 @@ def _grouped(lengths: NDArray[np.uint8], values: Words) -> tuple[NDArray[np.uint
 
 def _table(code: Code) -> NDArray[np.int16]:
     """By eight bits; those that begin no code, which happens for a single exponent, say its exponent and a bit."""
-    found = np.zeros(256, np.int16)
+    table = np.zeros(256, np.int16)
     for symbol, (size, value) in code.words.items():
-        found[value << 8 - size:] = symbol << 7 | size
-    return found
+        table[value << 8 - size:] = symbol << 7 | size
+    return table
 
 
 def check(tensors: Tensors, shape: tuple[int, int]) -> Code:
@@ -119,10 +120,10 @@ def check(tensors: Tensors, shape: tuple[int, int]) -> Code:
     for name, (kind, size) in wanted.items():
         if name not in tensors or tensors[name].dtype != kind or (size is not None and tensors[name].shape != size):
             raise StreamError(f"{name} is missing, or not {list(size) if size else '[words]'} of {kind}")
-    turns, rest = divmod(len(tensors["words"]), GROUP)
+    turns, remainder = divmod(len(tensors["words"]), GROUP)
     starts = tensors["starts"].reshape(-1)
     ends = np.concatenate([[0], starts, [turns - AHEAD]])
-    if rest or ends[1] or (np.diff(ends) < 0).any():
+    if remainder or ends[1] or (np.diff(ends) < 0).any():
         raise StreamError(f"starts do not rise from 0 to at most {turns - AHEAD}")
     runs = np.array([stop - start for start, stop in _bounds(-(-k // (RUN * per_row)), chunks)])
     if (np.diff(ends[1:]).reshape(chunks, -1) > -(-LONGEST * RUN * runs[:, None] // 32)).any():
@@ -195,11 +196,11 @@ def _ungrouped(words: NDArray[np.uint32], starts: NDArray[np.int64], stops: NDAr
     """Symbols [lanes, count] of groups with turns from starts to stops."""
     turns = stops - starts
     stride = int(turns.max(initial=0)) + 2
-    each = np.zeros((len(turns) * GROUP, stride), np.uint64)
+    lane_words = np.zeros((len(turns) * GROUP, stride), np.uint64)
     for group, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
-        each[group * GROUP:(group + 1) * GROUP, :stop - start] = words[start:stop].T
-    flat = each.reshape(-1)
-    at = np.arange(len(each), dtype=np.int64) * (32 * stride)
+        lane_words[group * GROUP:(group + 1) * GROUP, :stop - start] = words[start:stop].T
+    flat = lane_words.reshape(-1)
+    at = np.arange(len(lane_words), dtype=np.int64) * (32 * stride)
     symbols = lanes.counted(flat[:-1] << 32 | flat[1:], at, count, lookup)
     used = lookup.lengths.astype(np.uint8)[symbols].sum(1, dtype=np.int64).reshape(len(turns), GROUP).max(1, initial=0)
     over = np.flatnonzero(used > 32 * turns)

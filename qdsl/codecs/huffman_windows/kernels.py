@@ -11,21 +11,21 @@ from qdsl.runtime.gpu.triton import tl, triton
 @triton.jit
 def word(data, at, size):
     """Bytes [at, at + 4) of the data, the first one highest; 0 for those from `size` on."""
-    found = tl.zeros_like(at).to(tl.uint32)
+    value = tl.zeros_like(at).to(tl.uint32)
     for i in tl.static_range(4):
-        found = (found << 8) | tl.load(data + at + i, at + i < size, 0).to(tl.uint32)
-    return found
+        value = (value << 8) | tl.load(data + at + i, at + i < size, 0).to(tl.uint32)
+    return value
 
 
 @triton.jit
 def entry(tables, last, bits, LEVELS: tl.constexpr):
     """The symbol whose code the upper of 32 bits begin with, and its length, by LEVELS rows of the tables and the last one."""
-    found = tl.load(tables + (bits >> 24)).to(tl.int32)
+    symbol = tl.load(tables + (bits >> 24)).to(tl.int32)
     for level in tl.static_range(1, LEVELS):
-        further = found >= 240
-        row = tl.load(tables + ((256 - found) * 256 + ((bits >> (24 - 8 * level)) & 255).to(tl.int32)), further, 0).to(tl.int32)
-        found = tl.where(further, row, found)
-    return found, tl.load(last + found).to(tl.int32)
+        further = symbol >= 240
+        row = tl.load(tables + ((256 - symbol) * 256 + ((bits >> (24 - 8 * level)) & 255).to(tl.int32)), further, 0).to(tl.int32)
+        symbol = tl.where(further, row, symbol)
+    return symbol, tl.load(last + symbol).to(tl.int32)
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def symbols(tables, data, positions, gaps, out, size, blocks, five, rows, steps,
     end = tl.minimum(e + count, position(positions, tl.minimum(block + 1, blocks)))
     p = gap
     for _ in range(steps):
-        found, length = entry(tables, last, ahead(first, second, third, p), LEVELS)
-        tl.store(out + e, found.to(tl.uint8), e < end)
+        symbol, length = entry(tables, last, ahead(first, second, third, p), LEVELS)
+        tl.store(out + e, symbol.to(tl.uint8), e < end)
         e += 1
         p += length

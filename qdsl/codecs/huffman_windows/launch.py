@@ -21,7 +21,7 @@ BULK = ("data", "gaps")                                          # of which a ch
 ASSUMED = {"threads": entropy.THREADS, "levels": 2, "steps": 32}
 
 
-def facts(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> dict[str, int]:
+def stream_info(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> dict[str, int]:
     """Of tensors, checked: windows of a block, rows that a code is looked up in, and codes that can begin in a window.
 
     Raises StreamError.
@@ -54,12 +54,12 @@ def group_rows(shape: tuple[int, int]) -> int:
     return 0
 
 
-def open_calls(tensors: Tensors, facts: Mapping[str, int], out: Tensor, shape: tuple[int, int], blocks: Tensor | None = None,
+def decode_calls(tensors: Tensors, info: Mapping[str, int], out: Tensor, shape: tuple[int, int], blocks: Tensor | None = None,
                ) -> Iterator[Call]:
     """The launch that makes the symbols u8 [N * K]; blocks: None."""
     tables, data, positions, gaps = (tensors[name].contiguous() for name in entropy.NAMES)
-    threads, size = facts["threads"], data.numel()
+    threads, size = info["threads"], data.numel()
     programs = cdiv(size, WINDOW * threads)
     yield Call(kernels.symbols, (tables, data, positions, gaps, out, size, positions.numel() // 4 - 1, gaps.numel(),
-                                 tables.shape[0], facts["steps"]), {"T": threads, "LEVELS": facts["levels"]}, (programs,),
+                                 tables.shape[0], info["steps"]), {"T": threads, "LEVELS": info["levels"]}, (programs,),
                {"num_warps": max(1, threads // 32)})             # how many weights a program takes is up to them

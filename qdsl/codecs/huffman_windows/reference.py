@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from qdsl.codecs import bits, lanes
 from qdsl.codecs.huffman import END, Code, df11_code
 from qdsl.codecs.lookup import StreamError, code_of, tables_of
+from qdsl.core.codecs import CODECS
 
 THREADS = 512
-NAMES = ("tables", "data", "positions", "gaps")
+NAMES = tuple(CODECS["huffman_windows"].tensors)
 _LANE = 8                                                        # windows that are decoded in one go
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -44,10 +45,10 @@ def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64], threads: int =
     stream = bits.write(symbols, counts, code)
     windows, gaps, positions = _entries(stream, len(symbols), int(code.lengths[symbols[-1]]), threads)
     _fill(stream, code)
-    held = np.zeros(-(-len(stream.data) // (8 * threads)) * threads, np.uint8)
-    held[:windows] = gaps
+    padded = np.zeros(-(-len(stream.data) // (8 * threads)) * threads, np.uint8)
+    padded[:windows] = gaps
     return {"tables": tables, "data": stream.data, "positions": np.append(positions, len(symbols)).astype("<u4").view(np.uint8),
-            "gaps": _five_bits(held)}
+            "gaps": _five_bits(padded)}
 
 
 def _entries(stream: bits.Stream, count: int, last: int, threads: int,
@@ -78,7 +79,7 @@ def _five_bits(gaps: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class Windows:
-    """A stream that was found whole: code and entry points, ready to be decoded."""
+    """A validated stream: code and entry points, ready to be decoded."""
     data: NDArray[np.uint8]
     count: int
     threads: int
@@ -99,30 +100,31 @@ class Windows:
         step = 1 if every else math.gcd(_LANE, self.threads)     # so that blocks begin with a lane
         windows = -(-8 * len(self.data) // bits.WINDOW)
         starts = np.arange(0, windows, step, dtype=np.int64) * bits.WINDOW + self.gaps[:windows:step]
-        found = np.empty(self.count, np.uint8)
+        symbols = np.empty(self.count, np.uint8)
         counts = []
         at = 0
-        for symbols, each in lanes.decode(self.data, starts, lanes.Lookup(self.code)):
-            found[at:at + len(symbols)] = symbols[:self.count - at]
-            at = min(self.count, at + len(symbols))
-            counts.append(each)
+        for part, lane_counts in lanes.decode(self.data, starts, lanes.Lookup(self.code)):
+            symbols[at:at + len(part)] = part[:self.count - at]
+            at = min(self.count, at + len(part))
+            counts.append(lane_counts)
         first = np.cumsum(np.concatenate([[0], *counts]))[:-1]
-        self._check(found, np.minimum(first, self.count), starts, at, self.threads // step)
-        return found
+        self._check(symbols, np.minimum(first, self.count), starts, at, self.threads // step)
+        return symbols
 
-    def _check(self, found: NDArray[np.uint8], first: NDArray[np.int64], starts: NDArray[np.int64], count: int, lanes: int,
+    def _check(self, symbols: NDArray[np.uint8], first: NDArray[np.int64], starts: NDArray[np.int64], count: int, lanes: int,
                ) -> None:
         """Positions are those of the codes, and the codes fill the stream but for less than a byte.
 
         first: the first symbol of each lane, which begins at starts; count: how many symbols the stream has; lanes: of a block.
         """
         blocks = first[::lanes]
-        told = self.positions[:len(blocks)]
-        wrong = np.flatnonzero(told != blocks[:len(told)])
+        recorded = self.positions[:len(blocks)]
+        wrong = np.flatnonzero(recorded != blocks[:len(recorded)])
         if wrong.size:
-            raise StreamError(f"block {wrong[0]} begins with symbol {blocks[wrong[0]]}, and its position says {told[wrong[0]]}")
+            block = wrong[0]
+            raise StreamError(f"block {block} begins with symbol {blocks[block]}, and its position says {recorded[block]}")
         last = int(np.flatnonzero(first < self.count)[-1])
-        end = int(starts[last]) + int(self.code.lengths[found[first[last]:]].sum(dtype=np.int64))
+        end = int(starts[last]) + int(self.code.lengths[symbols[first[last]:]].sum(dtype=np.int64))
         if count < self.count or not 0 <= 8 * len(self.data) - end < 8:
             raise StreamError(f"the data hold {count} symbols of {self.count}, and their codes end at bit {end} of "
                               f"{8 * len(self.data)}")
@@ -156,8 +158,8 @@ def windows(tensors: Tensors, count: int, threads: int | None = None) -> Windows
     data, size = tensors["data"], len(tensors["data"])
     if not count or not size or count > 8 * size or count >> 31 or size >> 31:
         raise StreamError(f"{count} symbols in a stream of {size} bytes")
-    known = [1 << power for power in range(3, 11)] if threads is None else [threads]
-    fit = [each for each in known if _sizes_fit(tensors, each)]
+    candidates = [1 << power for power in range(3, 11)] if threads is None else [threads]
+    fit = [candidate for candidate in candidates if _sizes_fit(tensors, candidate)]
     if not fit:
         raise StreamError(f"{len(tensors['gaps'])} bytes of gaps and {len(tensors['positions'])} of positions are not those of "
                           f"{size} bytes{f' with {threads} threads' if threads else ''}")

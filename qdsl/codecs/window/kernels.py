@@ -30,12 +30,12 @@ def patched(p, stop, index, value, K):
 
 
 @triton.jit
-def other_bits(made: tl.constexpr, rest, row, k, K8, live):
+def other_bits(to_weights: tl.constexpr, uncoded, row, k, K8, live):
     """The bits of columns k of rows that are not those of the symbol."""
     at = row * (2 * K8) + k // 8 * 2
     zero = tl.zeros_like(k).to(tl.uint32)
-    return pairs.one(made((zero, zero, zero, zero), tl.load(rest + at, live, 0).to(tl.uint32, bitcast=True),
-                          tl.load(rest + at + 1, live, 0).to(tl.uint32, bitcast=True)), k)
+    return pairs.one(to_weights((zero, zero, zero, zero), tl.load(uncoded + at, live, 0).to(tl.uint32, bitcast=True),
+                          tl.load(uncoded + at + 1, live, 0).to(tl.uint32, bitcast=True)), k)
 
 
 @triton.jit
@@ -68,42 +68,43 @@ def symbols(codes, base, start, index, value, out, N, K, blocks, ROWS: tl.conste
 
 
 @triton.jit
-def dequantize(codes, base, start, index, value, rest, rest64, out, out16, N, K, K8, made: tl.constexpr, AT: tl.constexpr,
-               ROWS: tl.constexpr, STEP: tl.constexpr, TIMES: tl.constexpr, PATCHES: tl.constexpr):
-    """The 16-bit weights of ROWS rows, as words of two columns; made: of pairs of symbols and the other bits of eight columns.
+def dequantize(codes, base, start, index, value, uncoded, uncoded64, out, out16, N, K, K8, to_weights: tl.constexpr,
+               AT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, TIMES: tl.constexpr, PATCHES: tl.constexpr):
+    """Writes the 16-bit weights of ROWS rows, as words of two columns.
 
-    rest, rest64: other bits, as words of 32 and 64 bits.  out, out16: weights, as words of 32 and 16 bits.
+    to_weights: makes pairs of weights from pairs of symbols and the uncoded bits of eight columns.
+    uncoded, uncoded64: those bits, as words of 32 and 64 bits.  out, out16: weights, as words of 32 and 16 bits.
     """
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     begin = lanes.within(n, N).to(tl.int64) * K8
     codes += begin + tl.arange(0, STEP)[None, :]
-    rest64 += begin + tl.arange(0, STEP)[None, :]
+    uncoded64 += begin + tl.arange(0, STEP)[None, :]
     place = out + begin * 4 + tl.arange(0, 4 * STEP)[None, :]
     low = lowest(base, AT)
     for first in range(0, K8, STEP * TIMES):
         for i in tl.static_range(TIMES):                         # a thread has one word, so that it stores what it has
-            more = tl.load(rest64 + i * STEP)
-            p = made(eight(tl.load(codes + i * STEP), low, AT), more.to(tl.uint32), (more >> 32).to(tl.uint32))
+            more = tl.load(uncoded64 + i * STEP)
+            p = to_weights(eight(tl.load(codes + i * STEP), low, AT), more.to(tl.uint32), (more >> 32).to(tl.uint32))
             tl.store(place + i * STEP * 4, pairs.words(p[0], p[1], p[2], p[3]), n < N)
         codes += STEP * TIMES
-        rest64 += STEP * TIMES
+        uncoded64 += STEP * TIMES
         place += STEP * TIMES * 4
     tl.debug_barrier()                                           # another thread may have stored what a patch replaces
     above = tl.program_id(0).to(tl.int64) * ROWS
     stop = tl.load(start + tl.program_id(0) + 1)
     for first in range(tl.load(start + tl.program_id(0)), stop, PATCHES):
         live, row, k, symbol = patched(first + tl.arange(0, PATCHES), stop, index, value, K)
-        bits = other_bits(made, rest, above + row, k, K8, live) | (symbol << AT)
+        bits = other_bits(to_weights, uncoded, above + row, k, K8, live) | (symbol << AT)
         tl.store(out16 + (above + row) * K + k, bits.to(tl.int16), live)
 
 
 @triton.jit
-def few(codes, base, start, index, value, rest, x, x16, bias, out, M, N, K, K8, made: tl.constexpr, AT: tl.constexpr,
+def few(codes, base, start, index, value, uncoded, x, x16, bias, out, M, N, K, K8, to_weights: tl.constexpr, AT: tl.constexpr,
         ROWS: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constexpr, PATCHES: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, for ROWS rows of w and 8 * BLOCKS of x.
 
     W warps share K.  Patched columns are multiplied as their code says, and that is taken off again, product by product.
-    x, rest: as words of 32 bits.
+    x, uncoded: as words of 32 bits.
     """
     warp, g, c = lanes.warps(W)
     a = tl.arange(0, 16)[None, :]
@@ -119,8 +120,9 @@ def few(codes, base, start, index, value, rest, x, x16, bias, out, M, N, K, K8, 
         live = chunk + a < K8
         code = (_four(codes + (upper * K8 + chunk + a), live, EVEN), _four(codes + (lower * K8 + chunk + a), live, EVEN))
         at = chunk * 2 + a // 4 * 8 + a % 4
-        high = (_four(rest + (upper * (2 * K8) + at), live, EVEN), _four(rest + (lower * (2 * K8) + at), live, EVEN))
-        more = (_four(rest + (upper * (2 * K8) + at + 4), live, EVEN), _four(rest + (lower * (2 * K8) + at + 4), live, EVEN))
+        high = (_four(uncoded + (upper * (2 * K8) + at), live, EVEN), _four(uncoded + (lower * (2 * K8) + at), live, EVEN))
+        more = (_four(uncoded + (upper * (2 * K8) + at + 4), live, EVEN),
+                _four(uncoded + (lower * (2 * K8) + at + 4), live, EVEN))
         xs = ()
         for b in tl.static_range(BLOCKS):
             token = x + (lanes.within(m + b * 8 + g, M).to(tl.int64) * (4 * K8) + chunk * 4 + a // 4 * 16 + a % 4)
@@ -128,8 +130,9 @@ def few(codes, base, start, index, value, rest, x, x16, bias, out, M, N, K, K8, 
                         _four(token + 12, live, EVEN)),)
         for u in tl.static_range(4):
             other = high if u < 2 else more
-            w = pairs.weights(made(eight(code[0][u], low, AT), _bits(other[0][u % 2 * 2]), _bits(other[0][u % 2 * 2 + 1])),
-                              made(eight(code[1][u], low, AT), _bits(other[1][u % 2 * 2]), _bits(other[1][u % 2 * 2 + 1])), F)
+            upper_p = to_weights(eight(code[0][u], low, AT), _bits(other[0][u % 2 * 2]), _bits(other[0][u % 2 * 2 + 1]))
+            lower_p = to_weights(eight(code[1][u], low, AT), _bits(other[1][u % 2 * 2]), _bits(other[1][u % 2 * 2 + 1]))
+            w = pairs.weights(upper_p, lower_p, F)
             sums = ()
             for b in tl.static_range(BLOCKS):
                 v = xs[b][u]
@@ -142,7 +145,7 @@ def few(codes, base, start, index, value, rest, x, x16, bias, out, M, N, K, K8, 
         total = tl.sum(acc[b], 0)
         for first in range(tl.load(start + tl.program_id(0)), stop, PATCHES):
             live, r, k, symbol = patched(first + tl.arange(0, PATCHES), stop, index, value, K)
-            bits = other_bits(made, rest, n.to(tl.int64) + r, k, K8, live)
+            bits = other_bits(to_weights, uncoded, n.to(tl.int64) + r, k, K8, live)
             xk = tl.load(x16 + lanes.within(token, M).to(tl.int64)[:, None] * K + k[None, :]).to(tl.float32)
             mine = (live[None, :] & (r[None, :] == row))[:, None, :]
             wrong = xk * pairs.number(bits | (low & 0xFFFF), F)[None, :]

@@ -26,7 +26,7 @@ BULK = ("codes",)                                                # of which a ch
 ASSUMED = {"patches": 0}
 
 
-def facts(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> dict[str, int]:
+def stream_info(tensors: Mapping[str, NDArray[Any]], shape: tuple[int, int]) -> dict[str, int]:
     """Of tensors, checked: the most patches that a row has.  Raises StreamError.
 
     All of them may be, where a patch's code could mean the number 0: what an infinite x makes of that is lost.
@@ -67,7 +67,7 @@ def row_band(tensors: Tensors, shape: tuple[int, int], start: int, stop: int) ->
             "index": tensors["index"][patches].clone(), "value": tensors["value"][patches].clone()}   # begin where kernels load
 
 
-def open_calls(tensors: Tensors, facts: Mapping[str, int], out: Tensor, shape: tuple[int, int], blocks: Tensor | None = None,
+def decode_calls(tensors: Tensors, info: Mapping[str, int], out: Tensor, shape: tuple[int, int], blocks: Tensor | None = None,
                ) -> Iterator[Call]:
     """The launch that makes the symbols u8 [N, K].
 
@@ -80,26 +80,28 @@ def open_calls(tensors: Tensors, facts: Mapping[str, int], out: Tensor, shape: t
                weights=entropy.ROWS * k, step=entropy.ROWS * 8 * STEP)
 
 
-def dequantize_calls(made: Any, at: int, tensors: Tensors, rest: Tensor, facts: Mapping[str, int], out: Tensor) -> Iterator[Call]:
+def dequantize_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, info: Mapping[str, int], out: Tensor,
+                     ) -> Iterator[Call]:
     """The launch that makes weights [N, K] of 16 bits; K is a multiple of 128.
 
-    made: the function of pairs of symbols, which are at bit `at`, and of the other bits, that makes pairs of weights.
+    to_weights: the function that makes pairs of weights, from pairs of symbols at bit `at` and the bits that are not coded.
+    uncoded: the tensor of those bits.
     """
     n, k = out.shape
     times = 4 if k % (8 * 4 * STEP) == 0 else 2
-    yield Call(kernels.dequantize, (*_arguments(tensors), rest.view(torch.int32), rest.view(torch.int64), out.view(torch.int32),
-                            out.view(torch.int16), n, k, k // 8),
-               {"made": made, "AT": at, "ROWS": entropy.ROWS, "STEP": STEP, "TIMES": times, "PATCHES": PATCHES},
+    yield Call(kernels.dequantize, (*_arguments(tensors), uncoded.view(torch.int32), uncoded.view(torch.int64),
+                                    out.view(torch.int32), out.view(torch.int16), n, k, k // 8),
+               {"to_weights": to_weights, "AT": at, "ROWS": entropy.ROWS, "STEP": STEP, "TIMES": times, "PATCHES": PATCHES},
                (cdiv(n, entropy.ROWS),), {"num_warps": WARPS}, weights=entropy.ROWS * k, step=entropy.ROWS * 8 * STEP * times)
 
 
-def has_few(shape: tuple[int, int], facts: Mapping[str, int]) -> bool:
+def has_few(shape: tuple[int, int], info: Mapping[str, int]) -> bool:
     """Whether most columns of every row are as their codes say: the others add an error of float32 that the code decides."""
-    return 4 * facts["patches"] <= shape[1]
+    return 4 * info["patches"] <= shape[1]
 
 
-def few_calls(made: Any, at: int, tensors: Tensors, rest: Tensor, facts: Mapping[str, int], x: Tensor, bias: Tensor | None,
-              out: Tensor, F: Any) -> Iterator[Call]:
+def few_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, info: Mapping[str, int], x: Tensor,
+              bias: Tensor | None, out: Tensor, F: Any) -> Iterator[Call]:
     """The launch of x [M, K] times the weight's transpose, plus bias [N], into out [M, N]; K is a multiple of 128."""
     (m, k), n = x.shape, out.shape[1]
     places = configure.target(x.device).multiprocessors
@@ -107,8 +109,8 @@ def few_calls(made: Any, at: int, tensors: Tensors, rest: Tensor, facts: Mapping
     while warps < 8 and cdiv(n, entropy.ROWS) * warps < configure.WARPS * places and 2 * CHUNK * warps <= k:
         warps *= 2
     blocks = 1 if m <= 8 else 2
-    yield Call(kernels.few, (*_arguments(tensors), rest.view(torch.int32), x.view(torch.int32), x, bias, out, m, n, k, k // 8),
-               {"made": made, "AT": at, "ROWS": entropy.ROWS, "W": warps, "BLOCKS": blocks, "PATCHES": TAIL,
+    yield Call(kernels.few, (*_arguments(tensors), uncoded.view(torch.int32), x.view(torch.int32), x, bias, out, m, n, k, k // 8),
+               {"to_weights": to_weights, "AT": at, "ROWS": entropy.ROWS, "W": warps, "BLOCKS": blocks, "PATCHES": TAIL,
                 "EVEN": k % (CHUNK * warps) == 0, "F": F},
                (cdiv(n, entropy.ROWS), cdiv(m, 8 * blocks)), {"num_warps": warps, "num_stages": 1},
                weights=entropy.ROWS * k, step=entropy.ROWS * CHUNK * warps)

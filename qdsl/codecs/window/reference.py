@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 
 from qdsl.codecs.huffman import Words
 from qdsl.codecs.lookup import StreamError
+from qdsl.core.codecs import CODECS
 
 ROWS = 16                                                        # whose patches are listed together
 WINDOW = 16                                                      # symbols that have a code
-NAMES = ("codes", "base", "start", "index", "value")
+NAMES = tuple(CODECS["window"].tensors)
 _TILE = 1 << 16                                                  # symbols that are worked on together, in cache
 
 Tensors = Mapping[str, NDArray[Any]]

@@ -41,36 +41,36 @@ def axis_text(extent: Index, words: int = 1) -> str:
 
 def tensor_axes(tensor: Tensor) -> list[str]:
     """The axes of a stored tensor."""
-    found: list[str] = []
+    texts: list[str] = []
     for axis in tensor.axes:
         variables = [digit for digit in axis.digits if digit]
         words = tensor.words if "" in axis.digits else 1
         if len(variables) > 1:
             raise Unsupported(f"an axis of '{tensor.name}' has two variables")
         extent = tensor.var(variables[0]).extent if variables else Index(1)
-        found.append(axis_text(extent, words) if axis.extent is None else axis_text(axis.extent))
-    return found
+        texts.append(axis_text(extent, words) if axis.extent is None else axis_text(axis.extent))
+    return texts
 
 
 def field_axes(programs: Sequence[Program], field: Field) -> list[str]:
     """The axes of a field, exact where every storage makes its blocks whole."""
-    found: list[str] = []
+    texts: list[str] = []
     for extent in field.extents:
         atom = extent.terms[0][0] if extent.terms else None
         if atom is not None and atom.op == "ceil" and atom.args[1].is_const and atom.args[0] in (name("N"), name("K")):
             dim = str(atom.args[0])
             if all(divisor_of(dim, [v.extent for t in p.tensors for v in t.vars]) % atom.args[1].const == 0 for p in programs):
                 extent = ix.exact(atom.args[0], atom.args[1])
-        found.append(axis_text(extent))
-    return found
+        texts.append(axis_text(extent))
+    return texts
 
 
 def field_kinds(programs: Sequence[Program]) -> dict[str, str]:
     """The type of each field as the spec says it, where the programs have different ones: `u{bits}`."""
-    found: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     for declared, field in zip(programs[0].spec.fields, programs[0].fields, strict=True):
         parameter = declared.typed.type.parameter
         same = len({program.field(field.name).kind for program in programs}) == 1
         written = f"{declared.typed.type.name}{{{parameter.name}}}" if parameter else field.kind
-        found[field.name] = field.kind if same else written
-    return found
+        kinds[field.name] = field.kind if same else written
+    return kinds

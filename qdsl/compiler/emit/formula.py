@@ -42,14 +42,14 @@ def formula(program: Program, dialect: Dialect = TORCH, names: Mapping[str, str]
 
 
 def step_name(number: int) -> str:
-    """The key in `names` of a step that is known already."""
+    """The key in `names` of a step that was computed before."""
     return f"step {number}"
 
 
 def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, str], around: int) -> str:
     value = program.values[number]
-    if found := names.get(step_name(number)):
-        return found
+    if known_name := names.get(step_name(number)):
+        return known_name
     if value.op == "float":
         return _text(program, value.args[0], dialect, names, around)
     if value.op == "field":
@@ -93,17 +93,17 @@ def _float_text(program: Program, number: int, dialect: Dialect, names: Mapping[
 def tables(program: Program) -> dict[str, str]:
     """The tables that decode reads, each with the type that holds its numbers: i32 where integers meet integers, else f32.
 
-    Rows are held in i8 where every step up to the next float fits.
+    Rows are i8 where every step up to the next float fits.
     """
-    found: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     reads = {number: value for number, value in enumerate(program.values) if value.op == "table"}
     for number, value in reads.items():
         users = [user for user in program.values if number in user.args and user.op != "float"]
-        held = "i32" if value.is_int and users else "f32"
+        kind = "i32" if value.is_int and users else "f32"
         if len(program.spec.table(value.name).shape) > 1 and value.is_int:
-            held = "i8" if all(-128 <= end < 128 for step in _above(program, number) for end in step.range or ()) else "i32"
-        found[value.name] = held if found.get(value.name, held) == held else "i32"
-    return found
+            kind = "i8" if all(-128 <= end < 128 for step in _above(program, number) for end in step.range or ()) else "i32"
+        kinds[value.name] = kind if kinds.get(value.name, kind) == kind else "i32"
+    return kinds
 
 
 def _above(program: Program, number: int) -> list[Value]:
@@ -117,31 +117,31 @@ def steps(program: Program, names: Mapping[str, str]) -> tuple[str, list[tuple[s
     """The formula as what it begins with, and the operations that follow, each (op, left, right) with one side empty.
 
     Every step has a value for each weight, so that one tensor can hold them all, one after the other.
-    `names` says what fields, rows of tables, and steps that are known already, are called.
+    `names` gives the names of fields, rows of tables, and steps computed before.
     """
     values = program.values
     at = len(values) - 1
-    found: list[tuple[str, str, str]] = []
+    operations: list[tuple[str, str, str]] = []
     while values[at].op in ("+", "-", "*", "/") and not values[at].is_int and step_name(at) not in names:
         sides = [arg for arg in values[at].args if values[arg].index == values[-1].index]
         if not sides:
             break
-        held = next((arg for arg in sides if values[arg].op in ("+", "-", "*", "/")), sides[0])
-        left, right = ("" if arg == held else _text(program, arg, TORCH, names, 0) for arg in values[at].args)
-        right = right if left or right else _text(program, held, TORCH, names, 0)        # a square
-        found.append((values[at].op, left, right))
-        at = held
+        operand = next((arg for arg in sides if values[arg].op in ("+", "-", "*", "/")), sides[0])
+        left, right = ("" if arg == operand else _text(program, arg, TORCH, names, 0) for arg in values[at].args)
+        right = right if left or right else _text(program, operand, TORCH, names, 0)        # a square
+        operations.append((values[at].op, left, right))
+        at = operand
     start = _text(program, at, TORCH, names, 0)
     inner = values[values[at].args[0]] if values[at].op == "float" else None
     cast = inner is not None and not (inner.op == "table" and tables(program)[inner.name] == "f32")
-    return f"as_float({start}, out)" if cast else start, found[::-1]
+    return f"as_float({start}, out)" if cast else start, operations[::-1]
 
 
 def integer_fields(program: Program) -> dict[str, int]:
     """Fields that take part in integer arithmetic, subscripts of all tables too, with the bits of a signed integer that holds
     every step of it.
     """
-    found: dict[str, int] = {}
+    widths: dict[str, int] = {}
     for value in program.values:
         if value.op in ("table", "entry"):
             value = program.values[value.args[0]]
@@ -150,8 +150,8 @@ def integer_fields(program: Program) -> dict[str, int]:
         if value.op != "const":
             leaves, low, high = _leaves(program, value)
             bits = next(b for b in (8, 16, 32) if -(1 << b - 1) <= low and high < 1 << b - 1)
-            found.update({leaf: max(bits, found.get(leaf, 8)) for leaf in leaves})
-    return found
+            widths.update({leaf: max(bits, widths.get(leaf, 8)) for leaf in leaves})
+    return widths
 
 
 def _leaves(program: Program, value: Value) -> tuple[set[str], int, int]:

@@ -7,12 +7,9 @@ from math import prod
 from qdsl.compiler.emit.digits import Cut, coordinate, cut
 from qdsl.compiler.emit.views import BYTES, Chain, Label
 from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
+from qdsl.core import stored
 from qdsl.core.layout import Slice
-
-TORCH_FLOATS = {
-    "f32": "float32", "f16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
-    "e4m3fnuz": "float8_e4m3fnuz", "e5m2fnuz": "float8_e5m2fnuz", "e8m0": "float8_e8m0fnu",
-}
+from qdsl.core.numbers import TORCH_FLOATS
 
 
 class Unsupported(Exception):
@@ -20,11 +17,8 @@ class Unsupported(Exception):
 
 
 def field_dtype(field: Field) -> str:
-    """The torch dtype in which a field is held."""
-    number = field.number
-    if number is None or (number.bits > 8 and not number.is_float):
-        return "int32"
-    return TORCH_FLOATS.get(number.name, "uint8") if number.is_float else "int8" if number.kind == "signed" else "uint8"
+    """The torch dtype of a field; int32 of an index."""
+    return stored.field_dtype(field.number.name if field.number else "index")
 
 
 def is_read_by_dtype(program: Program, field: Field) -> bool:
@@ -33,10 +27,10 @@ def is_read_by_dtype(program: Program, field: Field) -> bool:
     return "e8m0" in listed and set(listed) <= {"f32", "f16", "bf16", "e8m0"}
 
 
-def as_held(field: Field, cuts: Cut) -> bool:
-    """Whether a slice stores the very bytes in which torch holds the field: whole values, and no i16 that is held in int32."""
-    held = 32 if field_dtype(field) == "int32" else field.bits
-    return cuts.whole and cuts.part.width == field.bits == held
+def is_stored_as_field(field: Field, cuts: Cut) -> bool:
+    """Whether a slice stores the same bytes as the field's torch tensor: whole values, and no i16 that torch has as int32."""
+    held_bits = 32 if field_dtype(field) == "int32" else field.bits
+    return cuts.whole and cuts.part.width == field.bits == held_bits
 
 
 def tensor_dtype(tensor: Tensor) -> str:
@@ -46,9 +40,9 @@ def tensor_dtype(tensor: Tensor) -> str:
         f"{'u' * (number.kind == 'unsigned')}int{number.bits}"
 
 
-def type_text(field: Field, tensor: Tensor, given: str, known: str) -> str:
-    """A torch dtype as text: the known one, or of a field and a tensor whose type is a parameter, that of what is given."""
-    return f"{given}.dtype" if tensor.kind == field.kind != tensor.element.name else f"torch.{known}"
+def type_text(field: Field, tensor: Tensor, source: str, default: str) -> str:
+    """A torch dtype as text: `default`, or `source`.dtype where the type of both field and tensor is a parameter."""
+    return f"{source}.dtype" if tensor.kind == field.kind != tensor.element.name else f"torch.{default}"
 
 
 def is_signed(field: Field) -> bool:
@@ -66,16 +60,16 @@ def is_plain(program: Program, tensor: Tensor) -> bool:
 
 def elements(program: Program, tensor: Tensor) -> list[Placement]:
     """The fields of which a record has one element each, which are elements of the tensor along a last axis; else none."""
-    found: dict[int, Placement] = {}
+    by_place: dict[int, Placement] = {}
     for placement in tensor.placements:
         field = program.field(placement.field)
         if placement.flat or any(extent > 1 for extent in placement.extents) or len(placement.slices) > 1 \
                 or {*placement.vars} != {*variables(tensor)} or not all(tensor.var(name).exact for name in placement.vars) \
                 or (field.kind, field.bits) != (tensor.kind, placement.slices[0].width):
             return []
-        found[placement.slices[0].offset // tensor.element.bits] = placement
-    whole = len(found) == tensor.words > 1 and not any(tensor.axes[-1].digits) and tensor.stored is None
-    return [found[place] for place in sorted(found)] if whole else []
+        by_place[placement.slices[0].offset // tensor.element.bits] = placement
+    whole = len(by_place) == tensor.words > 1 and not any(tensor.axes[-1].digits) and tensor.stored is None
+    return [by_place[place] for place in sorted(by_place)] if whole else []
 
 
 def count(placement: Placement) -> int:
@@ -115,10 +109,10 @@ def sizes(labels: list[Label]) -> list[int]:
 
 
 def cut_slice(tensor: Tensor, placement: Placement, part: Slice) -> Cut:
-    found = cut(part)
-    if found is None:
+    containers = cut(part)
+    if containers is None:
         raise Unsupported(f"the bits of '{placement.field}' in '{tensor.name}' do not fit containers of up to 8 bytes")
-    return found
+    return containers
 
 
 def in_order(tensor: Tensor) -> Chain:

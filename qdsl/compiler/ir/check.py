@@ -13,7 +13,7 @@ from math import prod
 from qdsl.compiler.ir.index import flat_of
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.ir.text import text
-from qdsl.core.layout import BYTE, Held, spread, walk
+from qdsl.core.layout import BYTE, RecordBit, spread, walk
 
 Rule = Callable[[Program], Iterator[str]]
 RULES: dict[str, Rule] = {}
@@ -39,12 +39,12 @@ def _rule(function: Rule) -> Rule:
 @_rule
 def subscripts_are_known(program: Program) -> Iterator[str]:
     """A field varies with n, k and index fields, in blocks of constants and sizes; it has an extent per subscript."""
-    known = {"n", "k", *program.sizes, *(field.name for field in program.fields if field.number is None)}
+    allowed = {"n", "k", *program.sizes, *(field.name for field in program.fields if field.number is None)}
     for field in program.fields:
         if len(field.index) != len(field.extents) and not field.table:
             yield f"{field.name} has {len(field.index)} subscripts and {len(field.extents)} extents"
         for index in field.index:
-            if not index.names() <= known | ({"N", "K"} if flat_of(index) is not None else set()):
+            if not index.names() <= allowed | ({"N", "K"} if flat_of(index) is not None else set()):
                 yield f"{field.name} is subscripted by {index}"
 
 
@@ -71,13 +71,13 @@ def slices_say_what_records_say(program: Program) -> Iterator[str]:
     for tensor in program.tensors:
         if not all(placement.slices for placement in tensor.placements):
             continue
-        wanted: list[Held | None] = [None] * tensor.record_bits
+        wanted: list[RecordBit | None] = [None] * tensor.record_bits
         for piece in walk(tensor.lines):
             for t in range(0 if piece.field is None else piece.width if piece.place is None else BYTE):
                 before = wanted[piece.at + t].elements if piece.place else ()       # type: ignore[union-attr]
-                wanted[piece.at + t] = Held(str(piece.field), (*before, piece.index), piece.lo + t, piece.place is not None)
-        found = spread({placement.field: placement.slices for placement in tensor.placements}, tensor.record_bits)
-        for bit, (a, b) in enumerate(zip(wanted, found, strict=True)):
+                wanted[piece.at + t] = RecordBit(str(piece.field), (*before, piece.index), piece.lo + t, piece.place is not None)
+        placed = spread({placement.field: placement.slices for placement in tensor.placements}, tensor.record_bits)
+        for bit, (a, b) in enumerate(zip(wanted, placed, strict=True)):
             if a != b:
                 yield f"bit {bit} of {tensor.name} is {a} in the record and {b} in the slices"
                 break
@@ -112,28 +112,33 @@ def values_refer_back(program: Program) -> Iterator[str]:
 
 @_rule
 def types_agree(program: Program) -> Iterator[str]:
-    """Integers meet integers, floats meet floats, and an integer becomes a float only where float32 holds it exactly."""
+    """Integers meet integers, and floats meet floats; the result is a float."""
     for number, value in enumerate(program.values):
-        ints = [program.values[arg].is_int for arg in value.args]
-        if value.op == "float":
-            limits = program.values[value.args[0]].range
-            if limits is None or max(-limits[0], limits[1]) > F32_EXACT:
-                yield f"%{number} is not exact in float32"
-        elif value.op == "table":
-            limits = program.values[value.args[0]].range
-            if limits is None or limits[0] < 0 or limits[1] >= len(program.spec.table(value.name).values):
-                yield f"%{number} reads outside of table {value.name}"
-        elif value.op == "entry":
-            limits = program.values[value.args[0]].range
-            *planes, rows, _ = program.field(value.name).table
-            if limits is None or limits[0] < 0 or limits[1] >= rows or not 0 <= value.const < prod(planes):
-                yield f"%{number} reads outside of stored table {value.name}"
-        elif value.op not in ("field", "const") and any(i != value.is_int for i in ints):
+        if value.op in ("field", "const", "float", "table", "entry"):
+            continue
+        if any(program.values[arg].is_int != value.is_int for arg in value.args):
             yield f"%{number} mixes integers and floats"
         elif value.op in ("//", "%") and not value.is_int:
             yield f"%{number} divides floats as integers"
     if program.values and program.values[-1].is_int:
         yield "the last value is an integer"
+
+
+@_rule
+def integers_are_in_range(program: Program) -> Iterator[str]:
+    """An integer becomes a float only where float32 holds it exactly, and a subscript stays inside its table."""
+    for number, value in enumerate(program.values):
+        if value.op not in ("float", "table", "entry"):
+            continue
+        low, high = program.values[value.args[0]].range or (-1, F32_EXACT + 1)
+        if value.op == "float" and max(-low, high) > F32_EXACT:
+            yield f"%{number} is not exact in float32"
+        elif value.op == "table" and (low < 0 or high >= len(program.spec.table(value.name).values)):
+            yield f"%{number} reads outside of table {value.name}"
+        elif value.op == "entry":
+            *planes, rows, _ = program.field(value.name).table
+            if low < 0 or high >= rows or not 0 <= value.const < prod(planes):
+                yield f"%{number} reads outside of stored table {value.name}"
 
 
 @_rule

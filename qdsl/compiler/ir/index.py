@@ -57,10 +57,10 @@ class Index:
 
     def names(self) -> set[str]:
         """Every name that the expression reads."""
-        found: set[str] = set()
+        names: set[str] = set()
         for atom, _ in self.terms:
-            found |= {atom.name} if atom.op == "name" else set().union(*(a.names() for a in atom.args))
-        return found
+            names |= {atom.name} if atom.op == "name" else set().union(*(a.names() for a in atom.args))
+        return names
 
     def __add__(self, other: Index | int) -> Index:
         return combine([(self, 1), (as_index(other), 1)])
@@ -126,16 +126,16 @@ def div(top: Index, bottom: Index | int, facts: Facts = Facts()) -> Index:
     by = bottom.const
     if by == 1:
         return top
-    whole, rest = _split(top, by)
-    low, high = bounds(rest, facts)
+    whole, remainder = _split(top, by)
+    low, high = bounds(remainder, facts)
     if low is not None and high is not None and low // by == high // by:
         return whole + low // by
-    for step in _steps(rest, by):
-        big, small = _split(rest, step)
+    for step in _steps(remainder, by):
+        big, small = _split(remainder, step)
         low, high = bounds(small, facts)
         if low is not None and high is not None and low >= 0 and high < step:
             return whole + div(big, by // step, facts)
-    return whole + Index(0, ((Atom("div", args=(rest, bottom)), 1),))
+    return whole + Index(0, ((Atom("div", args=(remainder, bottom)), 1),))
 
 
 def mod(top: Index, bottom: Index | int, facts: Facts = Facts()) -> Index:
@@ -144,16 +144,16 @@ def mod(top: Index, bottom: Index | int, facts: Facts = Facts()) -> Index:
     if not bottom.is_const:
         return Index(0, ((Atom("mod", args=(top, bottom)), 1),))
     by = bottom.const
-    _, rest = _split(top, by)
-    low, high = bounds(rest, facts)
+    _, remainder = _split(top, by)
+    low, high = bounds(remainder, facts)
     if low is not None and high is not None and low // by == high // by:
-        return rest - by * (low // by)
-    for step in _steps(rest, by):
-        big, small = _split(rest, step)
+        return remainder - by * (low // by)
+    for step in _steps(remainder, by):
+        big, small = _split(remainder, step)
         low, high = bounds(small, facts)
         if low is not None and high is not None and low >= 0 and high < step:
             return mod(big, by // step, facts) * step + small
-    return Index(0, ((Atom("mod", args=(rest, bottom)), 1),))
+    return Index(0, ((Atom("mod", args=(remainder, bottom)), 1),))
 
 
 def ceil(top: Index, bottom: Index | int) -> Index:
@@ -216,13 +216,13 @@ def bounds(index: Index, facts: Facts) -> tuple[int | None, int | None]:
 
 def divisor(index: Index, facts: Facts) -> int:
     """A number that divides every value; 0 for the constant 0."""
-    found = index.const
+    common = index.const
     for atom, coefficient in index.terms:
-        known = facts.divisors.get(atom.name, 1) if atom.op == "name" else 1
+        factor = facts.divisors.get(atom.name, 1) if atom.op == "name" else 1
         if atom.op == "mul":
-            known = divisor(atom.args[0], facts) * divisor(atom.args[1], facts)
-        found = gcd(found, coefficient * known)
-    return found
+            factor = divisor(atom.args[0], facts) * divisor(atom.args[1], facts)
+        common = gcd(common, coefficient * factor)
+    return common
 
 
 def _value(atom: Atom, values: Mapping[str, int]) -> int:
@@ -241,10 +241,10 @@ def _value(atom: Atom, values: Mapping[str, int]) -> int:
 
 
 def _split(index: Index, by: int) -> tuple[Index, Index]:
-    """(whole, rest) with index == by * whole + rest, every coefficient of rest not a multiple, and 0 <= rest.const < by."""
+    """(whole, remainder) with index == by * whole + remainder, where no coefficient of the remainder is a multiple of `by`."""
     whole = tuple((atom, c // by) for atom, c in index.terms if c % by == 0)
-    rest = tuple((atom, c) for atom, c in index.terms if c % by)
-    return Index(index.const // by, whole), Index(index.const % by, rest)
+    remainder = tuple((atom, c) for atom, c in index.terms if c % by)
+    return Index(index.const // by, whole), Index(index.const % by, remainder)
 
 
 def _steps(index: Index, by: int) -> list[int]:
@@ -254,13 +254,13 @@ def _steps(index: Index, by: int) -> list[int]:
 
 def _div_by_name(top: Index, bottom: Index, facts: Facts) -> Index:
     """`(8*t + i) // group` is `t // (group // 8)` where 8 divides every group and i < 8; `8*t // group` where one is the axis."""
-    known = divisor(bottom, facts)
+    common = divisor(bottom, facts)
     alone = bottom.terms[0][0].name if len(bottom.terms) == 1 and not bottom.const and bottom.terms[0][1] == 1 else ""
-    for step in sorted({gcd(c, facts.blocks.get(alone, known)) for _, c in top.terms}, reverse=True):
+    for step in sorted({gcd(c, facts.blocks.get(alone, common)) for _, c in top.terms}, reverse=True):
         big, small = _split(top, step)
         low, high = bounds(small, facts)
         if step > 1 and low is not None and high is not None and low >= 0 and high < step:
-            if known % step == 0:
+            if common % step == 0:
                 return Index(0, ((Atom("div", args=(big, div(bottom, step, facts))), 1),))
             top = big * step
             break

@@ -106,10 +106,10 @@ class Placement:
     @property
     def cuts(self) -> tuple[tuple[Slice, ...], ...]:
         """The slices of the same bits together, in all ranges of elements."""
-        found: dict[int, tuple[Slice, ...]] = {}
+        slices_by_bit: dict[int, tuple[Slice, ...]] = {}
         for part in self.slices:
-            found[part.lo] = (*found.get(part.lo, ()), part)
-        return tuple(found.values())
+            slices_by_bit[part.lo] = (*slices_by_bit.get(part.lo, ()), part)
+        return tuple(slices_by_bit.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The entropy code that holds a tensor's elements (passes/streams.py); tensors: what the storage calls those of the code."""
+    """The entropy code that holds a tensor's elements (core/codecs.py); tensors: what the storage calls those of the code."""
 
     coding: str
     tensors: Mapping[str, str]

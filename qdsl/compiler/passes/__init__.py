@@ -57,13 +57,13 @@ def compile_spec(spec: Spec, after: Callable[[str, Program], None] | None = None
 
 def _check_defaults(programs: list[Program], problems: Problems) -> None:
     """A field that storages do not hold has the same value in all of them: decode is one for all."""
-    known: dict[str, Index] = {}
+    defaults: dict[str, Index] = {}
     for program in programs:
         for field, value in program.unstored.items():
-            if known.setdefault(field, value) != value:
+            if defaults.setdefault(field, value) != value:
                 storage = next(s for s in program.spec.storages if s.name.value == program.storage)
                 problems.add(storage.name.span, f"'{field}' is {value} where this storage does not hold it, and "
-                                                f"{known[field]} in another")
+                                                f"{defaults[field]} in another")
 
 
 def _passed(programs: list[Program], problems: Problems, after: Callable[[str, Program], None] | None) -> list[Program]:

@@ -7,8 +7,8 @@ from math import prod
 
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes.samples import divisor_of, samples, size_axis
-from qdsl.compiler.passes.streams import STREAMS
 from qdsl.compiler.spec.source import Problems
+from qdsl.core.codecs import CODECS
 from qdsl.core.shapes import axis, seen_shape
 
 
@@ -16,15 +16,15 @@ def check_claims(program: Program, problems: Problems) -> Program:
     for claim in program.spec.claims:
         if claim.name.value == "bytes":
             records = [tensor.record_bits // 8 for tensor in program.tensors if tensor.words > 1]
-            found = Fraction(records[0]) if len(records) == 1 else None
-            if found is None:
+            measured = Fraction(records[0]) if len(records) == 1 else None
+            if measured is None:
                 problems.add(claim.name.span, "'bytes' is for storages with one tensor of records")
                 continue
         else:
-            found = bits_per_weight(program)
-        if found != Fraction(str(claim.value)):
+            measured = bits_per_weight(program)
+        if measured != Fraction(str(claim.value)):
             problems.add(claim.name.span, f"the spec claims {claim.value:g} {claim.name}, and '{program.storage}' has "
-                                          f"{float(found):g}")
+                                          f"{float(measured):g}")
     _check_seen(program, problems)
     return program
 
@@ -36,17 +36,24 @@ def _check_seen(program: Program, problems: Problems) -> None:
         if seen := tensor.seen:
             for sample in samples(program, defined):
                 own = prod(var.extent(sample) for var in tensor.vars) * tensor.words
-                if seen_shape([axis(each.value) for each in seen], sample["N"], sample["K"], sample, own) is None:
+                if seen_shape([axis(extent.value) for extent in seen], sample["N"], sample["K"], sample, own) is None:
                     problems.add(seen[0].span, f"'{tensor.name}' has {own} elements for N = {sample['N']}, K = {sample['K']}, "
                                                "which have no such shape")
                     break
 
 
 def bits_text(program: Program) -> str:
-    """Bits per weight as a phrase, which says where a code adds to them as weights are."""
-    coded = [tensor.name for tensor in program.tensors if tensor.stream and not STREAMS[tensor.stream.coding].bits]
-    more = f", and what the code of {coded[0]} takes" if coded else ""
-    return f"{float(bits_per_weight(program)):.6g} bits per weight{more}"
+    """Bits per weight as a phrase; of an entropy code those of normally distributed weights."""
+    return f"{typical_bits(program):.6g} bits per weight{' where weights are normal' if _coded_bits(program) else ''}"
+
+
+def typical_bits(program: Program) -> float:
+    """Stored bits per weight; what depends on the weights is that of normally distributed ones."""
+    return float(bits_per_weight(program)) + _coded_bits(program)
+
+
+def _coded_bits(program: Program) -> float:
+    return sum(CODECS[tensor.stream.coding].normal for tensor in program.tensors if tensor.stream)
 
 
 def bits_per_weight(program: Program) -> Fraction:
@@ -63,6 +70,6 @@ def bits_per_weight(program: Program) -> Fraction:
         for var in tensor.vars:
             records *= var.extent(env)
         if tensor.vars and not tensor.optional and {v.name for v in tensor.vars}:
-            bits += records * (STREAMS[tensor.stream.coding].bits if tensor.stream else tensor.record_bits)
+            bits += records * (CODECS[tensor.stream.coding].bits if tensor.stream else tensor.record_bits)
     exact = Fraction(bits, n * k)
     return exact.limit_denominator(1 << 12)

@@ -7,7 +7,7 @@ Does not: look for strides (infer_layouts).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -20,14 +20,14 @@ from qdsl.core.layout import Clash, coverage, walk
 
 
 def check_coverage(program: Program, problems: Problems) -> Program:
-    held: dict[str, set[int]] = {}
+    stored: dict[str, set[int]] = {}
     for tensor in program.tensors:
-        _check_words(tensor, problems)
+        is_whole = _check_words(tensor, problems)
         for placement in tensor.placements:
-            _check_tile(program, tensor, placement, held, problems)
+            _check_tile(program, tensor, placement, stored, problems if is_whole else Problems())
     storage = next(s for s in program.spec.storages if s.name.value == program.storage)
     for field in program.fields:
-        bits = held.get(field.name, set())
+        bits = stored.get(field.name, set())
         if field.name in program.where:
             if bits:
                 problems.add(field.span, f"field '{field.name}' is stored by '{program.storage}', which also fixes its value")
@@ -41,7 +41,8 @@ def check_coverage(program: Program, problems: Problems) -> Program:
     return replace(program, tensors=tuple(_check_extents(program, tensor, problems) for tensor in program.tensors))
 
 
-def _check_words(tensor: Tensor, problems: Problems) -> None:
+def _check_words(tensor: Tensor, problems: Problems) -> bool:
+    """Whether a record is whole elements; where it is not, errors about its elements would follow from that."""
     span = tensor.record_span
     if tensor.record_bits % tensor.element.bits:
         problems.add(span, f"the record of '{tensor.name}' has {tensor.record_bits} bits, which is not a whole number of "
@@ -55,9 +56,10 @@ def _check_words(tensor: Tensor, problems: Problems) -> None:
         if tensor.words > 1 and "" in axis.digits[:-1]:
             problems.add(tensor.span, f"the {tensor.words} elements of a record of '{tensor.name}' lie together: "
                                       "'word' is the last digit of its axis")
+    return not tensor.record_bits % tensor.element.bits
 
 
-def _check_tile(program: Program, tensor: Tensor, placement: Placement, held: dict[str, set[int]], problems: Problems) -> None:
+def _check_tile(program: Program, tensor: Tensor, placement: Placement, stored: dict[str, set[int]], problems: Problems) -> None:
     """One record holds the same bits of every element of the field's tile, each once."""
     field = program.field(placement.field)
     pieces = [piece for piece in walk(tensor.lines) if piece.field == field.name]
@@ -71,13 +73,13 @@ def _check_tile(program: Program, tensor: Tensor, placement: Placement, held: di
         problems.add(tensor.span, f"'{tensor.name}' stores '{field.name}' again for every '{unmoved[0]}', "
                                   f"which no subscript of '{field.name}' has")
         return
-    if bits & held.get(field.name, set()):
+    if bits & stored.get(field.name, set()):
         problems.add(tensor.span, f"'{tensor.name}' stores '{field.name}', which another tensor stores already")
         return
-    held.setdefault(field.name, set()).update(bits)
+    stored.setdefault(field.name, set()).update(bits)
     clash = coverage(pieces, placement.extents, bits)
     if clash is not None:
-        problems.add(tensor.record_span, _describe(field, placement, clash), *_where(field, placement, clash))
+        problems.add(tensor.record_span, _describe(field, placement, clash), *_first_broken_weight(field, placement, clash))
 
 
 def _describe(field: Field, placement: Placement, clash: Clash) -> str:
@@ -91,7 +93,7 @@ def _describe(field: Field, placement: Placement, clash: Clash) -> str:
     return f"bit {clash.bit} of {element} is stored {len(clash.pieces)} times, at record bits {places}"
 
 
-def _where(field: Field, placement: Placement, clash: Clash) -> list[str]:
+def _first_broken_weight(field: Field, placement: Placement, clash: Clash) -> list[str]:
     """The first weight that the clash breaks."""
     if len(clash.index) != len(field.index) or not clash.index or min(clash.index) < 0:
         return []
@@ -104,50 +106,53 @@ def _where(field: Field, placement: Placement, clash: Clash) -> list[str]:
 
 def _check_extents(program: Program, tensor: Tensor, problems: Problems) -> Tensor:
     """The digits of a coordinate count its elements, exactly or (ceil) with padding at the end, and no more than they must."""
-    exact = {var.name: True for var in tensor.vars}
-    spare: set[str] = set()
     used = {name for placement in tensor.placements for name in placement.vars}
     for var in tensor.vars:
         if var.name not in used:
             problems.add(tensor.span, f"variable '{var.name}' of '{tensor.name}' is in no subscript of its record"
                                       f"{did_you_mean(var.name, used)}")
             return tensor
-    extents = [var.extent for t in program.tensors for var in t.vars]
+    inexact: set[str] = set()
+    spare: set[str] = set()
     for placement in tensor.placements:
-        field = program.field(placement.field)
-        wanted = list(field.extents)
-        if placement.flat:
-            wanted = [wanted[0] * wanted[1]]
-        for digits, tile, extent in zip(placement.digits, placement.extents, wanted, strict=True):
-            have = [tensor.var(name).extent for name in digits if name]
-            if tile == 1 and have == [extent]:
-                continue                                         # a record for each element, whatever the sizes are
-            fit = _fit(sample_sizes(program), tuple(dict.fromkeys([*extents, *wanted])), tuple(have), tile, extent)
-            if not fit.is_exact:
-                exact.update(dict.fromkeys(filter(None, digits), False))
-            if fit.is_spare:
-                spare.update(filter(None, digits))
-            if fit.misfit is not None:
-                records, elements, sample = fit.misfit
+        for digits, tile, fit in _fits(program, tensor, placement):
+            inexact.update(digits if not fit.is_exact else ())
+            spare.update(digits if fit.is_spare else ())
+            if fit.mismatch is not None:
+                records, elements, sample = fit.mismatch
                 sizes = ", ".join(f"{size} = {value}" for size, value in sample.items())
-                problems.add(tensor.span, f"'{tensor.name}' has {records} records of {tile} '{field.name}' along "
-                                          f"'{' '.join(filter(None, digits)) or 'its only record'}', but there are "
-                                          f"{elements} to store", f"at {sizes}")
+                problems.add(tensor.span, f"'{tensor.name}' has {records} records of {tile} '{placement.field}' along "
+                                          f"'{' '.join(digits) or 'its only record'}', but there are {elements} to store",
+                             f"at {sizes}")
                 return tensor
             if not fit.is_tried:
                 problems.add(tensor.span, f"there are no N and K at which the extents of '{program.storage}' divide")
                 return tensor
-    return replace(tensor, vars=tuple(replace(var, exact=exact[var.name], spare=var.name in spare) for var in tensor.vars))
+    return replace(tensor, vars=tuple(replace(var, exact=var.name not in inexact, spare=var.name in spare)
+                                      for var in tensor.vars))
+
+
+def _fits(program: Program, tensor: Tensor, placement: Placement) -> Iterator[tuple[list[str], int, Fit]]:
+    """(variables, tile, how well they count) for each coordinate that is not one element to a record."""
+    wanted = list(program.field(placement.field).extents)
+    if placement.flat:
+        wanted = [wanted[0] * wanted[1]]
+    defined = tuple(dict.fromkeys([*(var.extent for t in program.tensors for var in t.vars), *wanted]))
+    for digits, tile, extent in zip(placement.digits, placement.extents, wanted, strict=True):
+        names = [name for name in digits if name]
+        counts = tuple(tensor.var(name).extent for name in names)
+        if tile != 1 or counts != (extent,):
+            yield names, tile, _fit(sample_sizes(program), defined, counts, tile, extent)
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How records of a tile count elements.  misfit: the records, elements and sizes where they are too few or too many."""
+    """How records of a tile count elements.  mismatch: the records, elements and sizes where they are too few or too many."""
 
     is_tried: bool = False
     is_exact: bool = True
     is_spare: bool = False
-    misfit: tuple[int, int, Mapping[str, int]] | None = None
+    mismatch: tuple[int, int, Mapping[str, int]] | None = None
 
 
 @lru_cache(maxsize=1 << 12)                                      # tensors, storages and edited specs ask the same again
@@ -162,7 +167,7 @@ def _fit(sizes: SampleSizes, defined: tuple[Index, ...], counts: tuple[Index, ..
         fit = Fit(True, fit.is_exact and tile * records == elements,
                   fit.is_spare or (max(steps, default=1) > 1 and tile * (records - 1) >= elements))
         if tile * records < elements or (tile * less >= elements and records):
-            return replace(fit, misfit=(records, elements, sample))
+            return replace(fit, mismatch=(records, elements, sample))
     return fit
 
 

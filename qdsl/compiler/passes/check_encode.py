@@ -1,4 +1,4 @@
-"""The encode scheme: known, given the fields that it chooses, and the inverse of decode.
+"""Checks that the encode scheme exists, gets the fields that it chooses, and is the inverse of decode.
 
 Does: checks roles and options, and that fields of one level share a subscript; matches decode with what the scheme inverts and
 reads the constants off it.  Does not: judge whether a scheme suits a format.
@@ -14,19 +14,22 @@ from math import prod
 
 from qdsl.compiler.ir.index import Index, flat_of
 from qdsl.compiler.ir.program import Constant, Encode, Program, Value
-from qdsl.compiler.passes.schemes import KINDS, SCHEMES, Scheme
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Storage
 from qdsl.compiler.spec.source import Problems, Source, Span, Text, did_you_mean
 from qdsl.compiler.spec.tables import is_number
+from qdsl.core.numbers import Number
+from qdsl.core.schemes import KINDS, SCHEMES, Scheme
 
 Constants = dict[str, Constant]
+Options = dict[str, str | int | float]
 _OPERATIONS: dict[str, Callable[..., float]] = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
                                                "//": operator.floordiv, "%": operator.mod, "neg": operator.neg, "float": float}
 LEVELS = (("scale", "min", "zero"), ("super_scale", "super_min"))    # roles of blocks of one size
 
 
 def check_encode(program: Program, problems: Problems) -> Program:
+    """The program with its encode scheme: the fields of its roles, its options, and the constants that decode gives it."""
     call = program.spec.encode
     if call is None:
         for option, _ in _storage(program).options:
@@ -36,11 +39,32 @@ def check_encode(program: Program, problems: Problems) -> Program:
     if scheme is None:
         problems.add(call.span, f"unknown encode scheme '{call.name}'{did_you_mean(call.name, SCHEMES)}")
         return program
+    roles, options = _arguments(program, call, scheme, problems)
+    if problems:
+        return program
+    constants = _constants(program, scheme, roles)
+    if constants is None:
+        problems.add(call.span, f"'{call.name}' inverts {' or '.join(scheme.patterns)}, and decode is something else")
+        return program
+    _check_blocks(program, call, scheme, roles, constants, problems)
+    chosen = set(roles.values()) | set(program.unstored) | {f.name for f in program.fields if f.number is None}
+    for field in program.fields:
+        if field.name not in chosen:
+            problems.add(call.span, f"'{call.name}' does not choose field '{field.name}'")
+    code = program.field(roles["code"]).number
+    assert code is not None
+    _check_options(call, scheme, options, constants, code, problems)
+    _check_storage_options(program, call, scheme, code, problems)
+    return replace(program, encode=Encode(call.name, roles, options, constants, scheme.open(code), scheme.takes_importance(code)))
+
+
+def _arguments(program: Program, call: g.Apply, scheme: Scheme, problems: Problems) -> tuple[dict[str, str], Options]:
+    """(field of each role, options) that the spec gives the scheme."""
+    roles: dict[str, str] = {}
+    options: Options = {}
     if call.arguments:
         problems.add(call.arguments[0].span, f"arguments of '{call.name}' are named: {', '.join(scheme.required)}")
-        return program
-    roles: dict[str, str] = {}
-    options: dict[str, str | int | float] = {}
+        return roles, options
     for key, value in call.keywords:
         if key.name in roles or key.name in options:
             problems.add(key.span, f"'{key.name}' stands here twice")
@@ -54,21 +78,21 @@ def check_encode(program: Program, problems: Problems) -> Program:
     for word in scheme.required:
         if word not in {key.name for key, _ in call.keywords}:
             problems.add(call.span, f"'{call.name}' needs '{word}'", scheme.summary)
-    if problems:
-        return program
-    found = ((i, _matched(program, roles, _parsed(pattern), program.values[-1])) for i, pattern in enumerate(scheme.patterns))
-    constants = next(({**each, **({scheme.which: i} if scheme.which else {})} for i, each in found if each is not None), None)
-    if constants is None:
-        problems.add(call.span, f"'{call.name}' inverts {' or '.join(scheme.patterns)}, and decode is something else")
-        return program
-    _check_blocks(program, call, scheme, roles, constants, problems)
-    chosen = set(roles.values()) | set(program.unstored) | {f.name for f in program.fields if f.number is None}
-    for field in program.fields:
-        if field.name not in chosen:
-            problems.add(call.span, f"'{call.name}' does not choose field '{field.name}'")
-    code = program.field(roles["code"]).number
-    assert code is not None
-    offered = scheme.open(code)
+    return roles, options
+
+
+def _constants(program: Program, scheme: Scheme, roles: Mapping[str, str]) -> Constants | None:
+    """The constants of the first pattern of the scheme that decode matches; None where it matches none."""
+    for i, pattern in enumerate(scheme.patterns):
+        constants = _matched(program, roles, _parsed(pattern), program.values[-1])
+        if constants is not None:
+            return {**constants, scheme.which: i} if scheme.which else constants
+    return None
+
+
+def _check_options(call: g.Apply, scheme: Scheme, options: Options, constants: Constants, code: Number, problems: Problems,
+                   ) -> None:
+    """Options of the spec suit the type of its codes."""
     for word in () if code.is_float else scheme.of_integers:
         if word not in options:
             problems.add(call.span, f"'{call.name}' of codes that are {code.name} needs '{word}'", scheme.summary)
@@ -79,15 +103,21 @@ def check_encode(program: Program, problems: Problems) -> Program:
                          f"'{key.name}' is for codes that are floats; {code.name} is none")
         if key.name == "lost" and (options.get("by") != "exact" or not constants.get("offset")):
             problems.add(key.span, "'lost' is for codes with an offset and by=exact")
-    for given, choice in _storage(program).options:
-        allowed = scheme.words(given.value, code) if given.value in offered and scheme.options[given.value] else ()
-        is_numeric = given.value in offered and scheme.options[given.value] is None
-        if is_numeric and not is_number(choice.value):
-            problems.add(given.span, f"'{given}' of '{call.name}' is a number, not {choice}")
-        elif not is_numeric and choice.value not in allowed:
-            problems.add(given.span, f"'{given}' of '{call.name}' is one of {', '.join(allowed)}, not {choice}" if allowed else
-                         f"'{given}' is no option of '{call.name}' that a caller chooses{did_you_mean(given.value, offered)}")
-    return replace(program, encode=Encode(call.name, roles, options, constants, offered, scheme.takes_importance(code)))
+
+
+def _check_storage_options(program: Program, call: g.Apply, scheme: Scheme, code: Number, problems: Problems) -> None:
+    """A storage chooses among the options that a caller may choose, and gives them values that they may have."""
+    offered = scheme.open(code)
+    for option, choice in _storage(program).options:
+        words = scheme.options[option.value] if option.value in offered else ()
+        if words is None:
+            if not is_number(choice.value):
+                problems.add(option.span, f"'{option}' of '{call.name}' is a number, not {choice}")
+            continue
+        allowed = scheme.words(option.value, code) if words else ()
+        if choice.value not in allowed:
+            problems.add(option.span, f"'{option}' of '{call.name}' is one of {', '.join(allowed)}, not {choice}" if allowed else
+                         f"'{option}' is no option of '{call.name}' that a caller chooses{did_you_mean(option.value, offered)}")
 
 
 def _storage(program: Program) -> Storage:
@@ -110,7 +140,7 @@ def _role(program: Program, scheme: Scheme, key: g.Name, value: g.Expr, roles: d
         problems.add(value.span, f"{words}; '{value.name}' is {number.name}")
 
 
-def _option(scheme: Scheme, key: g.Name, value: g.Expr, options: dict[str, str | int | float], problems: Problems) -> None:
+def _option(scheme: Scheme, key: g.Name, value: g.Expr, options: Options, problems: Problems) -> None:
     allowed = scheme.options[key.name]
     if allowed is None:
         sign = -1 if isinstance(value, g.Negate) else 1
@@ -140,11 +170,7 @@ def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mappin
             problems.add(call.span, f"'{call.name}' needs a table of rising integers; '{table.name}' is none")
     if "sums" in roles:
         _check_sums(program, call, roles, constants, problems)
-    for level in LEVELS:
-        given = [role for role in level if role in roles]
-        for role in given[1:]:
-            if program.field(roles[role]).index != program.field(roles[given[0]]).index:
-                problems.add(call.span, f"'{roles[given[0]]}' and '{roles[role]}' belong to different blocks")
+    _check_levels(program, call, roles, problems)
     if scheme.across:
         above = program.field(roles["super_scale"]).index if "super_scale" in roles else ()
         if above and flat_of(above[0]) is None:
@@ -157,6 +183,15 @@ def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mappin
         problems.add(call.span, f"'{call.name}' needs blocks of columns, n, k // size, in super-blocks of whole blocks")
     elif "grid" in constants:
         _check_rows(program, call, roles, constants, whole, problems)
+
+
+def _check_levels(program: Program, call: g.Apply, roles: Mapping[str, str], problems: Problems) -> None:
+    """Fields of one level have the same subscript."""
+    for level in LEVELS:
+        present = [role for role in level if role in roles]
+        for role in present[1:]:
+            if program.field(roles[role]).index != program.field(roles[present[0]]).index:
+                problems.add(call.span, f"'{roles[present[0]]}' and '{roles[role]}' belong to different blocks")
 
 
 def _check_sums(program: Program, call: g.Apply, roles: Mapping[str, str], constants: Constants, problems: Problems) -> None:
@@ -228,10 +263,10 @@ def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value:
             return {} if value.op == "const" and value.const == number else None
         case g.Subscript(word, (row, *columns)):
             shape = [table.shape for table in program.spec.tables if value.op == "table" and table.name.value == value.name]
-            found = _matched(program, roles, row, program.values[value.args[0]]) if shape else None
-            return None if found is None or len(shape[0]) != 1 + len(columns) else {**found, word: value.name}
+            row_match = _matched(program, roles, row, program.values[value.args[0]]) if shape else None
+            return None if row_match is None or len(shape[0]) != 1 + len(columns) else {**row_match, word: value.name}
         case g.Apply():
-            return _alone(program, roles, pattern, [value])
+            return _steps_of(program, roles, pattern, [value])
         case g.Binary("-", left, g.Name(word)) if word not in roles:
             whole = _matched(program, roles, left, value)
             return _sides(program, roles, pattern, value) if value.op == "-" and whole is None else whole
@@ -245,8 +280,10 @@ def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value:
 def _sides(program: Program, roles: Mapping[str, str], pattern: g.Binary, value: Value) -> Constants | None:
     """A sum either way round, a difference or a quotient as it stands."""
     sides = [program.values[i] for i in value.args]
-    found = _each(program, roles, (pattern.left, pattern.right), sides)
-    return found if found is not None or pattern.op in ("-", "/") else _each(program, roles, (pattern.right, pattern.left), sides)
+    constants = _all_matched(program, roles, (pattern.left, pattern.right), sides)
+    if constants is not None or pattern.op in ("-", "/"):
+        return constants
+    return _all_matched(program, roles, (pattern.right, pattern.left), sides)
 
 
 def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value: Value) -> Constants | None:
@@ -256,7 +293,7 @@ def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value
     for part in wanted:
         if isinstance(part, g.Apply):
             mine = [factor for factor in factors if _read(program, factor) <= {roles[role] for role in g.names(part)}]
-            alone = _alone(program, roles, part, mine)
+            alone = _steps_of(program, roles, part, mine)
             factors = [factor for factor in factors if factor not in mine]
     if alone is None:
         return None
@@ -267,15 +304,15 @@ def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value
     if number != 1 and not free:
         return None
     parts = [part for part in wanted if not isinstance(part, g.Number) and not (isinstance(part, g.Name) and part.name in free)]
-    rest = [factor for factor in factors if factor.op != "const" and not _is_one(program, roles, factor)]
-    if len(parts) != len(rest):
+    varying = [factor for factor in factors if factor.op != "const" and not _is_one(program, roles, factor)]
+    if len(parts) != len(varying):
         return None
-    found = (_each(program, roles, order, rest) for order in permutations(parts))
-    constants = next((each for each in found if each is not None), None)
+    matches = (_all_matched(program, roles, order, varying) for order in permutations(parts))
+    constants = next((match for match in matches if match is not None), None)
     return None if constants is None else {**alone, **constants, **({} if number == 1 else {free[0]: number})}
 
 
-def _alone(program: Program, roles: Mapping[str, str], pattern: g.Apply, factors: list[Value]) -> Constants | None:
+def _steps_of(program: Program, roles: Mapping[str, str], pattern: g.Apply, factors: list[Value]) -> Constants | None:
     """The product of values that depend on one role's field alone, for each of its codes."""
     [field] = (program.field(roles[role]) for role in g.names(pattern))
     if {field.name} != {name for factor in factors for name in _read(program, factor)}:
@@ -303,14 +340,16 @@ def _is_one(program: Program, roles: Mapping[str, str], value: Value) -> bool:
     return default is not None and default.is_const and default.const == 1
 
 
-def _each(program: Program, roles: Mapping[str, str], patterns: Sequence[g.Expr], values: Sequence[Value]) -> Constants | None:
-    found: Constants = {}
+def _all_matched(program: Program, roles: Mapping[str, str], patterns: Sequence[g.Expr], values: Sequence[Value],
+                 ) -> Constants | None:
+    """The constants of all patterns, one for each value; None where a value does not match its pattern."""
+    total: Constants = {}
     for pattern, value in zip(patterns, values, strict=True):
         constants = _matched(program, roles, pattern, value)
         if constants is None:
             return None
-        found |= constants
-    return found
+        total |= constants
+    return total
 
 
 def _factors_of(pattern: g.Expr) -> Iterator[g.Expr]:

@@ -77,7 +77,7 @@ def _units(program: Program) -> Units | None:
 
 def _digits(placement: Placement, cut: list[tuple[Slice, Slice]]) -> list[_Digit] | None:
     """Digits of n and k inside a record, cut where any slice cuts; None where the cuts do not nest."""
-    found: list[_Digit] = []
+    digits: list[_Digit] = []
     for axis, letter in enumerate("nk"):
         size = placement.extents[axis]
         cuts = sorted({prod(e for e, _ in shift.dims[axis].modes[:i]) for shift, _ in cut
@@ -91,8 +91,8 @@ def _digits(placement: Placement, cut: list[tuple[Slice, Slice]]) -> list[_Digit
         for i, (weight, above) in enumerate(pairwise(cuts)):
             inside, outside = (any(layout is not None and layout.modes[i][1] for layout in strides)
                                for strides in (shifts, steps))
-            found.append(_Digit(letter, weight, above // weight, inside, outside))
-    return _merge(found)
+            digits.append(_Digit(letter, weight, above // weight, inside, outside))
+    return _merge(digits)
 
 
 def _merge(digits: list[_Digit]) -> list[_Digit]:

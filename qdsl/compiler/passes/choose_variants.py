@@ -79,14 +79,14 @@ def _check_values(param: Param, structural: bool, problems: Problems) -> None:
 def _fixed(spec: Spec, storage: Storage, problems: Problems) -> dict[str, tuple[int | str, ...]]:
     """The values that a storage's `where` leaves to parameters, in the order of the parameter's own."""
     params = {param.name.value: param for param in spec.params}
-    found: dict[str, tuple[int | str, ...]] = {}
+    fixed: dict[str, tuple[int | str, ...]] = {}
     for key, values in storage.only:
-        known = params[key.value].values if key.value in params else ()
-        if wrong := [value for value in values if value not in known]:
-            problems.add(key.span, f"'{key}' is one of {', '.join(map(str, known))}, not {wrong[0]}" if known else
+        allowed = params[key.value].values if key.value in params else ()
+        if wrong := [value for value in values if value not in allowed]:
+            problems.add(key.span, f"'{key}' is one of {', '.join(map(str, allowed))}, not {wrong[0]}" if allowed else
                          f"'{key}' has several values here, and is no parameter{did_you_mean(key.value, params)}")
         else:
-            found[key.value] = tuple(value for value in known if value in values)
+            fixed[key.value] = tuple(value for value in allowed if value in values)
     for key, expr in storage.where:
         if key.value not in params:
             continue
@@ -100,5 +100,5 @@ def _fixed(spec: Spec, storage: Storage, problems: Problems) -> dict[str, tuple[
             listed = ", ".join(str(v) for v in params[key.value].values)
             problems.add(expr.span, f"'{key}' is one of {listed}")
         else:
-            found[key.value] = (value,)
-    return found
+            fixed[key.value] = (value,)
+    return fixed

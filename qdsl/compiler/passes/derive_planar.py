@@ -15,6 +15,7 @@ from math import gcd
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Index
 from qdsl.compiler.ir.program import Field, Program
+from qdsl.compiler.passes.factor_decode import why_not_affine
 from qdsl.compiler.passes.samples import divisor_of
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Storage, Tensor
@@ -45,28 +46,54 @@ def derive_planar(programs: Sequence[Program]) -> Program | None:
 
     programs: the format's other storages, with one choice of params.  Blocks that are whole in all of them are whole here.
     """
-    missing = {key: value for each in programs for key, value in (*each.where.items(), *each.defaults.items())}
-    program = replace(programs[-1], defaults=missing)
-    whole = gcd(*(divisor_of("K", [var.extent for tensor in each.tensors for var in tensor.vars]) for each in programs))
+    program = _with_defaults(programs)
     affine = program.affine
-    if affine is None:
+    if affine is None or _obstacle(program):
         return None
+    whole = gcd(*(divisor_of("K", [var.extent for tensor in each.tensors for var in tensor.vars]) for each in programs))
     code = program.field(affine.code)
     groups = [program.field(name) for name in affine.fields]
-    if not is_code(code.number, affine.table) or not all(_is_group(program, field) for field in groups):
-        return None
-    if {field.name for field in program.fields if field.number} != {affine.code, *affine.fields}:
-        return None
     span = program.spec.span
     tensors = [*_planes(code, affine.table, span), *(_plain(program, field, whole, span) for field in groups)]
     where = [(_text(field.name, span), g.expression(_text(str(index), span)))
              for field in program.fields if field.groups is not None and (index := _in_order(program, field)) is not None]
-    if len(where) < sum(field.number is None for field in program.fields):
-        return None
     fixed = [(_text(key, span), g.expression(_text(str(value), span))) for key, value in program.params.items()]
     storage = Storage(_text(PLANAR, span), (*fixed, *where), tuple(tensors))
     spec = replace(program.spec, storages=(storage,), claims=())
     return Program(spec, PLANAR, program.params, program.sizes)
+
+
+def why_no_planar(programs: Sequence[Program]) -> str:
+    """Why a format has no planar storage, in one line; '' where it has one for some choice of params."""
+    if any(program.storage == PLANAR for program in programs):
+        return ""
+    return _obstacle(_with_defaults([program for program in programs if program.params == programs[0].params]))
+
+
+def _with_defaults(programs: Sequence[Program]) -> Program:
+    """The last program, with the values of fields that some storage of the format does not hold."""
+    missing = {key: value for each in programs for key, value in (*each.where.items(), *each.defaults.items())}
+    return replace(programs[-1], defaults=missing)
+
+
+def _obstacle(program: Program) -> str:
+    """The first condition of the planar storage that a format does not meet; '' where it meets all."""
+    affine = program.affine
+    if affine is None:
+        return why_not_affine(program)
+    code = program.field(affine.code)
+    if not is_code(code.number, affine.table):
+        types = LOOKED_UP if affine.table else f"u1 to u8, i1 to i8, {', '.join(FLOAT_CODES)}"
+        return f"code '{code.name}' is {code.number.name if code.number else 'an index'}, and matrix units take {types}"
+    for name in affine.fields:
+        if not _is_group(program, program.field(name)):
+            return f"kernels cannot read '{name}' by rows and columns: its type or its subscript is not one that they load"
+    for field in program.fields:
+        if field.number and field.name not in (affine.code, *affine.fields):
+            return f"field '{field.name}' is stored, and decode does not read it"
+        if field.number is None and (field.groups is None or _in_order(program, field) is None):
+            return f"no storage says what '{field.name}' is for columns in order ('optional:' or 'where:')"
+    return ""
 
 
 def _text(value: str, span: Span) -> Text:
@@ -78,7 +105,7 @@ def order_name(program: Program) -> str:
 
     Of a planar program there is one where an index field alone says which values columns share; else its spec names it.
     """
-    authored = next((each.order for each in program.spec.storages if each.name.value == program.storage), None)
+    authored = next((storage.order for storage in program.spec.storages if storage.name.value == program.storage), None)
     if authored is not None:
         return authored.value
     if program.storage != PLANAR or program.affine is None or sum(field.groups is not None for field in program.fields) != 1:
@@ -116,8 +143,8 @@ def coordinates(program: Program, field: Field) -> list[tuple[str, str]] | None:
     flat = [atom for index in field.index if (atom := ix.flat_of(index)) is not None]
     if flat:
         return [("n", "1"), ("k", str(flat[0].args[1]).replace(" ", ""))] if flat[0].op == "div" else None
-    found = [coordinate(program, index) for index in field.index]
-    return None if None in found else [pair for pair in found if pair is not None]
+    pairs = [coordinate(program, index) for index in field.index]
+    return None if None in pairs else [pair for pair in pairs if pair is not None]
 
 
 def coordinate(program: Program, index: Index) -> tuple[str, str] | None:
@@ -129,8 +156,8 @@ def coordinate(program: Program, index: Index) -> tuple[str, str] | None:
         return None
     if atom.op == "name":
         field = next((f for f in program.fields if f.name == atom.name), None)
-        known = _in_order(program, field) if field is not None else None
-        return None if known is None else coordinate(program, known)
+        in_order = _in_order(program, field) if field is not None else None
+        return None if in_order is None else coordinate(program, in_order)
     if atom.op == "div" and str(atom.args[0]) in ("n", "k"):
         return str(atom.args[0]), str(atom.args[1])
     return None
@@ -157,18 +184,18 @@ def _planes(code: Field, table: str, span: Span) -> Iterator[Tensor]:
 def _plain(program: Program, field: Field, divisor: int, span: Span) -> Tensor:
     """A field alone, rows first; integers below 8 bits in bytes.  K is a multiple of `divisor`."""
     assert field.number is not None
-    found = coordinates(program, field) or []
-    flat = len(field.index) < len(found)                         # then K is a multiple of the block in this storage
+    pairs = coordinates(program, field) or []
+    flat = len(field.index) < len(pairs)                         # then K is a multiple of the block in this storage
     names = {"n": "r", "k": "g"}
     axes, subscripts = [], []
-    for axis, block in sorted(found, reverse=True):
+    for axis, block in sorted(pairs, reverse=True):
         whole = axis.upper()
         even = flat or (axis == "k" and block.isdigit() and divisor % int(block) == 0)
         axes.append(f"{names[axis]}<{whole if block == '1' else f'{whole}/{block}' if even else f'ceil({whole}/{block})'}")
-    for axis, _ in found:
+    for axis, _ in pairs:
         subscripts.append(names[axis])
     if flat:
-        subscripts = [f"K/{found[1][1]}*{names['n']} + {names['k']}"]
+        subscripts = [f"K/{pairs[1][1]}*{names['n']} + {names['k']}"]
     element = field.kind if field.number.is_float else "i8" if field.number.kind == "signed" else "u8"
     spare = 0 if field.number.is_float else 8 - field.number.bits
     item = f"{field.name}[{', '.join(subscripts)}]" if subscripts else field.name

@@ -23,71 +23,88 @@ _Sum = Mapping[tuple[str, ...], Fraction]                        # coefficient b
 
 def factor_decode(program: Program, problems: Problems) -> Program:
     """Never finds problems: a formula of another kind is computed weight by weight."""
-    return replace(program, affine=_affine(program))
+    affine = _affine(program)
+    return replace(program, affine=None if isinstance(affine, str) else affine)
 
 
-def _affine(program: Program) -> Affine | None:
-    every = (ix.name("n"), ix.name("k"))
-    codes = [field.name for field in program.fields if field.index == every]
-    whole = _expanded(program)
-    if len(codes) != 1 or whole is None:
-        return None
-    read = {name for product in whole for name in product if name == codes[0] or "[" in name}
-    if len(read) != 1 or any(sum(name in read for name in product) > 1 for product in whole):
-        return None
+def why_not_affine(program: Program) -> str:
+    """Why decode is no line in a code; '' where it is one."""
+    affine = _affine(program)
+    return affine if isinstance(affine, str) else ""
+
+
+def _affine(program: Program) -> Affine | str:
+    """The line, or why there is none."""
+    codes = [field.name for field in program.fields if field.index == (ix.name("n"), ix.name("k"))]
+    if len(codes) != 1:
+        return f"decode needs one field with a value per weight, [n, k]; here: {', '.join(codes) or 'none'}"
+    sums = _expanded(program)
+    if sums is None:
+        return ("decode is no sum of products: it divides by a sum or by a number that is no power of two, or reads rows of a "
+                "table")
+    factors = {name for product in sums for name in product}
+    read = {name for name in factors if name == codes[0] or "[" in name}
+    if len(read) != 1 or any(sum(name in read for name in product) > 1 for product in sums):
+        return f"decode must read '{codes[0]}' once and linearly, by itself or in one table"
     code = read.pop()
-    names = {name for product in whole for name in product}
-    if any(name[0] == "/" and (name[1:] == codes[0] or name[1:] in names) for name in names):
-        return None
-    scale = {tuple(f for f in product if f != code): c for product, c in whole.items() if code in product}
-    rest = {product: c for product, c in whole.items() if code not in product}
+    if any(name[0] == "/" and (name[1:] == codes[0] or name[1:] in factors) for name in factors):
+        return "decode multiplies and divides by the same field, or divides by the code"
+    scale = {tuple(f for f in product if f != code): c for product, c in sums.items() if code in product}
+    others = {product: c for product, c in sums.items() if code not in product}
     if not scale:
-        return None
-    zero = _quotient(rest, scale)
-    terms = [_terms(part) for part in (scale, zero or {}, rest if zero is None else {})]
-    if None in terms:
-        return None
-    first, second, third = terms
-    assert first is not None and second is not None and third is not None
-    return Affine(codes[0], first, second, third, code.partition("[")[0] if code != codes[0] else "")
+        return f"decode does not depend on '{codes[0]}'"
+    zero = _quotient(others, scale)
+    terms = [kept for part in (scale, zero or {}, others if zero is None else {}) if (kept := _terms(part)) is not None]
+    if len(terms) < 3:
+        return "decode has a constant that float32 does not hold"
+    return Affine(codes[0], terms[0], terms[1], terms[2], code.partition("[")[0] if code != codes[0] else "")
 
 
 def _expanded(program: Program) -> _Sum | None:
     """Decode as a sum of products; None where it divides by a sum or a number that is no power of two, or is long."""
-    found: list[_Sum | None] = []
+    sums: list[_Sum | None] = []
     for value in program.values:
-        args = [part for arg in value.args if (part := found[arg]) is not None]
-        found.append(_step(value, args) if len(args) == len(value.args) else None)
-    return found[-1]
+        args = [part for arg in value.args if (part := sums[arg]) is not None]
+        sums.append(_step(value, args) if len(args) == len(value.args) else None)
+    return sums[-1]
 
 
 def _step(value: Value, args: list[_Sum]) -> _Sum | None:
-    if value.op == "field":
-        return {(value.name,): Fraction(1)}
-    if value.op == "table":                                      # of the code itself; of anything else it is no line
-        (by,) = args[0] if len(args[0]) == 1 else ((),)
-        return {(f"{value.name}[{by[0]}]",): Fraction(1)} if args[0] == {by: Fraction(1)} and len(by) == 1 else None
-    if value.op == "entry":
-        return None
-    if value.op == "const":
-        return {(): Fraction(value.const)} if value.const else {}
-    if value.op == "float":
-        return args[0]
-    if value.op == "neg":
-        return {product: -c for product, c in args[0].items()}
-    left, right = args
-    if value.op in ("+", "-"):
-        sign = 1 if value.op == "+" else -1
-        return _kept({p: left.get(p, Fraction(0)) + sign * right.get(p, Fraction(0)) for p in {**left, **right}})
-    if value.op == "*":
-        total: dict[tuple[str, ...], Fraction] = {}
-        for a, x in left.items():
-            for b, y in right.items():
-                product = tuple(sorted((*a, *b)))
-                total[product] = total.get(product, Fraction(0)) + x * y
-        return _kept(total)
-    if value.op != "/" or len(right) != 1:
-        return None
+    """A step of decode as a sum of products, from those of its arguments; None where it is none."""
+    match value.op, args:
+        case "field", _:
+            return {(value.name,): Fraction(1)}
+        case "table", [index]:                                   # of the code itself; of anything else it is no line
+            (by,) = index if len(index) == 1 else ((),)
+            return {(f"{value.name}[{by[0]}]",): Fraction(1)} if index == {by: Fraction(1)} and len(by) == 1 else None
+        case "const", _:
+            return {(): Fraction(value.const)} if value.const else {}
+        case "float", [inner]:
+            return inner
+        case "neg", [inner]:
+            return {product: -c for product, c in inner.items()}
+        case ("+" | "-"), [left, right]:
+            sign = 1 if value.op == "+" else -1
+            return _kept({p: left.get(p, Fraction(0)) + sign * right.get(p, Fraction(0)) for p in {**left, **right}})
+        case "*", [left, right]:
+            return _multiplied(left, right)
+        case "/", [left, right] if len(right) == 1:
+            return _divided(left, right)
+    return None
+
+
+def _multiplied(left: _Sum, right: _Sum) -> _Sum | None:
+    """The product of two sums of products."""
+    total: dict[tuple[str, ...], Fraction] = {}
+    for a, x in left.items():
+        for b, y in right.items():
+            product = tuple(sorted((*a, *b)))
+            total[product] = total.get(product, Fraction(0)) + x * y
+    return _kept(total)
+
+
+def _divided(left: _Sum, right: _Sum) -> _Sum | None:
+    """A sum of products over one product; None where its number is no power of two, or it has a quotient or a table."""
     (by, divisor), = right.items()
     if frexp(abs(float(divisor)))[0] != 0.5 or any(name[0] == "/" or "[" in name for name in by):
         return None
@@ -95,29 +112,30 @@ def _step(value: Value, args: list[_Sum]) -> _Sum | None:
 
 
 def _kept(terms: _Sum) -> _Sum | None:
+    """The terms other than 0; None where they are too many or too long."""
     kept = {product: c for product, c in terms.items() if c}
     return kept if len(kept) <= MAX_TERMS and all(len(product) <= MAX_TERMS for product in kept) else None
 
 
-def _quotient(rest: _Sum, scale: _Sum) -> _Sum | None:
+def _quotient(dividend: _Sum, scale: _Sum) -> _Sum | None:
     """rest / scale where that is a sum of products again: always for rest 0 or a multiple, else for a single product."""
-    if not rest:
+    if not dividend:
         return {}
-    if rest.keys() == scale.keys():
-        ratios = {rest[product] / scale[product] for product in scale}
+    if dividend.keys() == scale.keys():
+        ratios = {dividend[product] / scale[product] for product in scale}
         return {(): ratios.pop()} if len(ratios) == 1 else None
     if len(scale) > 1:
         return None
     (by, c), = scale.items()
-    found: dict[tuple[str, ...], Fraction] = {}
-    for product, coefficient in rest.items():
+    quotient: dict[tuple[str, ...], Fraction] = {}
+    for product, coefficient in dividend.items():
         left = list(product)
         for factor in by:
             if factor not in left:
                 return None
             left.remove(factor)
-        found[tuple(left)] = coefficient / c
-    return found
+        quotient[tuple(left)] = coefficient / c
+    return quotient
 
 
 def _terms(total: _Sum) -> Terms | None:

@@ -9,29 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
 from math import gcd, lcm, prod
 
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Atom, Facts, Index, name
 from qdsl.compiler.ir.program import Add, Axis, Field, Placement, Program, Stream, Tensor, Var
+from qdsl.compiler.passes.record_lines import RecordReader, Weights, expanded
 from qdsl.compiler.passes.samples import divisor_of, size_axis
 from qdsl.compiler.passes.scope import Scope
-from qdsl.compiler.passes.streams import STREAMS
 from qdsl.compiler.passes.type_fields import AXES, axis_of, group_size, number_of, parameters
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec import model
-from qdsl.compiler.spec.source import Problems, Span, Text, did_you_mean
-from qdsl.core.layout import BASE, DIGIT_BITS, PLACES, Affine, Item, Line, walk
+from qdsl.compiler.spec.source import Problems, Text, did_you_mean
+from qdsl.core.codecs import CODECS
+from qdsl.core.layout import BASE, Affine, Line, walk
 from qdsl.core.numbers import Number, number
-
-MAX_PIECES = 1 << 14
-MAX_WIDTH = 64
 
 
 def read_records(program: Program, problems: Problems) -> Program:
     storage = next(s for s in program.spec.storages if s.name.value == program.storage)
-    where = _where(program, storage, problems)
+    where = _fixed_values(program, storage, problems)
     tensors: list[Tensor] = []
     defaults: dict[str, Index] = {}
     for item in storage.tensors:
@@ -54,8 +51,8 @@ def _facts(program: Program, tensors: list[Tensor]) -> Facts:
     """
     extents = [var.extent for tensor in tensors for var in tensor.vars]
     whole = {param.name.value for param in program.spec.params if -1 in param.values}
-    divisors = {size: gcd(known, divisor_of(size_axis(program, size), extents)) if size in whole else known
-                for size, known in program.facts.divisors.items()}
+    divisors = {size: gcd(divisor, divisor_of(size_axis(program, size), extents)) if size in whole else divisor
+                for size, divisor in program.facts.divisors.items()}
     return Facts(program.facts.bounds, divisors, {size: program.facts.divisors[size] for size in whole & divisors.keys()})
 
 
@@ -82,9 +79,9 @@ def _value(program: Program, field: Field, expr: g.Expr, problems: Problems) -> 
     return value
 
 
-def _where(program: Program, storage: model.Storage, problems: Problems) -> dict[str, Index]:
-    """Fields that this storage does not hold because they have one value there."""
-    found: dict[str, Index] = {}
+def _fixed_values(program: Program, storage: model.Storage, problems: Problems) -> dict[str, Index]:
+    """The values of fields that this storage fixes under `where`."""
+    values: dict[str, Index] = {}
     params = {param.name.value for param in program.spec.params}
     fields = {field.name for field in program.fields}
     for key, _ in storage.only:
@@ -94,7 +91,7 @@ def _where(program: Program, storage: model.Storage, problems: Problems) -> dict
         if key.value in fields:
             value = _value(program, program.field(key.value), expr, problems)
             if value is not None:
-                found[key.value] = value
+                values[key.value] = value
         elif key.value not in params:
             problems.add(key.span, f"'{key}' is neither a parameter nor a field{did_you_mean(key.value, params | fields)}")
         elif key.value in program.sizes:
@@ -102,35 +99,40 @@ def _where(program: Program, storage: model.Storage, problems: Problems) -> dict
     for key, _ in storage.least:
         if key.value not in program.dims or program.dims[key.value].is_const:
             problems.add(key.span, f"'{key}' is no extent of dims{did_you_mean(key.value, program.dims)}")
+    _check_order(program, storage, values, problems)
+    return values
+
+
+def _check_order(program: Program, storage: model.Storage, values: Mapping[str, Index], problems: Problems) -> None:
+    """A storage has an order of columns only where one index field, whose value it fixes, says which columns share a group."""
     if storage.order is not None:
-        moved = [field for field in program.fields if field.groups is not None and field.name in found]
+        moved = [field for field in program.fields if field.groups is not None and field.name in values]
         blocks = [field for field in program.fields if any("k" in at.names() and at != name("k") for at in field.index)]
         if len(moved) != 1 or blocks:
             problems.add(storage.order.span, "an order of columns is for a storage that gives an index field its value, which "
                                              "alone says which columns share one")
-    return found
+
 
 ELEMENTS = ("u8", "i8", "u16", "i16", "u32", "i32")              # integers that stored tensors hold
 
 
 class _TensorReader:
+    """Reads one tensor of a storage; `records` reads the lines of its record."""
+
     def __init__(self, program: Program, item: model.Tensor, problems: Problems) -> None:
         self.program = program
         self.item = item
         self.problems = problems
-        self.fields = {field.name: field for field in program.fields}
-        self.constants = {**parameters(program), **{d: i for d, i in program.dims.items() if i.is_const}}
-        self.extents = {"N": name("N"), "K": name("K"), **program.dims}
-        self.used: dict[str, list[tuple[Affine, ...]]] = {}
-        self.weights: dict[str, list[tuple[Weights, ...]]] = {}
-        self.what = f"the record of '{item.name}'"
+        self.records = RecordReader(program, item, problems)
+        self.fields = self.records.fields
+        self.constants = self.records.constants
 
     def read(self) -> Tensor | None:
         item = self.item
-        found = self.shaped(item.shape) if item.shape is not None else self.run(item.run)
-        if found is None:
+        shape = self.shaped(item.shape) if item.shape is not None else self.run(item.run)
+        if shape is None:
             return None
-        element, variables, axes, lines = found
+        element, variables, axes, lines = shape
         if not ((element.is_float and element.bits >= 8) or element.name in ELEMENTS):
             self.problems.add(item.name.span, f"elements of a tensor are {', '.join(ELEMENTS)} or floats of 8 bits and more, not "
                               f"{element.name}", "let the record pack codes into these")
@@ -142,7 +144,7 @@ class _TensorReader:
             return None
         bits = sum(part.step for line in lines for part in line.items
                    for _ in range(prod(extent for _, extent in line.loops)))
-        placements = tuple(self.placement(field, forms, lines, variables) for field, forms in self.used.items())
+        placements = tuple(self.placement(field, forms, lines, variables) for field, forms in self.records.used.items())
         if None in placements:
             return None
         kept = tuple(p for p in placements if p is not None)
@@ -156,9 +158,9 @@ class _TensorReader:
         call = self.item.stream
         if call is None:
             return None
-        coding = STREAMS.get(call.name)
+        coding = CODECS.get(call.name)
         if coding is None:
-            self.problems.add(call.span, f"unknown entropy code '{call.name}'{did_you_mean(call.name, STREAMS)}")
+            self.problems.add(call.span, f"unknown entropy code '{call.name}'{did_you_mean(call.name, CODECS)}")
             return None
         names = {role: role for role in coding.tensors}
         for value in call.arguments:
@@ -170,9 +172,9 @@ class _TensorReader:
                 self.problems.add(value.span, f"'{key.name}' is the name of a tensor")
             else:
                 names[key.name] = value.name
-        others = [each.name.value for storage in self.program.spec.storages if self.item in storage.tensors
-                  for each in storage.tensors if each is not self.item]
-        twice = next((each for each in names.values() if [*names.values(), *others].count(each) > 1), None)
+        others = [other.name.value for storage in self.program.spec.storages if self.item in storage.tensors
+                  for other in storage.tensors if other is not self.item]
+        twice = next((other for other in names.values() if [*names.values(), *others].count(other) > 1), None)
         if twice is not None:
             self.problems.add(call.span, f"two tensors of the storage are called '{twice}'")
         wanted = [name("N") * name("K")] if coding.flat else [name("N"), name("K")]
@@ -212,8 +214,9 @@ class _TensorReader:
         dense = self.dense_loop()
         if dense is not None and element is not None and words:
             return self.dense(element, tuple(variables), tuple(axes), *dense)
-        lines = self.lines(self.item.record, {var.name for var in variables})
-        if element is None or lines is None:
+        names = {digit.name for axis in shape.axes for digit in axis.digits if digit is not None}
+        lines = self.records.lines(self.item.record, names)              # a variable whose extent is wrong is known, too
+        if element is None or lines is None or len(variables) < len(names):
             return None
         return element, tuple(variables), tuple(axes), lines
 
@@ -224,11 +227,11 @@ class _TensorReader:
         if axis.value != "k":
             self.problems.add(axis.span, f"a record runs along k, not '{axis}'")
             return None
-        lines = self.lines(self.item.record, set(), local=True)
+        lines = self.records.lines(self.item.record, set(), local=True)
         element = number("u8")
         if lines is None or element is None:
             return None
-        covered = {field: self.columns(self.fields[field]) * (1 + self.highest(lines, field)) for field in self.used}
+        covered = {field: self.columns(self.fields[field]) * (1 + self.highest(lines, field)) for field in self.records.used}
         if 0 in covered.values():
             return None
         run = max(covered.values())
@@ -237,7 +240,7 @@ class _TensorReader:
                 self.problems.add(self.item.record_text.span, f"a record of '{self.item.name}' holds {run} columns, which is "
                                   f"not a multiple of the {self.columns(self.fields[field])} that share one '{field}'")
                 return None
-            self.used[field] = [(Affine(0, (("n", 1),)), Affine(0, (("t", run // self.columns(self.fields[field])),)))]
+            self.records.used[field] = [(Affine(0, (("n", 1),)), Affine(0, (("t", run // self.columns(self.fields[field])),)))]
         extent = ix.exact(name("K"), run)
         return element, (Var("n", name("N"), True), Var("t", extent, True)), (Axis(("n",)), Axis(("t", ""))), lines
 
@@ -257,156 +260,6 @@ class _TensorReader:
         """The largest local subscript of a field in the record."""
         return max(piece.index[-1] for piece in walk(lines) if piece.field == field)
 
-    # -- records ------------------------------------------------------------------------------------------------------
-
-    def lines(self, record: tuple[g.Line, ...], variables: set[str], local: bool = False) -> tuple[Line, ...] | None:
-        """The record with constant loops, widths and linear subscripts."""
-        lines: list[Line] = []
-        pieces = 0
-        for line in record:
-            loops = self.loops(line.loops, variables)
-            if loops is None:
-                return None
-            if 0 in (extent for _, extent in loops):
-                continue                                         # a line that these parameters do not have
-            names = variables | {loop for loop, _ in loops}
-            pieces += len(line.items) * prod(extent for _, extent in loops)
-            if pieces > MAX_PIECES:
-                self.problems.add(line.span, f"the record has more than {MAX_PIECES} pieces")
-                return None
-            found = [self.digits(item, names, local) if isinstance(item, g.Digits) else self.bits(item, names, local)
-                     for item in line.items]
-            items = tuple(item for some in found for item in some or ())
-            if None in found:
-                return None
-            lines.append(Line(tuple(loops), items))
-            for item in items:
-                if item.field is not None:
-                    self.used.setdefault(item.field, []).append(item.index[1:] if local else item.index)
-        if not self.used:
-            self.problems.add(self.item.record_text.span, f"{self.what} holds no field")
-            return None
-        return tuple(lines)
-
-    def loops(self, loops: tuple[g.Loop, ...], taken: set[str]) -> list[tuple[str, int]] | None:
-        found: list[tuple[str, int]] = []
-        for loop in loops:
-            extent = Scope(self.constants, self.what, self.problems).const(loop.extent, "a loop's extent")
-            if loop.name in taken | {seen for seen, _ in found} | self.constants.keys():
-                self.problems.add(loop.span, f"loop '{loop.name}' has the name of something else")
-            least = 0 if any(g.names(loop.extent)) else 1        # parameters may leave out a line
-            if extent is not None and not least <= extent <= MAX_PIECES:
-                self.problems.add(loop.span, f"a loop runs from 1 to {MAX_PIECES} times, not {extent}")
-                extent = None
-            if extent is None:
-                return None
-            found.append((loop.name, extent))
-        return found
-
-    def digits(self, item: g.Digits, names: set[str], local: bool) -> list[Item] | None:
-        """The digits of a byte one after the other, its loops written out."""
-        loops = self.loops(item.line.loops, names)
-        if loops is None:
-            return None
-        inner = [loop for loop, _ in loops]
-        forms = [self.digit(part, names | set(inner), local) for part in item.line.fields]
-        kept = [form for form in forms if form is not None]
-        if len(kept) < len(forms):
-            return None
-        size = len(kept) * prod(extent for _, extent in loops)
-        if not 1 <= size <= PLACES:
-            self.problems.add(item.span, f"a byte has room for {PLACES} digits of base {BASE}, not {size}")
-            return None
-        if len({form.field for form in kept}) > 1:
-            self.problems.add(item.span, "the digits of a byte are of one field")
-            return None
-        turns = [dict(zip(inner, values, strict=True)) for values in product(*(range(extent) for _, extent in loops))]
-        found = [replace(form, index=tuple(_bound(each, turn) for each in form.index)) for turn in turns for form in kept]
-        return [replace(form, place=place, last=place == size - 1) for place, form in enumerate(found)]
-
-    def digit(self, item: g.Item, names: set[str], local: bool) -> Item | None:
-        """An item of a byte of digits: a whole element of two bits."""
-        if item.field is None:
-            self.problems.add(item.span, f"digits of base {BASE} are fields, not padding", "places after the last digit are 0")
-            return None
-        if item.part != "whole":
-            self.problems.add(item.span, f"a digit of base {BASE} is a whole field, without .lo, .hi or .at")
-            return None
-        found = self.part(item, names, local)
-        number = self.fields[item.field.name].number if found is not None else None
-        if number is not None and number.name == f"u{DIGIT_BITS}":
-            return found
-        if found is not None:
-            self.problems.add(item.span, f"a digit of base {BASE} is of a field that is u{DIGIT_BITS}, with values 0 to "
-                                         f"{BASE - 1}; '{item.field.name}' is {number.name if number else 'an index'}")
-        return None
-
-    def bits(self, item: g.Item, names: set[str], local: bool) -> list[Item] | None:
-        found = self.part(item, names, local)
-        return None if found is None else [found]
-
-    def part(self, item: g.Item, names: set[str], local: bool) -> Item | None:
-        scope = Scope({**self.constants, **{word: name(word) for word in names}}, self.what, self.problems)
-        if item.field is None:
-            width = scope.const(item.width, "a width") if item.width is not None else None
-            return None if not self.fits(width, MAX_WIDTH, item.span) else Item(None, (), Affine(), width or 0)
-        field = self.fields.get(item.field.name)
-        if field is None:
-            self.problems.add(item.field.span,
-                              f"unknown field '{item.field.name}' in {self.what}{did_you_mean(item.field.name, self.fields)}")
-            return None
-        rows = scope if local else Scope({**scope.names, **self.extents}, self.what, self.problems, self.program.facts)
-        read = [self.linear(rows, expr, names) for expr in item.index]
-        index = [found[0] if found is not None else None for found in read]
-        width = field.bits if item.width is None else scope.const(item.width, "a width")
-        if None in index or not self.fits(width, field.bits, item.span):
-            return None
-        assert width is not None
-        lo = self.bit(scope, item.lo) if item.lo is not None else Affine(field.bits - width if item.part == "hi" else 0)
-        rank = len(field.extents)
-        allowed = (0, 1) if local else (rank, 1) if rank == 2 else (rank,)
-        if len(index) not in allowed:
-            expected = "one local subscript, or none" if local else f"{rank}" + (", or one flat position" if rank == 2 else "")
-            self.problems.add(item.span, f"field '{field.name}' has {len(index)} subscripts here; expected {expected}")
-            return None
-        if lo is None:
-            return None
-        self.weights.setdefault(field.name, []).append(tuple(found[1] for found in read if found is not None))
-        forms = tuple(form for form in index if form is not None) or ((Affine(),) if local else ())
-        return Item(field.name, (Affine(), *forms) if local else forms, lo, width)
-
-    def fits(self, width: int | None, most: int, span: Span) -> bool:
-        if width is not None and not 1 <= width <= most:
-            self.problems.add(span, f"a width of {width} bits: expected 1 to {most}")
-            return False
-        return width is not None
-
-    def bit(self, scope: Scope, expr: g.Expr) -> Affine | None:
-        """A bit of an element, which loops may move."""
-        index = scope.index(expr)
-        if index is not None and all(atom.op == "name" for atom, _ in index.terms):
-            return Affine(index.const, tuple((atom.name, coefficient) for atom, coefficient in index.terms))
-        if index is not None:
-            self.problems.add(expr.span, f"a bit is linear in the loops of its line, not {index}")
-        return None
-
-    def linear(self, scope: Scope, expr: g.Expr, names: set[str]) -> tuple[Affine, Weights] | None:
-        """A subscript as the elements of a record, and what variables, and these elements, are multiplied by."""
-        index = scope.index(expr)
-        if index is None:
-            return None
-        parts: dict[str, int] = {}
-        units: Weights = {}
-        for factors, coefficient in expanded(index).items():
-            moving = [atom.name for atom in factors if atom.op == "name" and atom.name in names]
-            unit = tuple(atom for atom in factors if atom.op != "name" or atom.name not in names)
-            if len(moving) > 1 or any(Index(0, ((atom, 1),)).names() & names for atom in unit) or "".join(moving) in parts:
-                self.problems.add(expr.span, f"a record's subscript is linear in its variables, not {index}")
-                return None
-            parts["".join(moving)] = coefficient
-            units["".join(moving)] = unit
-        return Affine(parts.pop("", 0), tuple(parts.items())), units
-
     def placement(self, field: str, forms: list[tuple[Affine, ...]], lines: tuple[Line, ...], variables: tuple[Var, ...],
                   ) -> Placement | None:
         """Which digits carry each coordinate from record to record; all items of a field must agree."""
@@ -414,17 +267,17 @@ class _TensorReader:
         digits: list[tuple[str, ...]] = []
         tiles: list[int] = []
         for axis in range(len(forms[0])):
-            units = [form[axis] for form in self.weights.get(field, []) if len(form) == len(forms[0])]
+            units = [form[axis] for form in self.records.weights.get(field, []) if len(form) == len(forms[0])]
             moves = [tuple(term for term in form[axis].terms if term[0] not in loops) for form in forms]
             box = 1 + max(p.index[axis] for p in walk(lines) if p.field == field)
-            if any(unit for each in units for unit in each.values()) or any(len(terms) > 1 for terms in moves):
-                found = self.chain(field, [dict(terms) for terms in moves], units, loops, box, variables)
+            if any(unit for factors in units for unit in factors.values()) or any(len(terms) > 1 for terms in moves):
+                carrying = self.chain(field, [dict(terms) for terms in moves], units, loops, box, variables)
             else:
-                found = self.carried(field, moves, box)
-            if found is None:
+                carrying = self.carried(field, moves, box)
+            if carrying is None:
                 return None
-            digits.append(found[0])
-            tiles.append(found[1])
+            digits.append(carrying[0])
+            tiles.append(carrying[1])
         flat = len(forms[0]) == 1 and len(self.fields[field].index) == 2
         return Placement(field, tuple(digits), tuple(tiles), flat)
 
@@ -439,15 +292,15 @@ class _TensorReader:
               variables: tuple[Var, ...]) -> tuple[tuple[str, ...], int] | None:
         """Variables and the elements of a record as the digits of one number, each as far apart as all faster ones reach."""
         span = self.item.record_text.span
-        inside = {unit for each in units for moving, unit in each.items() if not moving or moving in loops}
+        inside = {unit for factors in units for moving, unit in factors.items() if not moving or moving in loops}
         if len({tuple(sorted(terms.items())) for terms in moves}) > 1 or len(inside) > 1 or any(
-                each.get(var) != units[0].get(var) for each in units for var in moves[0]):
+                factors.get(var) != units[0].get(var) for factors in units for var in moves[0]):
             self.problems.add(span, f"items of '{field}' move differently from record to record")
             return None
         left = {var: _product(unit, moves[0][var]) for var, unit in units[0].items() if var in moves[0]}
         if box > 1 or inside:
             left[""] = _product(inside.pop() if inside else (), 1)
-        found: list[str] = []
+        digits: list[str] = []
         reach = Index(1)
         while left:
             step = next((digit for digit, weight in left.items() if expanded(weight) == expanded(reach)), None)
@@ -456,10 +309,10 @@ class _TensorReader:
                 self.problems.add(span, f"a subscript of '{field}' has digits that are not as far apart as faster ones reach, "
                                         f"{reach}: {shown}")
                 return None
-            found.insert(0, step)
+            digits.insert(0, step)
             reach = reach * (next(var.extent for var in variables if var.name == step) if step else Index(box))
             del left[step]
-        return tuple(found if "" in found else [*found, ""]), box
+        return tuple(digits if "" in digits else [*digits, ""]), box
 
     # -- dense records ------------------------------------------------------------------------------------------------
 
@@ -470,7 +323,7 @@ class _TensorReader:
         loop = self.item.record[0].loops[0]
         if set(AXES.values()) & set(g.names(loop.extent)):
             names = {"N": name("N"), "K": name("K"), **self.constants, **self.program.dims}
-            extent = Scope(names, self.what, self.problems).index(loop.extent)
+            extent = Scope(names, self.records.what, self.problems).index(loop.extent)
             return None if extent is None else (loop, extent)
         return None
 
@@ -481,10 +334,10 @@ class _TensorReader:
         The last of several elements end where the stream does.
         """
         line = self.item.record[0]
-        lines = self.lines((replace(line, loops=line.loops[1:]),), {var.name for var in variables} | {loop.name})
+        lines = self.records.lines((replace(line, loops=line.loops[1:]),), {var.name for var in variables} | {loop.name})
         if lines is None:
             return None
-        if any(unit for forms in self.weights.values() for form in forms for units in form for unit in units.values()):
+        if any(unit for forms in self.records.weights.values() for form in forms for units in form for unit in units.values()):
             self.problems.add(self.item.record_text.span, "a stream's subscripts have constant factors")
             return None
         bits = sum(part.step for part in lines[0].items) * prod(e for _, e in lines[0].loops)
@@ -492,8 +345,8 @@ class _TensorReader:
         tile = next(word for word in ("t", "u", "v") if word not in {var.name for var in variables})
         items = tuple(replace(part, index=tuple(_chunk(form, loop.name, tile, period) for form in part.index))
                       for part in lines[0].items)
-        self.used = {f: [tuple(_chunk(form, loop.name, tile, period) for form in forms) for forms in all_forms]
-                     for f, all_forms in self.used.items()}
+        self.records.used = {f: [tuple(_chunk(form, loop.name, tile, period) for form in forms) for forms in all_forms]
+                             for f, all_forms in self.records.used.items()}
         words = period * bits // element.bits
         end = ix.ceil(extent * words, period) if words > 1 and period > 1 else None
         axes = tuple(Axis((tile, ""), end) if axis.digits == ("",) else axis for axis in axes)
@@ -504,7 +357,7 @@ class _TensorReader:
 
     def stored(self, element: Number, lines: tuple[Line, ...]) -> Add | None:
         """The rule of `stored` that holds for this program's parameters."""
-        found: list[Add] = []
+        adds: list[Add] = []
         for rule in self.item.stored:
             params = self.program.params
             for key, _ in rule.when:
@@ -515,19 +368,19 @@ class _TensorReader:
                 self.problems.add(rule.target.span, f"'{target}' is stored as digits of base {BASE}: 'stored' changes words and "
                                                     "fields of bits")
                 continue
-            if target != "word" and target not in self.used:
+            if target != "word" and target not in self.records.used:
                 self.problems.add(rule.target.span, f"'{target}' is neither 'word' nor a field of this tensor"
-                                                    f"{did_you_mean(target, ['word', *self.used])}")
+                                                    f"{did_you_mean(target, ['word', *self.records.used])}")
                 continue
             if not all(params.get(key.value) in values for key, values in rule.when):
                 continue
             amount = self.amount(rule)
             if amount is not None:
                 half = 1 << (element.bits if target == "word" else self.fields[target].bits) - 1
-                found.append(Add(None if target == "word" else target, (amount + half) % (2 * half) - half))
-        if len(found) > 1:
+                adds.append(Add(None if target == "word" else target, (amount + half) % (2 * half) - half))
+        if len(adds) > 1:
             self.problems.add(self.item.stored[0].target.span, "two rules of 'stored' hold for the same parameters")
-        return found[0] if found else None
+        return adds[0] if adds else None
 
     def amount(self, rule: model.Stored) -> int | None:
         """The constant of `word - constant`; anything else might not be reversible."""
@@ -540,36 +393,11 @@ class _TensorReader:
         return None
 
 
-Weights = dict[str, tuple[Atom, ...]]                             # extents that a variable ('' for a number) is multiplied by
-
-
-def expanded(index: Index) -> dict[tuple[Atom, ...], int]:
-    """An index as a sum of products: coefficient by atoms, none of which is a product."""
-    found: dict[tuple[Atom, ...], int] = {(): index.const} if index.const else {}
-    for atom, coefficient in index.terms:
-        parts: dict[tuple[Atom, ...], int] = {(atom,): 1}
-        if atom.op == "mul":
-            left, right = (expanded(argument) for argument in atom.args)
-            parts = {}
-            for (a, x), (b, y) in product(left.items(), right.items()):
-                key = tuple(sorted((*a, *b), key=lambda each: each.key))
-                parts[key] = parts.get(key, 0) + x * y
-        for key, value in parts.items():
-            found[key] = found.get(key, 0) + coefficient * value
-    return {key: value for key, value in found.items() if value}
-
-
 def _product(unit: tuple[Atom, ...], by: int) -> Index:
-    found = Index(by)
+    index = Index(by)
     for atom in unit:
-        found = found * Index(0, ((atom, 1),))
-    return found
-
-
-def _bound(form: Affine, values: Mapping[str, int]) -> Affine:
-    """With values in place of some variables."""
-    const = form.const + sum(coefficient * values[word] for word, coefficient in form.terms if word in values)
-    return Affine(const, tuple(term for term in form.terms if term[0] not in values))
+        index = index * Index(0, ((atom, 1),))
+    return index
 
 
 def _chunk(form: Affine, loop: str, tile: str, period: int) -> Affine:

@@ -30,17 +30,17 @@ def sample_sizes(program: Program) -> SampleSizes:
 def samples_of(sizes: SampleSizes, extents: tuple[Index, ...]) -> tuple[Mapping[str, int], ...]:
     """Values for N, K and `sizes` at which every one of `extents` is defined."""
     read = {word for extent in extents for word in extent.names()}
-    found: list[Mapping[str, int]] = []
+    chosen_samples: list[Mapping[str, int]] = []
     for values in islice(product(*(listed if size in read else listed[:1] for size, _, listed in sizes)), MAX_CHOICES):
         chosen = {size: value for (size, _, _), value in zip(sizes, values, strict=True) if value > 0}
-        known = [substitute(extent, {size: Index(value) for size, value in chosen.items()}) for extent in extents]
-        rows, columns = (_candidates(divisor_of(axis, known), _large(known)) for axis in ("N", "K"))
+        fixed = [substitute(extent, {size: Index(value) for size, value in chosen.items()}) for extent in extents]
+        rows, columns = (_candidates(divisor_of(axis, fixed), _large(fixed)) for axis in ("N", "K"))
         for n, k in sorted(product(rows, columns), key=lambda shape: shape[0] * shape[1]):
             whole = {size: {"N": n, "K": k}[axis] for size, axis, _ in sizes if size not in chosen}
             sample = {"N": n, "K": k, **chosen, **whole}
             if _defined(extents, sample):
-                found.append(sample)
-    return tuple(found)
+                chosen_samples.append(sample)
+    return tuple(chosen_samples)
 
 
 def _defined(extents: Sequence[Index], sample: Mapping[str, int]) -> bool:
@@ -52,18 +52,18 @@ def _defined(extents: Sequence[Index], sample: Mapping[str, int]) -> bool:
 
 def divisor_of(axis: str, extents: Sequence[Index]) -> int:
     """What an axis must be a multiple of, so that every exact division of it by a constant divides."""
-    found = 1
+    common = 1
     for extent in extents:
         for atom, _ in extent.terms:
-            found = lcm(found, *_divisors(atom, axis))
-    return found
+            common = lcm(common, *_divisors(atom, axis))
+    return common
 
 
 def _divisors(atom: Atom, axis: str) -> list[int]:
-    found = [d for argument in atom.args for inner, _ in argument.terms for d in _divisors(inner, axis)]
+    divisors = [d for argument in atom.args for inner, _ in argument.terms for d in _divisors(inner, axis)]
     if atom.op == "exact" and atom.args[1].is_const and atom.args[0] == Index(0, ((Atom("name", axis), 1),)):
-        found.append(atom.args[1].const)
-    return found
+        divisors.append(atom.args[1].const)
+    return divisors
 
 
 def _candidates(step: int, large: int) -> list[int]:

@@ -61,10 +61,10 @@ class Scope:
         left, right = self._index(expr.left), self._index(expr.right)
         if (size := left.size * right.size if expr.op == "*" else left.size + right.size) > MAX_TERMS:
             raise _Unreadable(expr.span, f"an expression of {size} terms, and at most {MAX_TERMS} are allowed")
-        found = self._combined(expr, left, right)
-        if any(abs(number) > MAX_INT for number in (found.const, *(coefficient for _, coefficient in found.terms))):
+        value = self._combined(expr, left, right)
+        if any(abs(number) > MAX_INT for number in (value.const, *(coefficient for _, coefficient in value.terms))):
             raise _Unreadable(expr.span, "this has a number beyond 2**33")
-        return found
+        return value
 
     def _combined(self, expr: g.Binary, left: Index, right: Index) -> Index:
         if expr.op in ("/", "//", "%") and right.is_const and right.const < 1:

@@ -84,9 +84,9 @@ class _Builder:
             return self.add("const", (), expr.span, const=parameter, range=(parameter, parameter))
         field = next((f for f in program.fields if f.name == expr.name), None)
         if field is None or field.number is None:
-            known = [f.name for f in program.fields if f.number] + [p for p, v in program.params.items() if isinstance(v, int)]
+            names = [f.name for f in program.fields if f.number] + [p for p, v in program.params.items() if isinstance(v, int)]
             what = "is an index field: it has no value of its own" if field else "is unknown in decode"
-            self.problems.add(expr.span, f"'{expr.name}' {what}{'' if field else did_you_mean(expr.name, known)}")
+            self.problems.add(expr.span, f"'{expr.name}' {what}{'' if field else did_you_mean(expr.name, names)}")
             return None
         if field.table:
             self.problems.add(expr.span, f"'{expr.name}' is a stored table: it has a value by its subscripts, {expr.name}[...]")
@@ -100,10 +100,10 @@ class _Builder:
             return self.entry(expr, stored)
         table = next((table for table in self.program.spec.tables if table.name.value == expr.name), None)
         if table is None:
-            known = [table.name.value for table in self.program.spec.tables]
-            known += [field.name for field in self.program.fields if field.table]
+            names = [table.name.value for table in self.program.spec.tables]
+            names += [field.name for field in self.program.fields if field.table]
             self.problems.add(expr.span, f"unknown table '{expr.name}': fields stand in decode without subscripts"
-                                         f"{did_you_mean(expr.name, known)}")
+                                         f"{did_you_mean(expr.name, names)}")
             return None
         if len(expr.index) != len(table.shape):
             wanted = "one subscript" if len(table.shape) == 1 else "two subscripts"
@@ -276,12 +276,12 @@ def _finer(a: tuple[Index, ...], b: tuple[Index, ...]) -> tuple[Index, ...]:
     if flat:
         every = (ix.name("n"), ix.name("k"))
         return every if every in (a, b) else (min(flat, key=_flat_size),)
-    found: list[Index] = []
+    subscripts: list[Index] = []
     for axis in ("n", "k"):
         both = {i for i in (*a, *b) if axis in i.names()}
         if both:
-            found.append(both.pop() if len(both) == 1 else _finest(both, axis))
-    return tuple(found)
+            subscripts.append(both.pop() if len(both) == 1 else _finest(both, axis))
+    return tuple(subscripts)
 
 
 def _flat_size(index: Index) -> int:

@@ -91,13 +91,13 @@ def number_of(program: Program, kind: g.Type, problems: Problems, stored: bool =
         word += str(value)
     elif isinstance(chosen := program.params.get(word), str):
         word = chosen
-    found = number(word)
-    if found is None or kind.extent is not None or (found.name == "u32" and not stored):
+    number_type = number(word)
+    if number_type is None or kind.extent is not None or (number_type.name == "u32" and not stored):
         lists = [param.name.value for param in program.spec.params if isinstance(param.values[0], str)]
         problems.add(kind.span, f"unknown type '{word}'{did_you_mean(word, [*FLOATS, 'u4', 'u8', 'i8', *lists])}",
                      "integers are u1 to u16 and i2 to i32")
         return None
-    return found
+    return number_type
 
 
 def _facts(program: Program) -> Facts:
@@ -111,7 +111,7 @@ def _field(program: Program, item: SpecField, problems: Problems) -> Field | Non
     word = item.name.value
     kind = item.typed.type
     groups: Index | None = None
-    found: Number | None = None
+    number_type: Number | None = None
     if kind.name == "index":
         scope = Scope({"N": name("N"), "K": name("K"), **parameters(program), **program.dims}, "an extent", problems)
         groups = scope.index(kind.extent) if kind.extent is not None else None
@@ -122,16 +122,16 @@ def _field(program: Program, item: SpecField, problems: Problems) -> Field | Non
             problems.add(kind.span, f"the groups of an index field are ceil(K / size) many, not {groups}")
             return None
     else:
-        found = number_of(program, kind, problems)
-    shown = kind.name if found is None or kind.name in program.params else found.name
-    if (shape := _table(program, item)) is not None and found is not None:
+        number_type = number_of(program, kind, problems)
+    shown = kind.name if number_type is None or kind.name in program.params else number_type.name
+    if (shape := _table(program, item)) is not None and number_type is not None:
         if len(shape) < 2 or min(extent.const for extent in shape) < 1:
             problems.add(item.typed.span, f"stored table '{word}' has an extent of rows, one of columns, and may have more "
                                           "before them")
             return None
-        return Field(word, shown, found, (), shape, None, item.name.span)
+        return Field(word, shown, number_type, (), shape, None, item.name.span)
     index = [_subscript(program, item, expr, problems) for expr in item.typed.index]
-    if None in index or (found is None and groups is None):
+    if None in index or (number_type is None and groups is None):
         return None
     subscripts = tuple(i for i in index if i is not None)
     axes = [axis_of(program, i) for i in subscripts]
@@ -144,16 +144,16 @@ def _field(program: Program, item: SpecField, problems: Problems) -> Field | Non
     if groups is not None and subscripts != (name("k"),):
         problems.add(item.typed.span, f"index field '{word}' is subscripted by k alone: which group a column belongs to")
         return None
-    return Field(word, shown, found, subscripts, tuple(_extent(program, i) for i in subscripts), groups, item.name.span)
+    return Field(word, shown, number_type, subscripts, tuple(_extent(program, i) for i in subscripts), groups, item.name.span)
 
 
 def _table(program: Program, item: SpecField) -> tuple[Index, ...] | None:
     """The extents of a stored table, which stand where other fields have subscripts; None for those."""
     scope = Scope({"n": name("n"), "k": name("k"), "N": name("N"), "K": name("K"), **_index_fields(program),
                    **parameters(program), **program.dims}, "", Problems(), program.facts)
-    found = [scope.index(expr) for expr in item.typed.index]
-    extents = tuple(extent for extent in found if extent is not None and extent.is_const)
-    return extents if extents and len(extents) == len(found) else None
+    shape = [scope.index(expr) for expr in item.typed.index]
+    extents = tuple(extent for extent in shape if extent is not None and extent.is_const)
+    return extents if extents and len(extents) == len(shape) else None
 
 
 def group_size(groups: Index) -> Index | None:
@@ -170,9 +170,9 @@ def _index_fields(program: Program) -> dict[str, Index]:
 
 
 def _subscript(program: Program, item: SpecField, expr: g.Expr, problems: Problems) -> Index | None:
-    known: Mapping[str, Index] = {"n": name("n"), "k": name("k"), "N": name("N"), "K": name("K"), **_index_fields(program),
+    names: Mapping[str, Index] = {"n": name("n"), "k": name("k"), "N": name("N"), "K": name("K"), **_index_fields(program),
                                   **parameters(program), **program.dims}
-    index = Scope(known, f"a subscript of field '{item.name}'", problems, program.facts).index(expr)
+    index = Scope(names, f"a subscript of field '{item.name}'", problems, program.facts).index(expr)
     if index is None:
         return None
     if _is_flat(program, index):

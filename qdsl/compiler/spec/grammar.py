@@ -256,8 +256,8 @@ class _Parser:
 
     def fail(self, expected: str) -> NoReturn:
         token = self.token
-        found = f"'{token.text}'" if token.text else "the end"
-        raise GrammarError(Problem(f"expected {expected}, found {found}", self.text.at(token.begin, token.end)))
+        shown = f"'{token.text}'" if token.text else "the end"
+        raise GrammarError(Problem(f"expected {expected}, found {shown}", self.text.at(token.begin, token.end)))
 
     def span(self, begin: int) -> Span:
         """From token number `begin` to the one before the current."""
@@ -286,13 +286,13 @@ class _Parser:
 
     def many(self, rule: Callable[[], _T], close: str) -> tuple[_T, ...]:
         """Comma-separated, up to and past `close`; may be empty."""
-        found: list[_T] = []
+        items: list[_T] = []
         if self.take(close):
             return ()
         while True:
-            found.append(rule())
+            items.append(rule())
             if self.take(close):
-                return tuple(found)
+                return tuple(items)
             if not self.take(","):
                 self.fail(f"',' or '{close}'")
 
@@ -403,8 +403,16 @@ class _Parser:
                 self.at += 1
                 digits.append(None)
             else:
-                digits.append(self.loop("a dimension such as 'n<N', 'word' or 1"))
+                digits.append(self.digit())
         return Axis(tuple(digits), self.span(begin))
+
+    def digit(self) -> Loop:
+        """A dimension, which names the variable that counts along it: `[n<N, j<K/2]`, not `[N, K/2]`."""
+        if self.token.kind == "name" and self.tokens[self.at + 1].text != "<":
+            wanted = "an axis is a variable and its extent, such as 'n<N' or 'j<K/2'"
+            span = self.text.at(self.token.begin, self.token.end)
+            raise GrammarError(Problem(f"'{self.token.text}' has no extent: {wanted}", span))
+        return self.loop("a dimension such as 'n<N', 'word' or 1")
 
     def loop(self, what: str) -> Loop:
         begin = self.at
@@ -430,11 +438,11 @@ class _Parser:
 
     def loops(self) -> list[Loop]:
         """Loops and the colon behind them, or nothing."""
-        found: list[Loop] = []
+        loops: list[Loop] = []
         if self.tokens[min(self.at + 1, len(self.tokens) - 1)].text == "<":
             while not self.take(":"):
-                found.append(self.loop("another loop such as 'i<32', or ':'"))
-        return found
+                loops.append(self.loop("another loop such as 'i<32', or ':'"))
+        return loops
 
     def digits(self, begin: int) -> Digits:
         """What follows `base3(`, up to and past the closing bracket."""
@@ -483,7 +491,7 @@ class _Parser:
 def _tokens(text: Text, begin: int, end: int) -> list[_Token]:
     if end - begin > MAX_LENGTH:
         raise GrammarError(Problem(f"longer than {MAX_LENGTH} characters", text.at(begin, begin + 1)))
-    found: list[_Token] = []
+    tokens: list[_Token] = []
     at = begin
     stop = begin + len(text.value[begin:end].rstrip(" \t\n"))
     while at < stop:
@@ -492,6 +500,6 @@ def _tokens(text: Text, begin: int, end: int) -> list[_Token]:
             at += len(text.value[at:stop]) - len(text.value[at:stop].lstrip(" \t"))
             raise GrammarError(Problem(f"unexpected character {text.value[at]!r}", text.at(at, at + 1)))
         kind = match.lastgroup or "op"
-        found.append(_Token(kind, match.group(kind), match.start(kind), match.end()))
+        tokens.append(_Token(kind, match.group(kind), match.start(kind), match.end()))
         at = match.end()
-    return [*found, _Token("end", "", stop, stop)]
+    return [*tokens, _Token("end", "", stop, stop)]

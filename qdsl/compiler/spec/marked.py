@@ -112,10 +112,10 @@ class _Reader:
         return self.mapping(span, depth)
 
     def children(self, end: type[yaml.Event], depth: int) -> list[Node]:
-        found: list[Node] = []
+        nodes: list[Node] = []
         while not isinstance(event := next(self.events), end):
-            found.append(self.node(event, depth + 1))
-        return found
+            nodes.append(self.node(event, depth + 1))
+        return nodes
 
     def mapping(self, span: Span, depth: int) -> Mapping:
         nodes = self.children(yaml.MappingEndEvent, depth)

@@ -11,12 +11,14 @@ from typing import TypeVar
 from qdsl.compiler.spec import grammar, marked
 from qdsl.compiler.spec.marked import Mapping, Node, Sequence
 from qdsl.compiler.spec.model import Claim, Data, Dim, Field, Param, Spec, Storage, Stored, Table, Tensor
+from qdsl.compiler.spec.reserved import RESERVED
 from qdsl.compiler.spec.source import Problem, Problems, Source, Span, SpecError, Text, did_you_mean
 from qdsl.compiler.spec.tables import MAX_TABLE, computed, from_file, is_number, numbers
-from qdsl.core.numbers import FLOATS
 from qdsl.core.shapes import is_axis
 
 _T = TypeVar("_T")
+_Fixed = tuple[tuple[Text, grammar.Expr], ...]
+_Allowed = tuple[tuple[Text, tuple[int | str, ...]], ...]
 
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,8})\Z")
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,8})(\.[0-9]{1,9})?\Z")
@@ -25,20 +27,6 @@ _ANY_CASE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,127}\Z")
 _HEX = re.compile(r"0x[0-9a-f]{8}\Z")
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}
-RESERVED = frozenset({
-    "n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm",                    # the language
-    "x", "out", "bias", "fields", "tensors", "device", "integer", "joined", "spread", "as_float", "as_type",   # generated code
-    "base3", "trit", "cdiv", "empty", "entries", "space", "workspace",
-    "lanes", "Lanes", "Narrow", "Pairs", "records", "Records", "planar", "codebook", "Table",
-    "gemv", "gemv_records", "skinny", "tile_gemm", "w8a8",
-    "Any", "Tensor", "Field", "Format", "Kernels", "Storage", "Stored", "Stream", "Variant",
-    "w", "live", "inside", "sizes", "use", "state",
-    "absmax", "absmax_level", "signmax", "minmax", "affine", "edge_affine", "meansign", "kquant_minmax", "kquant_signmax",
-    "nearest", "nested_absmax", "block_levels", "float_zero", "float_middle", "scaled_zero", "ternary", "unit_absmax",
-    "unit_level", "unit_level_nested", "kquant_levels", "grid_signs", "grid_shifts",
-    "torch", "triton", "tl", "qdsl", "sum", "range", "int", "str", "dict", "float",
-    *FLOATS,
-})
 _ALIAS = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,127}\Z")
 MAX_ENTRIES = 64                # of a mapping or a list: no format comes near it, and every pass stays quick
 
@@ -129,15 +117,15 @@ class _Reader:
             self.problems.add(span, f"{what} has {len(items)} entries, and at most {most} are allowed")
         return items[:most]
 
-    def keys(self, node: Node, known: Iterable[str], what: str) -> dict[str, Node]:
-        """A mapping's items by key, where all keys are known."""
-        found: dict[str, Node] = {}
+    def keys(self, node: Node, allowed: Iterable[str], what: str) -> dict[str, Node]:
+        """A mapping's items by key; adds a problem for each key that is not allowed."""
+        nodes: dict[str, Node] = {}
         for key, value in self.mapping(node, what):
-            if key.value in known:
-                found[key.value] = value
+            if key.value in allowed:
+                nodes[key.value] = value
             else:
-                self.problems.add(key.span, f"unknown key '{key.value}' in {what}{did_you_mean(key.value, known)}")
-        return found
+                self.problems.add(key.span, f"unknown key '{key.value}' in {what}{did_you_mean(key.value, allowed)}")
+        return nodes
 
     def text(self, node: Node | None, what: str) -> Text | None:
         if node is None or isinstance(node, Text):
@@ -180,18 +168,18 @@ class _Reader:
     def values(self, node: Node, what: str) -> tuple[int | str, ...]:
         """Integers and type names of a parameter, from a list or a single scalar."""
         texts = (node,) if isinstance(node, Text) else self.texts(node, what)
-        found: list[int | str] = []
+        values: list[int | str] = []
         for text in texts:
             if _INTEGER.match(text.value):
-                found.append(int(text.value))
+                values.append(int(text.value))
             elif _LOWER.match(text.value):
-                found.append(text.value)
+                values.append(text.value)
             else:
                 self.problems.add(text.span, f"{what} is an integer or a number type, not '{text.value}'")
                 continue
-            if found[-1] in found[:-1]:
+            if values[-1] in values[:-1]:
                 self.problems.add(text.span, f"'{text.value}' stands here twice")
-        return tuple(found)
+        return tuple(values)
 
     # -- the parts of a spec ------------------------------------------------------------------------------------------
 
@@ -204,8 +192,9 @@ class _Reader:
         if name is not None:
             self.name(name, "format")
         weight = parts.get("weight")
-        if weight is not None and [t.value for t in self.texts(weight, "weight")] != ["N", "K"]:
-            self.problems.add(weight.span, "weight is [N, K]")
+        if weight is not None and (texts := self.texts(weight, "weight")) and [text.value for text in texts] != ["N", "K"]:
+            self.problems.add(weight.span, "weight is [N, K], the shape of the decoded matrix; packed tensors have theirs under "
+                                           "'storage'")
         decode_text = self.text(parts.get("decode"), "decode")
         decode = self.parsed(grammar.expression, decode_text)
         params = tuple(self.params(parts.get("params")))
@@ -250,8 +239,8 @@ class _Reader:
         weight and options; a table is a constant of the generated module.
         """
         tensors = {tensor.name.value: tensor.name.span for storage in storages for tensor in storage.tensors}
-        given = ("weight", "importance", "options")
-        reserved: list[tuple[Text, str, tuple[str, ...]]] = [(param.name, "parameter", given) for param in params]
+        encode_arguments = ("weight", "importance", "options")
+        reserved: list[tuple[Text, str, tuple[str, ...]]] = [(param.name, "parameter", encode_arguments) for param in params]
         reserved += [(table.name, "table", ("format", "spec", "variant")) for table in tables]
         for name, what, words in reserved:
             if name.value in words:
@@ -275,17 +264,17 @@ class _Reader:
                     yield Dim(key, parsed)
 
     def tables(self, node: Node | None) -> Iterable[Table]:
-        known: dict[str, Table] = {}
+        tables: dict[str, Table] = {}
         for key, value in self.named(node, "table"):
-            made = self.listed(key, value) if isinstance(value, Sequence) else self.made(key, value, known)
-            if made is not None:
-                known[key.value] = made
-        return known.values()
+            table = self.listed(key, value) if isinstance(value, Sequence) else self.table(key, value, tables)
+            if table is not None:
+                tables[key.value] = table
+        return tables.values()
 
-    def made(self, key: Text, value: Node, known: dict[str, Table]) -> Table | None:
+    def table(self, key: Text, value: Node, tables: dict[str, Table]) -> Table | None:
         """A table from a file, or computed from those above it."""
         if not isinstance(value, Mapping):
-            return self.parsed(lambda text: computed(key, text, known), self.text(value, "a table"))
+            return self.parsed(lambda text: computed(key, text, tables), self.text(value, "a table"))
         node = self.keys(value, ["file"], f"table '{key}'").get("file")
         if node is None:
             self.problems.add(key.span, f"table '{key}' is a list, {{file: NAME}} or a computation such as 'i<256: i % 4'")
@@ -319,34 +308,12 @@ class _Reader:
                 yield Claim(key, float(text.value))
 
     def storage(self, name: Text, node: Node) -> Storage:
-        where: list[tuple[Text, grammar.Expr]] = []
-        only: list[tuple[Text, tuple[int | str, ...]]] = []
+        settings: dict[str, Node] = {}
         tensors: list[Tensor] = []
         shapes: list[Text] = []
-        options: list[tuple[Text, Text]] = []
-        least: list[tuple[Text, int]] = []
-        transient: Text | None = None
-        order: Text | None = None
         for key, value in self.mapping(node, f"storage '{name}'"):
-            if key.value == "where":
-                for field, expr in self.mapping(value, "where"):
-                    if isinstance(expr, Sequence):
-                        only.append((field, self.values(expr, "a parameter's value")))
-                    elif (parsed := self.parsed(grammar.expression, self.text(expr, "a value"))) is not None:
-                        where.append((field, parsed))
-            elif key.value == "least":
-                numbers = [(dim, self.text(number, "an extent")) for dim, number in self.mapping(value, "least")]
-                least = [(dim, int(text.value)) for dim, text in numbers if text is not None and self.counted(text)]
-            elif key.value == "encode":
-                given = [(option, self.text(word, "an option's value")) for option, word in self.mapping(value, "encode")]
-                options = [(option, word) for option, word in given if word is not None]
-            elif key.value == "transient" and isinstance(value, Text):
-                transient = self.text(value, "transient")
-                if transient is not None and transient.value != "true":
-                    self.problems.add(transient.span, "transient is true, for a storage that no file has")
-            elif key.value == "order" and isinstance(value, Text):
-                order = self.text(value, "order")
-                order = order if order is not None and self.name(order, "tensor", _ANY_CASE) else None
+            if key.value in ("where", "least", "encode") or (key.value in ("transient", "order") and isinstance(value, Text)):
+                settings[key.value] = value
             elif self.name(key, "tensor", _ANY_CASE):
                 tensor = self.tensor(key, value)
                 if self.says_shape(tensor):
@@ -357,10 +324,41 @@ class _Reader:
             self.problems.add(name.span, f"storage '{name}' has no tensors")
         for other in shapes[1:]:
             self.problems.add(other.span, f"'{other}' says N and K, as '{shapes[0]}' does")
+        where, only = self.where(settings.get("where"))
+        order = self.text(settings.get("order"), "order")
+        order = order if order is not None and self.name(order, "tensor", _ANY_CASE) else None
         self.unique([*(tensor.name for tensor in tensors), *shapes, *([order] if order else [])])
-        shape = shapes[0] if shapes else None
-        return Storage(name, tuple(where), tuple(tensors), tuple(only), shape, tuple(options), tuple(least),
-                       transient is not None, order)
+        return Storage(name, where, tuple(tensors), only, shapes[0] if shapes else None,
+                       self.encode_options(settings.get("encode")), self.least(settings.get("least")),
+                       self.is_transient(settings.get("transient")), order)
+
+    def where(self, node: Node | None) -> tuple[_Fixed, _Allowed]:
+        """What a storage fixes: expressions of one value, and lists of the values that parameters may have."""
+        fixed: list[tuple[Text, grammar.Expr]] = []
+        only: list[tuple[Text, tuple[int | str, ...]]] = []
+        for name, value in self.mapping(node, "where"):
+            if isinstance(value, Sequence):
+                only.append((name, self.values(value, "a parameter's value")))
+            elif (parsed := self.parsed(grammar.expression, self.text(value, "a value"))) is not None:
+                fixed.append((name, parsed))
+        return tuple(fixed), tuple(only)
+
+    def least(self, node: Node | None) -> tuple[tuple[Text, int], ...]:
+        """The least extents of dims."""
+        numbers = [(dim, self.text(number, "an extent")) for dim, number in self.mapping(node, "least")]
+        return tuple((dim, int(text.value)) for dim, text in numbers if text is not None and self.counted(text))
+
+    def encode_options(self, node: Node | None) -> tuple[tuple[Text, Text], ...]:
+        """Options of the encode scheme that a storage chooses."""
+        options = [(option, self.text(word, "an option's value")) for option, word in self.mapping(node, "encode")]
+        return tuple((option, word) for option, word in options if word is not None)
+
+    def is_transient(self, node: Node | None) -> bool:
+        """Whether no file has the storage."""
+        transient = self.text(node, "transient")
+        if transient is not None and transient.value != "true":
+            self.problems.add(transient.span, "transient is true, for a storage that no file has")
+        return transient is not None
 
     def tensor(self, name: Text, node: Node) -> Tensor:
         what = f"tensor '{name}'"
@@ -425,7 +423,7 @@ class _Reader:
         """Rules of `detect` are mappings, and speak of storages that there are; `words` of parameters and tensors, too, and
         `spills` of tensors and their fields' bits.
         """
-        known = [storage.name.value for storage in storages]
+        names = [storage.name.value for storage in storages]
         params = list(params)
         tensors = {tensor.name.value for storage in storages for tensor in storage.tensors}
         spared = {item.field.name for storage in storages for tensor in storage.tensors if tensor.optional is not None
@@ -439,8 +437,8 @@ class _Reader:
                 continue
             for name, value in rule.items:
                 word = value.value if isinstance(value, Text) else ""
-                if name.value == "storage" and word not in known:
-                    self.problems.add(value.span, f"there is no storage '{word}'{did_you_mean(word, known)}")
+                if name.value == "storage" and word not in names:
+                    self.problems.add(value.span, f"there is no storage '{word}'{did_you_mean(word, names)}")
                 elif key in ("config", "header") and name.value == "where":
                     self.chosen(value, params)
                 elif key in ("config", "header") and name.value != "with" and isinstance(value, Mapping):
@@ -448,7 +446,7 @@ class _Reader:
                 elif key == "words" and name.value in tensors and not _HEX.match(word):
                     self.problems.add(value.span, "a word has 32 bits, as 0x88888888")
                 elif key == "spills" and name.value != "storage":
-                    self.spilled(name, value, params, tensors)
+                    self.overflowed(name, value, params, tensors)
                 elif key == "words" and name.value not in ("storage", *(p.name.value for p in params), *tensors):
                     near = did_you_mean(name.value, tensors)
                     self.problems.add(name.span, f"'{name}' is neither a parameter nor a tensor{near}")
@@ -464,7 +462,7 @@ class _Reader:
         if not isinstance(node, Mapping) or not node.items:
             self.problems.add(node.span, "expected {PARAMETER: value}")
 
-    def spilled(self, name: Text, bits: Node, params: Iterable[Param], tensors: set[str]) -> None:
+    def overflowed(self, name: Text, bits: Node, params: Iterable[Param], tensors: set[str]) -> None:
         """A tensor, and the parameter that is how many bits its fields have."""
         if name.value not in tensors:
             self.problems.add(name.span, f"there is no tensor '{name}'{did_you_mean(name.value, tensors)}")

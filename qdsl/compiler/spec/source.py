@@ -92,30 +92,30 @@ class SpecError(Exception):
 
 
 class Problems:
-    """The problems found so far; passes add to it, and the driver stops between passes when there are any."""
+    """The problems so far; passes add to them, and the driver stops between passes when there are any."""
 
     def __init__(self) -> None:
-        self._found: list[Problem] = []
+        self._problems: list[Problem] = []
 
     def __iter__(self) -> Iterator[Problem]:
-        return iter(self._found)
+        return iter(self._problems)
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self._problems)
 
     def add(self, span: Span, message: str, *notes: str) -> None:
-        self._found.append(Problem(message, span, notes))
+        self._problems.append(Problem(message, span, notes))
 
     def stop(self) -> None:
-        """Raise SpecError if anything was found."""
-        if self._found:
-            raise SpecError(self._found)
+        """Raises SpecError if there is any problem."""
+        if self._problems:
+            raise SpecError(self._problems)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` where a known word is close, else `; known: ...` for a short list."""
-    known = sorted(known)
-    near = get_close_matches(word, known, n=1, cutoff=0.6)
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """`; did you mean 'x'?` where a word is close, else `; known: ...` for a short list."""
+    words = sorted(words)
+    near = get_close_matches(word, words, n=1, cutoff=0.6)
     if near:
         return f"; did you mean '{near[0]}'?"
-    return f"; known here: {', '.join(known)}" if 0 < len(known) <= 16 else ""
+    return f"; known here: {', '.join(words)}" if 0 < len(words) <= 16 else ""

@@ -67,22 +67,22 @@ def from_file(name: Text, place: Text, folder: Path | None) -> Table:
     return Table(name, numbers(words), (len(words),))
 
 
-def computed(name: Text, text: Text, known: Mapping[str, Table]) -> Table:
+def computed(name: Text, text: Text, tables: Mapping[str, Table]) -> Table:
     """The table that a line such as `i<256 j<8: level[codes[i] // 4**j % 4]` describes.  Raises GrammarError."""
     loops, formula = g.table(text)
-    extents = [_Reader({}, known).value(loop.extent) for loop in loops]
+    extents = [_Reader({}, tables).value(loop.extent) for loop in loops]
     if len(loops) > 2 or not 0 < prod(extents) <= MAX_TABLE or min(extents) < 1:
         _fail(text.span, f"a table has one or two loops and at most {MAX_TABLE} numbers")
     names = [loop.name for loop in loops]
-    if len({*names, *known}) < len(names) + len(known):
+    if len({*names, *tables}) < len(names) + len(tables):
         _fail(text.span, "a loop has the name of something else")
-    return evaluated(Table(name, (), tuple(extents), tuple(names), formula), known)
+    return evaluated(Table(name, (), tuple(extents), tuple(names), formula), tables)
 
 
-def evaluated(table: Table, known: Mapping[str, Table]) -> Table:
+def evaluated(table: Table, tables: Mapping[str, Table]) -> Table:
     """A computed table with its numbers.  Raises GrammarError where one of them is none."""
     assert table.formula is not None
-    values = tuple(_Reader(dict(zip(table.loops, at, strict=True)), known).value(table.formula)
+    values = tuple(_Reader(dict(zip(table.loops, at, strict=True)), tables).value(table.formula)
                    for at in product(*map(range, table.shape)))
     return replace(table, values=values)
 
@@ -95,10 +95,10 @@ class _Reader:
         self.tables = tables
 
     def value(self, expr: g.Expr) -> int:
-        found = self._value(expr)
-        if not -INT32 <= found < INT32:
-            _fail(expr.span, f"{found} does not fit 32 bits{self._where()}")
-        return found
+        number = self._value(expr)
+        if not -INT32 <= number < INT32:
+            _fail(expr.span, f"{number} does not fit 32 bits{self._where()}")
+        return number
 
     def _where(self) -> str:
         return f", at {', '.join(f'{name} = {value}' for name, value in self.loops.items())}" if self.loops else ""

@@ -1,4 +1,4 @@
-"""Matrices of bfloat16 as the tensors that a format holds them in, and back: numpy alone, one or several matrices at a time."""
+"""Encodes bfloat16 matrices into the tensors of a compressed format, and decodes them, with numpy alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qdsl.codecs.bfloat16 import FIX4, HLANE
 from qdsl.codecs.lookup import StreamError
 
 FORMS = {"hlane": HLANE, "fix4": FIX4}
-LEAVES = {"df11": df11.NAMES, **{name: form.leaves for name, form in FORMS.items()}}
+STREAM_NAMES = {"df11": df11.NAMES, **{name: form.tensor_names for name, form in FORMS.items()}}
 DTYPES = {"uint8": "U8", "int16": "I16", "int32": "I32", "int64": "I64"}
 NUMPY = {"U8": "u1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "BF16": "<u2"}
 
@@ -23,16 +23,18 @@ Shape = tuple[int, ...]
 
 
 def encode(format: str, matrices: Sequence[NDArray[np.uint16]], threads: int) -> dict[str, NDArray[Any]]:
-    """The tensors of bit patterns [..., N, K], of several such in DF11 alone.  Raises StreamError for what it cannot hold."""
+    """The tensors that encode bit patterns [..., N, K]; several matrices only in DF11.  Raises StreamError for what the format
+    cannot encode.
+    """
     if format == "df11":
-        return df11.encode([each.reshape(-1) for each in matrices], threads)
+        return df11.encode([one.reshape(-1) for one in matrices], threads)
     [matrix] = matrices
     return FORMS[format].encode(matrix.reshape(as_rows(matrix.shape)))
 
 
 def decode(format: str, tensors: Tensors, shapes: Sequence[Shape], threads: int | None, *, every: bool = False,
            ) -> list[NDArray[np.uint16]]:
-    """The bit patterns again, each [n].  every: what only other decoders begin at is looked at, too.
+    """The decoded bit patterns, [n] for each matrix.  every: also check tensors that only other decoders read.
 
     Raises StreamError for tensors that are damaged, or of matrices of other shapes.
     """
@@ -47,5 +49,5 @@ def decode(format: str, tensors: Tensors, shapes: Sequence[Shape], threads: int 
 
 
 def as_rows(shape: Shape) -> tuple[int, int]:
-    """Experts' matrices [E, N, K] are held as one of E * N rows."""
+    """The matrix shape of a tensor: experts [E, N, K] are one matrix of E * N rows."""
     return math.prod(shape[:-1]), shape[-1]

@@ -1,4 +1,4 @@
-"""A model as plain tensors: those of its files, or those that a compressed one stands for."""
+"""A model as plain tensors, which its files store as such or which are decoded from compressed ones."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from qdsl.jobs.engine.shards import index_text
 
 WEIGHT = ".weight"
 STEMS = {True: "diffusion_pytorch_model", False: "model"}        # of files that diffusers reads, and transformers
-Files = Mapping[str, tuple[bytes, Header]]                       # by name: the bytes before the tensors, and what they state
-Shapes = Callable[[Folder], Mapping[str, Shape]]                 # of a model's parameters, from elsewhere than its files
+Files = Mapping[str, tuple[bytes, Header]]                       # by name: the bytes before the tensors, and the parsed header
+Shapes = Callable[[Folder], Mapping[str, Shape]]                 # returns the shapes of a model's parameters, as from its class
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model's files of plain tensors, and where the numbers of these lie.
+    """The plain tensors of a model by file, and where their bytes are read or decoded from.
 
-    folder: the files that there are.  texts: of config.json and the index.  is_decoded: whether the folder is compressed.
-    is_exact: whether the files are those that were compressed, byte for byte, as far as their tensors are.
+    folder: the stored files.  texts: of config.json and the index.  is_decoded: whether the folder is compressed.
+    is_exact: whether `files` are the original ones, so that they can be restored byte for byte.
     """
 
     folder: Folder
@@ -50,49 +50,54 @@ class Model:
 
     @property
     def path(self) -> Path:
+        """The path of the folder."""
         return self.folder.path
 
     @cached_property
     def places(self) -> dict[str, str]:
-        """The names of tensors, in the order of the files, and of their files."""
+        """The file of each tensor, in the order of the files."""
         return {name: file for file, (_, header) in self.files.items() for name in header.tensors}
 
     @property
     def config(self) -> dict[str, Any]:
+        """The model's config.json, {} without one."""
         return dict(json.loads(self.texts.get("config.json", "{}")))
 
     @property
     def index(self) -> dict[str, Any]:
+        """The index of the files, {} without one."""
         return dict(json.loads(self.texts.get(self.index_name, "{}")))
 
     @property
     def has_settings(self) -> bool:
         """Whether files state how layers are quantized that are not decoded."""
-        return any(not (self.is_decoded and _is_own(each.settings)) for each in quantizations(self.folder))
+        return any(not (self.is_decoded and _is_own(claim.settings)) for claim in quantizations(self.folder))
 
     def names(self) -> list[str]:
+        """Names of all tensors, in the order of the files."""
         return list(self.places)
 
     def __contains__(self, name: str) -> bool:
         return name in self.places
 
     def entry(self, name: str) -> Entry:
+        """The dtype, shape and place of a tensor in its plain file."""
         return self.files[self.places[name]][1].tensors[name]
 
     def plain_texts(self) -> dict[str, str | None]:
-        """Files beside the tensors as the plain model has them; None for those that it has not."""
+        """The text files of the plain model by name; None for files that it does not have."""
         return {**(dict.fromkeys((ORIGINAL, "config.json")) if self.is_decoded else {}), **self.texts}
 
 
 def plain(folder: Folder) -> Model:
-    """The model that a folder has, as it is."""
+    """The model of a folder, without decoding."""
     names = ["config.json", folder.index_name] if folder.path.is_dir() else []
     texts = {name: (folder.root / name).read_bytes().decode() for name in names if (folder.root / name).is_file()}
     return Model(folder, _files_of(folder), {name: bytes_of(folder, name) for name in folder.names()}, folder.index_name, texts)
 
 
 def decoded(folders: Mapping[str, Folder], like: str | Path | None = None, shapes: Shapes | None = None) -> dict[str, Model]:
-    """The models that compressed ones stand for; plain ones as they are.
+    """The decoded models of compressed folders; plain ones as they are.
 
     like: a reference to a checkpoint with the same tensors, whose headers state shapes and files where the folder's do not.
     shapes: called where neither states them; raises RewriteError where it cannot.  Raises RewriteError, CheckpointError, OSError.
@@ -109,7 +114,7 @@ def decoded(folders: Mapping[str, Folder], like: str | Path | None = None, shape
 
 
 def lasting(like: str | Path | None) -> str | None:
-    """A reference that means the same in another folder."""
+    """A reference that names the same checkpoint from any working directory."""
     return None if like is None else str(Path(like).resolve() if Path(like).exists() else like)
 
 
@@ -118,35 +123,35 @@ def _files_of(folder: Folder) -> Files:
 
 
 def _decoded(folder: Folder, like: Folder | None, shapes: Shapes | None) -> Model:
-    kept, known = original.read(folder), layers(folder)
-    if kept is None and not known.groups and not any(layer.format in codecs.FORMS for layer in known.layers):
+    kept, detected = original.read(folder), layers(folder)
+    if kept is None and not detected.groups and not any(layer.format in codecs.FORMS for layer in detected.layers):
         return plain(folder)
     files: Files = kept.headers if kept is not None else {} if like is None else _files_of(like)
-    parts = _parts(folder, known, kept, files, shapes)
-    streams = {full for layer in known.layers if layer.format in codecs.FORMS for full in layer.tensors.values()}
-    streams |= {full for group in known.groups for full in group.tensors.values()}
+    parts = _parts(folder, detected, kept, files, shapes)
+    streams = {full for layer in detected.layers if layer.format in codecs.FORMS for full in layer.tensors.values()}
+    streams |= {full for group in detected.groups for full in group.tensors.values()}
     others = [name for name in folder.names() if name not in streams]
     index_name = folder.index_name if like is None else like.index_name
     if not files:
-        stem = STEMS[CLASS in folder.config] if known.groups and folder.path.is_dir() else ""
+        stem = STEMS[CLASS in folder.config] if detected.groups and folder.path.is_dir() else ""
         files = _new_files(folder, others, parts, stem)
         index_name = f"{stem}.safetensors.index.json" if stem else index_name
-    why = {name: layer.why for layer in known.layers for name in (layer.name, f"{layer.name}{WEIGHT}")}
+    why = {name: layer.why for layer in detected.layers for name in (layer.name, f"{layer.name}{WEIGHT}")}
     data = _data(folder, files, others, parts, why)
     if kept is not None:
         index_name = next((name for name in kept.files if name.endswith(".index.json")), index_name)
-    elif lost := [name for name in (*others, *parts) if name not in data]:
-        raise RewriteError(f"{like.path if like else folder.path} has no tensor {shown(lost[0])}, which {folder.path} has")
+    elif missing := [name for name in (*others, *parts) if name not in data]:
+        raise RewriteError(f"{like.path if like else folder.path} has no tensor {shown(missing[0])}, which {folder.path} has")
     texts = kept.files if kept is not None else _texts(folder, files, index_name)
     return Model(folder, files, data, index_name, texts, is_decoded=True, is_exact=kept is not None)
 
 
-def _parts(folder: Folder, known: Layers, kept: Original | None, files: Files, shapes: Shapes | None) -> dict[str, Part]:
-    """By their names the matrices that are coded.  Raises RewriteError for streams that are wrong, and unknown shapes."""
+def _parts(folder: Folder, detected: Layers, kept: Original | None, files: Files, shapes: Shapes | None) -> dict[str, Part]:
+    """The encoded matrices by name.  Raises RewriteError for damaged streams and unknown shapes."""
     entries = {name: entry for _, header in files.values() for name, entry in header.tensors.items()}
     crc = kept.crc if kept is not None else {}
     parts: dict[str, Part] = {}
-    for layer in known.layers:
+    for layer in detected.layers:
         if layer.format in codecs.FORMS:
             name = layer.name if layer.name in entries else f"{layer.name}{WEIGHT}".lstrip(".")
             tensors = {leaf: bytes_of(folder, full) for leaf, full in layer.tensors.items()}
@@ -155,25 +160,26 @@ def _parts(folder: Folder, known: Layers, kept: Original | None, files: Files, s
             parts[name] = Part(coded, 0)
         elif not layer.format and kept is None:
             raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: {layer.why}")
-    stated: Mapping[str, Shape] = {name: entry.shape for name, entry in entries.items()}
-    if known.groups and not files:
-        stated = _model_shapes(folder, shapes)
-    for group in known.groups:
+    stated_shapes: Mapping[str, Shape] = {name: entry.shape for name, entry in entries.items()}
+    if detected.groups and not files:
+        stated_shapes = _model_shapes(folder, shapes)
+    for group in detected.groups:
         names = _names(folder, group, kept)
         for name, count in zip(names, group.parts.values(), strict=False):
-            if name not in stated:
+            if name not in stated_shapes:
                 raise RewriteError(f"{folder.path}: nothing says the shape of {shown(name)}; --like REF can")
-            if math.prod(stated[name]) != count:
-                raise RewriteError(f"{folder.path}: {shown(name)} has {count} numbers, and not the shape {list(stated[name])}")
+            if math.prod(stated_shapes[name]) != count:
+                raise RewriteError(f"{folder.path}: {shown(name)} has {count} numbers, and not the shape "
+                                   f"{list(stated_shapes[name])}")
         tensors = {leaf: bytes_of(folder, full) for leaf, full in group.tensors.items()}
-        coded = Coded(str(folder.path), group.format, group.name, tensors, names, tuple(stated[name] for name in names),
+        coded = Coded(str(folder.path), group.format, group.name, tensors, names, tuple(stated_shapes[name] for name in names),
                       tuple(map(crc.get, names)), group.threads)
         parts |= {name: Part(coded, number) for number, name in enumerate(names)}
     return parts
 
 
 def _names(folder: Folder, group: Group, kept: Original | None) -> tuple[str, ...]:
-    """What a group's matrices are called.  Raises RewriteError where nothing says it, and for tensors that are wrong."""
+    """The names of a group's matrices.  Raises RewriteError where nothing states them, and for wrong tensors."""
     names = tuple(kept.groups.get(group.name, ())) if kept is not None else ()
     wrong = [*group.problems, *([group.unnamed] if group.unnamed and not names else [])]
     if wrong:
@@ -182,7 +188,7 @@ def _names(folder: Folder, group: Group, kept: Original | None) -> tuple[str, ..
 
 
 def _model_shapes(folder: Folder, shapes: Shapes | None) -> Mapping[str, Shape]:
-    """The shapes of a model's parameters, from elsewhere.  Raises RewriteError with the remedy where nothing states them."""
+    """The shapes of a model's parameters from the callback.  Raises RewriteError with a remedy where it has none."""
     why = ""
     if shapes is not None:
         try:
@@ -194,7 +200,7 @@ def _model_shapes(folder: Folder, shapes: Shapes | None) -> Mapping[str, Shape]:
 
 
 def _new_files(folder: Folder, others: list[str], parts: Mapping[str, Part], stem: str) -> Files:
-    """The files of plain tensors, where nothing says what they were: those that there are.  stem: of new names, '' for none."""
+    """Headers of plain files, where the original ones are unknown: the present files.  stem: of new file names, '' for none."""
     tensors: dict[Path, dict[str, tuple[str, Shape]]] = {file.path: {} for file in folder.files()}
     for name in others:
         entry = folder.entry(name)
@@ -212,7 +218,7 @@ def _new_files(folder: Folder, others: list[str], parts: Mapping[str, Part], ste
 
 
 def _data(folder: Folder, files: Files, others: list[str], parts: Mapping[str, Part], why: Mapping[str, str]) -> dict[str, Data]:
-    """Where the tensors of files lie now.  Raises RewriteError for one that is neither there nor coded."""
+    """Where the bytes of each tensor come from.  Raises RewriteError for one that is neither stored nor encoded."""
     data: dict[str, Data] = {}
     present = set(others)
     for name, entry in ((name, entry) for _, header in files.values() for name, entry in header.tensors.items()):
@@ -246,6 +252,6 @@ def _texts(folder: Folder, files: Files, index_name: str) -> dict[str, str]:
 
 
 def _is_own(settings: object) -> bool:
-    """Whether settings are those that `compress` writes."""
-    return isinstance(settings, Mapping) and settings.get("quant_method") == OWN and settings.get("format") in codecs.LEAVES
+    """Whether settings were written by `compress`."""
+    return isinstance(settings, Mapping) and settings.get("quant_method") == OWN and settings.get("format") in codecs.STREAM_NAMES
 

@@ -1,11 +1,11 @@
-"""What is kept of a checkpoint beside its tensors, so that its files can be made again byte for byte: in qdsl-original.json.
+"""Reads and writes qdsl-original.json, from which `decompress` restores the files of a checkpoint byte for byte.
 
-    headers  of each file its header, as it was
-    files    config.json and the index, as they were
-    groups   of DF11's groups, the matrices; of other formats none
+    headers  the safetensors header of each original file
+    files    the original config.json and index
+    groups   the matrices of each DF11 group; empty for other formats
     crc      CRC-32 of each matrix that was compressed
 
-A file of a stranger is not trusted: headers are read as those of safetensors files.
+The file is not trusted: headers are parsed as strictly as those of safetensors files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """headers: by the names of files, their bytes before the tensors, and what those say."""
+    """headers: by file name, the bytes before the tensors, and the parsed header."""
 
     headers: Mapping[str, tuple[bytes, Header]]
     files: Mapping[str, str]
@@ -34,14 +34,16 @@ class Original:
 
 def text(format: str, files: Mapping[str, tuple[bytes, Header]], texts: Mapping[str, str],
          groups: Mapping[str, Sequence[str]], crc: Mapping[str, int]) -> str:
-    """The text of the file.  files: by name their bytes before the tensors; texts: of config.json and the index."""
+    """The JSON text of qdsl-original.json.  files: by name the bytes before the tensors, and the header; texts: config.json and
+    the index.
+    """
     headers = {name: start[8:].decode() for name, (start, _) in files.items()}
     return json.dumps({"schema": SCHEMA, "format": format, "headers": headers, "files": texts, "groups": groups, "crc": crc},
                       indent=1, ensure_ascii=False) + "\n"
 
 
 def read(folder: Folder) -> Original | None:
-    """What a folder has of it, None where there is no such file.  Raises CheckpointError for one that is wrong."""
+    """The contents of a folder's qdsl-original.json, None without one.  Raises CheckpointError for a wrong one."""
     path = folder.root / ORIGINAL
     if not folder.path.is_dir() or not path.exists():
         return None
@@ -57,16 +59,17 @@ def read(folder: Folder) -> Original | None:
     if not headers or any(not name.endswith(".safetensors") for name in headers) or any(
             not name.endswith(".json") for name in files):
         raise CheckpointError(f"{path}: headers are of .safetensors files, and files are .json")
-    if any(not all(isinstance(each, str) for each in parts) for parts in groups.values()):
+    if any(not all(isinstance(part, str) for part in parts) for parts in groups.values()):
         raise CheckpointError(f"{path}: groups are lists of names")
-    found = {}
+    originals = {}
     for name, text in headers.items():
         start = text.encode()
-        found[name] = len(start).to_bytes(8, "little") + start, parse_header(start, path.parent / name)
-    return Original(found, files, groups, crc)
+        originals[name] = len(start).to_bytes(8, "little") + start, parse_header(start, path.parent / name)
+    return Original(originals, files, groups, crc)
 
 
 def _mapping(value: object, kind: type, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(type(each) is kind for each in value.values()):
+    """A JSON object whose values all have a type.  Raises CheckpointError for anything else."""
+    if not isinstance(value, dict) or not all(type(element) is kind for element in value.values()):
         raise CheckpointError(f"{where} is not a mapping to values of type {kind.__name__}")
     return value

@@ -1,7 +1,7 @@
-"""Which weights are held together: by patterns of modules' names as dfloat11 has them, given or made of the names that there are.
+"""Groups of weights that are encoded together in DF11, as patterns of module names: the user's, or derived from a model's names.
 
-A pattern is a regular expression for whole names of modules, and the weights below each such module, by their modules' names from
-there; none for a module that is a weight's own.
+A pattern is a regular expression for whole module names, and a list of submodules whose weights form the group; an empty list
+means the weight of the module itself.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ Patterns = Mapping[str, Sequence[str]]
 
 
 def matrices(model: Model) -> dict[str, int]:
-    """The modules whose weights are bfloat16 matrices, as those of Linear and Embedding are, in the order of the files; and how
-    many numbers each has.
+    """Modules whose weights are bfloat16 matrices, such as Linear and Embedding, in the order of the files, with their number of
+    weights.
     """
     return {name.removesuffix(WEIGHT): model.entry(name).nbytes // 2 for name in model.names() if is_matrix(model, name)}
 
 
 def is_matrix(model: Model, name: str) -> bool:
+    """Whether a tensor is the bfloat16 matrix of a module."""
     entry = model.entry(name)
     return name.endswith(WEIGHT) and entry.dtype == "BF16" and len(entry.shape) == 2 and entry.nbytes > 0
 
 
 def is_stack(model: Model, name: str) -> bool:
-    """Whether a tensor is matrices of experts, one after the other: a weight, or a parameter of its experts.
+    """Whether a tensor is a stack of experts' matrices: a weight, or a parameter of a module 'experts'.
 
-    Of fewer columns it would be a convolution's kernels, and grow.
+    A tensor with fewer than COLUMNS columns is a convolution's kernel, which would grow.
     """
     entry = model.entry(name)
     return entry.dtype == "BF16" and len(entry.shape) == 3 and entry.nbytes > 0 and entry.shape[2] >= COLUMNS and (
@@ -45,17 +46,17 @@ def is_stack(model: Model, name: str) -> bool:
 
 
 def modules(model: Model) -> list[str]:
-    """All modules, by the names of their tensors."""
+    """Names of all modules, from the names of their tensors."""
     return list(dict.fromkeys(name[:place] for name in model.names() for place in range(1, len(name)) if name[place] == "."))
 
 
-def found(sizes: Mapping[str, int], every: Iterable[str] = ()) -> dict[str, list[str]]:
-    """Patterns for modules of so many numbers: those below a number, such as 'layers.0', together, one pattern for all blocks
-    with the same ones below.
+def default_patterns(sizes: Mapping[str, int], every: Iterable[str] = ()) -> dict[str, list[str]]:
+    """Patterns that group modules by block, such as 'layers.0', with one pattern for all blocks of the same modules.
 
-    Others are for themselves, and so is what is called as an Embedding: dfloat11 gives the weights of a block to Linear alone.
-    Of a block that has more numbers than a group may, those below a second number, such as 'layers.0.experts.0', are blocks,
-    and the rest, if that is still too large, is for itself.  every: all modules, so that no pattern names another one.
+    Modules outside of blocks, and those named like embeddings, form groups of their own: dfloat11 expects only Linear layers in
+    a block's group.  A block of more than MOST weights is divided at its second number, such as 'layers.0.experts.0', and if
+    that is still too large, into single modules.  sizes: weights of each module.  every: all modules, none of which may match
+    another's pattern.
     """
     linear = [module for module in sizes if not _EMBEDDING.search(module.rpartition(".")[2])]
     blocks: dict[str, list[str]] = {}
@@ -73,12 +74,12 @@ def found(sizes: Mapping[str, int], every: Iterable[str] = ()) -> dict[str, list
     others = [module for module in every if module not in blocks]
     patterns = {masked if len(kinds) == 1 and not any(map(re.compile(masked).fullmatch, others)) else _either(some): list(below)
                 for masked, kinds in alike.items() for below, some in kinds.items()}
-    held = {module for inside in blocks.values() for module in inside}
-    return patterns | {re.escape(module): [] for module in sizes if module not in held}
+    grouped = {module for inside in blocks.values() for module in inside}
+    return patterns | {re.escape(module): [] for module in sizes if module not in grouped}
 
 
 def _gather(modules: Iterable[str], blocks: dict[str, list[str]], depth: int) -> None:
-    """Modules by the names up to their number at `depth`, or to the last before it."""
+    """Add modules to `blocks` by their name up to their number at `depth`, or up to the last number before it."""
     for module in modules:
         parts = module.split(".")
         places = [place for place, part in enumerate(parts[:-1]) if place and part.isdecimal()][:depth]
@@ -87,11 +88,12 @@ def _gather(modules: Iterable[str], blocks: dict[str, list[str]], depth: int) ->
 
 
 def _masked(block: str) -> str:
+    """A pattern for a block's name with any numbers in it."""
     return r"\.".join(r"\d+" if part.isdecimal() and place else re.escape(part) for place, part in enumerate(block.split(".")))
 
 
 def _either(blocks: Sequence[str]) -> str:
-    """A pattern for some blocks whose names differ in numbers, of which others have other modules."""
+    """A pattern for exactly these blocks."""
     stems = {block.rpartition(".")[0] for block in blocks}
     if len(stems) > 1:
         return f"(?:{'|'.join(map(re.escape, blocks))})"
@@ -99,42 +101,42 @@ def _either(blocks: Sequence[str]) -> str:
 
 
 def read(text: str) -> dict[str, list[str]]:
-    """Patterns as JSON, as a file that holds that, or as a config.json of dfloat11's.  Raises RewriteError for anything else."""
+    """Reads patterns: JSON text, a path of a JSON file, or a config.json of dfloat11.  Raises RewriteError for anything else."""
     if not text.lstrip().startswith("{"):
         with open_regular(Path(text)) as file:
             data, where = file.read(CONFIG_LIMIT), text
     else:
         data, where = text.encode(), "--patterns"
     try:
-        said = strict_json(data, where, depth=64, constants=True)
+        patterns = strict_json(data, where, depth=64, constants=True)
     except CheckpointError as error:
         raise RewriteError(str(error)) from None
-    said = said.get(CONFIG, said) if isinstance(said, dict) else said
-    said = said.get("pattern_dict", said) if isinstance(said, dict) else said
-    if not isinstance(said, dict) or not all(isinstance(each, list) and all(isinstance(one, str) for one in each)
-                                             for each in said.values()):
+    patterns = patterns.get(CONFIG, patterns) if isinstance(patterns, dict) else patterns
+    patterns = patterns.get("pattern_dict", patterns) if isinstance(patterns, dict) else patterns
+    if not isinstance(patterns, dict) or not all(isinstance(names, list) and all(isinstance(one, str) for one in names)
+                                                 for names in patterns.values()):
         raise RewriteError(f"{where}: patterns are a mapping of regular expressions to lists of names")
-    for pattern in said:
+    for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
             raise RewriteError(f"{where}: {shown(pattern)} is not a regular expression: {error}") from None
-    return said
+    return patterns
 
 
 def matched(model: Model, patterns: Patterns) -> dict[str, list[str]]:
-    """The weights of each module that a pattern names, in the pattern's order.
+    """The weights of each module that a pattern matches, in the pattern's order.
 
-    Raises RewriteError for a weight that is not there, that is no bfloat16 matrix, or that is held twice.
+    Raises RewriteError for a weight that is missing, that is no bfloat16 matrix, or that is in two groups.
     """
     names = modules(model)
     groups: dict[str, list[str]] = {}
-    held: dict[str, str] = {}
+    group_of: dict[str, str] = {}
     for pattern, attributes in patterns.items():
         for module in filter(re.compile(pattern).fullmatch, names):
             where = f"{model.path}: {shown(module)}, which {shown(pattern)} names"
             own = f"{module}{WEIGHT}"
-            weights = [own] if own in model else [f"{module}.{each}{WEIGHT}" for each in attributes]
+            weights = [own] if own in model else [f"{module}.{attribute}{WEIGHT}" for attribute in attributes]
             if module in groups or not weights:
                 why = "is named twice" if module in groups else "has no weight, and the pattern lists none"
                 raise RewriteError(f"{where}, {why}")
@@ -144,8 +146,8 @@ def matched(model: Model, patterns: Patterns) -> dict[str, list[str]]:
                 if not is_matrix(model, weight):
                     entry = model.entry(weight)
                     raise RewriteError(f"{where}: {shown(weight)} is {entry.dtype} {list(entry.shape)}, and no bfloat16 matrix")
-                if weight in held:
-                    raise RewriteError(f"{where}: {shown(weight)} is in {shown(held[weight])} already")
-                held[weight] = module
+                if weight in group_of:
+                    raise RewriteError(f"{where}: {shown(weight)} is in {shown(group_of[weight])} already")
+                group_of[weight] = module
             groups[module] = weights
     return groups

@@ -1,4 +1,4 @@
-"""Units encoded into files of the stage, some at a time: what such a file depends on, and what a process does to make it."""
+"""Pieces: files of the stage with encoded units, written by parallel processes, and what such a file depends on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST = 256                                                       # units of a fi
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Units and the file that they are encoded into.  key: what it depends on."""
+    """Units, and the file of the stage that they are encoded into.  key: a digest of what it depends on."""
 
     path: Path
     aim: Aim
@@ -34,12 +34,13 @@ class Piece:
 
     @property
     def size(self) -> int:
+        """Bytes of the units before they are encoded."""
         return sum(unit.nbytes for unit in self.units)
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents of a piece.  raw: why units stay as they are.  crc: CRC-32 of the bytes of each matrix that does not."""
+    """The contents of a piece.  raw: why units are not encoded.  crc: CRC-32 of the bytes of each encoded matrix."""
 
     header: Header
     raw: Mapping[str, str]
@@ -50,7 +51,7 @@ Complete = Sequence[tuple[Piece, Contents]]
 
 
 def pieces(units: Sequence[Unit], aim: Aim, stage: Path, sources: Mapping[Path, list[Any]]) -> list[Piece]:
-    """Units in a row, cut by their sizes.  sources: what is known of their files."""
+    """Divides units into pieces by size, in order.  sources: the identities of their files."""
     result = []
     for number, some in enumerate(_batches(units)):
         origins = [[unit.label, unit.plain, [[name, data.shape, [[sources[own.path], own.start] for own in data.places]]
@@ -61,7 +62,7 @@ def pieces(units: Sequence[Unit], aim: Aim, stage: Path, sources: Mapping[Path, 
 
 
 def _batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Units of one model each; those that are decoded together follow one another, in one batch."""
+    """Units of one model each; those that are decoded together are consecutive, in one batch."""
     first: dict[int, int] = {}
     some: list[Unit] = []
     last: Coded | None = None
@@ -78,7 +79,7 @@ def _batches(units: Sequence[Unit]) -> Iterator[list[Unit]]:
 
 
 def read_contents(piece: Piece) -> Contents | None:
-    """The contents of a piece that is complete and whose inputs are unchanged; None for all others."""
+    """The contents of a piece that is complete and whose inputs are unchanged; else None."""
     try:
         header = read_header(piece.path)
     except (FileNotFoundError, CheckpointError):
@@ -89,23 +90,24 @@ def read_contents(piece: Piece) -> Contents | None:
         raw, crc = (json.loads(header.metadata.get(name, "")) for name in ("raw", "crc"))
     except ValueError:
         return None
+    streams = codecs.STREAM_NAMES[piece.aim.format]
     is_ours = stage.fits(raw, {"*": str}) and stage.fits(crc, {"*": int}) and \
-        all(crc.keys() >= unit.parts.keys() and header.tensors.keys() >= set(map(unit.full, codecs.LEAVES[piece.aim.format]))
+        all(crc.keys() >= unit.parts.keys() and header.tensors.keys() >= set(map(unit.full, streams))
             for unit in piece.units if unit.name not in raw)
     return Contents(header, raw, crc) if is_ours else None
 
 
 def encoded_units(pieces: Complete) -> list[tuple[Unit, Piece, Contents]]:
-    """The units of pieces that do not stay as they are, in the order of the files."""
+    """The encoded units of pieces, in the order of the files."""
     encoded = [(unit, piece, contents) for piece, contents in pieces for unit in piece.units if unit.name not in contents.raw]
     return sorted(encoded, key=lambda item: item[0].number)
 
 
 def encode(piece: Piece) -> int:
-    """Write a piece; returns how many bytes its units take, those that stay as they are among them.
+    """Write a piece; returns the bytes of its units, those that are not encoded included.
 
-    Matrices that are decoded and stay as they are lie in it under their own names.  Raises OSError, and RewriteError for streams
-    that are damaged.
+    Matrices that were decoded from compressed input but are not encoded are stored under their own names.  Raises OSError, and
+    RewriteError for damaged streams.
     """
     tensors: dict[str, Chunks] = {}
     raw: dict[str, str] = {}
@@ -120,23 +122,23 @@ def encode(piece: Piece) -> int:
             tensors |= {name: Chunks("BF16", matrix.shape, [octets(matrix)]) for name, matrix in matrices.items()
                         if unit.source is not None}
             continue
-        size += sum(each.nbytes for each in streams.values())
+        size += sum(stream.nbytes for stream in streams.values())
         crc |= {name: checksum(matrix) for name, matrix in matrices.items()}
-        tensors |= {unit.full(leaf): Chunks(codecs.DTYPES[each.dtype.name], each.shape, [octets(each)])
-                    for leaf, each in streams.items()}
+        tensors |= {unit.full(leaf): Chunks(codecs.DTYPES[stream.dtype.name], stream.shape, [octets(stream)])
+                    for leaf, stream in streams.items()}
     write_chunks(piece.path, tensors, {"key": piece.key, "raw": json.dumps(raw), "crc": json.dumps(crc)})
     return size
 
 
 def _encoded(unit: Unit, aim: Aim, matrices: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]] | str:
-    """The tensors of a unit's streams, or why it stays as it is."""
+    """The tensors of an encoded unit, or the reason why it is not encoded."""
     if unit.plain:
         return unit.plain
     try:
         streams = codecs.encode(aim.format, matrices, aim.threads)
     except StreamError as error:
         return str(error)
-    now = sum(each.nbytes for each in streams.values())
+    now = sum(stream.nbytes for stream in streams.values())
     if now >= unit.nbytes and not aim.may_grow:
         return f"{now} bytes would take the place of {unit.nbytes}"
     return streams

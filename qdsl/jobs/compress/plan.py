@@ -1,7 +1,7 @@
-"""The files of a compressed checkpoint, when its pieces are there: which tensors each has, and what else is said of it.
+"""Plans the files of a compressed checkpoint from its pieces: the tensors of each, configs and indices.
 
-hlane and fix4 leave the files as they were cut.  DF11's are those of dfloat11: one, or one for each group with all of its module,
-and one for the rest.
+hlane and fix4 keep the division into files.  DF11 has dfloat11's files: a single one, or one for each group and one for all other
+tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.safetensors import Header, laid_out, shown
 from qdsl.host.files import digest
 from qdsl.jobs.compress import original, pieces
-from qdsl.jobs.compress.codecs import LEAVES
+from qdsl.jobs.compress.codecs import STREAM_NAMES
 from qdsl.jobs.compress.model import Model
 from qdsl.jobs.compress.original import ORIGINAL
 from qdsl.jobs.compress.pieces import Complete
@@ -34,9 +34,9 @@ VERSION = 1                                                      # of hlane's, f
 
 @dataclass(slots=True)
 class _File:
-    """A file as it is planned: its tensors, and out of which bytes they come.
+    """A planned file: its tensors, and where their bytes come from.
 
-    old: the plain file that it was: the bytes before its tensors, and what they state.  changed: whether it has other tensors.
+    old: the header of the plain file: its bytes, and parsed.  changed: whether the new file has other tensors.
     """
 
     old: tuple[bytes, Header] | None = None
@@ -45,11 +45,12 @@ class _File:
 
 
 def shards(models: Mapping[str, Model], aim: Aim, complete: Complete, sources: Mapping[Any, list[Any]]) -> list[Shard]:
-    """All files.  Raises RewriteError where two tensors would have one name."""
+    """The shards of all models.  Raises RewriteError where two tensors would have the same name."""
     return [shard for name, model in models.items() for shard in _of_model(name, model, aim, complete, sources)]
 
 
 def _of_model(name: str, model: Model, aim: Aim, complete: Complete, sources: Mapping[Any, list[Any]]) -> list[Shard]:
+    """The shards of one model."""
     encoded = {unit.name: (unit, piece, contents) for unit, piece, contents in pieces.encoded_units(complete)
                if unit.model == name}
     gone = {own for unit, _, _ in encoded.values() for own in unit.parts}
@@ -62,7 +63,7 @@ def _of_model(name: str, model: Model, aim: Aim, complete: Complete, sources: Ma
     def add(own: str, data: Bytes, old: str, home: str) -> None:
         place = model.places[old] if keep else home
         file = files.setdefault(place, _File(model.files[place] if keep else None))
-        if any(own in each.tensors for each in files.values()):
+        if any(own in other.tensors for other in files.values()):
             raise RewriteError(f"{model.path}: two tensors would be called {shown(own)}")
         file.tensors[own] = data
 
@@ -75,21 +76,21 @@ def _of_model(name: str, model: Model, aim: Aim, complete: Complete, sources: Ma
             files.setdefault(place, _File(model.files[place])).changed = True
     for unit, piece, contents in encoded.values():
         largest = max(unit.parts, key=lambda own: unit.parts[own].nbytes)
-        for own in map(unit.full, LEAVES[aim.format]):
+        for own in map(unit.full, STREAM_NAMES[aim.format]):
             add(own, placed(piece.path, contents.header.tensors[own]), largest, _home(own, homes))
-    known = {**sources, **{piece.path: [piece.key] for piece, _ in complete}}
-    return [_shard(within(name, own), file, known) for own, file in files.items() if file.tensors or not keep]
+    identities = {**sources, **{piece.path: [piece.key] for piece, _ in complete}}
+    return [_shard(within(name, own), file, identities) for own, file in files.items() if file.tensors or not keep]
 
 
 def _plain(name: str, model: Model, complete: Complete) -> dict[str, Bytes]:
-    """Where tensors lie that stay as they are: in their files, and in pieces those that were decoded."""
+    """Where the bytes of tensors lie that are not encoded: in their files, or in pieces where they were decoded."""
     decoded = {own: placed(piece.path, contents.header.tensors[own]) for piece, contents in complete for unit in piece.units
                if unit.model == name and unit.name in contents.raw for own in unit.parts if own in contents.header.tensors}
     return {own: data for own, data in model.data.items() if isinstance(data, Bytes)} | decoded
 
 
 def _home(name: str, groups: Mapping[str, object]) -> str:
-    """dfloat11's file for a tensor: that of the innermost group in whose module it lies, or the one for the rest."""
+    """dfloat11's file for a tensor: that of the innermost group whose module contains it, or the one for other tensors."""
     parts = name.split(".")
     inside = next((module for count in range(len(parts) - 1, 0, -1) if (module := ".".join(parts[:count])) in groups), None)
     return SINGLE if inside is None else f"{inside.replace('.', '_')}.safetensors"
@@ -100,15 +101,16 @@ def _shard(name: str, file: _File, sources: Mapping[Any, list[Any]]) -> Shard:
         start, header = file.old
     else:
         metadata = (file.old[1].metadata or None) if file.old else None
-        start, header = laid_out(name, {each: (data.dtype, data.shape) for each, data in file.tensors.items()}, metadata)
-    steps = [Copy(each, data.path, data.start, data.nbytes, header.tensors[each].start) for each, data in file.tensors.items()]
+        start, header = laid_out(name, {tensor: (data.dtype, data.shape) for tensor, data in file.tensors.items()}, metadata)
+    steps = [Copy(tensor, data.path, data.start, data.nbytes, header.tensors[tensor].start)
+             for tensor, data in file.tensors.items()]
     origins = [[step.path.name, sources[step.path], step.start, step.nbytes] for step in steps]
     return Shard(name, start, header.size, tuple(header.tensors), in_order(steps), digest(start.hex(), origins))
 
 
 def texts(models: Mapping[str, Model], aim: Aim, complete: Complete, used: Mapping[str, Mapping[str, list[str]]],
-         shards: Sequence[Shard]) -> dict[str, str | None]:
-    """The text files that change: configs, indices, and what restores the plain files.  None for one that is left out."""
+          shards: Sequence[Shard]) -> dict[str, str | None]:
+    """The text files that change, by name: configs, indices, and qdsl-original.json.  None for a file that is removed."""
     result: dict[str, str | None] = {}
     for name, model in models.items():
         encoded = [(unit, contents) for unit, _, contents in pieces.encoded_units(complete) if unit.model == name]
@@ -128,9 +130,9 @@ def texts(models: Mapping[str, Model], aim: Aim, complete: Complete, used: Mappi
 
 
 def _config(model: Model, aim: Aim, patterns: Mapping[str, list[str]]) -> str | None:
-    """The model's config.json, guarded; None for a file by itself that needs none.
+    """The model's config.json, guarded; None for a single file that needs none.
 
-    Settings of other layers stay, for these need them; hlane's and fix4's tensors and DF11's groups are recognised without any.
+    Settings of other quantized layers stay; compressed tensors are recognised without settings.
     """
     config = model.config
     if aim.format == "df11":

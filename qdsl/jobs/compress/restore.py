@@ -1,7 +1,7 @@
-"""A compressed checkpoint back to the one that it was made of: the same tensors, and, by qdsl-original.json, the same files.
+"""Decompresses a checkpoint: the same tensors as before, and the same files where qdsl-original.json describes them.
 
-Without that file matrices go where their streams are.  Shapes of DF11's matrices are stated by another checkpoint with the same
-tensors, or by the class of the model.
+Without that file, matrices go into the files of their streams.  Shapes of DF11's matrices come from another checkpoint with the
+same tensors, or from the class of the model.
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ from qdsl.jobs.engine.work import Telling, quiet, write
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Matrices that are coded together, those of one file.  to: where each goes, None for one of another file."""
+    """A step that decodes matrices and writes those of one file.  to: the offset of each, None for one of another file."""
 
     coded: Coded
     to: tuple[int | None, ...]
 
     @property
     def nbytes(self) -> int:
+        """Bytes that it writes."""
         return sum(nbytes for _, nbytes in self.extents)
 
     @property
     def extents(self) -> Sequence[tuple[int, int]]:
+        """Offset and size in the file of each matrix that it writes."""
         return [(start, Part(self.coded, number).nbytes) for number, start in enumerate(self.to) if start is not None]
 
     def write(self, out: BinaryIO) -> None:
-        """Raises RewriteError for tensors that are damaged."""
+        """Decode the matrices and write them.  Raises RewriteError for damaged tensors."""
         for start, matrix in zip(self.to, self.coded.decoded(), strict=True):
             if start is not None:
                 out.seek(start)
@@ -52,15 +54,15 @@ class Decode:
 
 def decompress(path: Path, out: Path, *, like: str | Path | None = None, shapes: Shapes | None = None, jobs: int | None = 1,
                part: tuple[int, int] | None = None, force: bool = False, tell: Telling = quiet) -> dict[str, Any]:
-    """Write the checkpoint that a compressed one was made of.
+    """Write the plain checkpoint of a compressed one.
 
-    like: a reference to a checkpoint with the same tensors, whose headers state shapes and files where nothing else does.
-    shapes: what, given a model's folder, returns the shapes of its parameters where neither states them.
-    part, force, tell, jobs and memory are those of `compress`; parts are of files.
+    like: a reference to a checkpoint with the same tensors, from whose headers shapes and files are taken where unknown.
+    shapes: a function from a model's folder to the shapes of its parameters, called where neither states them.
+    part, force, tell, jobs and memory: as of `compress`; a part is a share of the files.
     Raises RewriteError, CheckpointError and OSError.
     """
     check_output(out, path)
-    with components.opened(path) as folders:
+    with components.open_models(path) as folders:
         plan = _plan(path, folders, like, shapes)
         request = {"command": "decompress", "work": "a decompression", "from": str(path.resolve()), "like": lasting(like)}
         if stage.was_ended(out, request):
@@ -70,23 +72,25 @@ def decompress(path: Path, out: Path, *, like: str | Path | None = None, shapes:
         todo = [shard for shard in mine if not stage.is_whole(shard, out)]
         jobs = jobs or affordable(needed(max(step.coded.nbytes for shard in plan.shards for step in shard.steps
                                              if isinstance(step, Decode))))
-        with tell(sum(shard.nbytes for shard in todo)) as told:
-            write(todo, place, jobs, told)
+        with tell(sum(shard.nbytes for shard in todo)) as report:
+            write(todo, place, jobs, report)
         notes = [] if part else _complete(path, plan, out)
         return _report(out, plan, mine, notes)
 
 
 def merge(out: Path, *, shapes: Shapes | None = None) -> dict[str, Any]:
     """Complete a checkpoint whose parts are all there.  Raises RewriteError where they are not."""
-    asked = stage.asked(out, {**stage.REQUESTS, "like": (str, None)})
-    path = Path(asked["from"])
-    with components.opened(path) as folders:
-        plan = _plan(path, folders, asked.get("like"), shapes)
+    request = stage.read_request(out, {**stage.REQUESTS, "like": (str, None)})
+    path = Path(request["from"])
+    with components.open_models(path) as folders:
+        plan = _plan(path, folders, request.get("like"), shapes)
         return _report(out, plan, plan.shards, _complete(path, plan, out))
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
+    """The models, the shards to write, and the identities of the input files."""
+
     models: Mapping[str, Model]
     shards: Sequence[Shard]
     inputs: Mapping[Path, list[Any]]
@@ -115,7 +119,7 @@ def _shard(model: Model, component: str, file: str, start: bytes, header: Header
 
 
 def _complete(path: Path, plan: _Plan, out: Path) -> list[str]:
-    """Put all files in their places; returns notes of what was left out."""
+    """Complete the folder; returns notes on files that were not copied."""
     folders = [model.folder for model in plan.models.values()]
     read = {file for folder in folders for file in (*folder.shards, folder.root / folder.index_name)}
     texts = {within(name, file): text for name, model in plan.models.items() if model.path.is_dir()

@@ -1,4 +1,4 @@
-"""A checkpoint compressed: units encoded into pieces, pieces put together to files, both taken up where they were broken off."""
+"""Compresses a checkpoint: encodes units into pieces and assembles these to files.  Re-run the same call to resume."""
 
 from __future__ import annotations
 
@@ -30,23 +30,22 @@ from qdsl.jobs.engine.work import Tell, Telling, quiet, write
 def compress(path: Path, aim: Aim, out: Path, *, like: str | Path | None = None, shapes: Shapes | None = None,
              jobs: int | None = 1, part: tuple[int, int] | None = None, check: bool = False, force: bool = False,
              tell: Telling = quiet) -> dict[str, Any]:
-    """Write a checkpoint whose bfloat16 matrices are held in fewer bits, and all else is as it was.
+    """Write a checkpoint with its bfloat16 matrices compressed without loss, and everything else unchanged.
 
-    path: a folder, one of several models, or a .safetensors file.  Of compressed models matrices are decoded on the way, those
-    that are coded together at a time; what is written is what the plain model would become.  like, shapes: as of
-    `decompress`, where files of compressed models do not state shapes.  part: (i, n), from 1: the i-th of n parts of the encoding
-    alone, which leaves the rest to a call without it, or to `merge`.  check: what was written is decoded and compared before it
-    takes its place.  force: whether a checkpoint in `out` is replaced.
-    What was done by an earlier call is not done again, where it was made of the same files by the same version; bytes do not
-    depend on jobs, parts or interruptions.  Until it is complete, what is compressed lies there twice.
-    tell: what, given how many bytes there are to encode and then to write, is told how many are.
-    Memory: at most 2.5 times the matrices that are held together, for each process.  jobs: processes, None for as many as there
-    are processors and memory for.
+    path: a folder of one or more models, or a .safetensors file.  Compressed models are decoded first, unit by unit; the output
+    is that of the plain model.  like, shapes: as of `decompress`, where files of compressed models do not state shapes.
+    part: (i, n), from 1: encode only the i-th of n parts; a call without it, or `merge`, completes the checkpoint.
+    check: decode the written tensors and compare them before they take their place.  force: replace a checkpoint in `out`.
+    A repeated call resumes, if files and version are the same; the written bytes do not depend on jobs, parts or interruptions.
+    Disk: until the checkpoint is complete, encoded tensors are stored twice.
+    tell: progress in bytes, called for the encoding and again for the writing.
+    Memory: per process at most 2.5 times the matrices that are encoded together.  jobs: processes, None for as many as
+    processors and memory allow.
     Raises RewriteError, CheckpointError and OSError.
     """
     check_output(out, path)
-    with components.opened(path) as folders:
-        aim = replace(aim, only=components.meant(folders, aim.only))
+    with components.open_models(path) as folders:
+        aim = replace(aim, only=components.selected_models(folders, aim.only))
         request = _plain({"command": "compress", "work": f"a compression to {aim.format}", "from": str(path.resolve()),
                           "like": lasting(like), **asdict(aim)})
         if stage.was_ended(out, request):
@@ -55,7 +54,7 @@ def compress(path: Path, aim: Aim, out: Path, *, like: str | Path | None = None,
         stage.begin(out, request, force)
         jobs = jobs or _jobs(work)
         mine = work.pieces if part is None else share(work.pieces, *part)
-        _encode([each for each in mine if pieces.read_contents(each) is None], jobs, tell)
+        _encode([piece for piece in mine if pieces.read_contents(piece) is None], jobs, tell)
         if part is not None:
             return _report(out, aim, _complete_pieces(mine), (), work.left)
         return _finish(work, _complete_pieces(mine), out, jobs, check, tell)
@@ -66,14 +65,15 @@ def merge(out: Path, *, shapes: Shapes | None = None, jobs: int | None = 1, tell
 
     Raises RewriteError where some are missing, or are not of the input as it is now.
     """
-    request = stage.asked(out, {**stage.REQUESTS, "format": str, "threads": int, "patterns": ({"*": [str]}, None), "only": [str],
-                              "by_group": bool, "plain_config": bool, "like": (str, None)})
+    request = stage.read_request(out, {
+        **stage.REQUESTS, "format": str, "threads": int, "patterns": ({"*": [str]}, None), "only": [str], "by_group": bool,
+        "plain_config": bool, "like": (str, None)})
     if request["format"] not in FORMATS or request["threads"] not in THREAD_COUNTS:
         raise RewriteError(f"{out}: no compression to {shown(request['format'])} with {request['threads']} threads")
     aim = Aim(request["format"], request["threads"], request.get("patterns"), request["by_group"], tuple(request["only"]),
               request["plain_config"])
     path = Path(request["from"])
-    with components.opened(path) as folders:
+    with components.open_models(path) as folders:
         work = _work(path, folders, aim, out, request.get("like"), shapes)
         done = _complete_pieces(work.pieces)
         if missing := len(work.pieces) - len(done):
@@ -83,7 +83,7 @@ def merge(out: Path, *, shapes: Shapes | None = None, jobs: int | None = 1, tell
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The work of one call.  left: notes on what stays as it is; used: by model the patterns of DF11's groups; sources: the
+    """The work of one call.  left: notes on uncompressed tensors; used: the patterns of DF11's groups by model; sources: the
     identities of files.
     """
 
@@ -98,54 +98,56 @@ class _Work:
 
 def _work(path: Path, folders: Mapping[str, Folder], aim: Aim, out: Path, like: str | Path | None, shapes: Shapes | None,
           ) -> _Work:
-    compressed = decoded({name: folder for name, folder in folders.items() if aim.means(name)}, like, shapes)
+    compressed = decoded({name: folder for name, folder in folders.items() if aim.includes(name)}, like, shapes)
     models = {name: compressed.get(name) or plain(folder) for name, folder in folders.items()}
     every, used = units(models, aim)
-    sources = {each: identity(each) for folder in folders.values() for each in folder.shards}
+    sources = {file: identity(file) for folder in folders.values() for file in folder.shards}
     return _Work(path, models, aim, pieces.pieces(every, aim, out / stage.STAGE, sources), left(models, aim, every), used,
                  sources)
 
 
 def _jobs(work: _Work) -> int:
+    """The number of processes that memory allows."""
     return affordable(needed(max(unit.nbytes_read for piece in work.pieces for unit in piece.units)))
 
 
 def _complete_pieces(every: Sequence[Piece]) -> Complete:
-    """The pieces that are complete, and their contents."""
+    """The complete pieces, with their contents."""
     return [(piece, contents) for piece in every if (contents := pieces.read_contents(piece)) is not None]
 
 
 def _plain(request: dict[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back."""
+    """A request as it comes back from JSON."""
     patterns = request.get("patterns")
     names = patterns and {key: list(parts) for key, parts in patterns.items()}
     return {**request, "only": list(request["only"]), "patterns": names}
 
 
 def _encode(todo: Sequence[Piece], jobs: int, tell: Telling) -> None:
+    """Encode pieces in parallel."""
     if not todo:
         return
-    todo[0].path.parent.mkdir(exist_ok=True)                     # which goes with the stage, and all that a killed process left
+    todo[0].path.parent.mkdir(exist_ok=True)                     # removed with the stage
     before = after = 0
-    with tell(sum(each.size for each in todo)) as told, closing(results(pieces.encode, todo, min(jobs, len(todo)))) as sizes:
+    with tell(sum(one.size for one in todo)) as report, closing(results(pieces.encode, todo, min(jobs, len(todo)))) as sizes:
         for piece, size in zip(todo, sizes, strict=True):
             before += piece.size
             after += size
-            told(before, f"{100 * after / before:.1f} % {piece.units[-1].label}")
+            report(before, f"{100 * after / before:.1f} % {piece.units[-1].label}")
 
 
 def _finish(work: _Work, complete_pieces: Complete, out: Path, jobs: int, check: bool, tell: Telling) -> dict[str, Any]:
-    """Files of pieces, and all that lies beside them."""
+    """Write the files from complete pieces, check them if asked to, and complete the folder."""
     shards = plan.shards(work.models, work.aim, complete_pieces, work.sources)
     todo = [shard for shard in shards if not stage.is_whole(shard, out)]
-    with tell(sum(shard.nbytes for shard in todo)) as told:
-        write(todo, out / stage.STAGE, jobs, told)
+    with tell(sum(shard.nbytes for shard in todo)) as report:
+        write(todo, out / stage.STAGE, jobs, report)
     if check:
         checks = list(_checks(shards, complete_pieces, out))
-        with tell(sum(each.piece.size for each in checks)) as told:
-            _check(checks, jobs, told)
-    read = {each for model in work.models.values()
-            for each in (*model.folder.shards, model.folder.root / model.folder.index_name)}
+        with tell(sum(one.piece.size for one in checks)) as report:
+            _check(checks, jobs, report)
+    read = {file for model in work.models.values()
+            for file in (*model.folder.shards, model.folder.root / model.folder.index_name)}
     notes = complete(work.path, read, shards, plan.texts(work.models, work.aim, complete_pieces, work.used, shards), out,
                      work.sources)
     return _report(out, work.aim, complete_pieces, shards, [*work.left, *notes]) | {"checked": check}
@@ -153,37 +155,39 @@ def _finish(work: _Work, complete_pieces: Complete, out: Path, jobs: int, check:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A piece, and of its units that were encoded the names and where their tensors were written."""
+    """A piece, and by encoded unit where its tensors were written."""
 
     piece: Piece
     tensors: Mapping[str, Mapping[str, Bytes]]
 
 
 def _checks(shards: Sequence[Shard], complete_pieces: Complete, out: Path) -> Iterator[Check]:
+    """The checks of all pieces."""
     written = {(shard.name.rpartition("/")[0], step.name): (stage.place(shard, out), step.to) for shard in shards
                for step in shard.steps if isinstance(step, Copy)}
     for piece, contents in complete_pieces:
         units: dict[str, dict[str, Bytes]] = {}
         for unit in piece.units:
-            for leaf in codecs.LEAVES[piece.aim.format] if unit.name not in contents.raw else ():
+            for leaf in codecs.STREAM_NAMES[piece.aim.format] if unit.name not in contents.raw else ():
                 entry = contents.header.tensors[unit.full(leaf)]
                 path, start = written[unit.model, unit.full(leaf)]
                 units.setdefault(unit.name, {})[leaf] = placed(path, Entry(entry.dtype, entry.shape, start, start + entry.nbytes))
         yield Check(piece, units)
 
 
-def _check(checks: Sequence[Check], jobs: int, told: Tell) -> None:
+def _check(checks: Sequence[Check], jobs: int, report: Tell) -> None:
+    """Check encoded units in parallel.  Raises RewriteError where one does not decode to its matrices."""
     count = 0
     with closing(results(different, checks, min(jobs, len(checks)))) as answers:
         for check, wrong in zip(checks, answers, strict=True):
             if wrong:
                 raise RewriteError(wrong)
             count += check.piece.size
-            told(count, check.piece.units[-1].label)
+            report(count, check.piece.units[-1].label)
 
 
 def different(check: Check) -> str:
-    """What a process does: '' where the tensors of all units stand for their matrices, else what is wrong."""
+    """Why the tensors of a piece do not decode to its matrices; '' where all do."""
     reader = Reader()
     for unit in check.piece.units:
         if unit.name not in check.tensors:
@@ -202,12 +206,13 @@ def different(check: Check) -> str:
 
 def _report(out: Path, aim: Aim, complete_pieces: Complete, shards: Sequence[Shard], notes: Sequence[str],
             ) -> dict[str, Any]:
+    """The report of a call, for JSON."""
     encoded = [unit for unit, _, _ in pieces.encoded_units(complete_pieces)]
     raw = [{"name": unit.label, "why": contents.raw[unit.name]} for piece, contents in complete_pieces for unit in piece.units
            if unit.name in contents.raw]
     before = sum(unit.nbytes for unit in encoded)
     after = sum(contents.header.tensors[unit.full(leaf)].nbytes for unit, _, contents in pieces.encoded_units(complete_pieces)
-                for leaf in codecs.LEAVES[aim.format])
+                for leaf in codecs.STREAM_NAMES[aim.format])
     return {"out": str(out), "format": aim.format, "units": len(encoded), "matrices": sum(len(unit.parts) for unit in encoded),
             "raw": raw, "nbytes_before": before, "nbytes_after": after,
             "bits_per_weight": 16 * after / before if before else None,

@@ -1,4 +1,4 @@
-"""Where a tensor's numbers come from: bytes of a file, or a matrix that is decoded out of others."""
+"""Sources of a tensor's bytes: a range of a file, or a matrix that is decoded from encoded tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qdsl.jobs.engine import RewriteError
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """A tensor in a file."""
+    """A tensor stored in a file."""
 
     path: Path
     dtype: str
@@ -32,11 +32,11 @@ class Bytes:
 
     @property
     def places(self) -> list[Bytes]:
-        """The tensors of files that it depends on."""
+        """The stored tensors that it depends on."""
         return [self]
 
     def read(self) -> NDArray[Any]:
-        """In memory: of a map, a file that is cut meanwhile would end the process.  Raises CheckpointError for such a file."""
+        """Reads the tensor into memory, not from a map: a file that is truncated meanwhile raises CheckpointError."""
         array = np.empty(self.shape, NUMPY[self.dtype])
         read_into(self.path, self.start, octets(array))
         return array
@@ -48,12 +48,13 @@ def bytes_of(folder: Folder, name: str) -> Bytes:
 
 
 def placed(path: Path, entry: Entry) -> Bytes:
+    """The tensor of an entry in a file."""
     return Bytes(path, entry.dtype, entry.shape, entry.start, entry.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """Matrices that are coded together: the tensors of their streams, and in order their names, shapes and CRC-32 of their bytes.
+    """Matrices that are encoded together: their encoded tensors, and in order the names, shapes and CRC-32 of the matrices.
 
     where: the folder, for messages.  crc: None where it is unknown.  threads: of a block, in DF11.
     """
@@ -69,11 +70,11 @@ class Coded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all matrices when they are decoded."""
+        """Bytes of all matrices after decoding."""
         return sum(2 * math.prod(shape) for shape in self.shapes)
 
     def decoded(self) -> list[NDArray[np.uint16]]:
-        """The bit patterns of all matrices, [n] each.  Raises RewriteError for tensors that are damaged."""
+        """The bit patterns of all matrices, [n] each.  Raises RewriteError for damaged tensors."""
         tensors = {leaf: data.read() for leaf, data in self.tensors.items()}
         try:
             matrices = codecs.decode(self.format, tensors, self.shapes, self.threads)
@@ -87,26 +88,29 @@ class Coded:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the matrices that are coded together.  number: which of them."""
+    """One matrix of several that are encoded together.  number: its index."""
 
     coded: Coded
     number: int
 
     @property
     def dtype(self) -> str:
+        """The safetensors dtype of the decoded matrix."""
         return "BF16"
 
     @property
     def shape(self) -> Shape:
+        """The shape of the decoded matrix."""
         return self.coded.shapes[self.number]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the decoded matrix."""
         return 2 * math.prod(self.shape)
 
     @property
     def places(self) -> list[Bytes]:
-        """The tensors of files that it depends on."""
+        """The stored tensors that it depends on."""
         return list(self.coded.tensors.values())
 
 
@@ -114,13 +118,13 @@ Data = Bytes | Part
 
 
 class Reader:
-    """Reads tensors one after the other, and decodes matrices that are coded together once if they follow one another."""
+    """Reads tensors one by one; consecutive matrices that are encoded together are decoded once."""
 
     def __init__(self) -> None:
         self._last: tuple[Coded, list[NDArray[np.uint16]]] | None = None
 
     def read(self, data: Data) -> NDArray[Any]:
-        """A tensor in its shape, bfloat16 as bit patterns.  Raises RewriteError for streams that are damaged."""
+        """A tensor in its shape, bfloat16 as bit patterns.  Raises RewriteError for damaged streams."""
         if isinstance(data, Bytes):
             return data.read()
         if self._last is None or self._last[0] is not data.coded:
@@ -130,9 +134,10 @@ class Reader:
 
 
 def octets(array: NDArray[Any]) -> memoryview:
-    """The bytes of an array, in order."""
+    """The bytes of an array, in row-major order."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def checksum(array: NDArray[Any]) -> int:
+    """The CRC-32 of the bytes of an array."""
     return zlib.crc32(octets(array))

@@ -1,4 +1,4 @@
-"""What of a checkpoint becomes smaller: matrices that are held together, as bytes of files."""
+"""Units of compression: matrices that are encoded together."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ THREAD_COUNTS = tuple(1 << power for power in range(3, 11))
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """What matrices are to become.
+    """The target format of a compression and its options.
 
-    threads: of a block, in DF11.  patterns: of its groups, None for those that names suggest.  by_group: files as dfloat11 cuts
-    them with save_single_file=False.  only: the models of a pipeline that are meant, none for all.  plain_config: config.json as
-    the dfloat11 package writes it, without settings that name qdsl and without a guard.
+    threads: per block, in DF11.  patterns: of DF11's groups, None for `default_patterns`.  by_group: one file per group, as
+    dfloat11 writes with save_single_file=False.  only: the models of a pipeline to compress, () for all.
+    plain_config: config.json as the dfloat11 package writes it, without settings that name qdsl and without a guard.
     """
 
     format: str
@@ -34,18 +34,19 @@ class Aim:
 
     @property
     def may_grow(self) -> bool:
-        """Whether what takes more room than before is held so nevertheless, because the patterns ask for it."""
+        """Whether units are encoded even if that takes more bytes, because the patterns ask for it."""
         return self.patterns is not None
 
-    def means(self, model: str) -> bool:
+    def includes(self, model: str) -> bool:
+        """Whether a model of a pipeline is compressed."""
         return not self.only or model in self.only
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Matrices that are coded together, by their names.  model: the folder of a pipeline's model, ''.  name: of the module.
+    """Matrices that are encoded together, by name.  model: the subfolder of a pipeline's model, ''.  name: of the module.
 
-    number: its place in the order of the files.  plain: why it stays plain, '' for one that is encoded.
+    number: its place in the order of the files.  plain: why it is not encoded, '' for one that is.
     """
 
     model: str
@@ -56,31 +57,32 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.parts.values())
+        """Bytes of all its matrices."""
+        return sum(part.nbytes for part in self.parts.values())
 
     @property
     def source(self) -> Coded | None:
-        """What the first of its matrices is decoded out of; None for plain ones."""
+        """The encoded matrices that its first matrix is decoded from; None for plain ones."""
         first = next(iter(self.parts.values()))
         return first.coded if isinstance(first, Part) else None
 
     @property
     def nbytes_read(self) -> int:
-        """Bytes of all matrices in memory, those among them that are decoded together with its own."""
+        """Bytes of all matrices that are in memory at once, including others that are decoded together with its own."""
         return max([self.nbytes, *(part.coded.nbytes for part in self.parts.values() if isinstance(part, Part))])
 
     @property
     def label(self) -> str:
-        """What it is called in the folder of all models."""
+        """Its name relative to the folder of all models."""
         return within(self.model, self.name)
 
     def full(self, leaf: str) -> str:
-        """What a tensor of it is called."""
+        """The full name of one of its tensors."""
         return f"{self.name}.{leaf}" if self.name else leaf
 
 
 def units(models: Mapping[str, Model], aim: Aim) -> tuple[list[Unit], dict[str, dict[str, list[str]]]]:
-    """What becomes smaller, in the order of the files, and by model the patterns of DF11's groups.
+    """The units of all models in the order of the files, and the patterns of DF11's groups by model.
 
     Raises RewriteError where nothing does, and for patterns that do not fit.
     """
@@ -89,18 +91,18 @@ def units(models: Mapping[str, Model], aim: Aim) -> tuple[list[Unit], dict[str, 
     result: list[Unit] = []
     used: dict[str, dict[str, list[str]]] = {}
     for name, model in models.items():
-        if not aim.means(name):
+        if not aim.includes(name):
             continue
         if aim.format == "df11":
-            chosen = patterns.found(patterns.matrices(model), patterns.modules(model)) if aim.patterns is None else {
-                key: list(each) for key, each in aim.patterns.items()}
+            chosen = patterns.default_patterns(patterns.matrices(model), patterns.modules(model)) if aim.patterns is None else {
+                key: list(names) for key, names in aim.patterns.items()}
             groups = patterns.matched(model, chosen)
             used |= {name: chosen} if groups else {}
         else:
             groups = {own.removesuffix(WEIGHT): [own] for own in model.names()
                       if patterns.is_matrix(model, own) or patterns.is_stack(model, own)}
         coded = {own for weights in groups.values() for own in weights}
-        result += [Unit(name, own, {each: model.data[each] for each in weights}) for own, weights in groups.items()]
+        result += [Unit(name, own, {weight: model.data[weight] for weight in weights}) for own, weights in groups.items()]
         result += [Unit(name, own, {own: data}, plain="it is no part of a unit that is encoded")
                    for own, data in model.data.items() if isinstance(data, Part) and own not in coded]
     if all(unit.plain for unit in result):
@@ -111,17 +113,17 @@ def units(models: Mapping[str, Model], aim: Aim) -> tuple[list[Unit], dict[str, 
 
 
 def left(models: Mapping[str, Model], aim: Aim, encoded: Iterable[Unit]) -> list[str]:
-    """What of the models that are meant stays as it is, in words; of tensors with one axis it goes without saying."""
+    """Notes on tensors with two or more axes that are not compressed."""
     coded = {(unit.model, name) for unit in encoded for name in unit.parts}
     sums: dict[tuple[str, str, int], list[int]] = {}
     for own, model in models.items():
-        for name in model.names() if aim.means(own) else ():
+        for name in model.names() if aim.includes(own) else ():
             entry = model.entry(name)
             if len(entry.shape) > 1 and (own, name) not in coded:
                 sums.setdefault((own, entry.dtype, len(entry.shape)), []).append(entry.nbytes)
     kinds = "not of Linear or Embedding" + ("" if aim.format == "df11" else ", nor experts")
     plain = "no pattern names them" if aim.patterns else kinds
-    others = [f"{own}: stays as it is; `--component {own}` compresses it" for own in models if not aim.means(own)]
+    others = [f"{own}: stays as it is; `--component {own}` compresses it" for own in models if not aim.includes(own)]
     described = (f"{own}{': ' * bool(own)}tensors of {dtype} with {axes} axes stay as they are, {len(sizes)} of "
                  f"{sum(sizes)} bytes: {plain if dtype == 'BF16' else 'not bfloat16'}"
                  for (own, dtype, axes), sizes in sums.items())
@@ -129,5 +131,5 @@ def left(models: Mapping[str, Model], aim: Aim, encoded: Iterable[Unit]) -> list
 
 
 def needed(nbytes: int) -> int:
-    """Bytes of memory of a process, for matrices of so many that are held together."""
+    """Bytes of memory that a process needs for units of `nbytes`."""
     return 5 * nbytes // 2 + 100_000_000

@@ -1,4 +1,4 @@
-"""What layers are to become: a format and a storage, and a weight in them."""
+"""The target of a conversion: a format and a storage, and how a weight gets there."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PACKED = "pack-quantized"                                        # compressed-te
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """What layers are to become: a storage, of the format that they have ('' if of any), or, requantized, of that one.
+    """The target of a conversion: layers of `format` ('' for any) get another storage, or with `requantize`, all layers get the
+    format.
 
-    params: of the format that weights are requantized in; others have their defaults.  ignore: where plain layers are quantized,
-    patterns of those that stay plain; None where quantized layers are converted.  only: the models of a pipeline that are
-    quantized, none for all.  skip: patterns of quantized layers that stay as they are.  keep_misfits: whether quantized layers
-    that the storage cannot hold stay as they are.
+    params: of the format to requantize to; others have their defaults.  ignore: patterns of plain layers that stay plain; None
+    where quantized layers are converted.  only: the models of a pipeline to quantize, () for all.  skip: patterns of quantized
+    layers that stay unchanged.  keep_misfits: leave quantized layers unchanged that the storage cannot represent.
     """
 
     format: str
@@ -50,38 +50,40 @@ class Aim:
 
     @property
     def label(self) -> str:
-        """The storage that layers are to have, and the format where one is meant."""
+        """The target storage, as FORMAT.STORAGE where the format is part of the target."""
         return f"{self.format}.{self.storage}".removeprefix(".")
 
     def data(self) -> dict[str, Any]:
-        """The fields as JSON gives them back, those of plain layers where it is of them."""
-        found = {name: value for name, value in asdict(self).items() if name not in ("ignore", "only", "skip", "keep_misfits")}
+        """The fields for JSON; those of plain layers only where plain layers are quantized."""
+        fields = {name: value for name, value in asdict(self).items() if name not in ("ignore", "only", "skip", "keep_misfits")}
         if self.ignore is not None:
-            return {**found, "ignore": list(self.ignore), "only": list(self.only)}
-        return found | ({"skip": list(self.skip)} if self.skip else {}) | ({"keep_misfits": True} if self.keep_misfits else {})
+            return {**fields, "ignore": list(self.ignore), "only": list(self.only)}
+        return fields | ({"skip": list(self.skip)} if self.skip else {}) | ({"keep_misfits": True} if self.keep_misfits else {})
 
     @property
     def options(self) -> dict[str, int | str]:
-        """What weights are quantized with: the parameters, and symmetric codes where readers of the storage take those alone."""
+        """Options of `quantize`: the parameters, and symmetric codes where readers of the storage support only those."""
         rules = description(self.format).detect.get("config", [])
         is_packed = any(rule.get("format") == PACKED and rule.get("storage") == self.storage and rule.get("symmetric")
                         for rule in (rules if isinstance(rules, list) else [rules]))
         return {**({"symmetric": True} if is_packed else {}), **self.params}
 
-    def meant(self, layer: Layer) -> bool:
+    def includes(self, layer: Layer) -> bool:
+        """Whether a quantized layer is to be converted."""
         return (self.requantize or self.format in ("", layer.format)) and not is_skipped(layer.name, self.skip)
 
     def exact(self, layer: Layer) -> bool:
-        """Whether numbers stay what they are."""
+        """Whether the conversion of a layer keeps its values."""
         return not self.requantize or (layer.format == self.format and self.params.items() <= layer.params.items())
 
     def reached(self, layer: Layer) -> bool:
+        """Whether a layer already has the target storage and format."""
         return self.exact(layer) and layer.storage == self.storage
 
 
 def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | None = None, ignore: Sequence[str] | None = None,
           only: Sequence[str] = (), skip: Sequence[str] = (), keep_misfits: bool = False) -> Aim:
-    """What 'STORAGE', or 'FORMAT.STORAGE' for the layers of that format alone, means; to requantize 'FORMAT' is enough.
+    """Parses a target: 'STORAGE', or 'FORMAT.STORAGE' for layers of that format only; to requantize, 'FORMAT' is enough.
 
     ignore, only: as of Aim, for plain layers that are quantized.  skip, keep_misfits: for layers that are quantized already.
 
@@ -93,41 +95,41 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
     from qdsl.runtime.weight.packed import FormatError
 
     name, _, storage = to.partition(".")
-    if name not in [each.name for each in descriptions()]:
+    if name not in [known_format.name for known_format in descriptions()]:
         raise RewriteError(f"no format {shown(name)}")
     format = import_module(f"qdsl.generated.{name}").FORMAT
     try:
-        chosen, rest, storage = format.chosen({**(params or {}), **({"storage": storage} if storage else {})})
+        chosen, options, storage = format.chosen({**(params or {}), **({"storage": storage} if storage else {})})
     except FormatError as error:
         raise RewriteError(str(error)) from None
     if format.storage(storage, chosen)[1].streams and format.variant(chosen).copies:
-        raise RewriteError(f"{name}.{storage} holds bfloat16 in an entropy code, as long as the numbers want it: "
-                           f"`qdsl compress --format {name}` writes plain matrices so, without loss")
+        raise RewriteError(f"{name}.{storage} is an entropy code of bfloat16, of variable length: "
+                           f"`qdsl compress --format {name}` compresses plain matrices without loss")
     if ignore is not None and "safetensors" in description(name).detect:
         raise RewriteError(f"{name} is a format of plain numbers, which quantizes nothing")
-    return Aim(name, storage, True, {**chosen, **rest}, ignore, only, skip, keep_misfits)
+    return Aim(name, storage, True, {**chosen, **options}, ignore, only, skip, keep_misfits)
 
 
 def description(name: str) -> Description:
-    """A format, as readers of checkpoints know it."""
-    return next(each for each in descriptions() if each.name == name)
+    """The description of a format by name."""
+    return next(format for format in descriptions() if format.name == name)
 
 
 def target(layer: Layer, aim: Aim) -> Format:
-    """The format that a layer will have."""
-    found: Format = (module_of(layer) if aim.exact(layer) else import_module(f"qdsl.generated.{aim.format}")).FORMAT
-    return found
+    """The format that a layer gets."""
+    format: Format = (module_of(layer) if aim.exact(layer) else import_module(f"qdsl.generated.{aim.format}")).FORMAT
+    return format
 
 
 def params_in(layer: Layer, aim: Aim) -> Mapping[str, int | str]:
-    """The parameters of that format that it will have."""
+    """The parameters that a layer gets in its target format."""
     format = target(layer, aim)
     return layer.params if aim.exact(layer) else format.complete(
         {name: value for name, value in aim.params.items() if name in format.params})
 
 
 def become(weight: PackedWeight, layer: Layer, aim: Aim, amax: float | None = None) -> PackedWeight:
-    """A weight of a layer as it will be; of a plain one as `quantize` makes it.  Raises FormatError where it cannot.
+    """Converts or quantizes a weight of a layer.  Raises FormatError where it cannot.
 
     amax: the largest magnitude of all weights that share its super-scale.
     """
@@ -140,7 +142,7 @@ def become(weight: PackedWeight, layer: Layer, aim: Aim, amax: float | None = No
 
 
 def values(weight: PackedWeight) -> torch.Tensor:
-    """The numbers [N, K] of a weight: the tensor itself of a plain one, else float32."""
+    """The values [N, K] of a weight: the tensor itself of a plain one, else float32."""
     import torch
 
     [tensor, *_] = weight.tensors.values()
@@ -148,7 +150,7 @@ def values(weight: PackedWeight) -> torch.Tensor:
 
 
 def shares_scale(layer: Layer, aim: Aim) -> bool:
-    """Whether the format that a layer will have stores a super-scale, which weights that are fused share."""
+    """Whether the target format stores a super-scale, which fused weights must share."""
     if aim.exact(layer) or "amax" in aim.params:
         return False
     variant = next(iter(target(layer, aim).variants.values()))

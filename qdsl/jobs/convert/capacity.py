@@ -1,4 +1,4 @@
-"""What the models of a checkpoint need in a GPU's memory, in several formats, from headers alone; and which of them fit."""
+"""Predicts the GPU memory that the models of a checkpoint need in several formats, from headers alone."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ CHOICES = (AS_STORED, "fix4", "hlane", "q8_0", "fp8_channel", "q4_k", "nvfp4_ct"
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes of a model in a format: what stays in memory, and what is decoded at one time, in bfloat16: a weight, or a block."""
+    """Bytes of a model in a format: weights in memory, and the largest weight or block that is decoded at a time, in bfloat16.
+    """
 
     resident: int
     scratch: int
 
     @property
     def peak(self) -> int:
+        """Bytes at most."""
         return self.resident + self.scratch
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model of a checkpoint.  weights: numbers of all its tensors.  needs: by format, those that it can have."""
+    """A model of a checkpoint.  weights: the number of elements of all tensors.  needs: by possible format."""
 
     name: str
     weights: int
@@ -47,7 +49,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """A format for each model, by its name.  peak: bytes that their weights take at most, without activations."""
+    """A format for each model by name.  peak: the most bytes that their weights take, without activations."""
 
     formats: Mapping[str, str]
     peak: int
@@ -55,8 +57,11 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """together: the best combination with all models in memory; in_turn: with one at a time, but for the resident
-    ones; None where nothing fits, or where there is one model."""
+    """Which formats of a checkpoint's models fit into memory.
+
+    together: the best combination with all models in memory; in_turn: with one at a time and the resident ones; None where
+    nothing fits, or where there is only one model.
+    """
 
     models: tuple[Model, ...]
     vram: int
@@ -67,19 +72,19 @@ class Capacity:
 
 
 def capacity(path: Path, vram: int, resident: Collection[str] = (), ref: str = "") -> Capacity:
-    """What a checkpoint needs, the combinations of formats that lose least of those that fit, and the commands that write one.
+    """The memory needs of a checkpoint, the best combinations of formats that fit, and the commands that write one.
 
-    ref: what commands call the checkpoint, by default its path.
-    resident: models that stay in memory while others run.  Sizes of hlane and fix4 are predicted: they depend on the numbers.
+    ref: the name of the checkpoint in commands, by default its path.
+    resident: models that stay in memory while others run.  Sizes of hlane and fix4 are predicted: they depend on the weights.
     Raises CheckpointError, RewriteError for a name that no model has, and OSError.
     """
-    with components.opened(path) as folders:
+    with components.open_models(path) as folders:
         if missing := _missing(path, folders):
             raise RewriteError(f"{path}: no weights in {missing[0]}, which {components.PIPELINE} names")
         if unknown := [name for name in resident if name not in folders]:
             raise RewriteError(f"{path}: no model {unknown[0]!r}: there are {', '.join(filter(None, folders)) or 'not several'}")
-        meant = components.meant(folders) or tuple(folders)
-        models = tuple(_model(name, folder, name in meant) for name, folder in folders.items())
+        selected = components.selected_models(folders) or tuple(folders)
+        models = tuple(_model(name, folder, name in selected) for name, folder in folders.items())
     together = _best(models, vram, [model.name for model in models])
     in_turn = _best(models, vram, resident) if len(models) > 1 else None
     best = together or in_turn
@@ -87,19 +92,19 @@ def capacity(path: Path, vram: int, resident: Collection[str] = (), ref: str = "
 
 
 def _missing(path: Path, folders: Collection[str]) -> list[str]:
-    """Models that a pipeline's index names, and of which there is no folder with weights."""
+    """Models that a pipeline's index names and that have no folder with weights."""
     index = path / components.PIPELINE
     if not index.is_file():
         return []
-    found = strict_json(index.read_bytes(), str(index), depth=8)
-    if not isinstance(found, dict):
+    index_entries = strict_json(index.read_bytes(), str(index), depth=8)
+    if not isinstance(index_entries, dict):
         raise CheckpointError(f"{index}: not a JSON object")
-    return [name for name, entry in found.items() if name.startswith(MODELS) and name not in folders
+    return [name for name, entry in index_entries.items() if name.startswith(MODELS) and name not in folders
             and isinstance(entry, list) and all(isinstance(part, str) for part in entry)]
 
 
 def _commands(ref: str, formats: Mapping[str, str]) -> tuple[str, ...]:
-    """The commands that write a checkpoint with its models in these formats; one takes what the one before it wrote."""
+    """The commands that write a checkpoint with its models in these formats; each reads the output of the one before."""
     commands = []
     for model, format in formats.items():
         if format != AS_STORED:
@@ -113,19 +118,19 @@ def _commands(ref: str, formats: Mapping[str, str]) -> tuple[str, ...]:
 def _model(name: str, folder: Folder, is_meant: bool) -> Model:
     entries = {full: folder.entry(full) for full in folder.names()}
     stored = sum(entry.nbytes for entry in entries.values())
-    known = layers(folder)
+    detected = layers(folder)
     # Of models that are packed already, the weights that their tensors stand for.
-    packed = [(layer.experts or 1, math.prod(layer.shape)) for layer in known.layers]
-    owned = {own for layer in known.layers for own in layer.tensors.values()}
-    owned |= {own for group in known.groups for own in group.tensors.values()}
+    packed = [(layer.experts or 1, math.prod(layer.shape)) for layer in detected.layers]
+    owned = {own for layer in detected.layers for own in layer.tensors.values()}
+    owned |= {own for group in detected.groups for own in group.tensors.values()}
     weights = sum(math.prod(entry.shape) for full, entry in entries.items() if full not in owned)
-    weights += sum(experts * numbers for experts, numbers in packed) + sum(group.numbers for group in known.groups)
-    if not is_meant or known.layers or known.groups:             # an autoencoder, or quantized already
-        decoded = [numbers for _, numbers in packed] + [group.numbers for group in known.groups]
+    weights += sum(experts * numbers for experts, numbers in packed) + sum(group.numbers for group in detected.groups)
+    if not is_meant or detected.layers or detected.groups:             # an autoencoder, or quantized already
+        decoded = [numbers for _, numbers in packed] + [group.numbers for group in detected.groups]
         return Model(name, weights, {AS_STORED: Need(stored, 2 * max(decoded, default=0))})
-    found = {layer.name: layer for layer in plain_layers(folder)[0]}
-    sizes = {layer.name: (layer.experts or 1, *layer.shape) for layer in found.values()}
-    plain = {layer.name: sum(entries[full].nbytes for full in layer.tensors.values()) for layer in found.values()}
+    matrix_layers = {layer.name: layer for layer in plain_layers(folder)[0]}
+    sizes = {layer.name: (layer.experts or 1, *layer.shape) for layer in matrix_layers.values()}
+    plain = {layer.name: sum(entries[full].nbytes for full in layer.tensors.values()) for layer in matrix_layers.values()}
     largest = max((2 * n * k for _, n, k in sizes.values()), default=0)
     needs = {AS_STORED: Need(stored, 0)}
     for format, bits in LOSSLESS.items():
@@ -133,7 +138,7 @@ def _model(name: str, folder: Folder, is_meant: bool) -> Model:
         saved = sum(entry.nbytes - int(math.prod(entry.shape) * bits / 8) for entry in matrices)
         if matrices:
             needs[format] = Need(stored - saved, largest)
-    for format in (each for each in CHOICES if each not in needs):
+    for format in (choice for choice in CHOICES if choice not in needs):
         nbytes_of = {layer: experts * nbytes for layer, (experts, n, k) in sizes.items() if (nbytes := _nbytes(format, n, k))}
         if nbytes_of:
             needs[format] = Need(stored + sum(nbytes - plain[layer] for layer, nbytes in nbytes_of.items()), largest)
@@ -142,7 +147,7 @@ def _model(name: str, folder: Folder, is_meant: bool) -> Model:
 
 @cache
 def _nbytes(format: str, n: int, k: int) -> int | None:
-    """Bytes of a weight [N, K] in a format, None where it cannot hold it."""
+    """Bytes of a weight [N, K] in a format, None where it cannot be represented."""
     from qdsl.runtime.weight.errors import FormatError
 
     try:
@@ -153,13 +158,13 @@ def _nbytes(format: str, n: int, k: int) -> int | None:
 
 
 def _best(models: Sequence[Model], vram: int, resident: Collection[str]) -> Combination | None:
-    """The combination that fits and loses least: the worst format first, then the sum of all, then memory."""
-    fitting = (each for each in _combinations(models, resident) if each.peak <= vram)
+    """The combination that fits and loses least: by its worst format, then the sum of all, then memory."""
+    fitting = (one for one in _combinations(models, resident) if one.peak <= vram)
     ranks = {format: rank for rank, format in enumerate(CHOICES)}
 
-    def loss(each: Combination) -> tuple[int, int, int]:
-        chosen = [ranks[format] for format in each.formats.values()]
-        return max(chosen), sum(chosen), each.peak
+    def loss(combination: Combination) -> tuple[int, int, int]:
+        chosen = [ranks[format] for format in combination.formats.values()]
+        return max(chosen), sum(chosen), combination.peak
 
     return min(fitting, key=loss, default=None)
 

@@ -1,7 +1,7 @@
-"""Layers that become entropy codes, whose lengths are known only when they are encoded: first into files of the stage.
+"""Encodes layers with entropy codes, whose sizes are unknown before, into files of the stage.
 
-The files of the checkpoint are then laid out anew and copy from there, so that what was encoded is not encoded again after an
-interruption.
+Afterwards the layout of the checkpoint's files is computed, and tensors are copied from there.  After an interruption, complete
+files are not encoded again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COSTS = {"*": {"*": (int, float)}}
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Layers of one new file, and the file that they are encoded into.  key: what it depends on."""
+    """Layers of one new file, and the file of the stage that they are encoded into.  key: a digest of what it depends on."""
 
     path: Path
     changes: tuple[Change, ...]
@@ -36,29 +36,29 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """How many weights it has."""
+        """Number of weights."""
         return sum(math.prod(change.layer.shape) for change in self.changes)
 
 
 def pieces(shards: Iterable[Shard], place: Path) -> list[Piece]:
-    """The layers of files that become entropy codes, cut by their sizes.  place: the stage."""
-    found: list[Piece] = []
+    """Divides the entropy-coded layers of files into pieces by size.  place: the stage."""
+    all_pieces: list[Piece] = []
     for shard in shards:
         for some in batches(coded(shard.steps)):
-            path = place / FOLDER / f"{len(found):06}.safetensors"
-            found.append(Piece(path, some, digest(shard.key, [change.label for change in some])))
-    return found
+            path = place / FOLDER / f"{len(all_pieces):06}.safetensors"
+            all_pieces.append(Piece(path, some, digest(shard.key, [change.label for change in some])))
+    return all_pieces
 
 
 def coded(steps: Sequence[Step]) -> list[Change]:
-    """Those that write entropy codes."""
+    """The changes that write entropy codes."""
     from qdsl.jobs.convert.plan import Change
 
     return [step for step in steps if isinstance(step, Change) and step.has_streams]
 
 
 def contents(piece: Piece) -> Header | None:
-    """The header of a piece that is complete and made of what it would be made of now; None for all others."""
+    """The header of a piece that is complete and whose inputs are unchanged; else None."""
     try:
         header = read_header(piece.path)
         costs = json.loads(header.metadata.get("costs", ""))
@@ -70,7 +70,7 @@ def contents(piece: Piece) -> Header | None:
 
 
 def encode(piece: Piece) -> int:
-    """Write a piece; returns how many weights it has.  Raises RewriteError where a storage cannot hold one after all."""
+    """Write a piece; returns the number of weights.  Raises RewriteError where a storage cannot represent one."""
     from qdsl.jobs.convert.steps import tensors_of
 
     tensors: dict[str, Chunks] = {}
@@ -84,7 +84,7 @@ def encode(piece: Piece) -> int:
 
 
 def resized(shard: Shard, headers: Mapping[str, tuple[Path, Header]]) -> Shard:
-    """A file with its entropy codes as long as they are.  headers: the pieces that have them, by the labels of layers."""
+    """A shard with its entropy codes in their actual sizes.  headers: pieces and their headers by layer label."""
     changes = coded(shard.steps)
     if not changes:
         return shard
@@ -109,7 +109,7 @@ def _moved(step: Step, head: Header, headers: Mapping[str, tuple[Path, Header]])
 
 
 def copy(change: Change, path: Path, out: BinaryIO) -> tuple[str, dict[str, Any]] | None:
-    """Put a layer's tensors in their places; returns what it cost, as `write` of a Change does."""
+    """Copy a layer's tensors from a piece to the new file; returns its cost, as `write` of a Change does."""
     header = read_header(path)
     for name, entry in change.to.items():
         out.seek(entry.start)

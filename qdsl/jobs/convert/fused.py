@@ -1,4 +1,4 @@
-"""Layers that engines run as one product, whose scales of the whole weight must therefore be the same."""
+"""Layers that engines fuse into one matmul, and whose scales of the whole weight must therefore be equal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FAMILY = {name: names for names in FUSED for name in names}
 
 
 def fused_layers(layers: Iterable[Layer]) -> Mapping[str, tuple[Layer, ...]]:
-    """For the names of layers that engines fuse with others, those and the layer itself, in the order of `layers`."""
+    """By layer name, the layers that engines fuse with it, itself included, in the order of `layers`."""
     families: dict[tuple[str, tuple[str, ...]], list[Layer]] = defaultdict(list)
     for layer in layers:
         parent, _, name = layer.name.rpartition(".")

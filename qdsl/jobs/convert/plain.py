@@ -1,4 +1,4 @@
-"""Which plain matrices of a folder are weights of Linear layers, as far as names, shapes and the config tell."""
+"""Finds the plain matrices of a folder that are weights of Linear layers, by names, shapes and the config."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ EMBEDDINGS = ("shared", ".*emb", "relative_attention_bias")
 
 
 def plain_layers(folder: Folder, ignore: Sequence[str] = ()) -> tuple[list[Layer], dict[str, str]]:
-    """The plain weights of Linear layers, as layers of plain formats, and why other matrices stay plain, by their modules.
+    """The plain weights of Linear layers, as layers of plain formats, and why other matrices stay plain, by module name.
 
     A matrix is a tensor [N, K] called '*.weight', or [E, N, K] in a module 'experts'.  ignore: patterns of modules, as
     `is_skipped` reads them.
     """
-    formats = {each.detect["safetensors"]: each for each in descriptions() if "safetensors" in each.detect}
+    formats = {format.detect["safetensors"]: format for format in descriptions() if "safetensors" in format.detect}
     entries = {name: folder.entry(name) for name in folder.names()}
     matrices = {name: entry for name, entry in entries.items() if entry.dtype in formats and is_matrix(name, entry)}
     stacks = _orientations({name: entry.shape for name, entry in matrices.items() if len(entry.shape) == 3})
@@ -45,16 +45,16 @@ def plain_layers(folder: Folder, ignore: Sequence[str] = ()) -> tuple[list[Layer
         elif module.rpartition(".")[2] in transposed:
             left[module] = "its bias has K numbers: it is no Linear layer, or is [K, N]"
         else:
-            turned = stacks.get(name, False)
-            n, k = entry.shape[:0:-1] if turned else entry.shape[-2:]
+            is_transposed = stacks.get(name, False)
+            n, k = entry.shape[:0:-1] if is_transposed else entry.shape[-2:]
             [(storage, [tensor])] = formats[entry.dtype].variants[()].items()
             layers.append(Layer(module, formats[entry.dtype].name, storage, {}, (n, k), entry.shape[0] if is_stack else None,
-                                {tensor: name}, turned=turned))
+                                {tensor: name}, turned=is_transposed))
     return layers, left
 
 
 def _is_in_block(module: str) -> bool:
-    """Whether a module is in a numbered block, where no embedding and no head is."""
+    """Whether a module is in a numbered block, where there are no embeddings and heads."""
     return any(part.isdecimal() for part in module.split("."))
 
 
@@ -66,33 +66,34 @@ def is_matrix(name: str, entry: Entry) -> bool:
 
 
 def _orientations(stacks: Mapping[str, Sequence[int]]) -> dict[str, bool]:
-    """Whether experts' weights are [E, K, N], of those that tell.
+    """Whether stacked experts' weights are [E, K, N], by name, where shapes tell.
 
-    Of the two weights of a module one takes what the other gives, and one gives gate and up, twice what the other takes.
+    Of the two weights of a module, the outputs of one (gate and up) are twice the inputs of the other (down), whose outputs are
+    the inputs of the first.
     """
-    known: dict[str, bool] = {}
+    transposed: dict[str, bool] = {}
     for one, (_, a, b) in stacks.items():
         for other, (_, c, d) in stacks.items():
             if one != other and one.rpartition(".")[0] == other.rpartition(".")[0]:
                 if a == 2 * d and b == c:
-                    known |= {one: False, other: False}
+                    transposed |= {one: False, other: False}
                 elif a == d and b == 2 * c:
-                    known |= {one: True, other: True}
-    return known
+                    transposed |= {one: True, other: True}
+    return transposed
 
 
 def _transposed(folder: Folder, matrices: Mapping[str, Entry]) -> set[str]:
-    """The last names of modules whose weights are [K, N], as those of GPT-2's Conv1D: their biases have as many numbers."""
-    found = set()
+    """The last names of modules whose weights are [K, N], such as GPT-2's Conv1D: their biases have K elements."""
+    names = set()
     for name, entry in matrices.items():
         bias = name.removesuffix(SUFFIX) + ".bias"
         if len(entry.shape) == 2 and bias in folder and folder.entry(bias).shape == entry.shape[1:] != entry.shape[:1]:
-            found.add(name.removesuffix(SUFFIX).rpartition(".")[2])
-    return found
+            names.add(name.removesuffix(SUFFIX).rpartition(".")[2])
+    return names
 
 
 def _vocabularies(config: Mapping[str, Any]) -> Iterator[int]:
-    """The sizes of vocabularies that a config and the models in it state."""
+    """The vocabulary sizes in a config and in its nested configs."""
     for key, value in config.items():
         if key == "vocab_size" and type(value) is int:
             yield value

@@ -147,7 +147,7 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
     Raises RewriteError with every quantized layer that cannot; plain ones are left.
     """
     known = layers.layers
-    wanted = [layer for layer in known if aim.meant(layer)]
+    wanted = [layer for layer in known if aim.includes(layer)]
     changed = [layer for layer in wanted if not aim.reached(layer)]
     _refuse(folder, [(layer, layer.why) for layer in known if not layer.format])
     if not wanted and not aim.is_from_plain:
@@ -167,7 +167,7 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
                 *(["--keep-misfits leaves them as they are"] if named else []))
     changed = [layer for layer in changed if layer.name in named]
     files = _files(folder, [(layer, named[layer.name]) for layer in changed])
-    kept = tuple(layer for layer in known if not aim.meant(layer) or aim.reached(layer) or
+    kept = tuple(layer for layer in known if not aim.includes(layer) or aim.reached(layer) or
                  (layer.name not in named and not aim.is_from_plain))
     said = _stated(folder, files.values(), kept, aim)
     sources = {path: identity(path) for path in folder.shards}

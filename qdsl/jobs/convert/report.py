@@ -1,4 +1,4 @@
-"""What the plain layers of a folder became, as text: layers that are alike in one row."""
+"""Reports of a quantized folder as text: one row for layers that differ only in number."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NAMES = 3                                                        # that a line l
 
 
 def relative_rms(decibels: float | None) -> float:
-    """The root mean square of errors over that of weights.  decibels: signal to noise, None without noise."""
+    """The RMS of errors relative to that of weights.  decibels: signal to noise, None without noise."""
     return 0.0 if decibels is None else 10 ** (-decibels / 20)
 
 
 def table(report: Mapping[str, Any]) -> list[list[str]]:
-    """The cells under HEADS for what `run.quantize` returns; the last row is of all layers."""
+    """The cells under HEADS for a report of `run.quantize`; the last row sums all layers."""
     alike: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for row in report["quantized"]:
         shape = " x ".join(map(str, row["shape"]))
@@ -28,14 +28,14 @@ def table(report: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _cells(name: str, shape: str, format: str, group: Sequence[Mapping[str, Any]], decibels: Sequence[float | None]) -> list[str]:
-    noisy = sorted(each for each in decibels if each is not None)
-    ratios = " to ".join(dict.fromkeys(f"{each:.1f}" for each in (noisy[0], noisy[-1]))) if noisy else "exact"
+    noisy = sorted(ratio for ratio in decibels if ratio is not None)
+    ratios = " to ".join(dict.fromkeys(f"{ratio:.1f}" for ratio in (noisy[0], noisy[-1]))) if noisy else "exact"
     return [name, str(len(group)), shape, format, f"{sum(row['nbytes'] for row in group) / (1 << 20):.2f}", ratios,
             f"{relative_rms(noisy[0] if noisy else None):.2%}"]
 
 
 def left_lines(report: Mapping[str, Any]) -> list[str]:
-    """A line for each reason why layers stay as they are."""
+    """A line for each reason why layers are unchanged."""
     what = "plain" if "quantized" in report else "left as it was"
     by_reason: dict[str, list[str]] = {}
     for name, why in report["left"].items():

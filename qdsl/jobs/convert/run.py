@@ -1,4 +1,4 @@
-"""A folder converted: planned, written shard by shard, taken up again where it was broken off, by one machine or by many.
+"""Converts or quantizes the layers of a checkpoint folder, shard by shard.  Re-run to resume, on one machine or many.
 
 A shard is written into the stage (qdsl/jobs/engine); when all are there, they are made a checkpoint.
 """
@@ -39,7 +39,9 @@ from qdsl.jobs.gguf.quality import Sums
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A folder that is rewritten: by itself, '', or a model of a pipeline.  left: matrices that stay plain, and why."""
+    """A folder that is rewritten: the checkpoint itself (''), or a model of a pipeline.  left: matrices that stay plain, and
+    why.
+    """
 
     name: str
     folder: Folder
@@ -48,59 +50,58 @@ class _Model:
     left: Mapping[str, str] = field(default_factory=dict)
 
 
-def convert(folder: Folder, known: Layers, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int, int] | None = None,
+def convert(folder: Folder, detected: Layers, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int, int] | None = None,
             force: bool = False, tell: Telling = quiet) -> dict[str, Any]:
-    """Write a checkpoint whose quantized layers have become what is aimed at, and all else is as it was.
+    """Write a checkpoint with its quantized layers converted to the target, and everything else unchanged.
 
-    part: (i, n), from 1: the i-th of n parts of the shards alone, which leaves the rest to `merge`.
-    force: whether a checkpoint in `out` is replaced.
-    What was done by an earlier call is not done again, where it was made of the same files by the same version; bytes do not
-    depend on jobs, parts or interruptions.
-    tell: what, given the bytes of all tensors, is told how many are written.
-    Memory: twice the largest tensor for each process, beside torch; to requantize some float32 weights as large as the largest.
+    part: (i, n), from 1: write only the i-th of n parts of the shards; `merge` completes the checkpoint.
+    force: replace a checkpoint in `out`.
+    A repeated call resumes, if files and version are the same; the written bytes do not depend on jobs, parts or interruptions.
+    tell: progress in bytes of tensors.
+    Memory: per process twice the largest tensor, and torch; to requantize also some float32 copies of the largest weight.
     Raises RewriteError, CheckpointError and OSError.
     """
     check_output(out, folder.path)
-    return _rewrite(folder.path, [_Model("", folder, known, plan(folder, known, aim))], aim, out, jobs, part, force, tell)
+    return _rewrite(folder.path, [_Model("", folder, detected, plan(folder, detected, aim))], aim, out, jobs, part, force, tell)
 
 
 def quantize(path: Path, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int, int] | None = None, force: bool = False,
              tell: Telling = quiet) -> dict[str, Any]:
-    """Write a checkpoint whose plain Linear layers are quantized, and all else is as it was.
+    """Write a checkpoint with its plain Linear layers quantized, and everything else unchanged.
 
-    path: a folder, one of several models, or a .safetensors file.  aim: of `aimed` with `ignore`.  part, force, tell: as of
-    `convert`, which says what holds after an interruption, too.
-    Memory: the largest quantized tensor for each process, beside torch, and some float32 weights.
+    path: a folder of one or more models, or a .safetensors file.  aim: of `aimed` with `ignore`.  part, force, tell, resuming: as
+    of `convert`.
+    Memory: per process the largest quantized tensor, torch, and some float32 weights.
     Raises RewriteError for folders that are quantized already or that have nothing to quantize, CheckpointError and OSError.
     """
     check_output(out, path)
-    with components.opened(path) as models:
-        aim = replace(aim, only=components.meant(models, aim.only))
+    with components.open_models(path) as models:
+        aim = replace(aim, only=components.selected_models(models, aim.only))
         return _rewrite(path, _quantized(path, models, aim), aim, out, jobs, part, force, tell)
 
 
 def _quantized(path: Path, models: Mapping[str, Folder], aim: Aim) -> list[_Model]:
-    """The models, those that are meant with their plain layers quantized."""
+    """The models of a pipeline, with the plans of those that are quantized."""
     if unknown := [name for name in aim.only if name not in models]:
         raise RewriteError(f"{path}: no model {shown(unknown[0])}: there are {', '.join(filter(None, models)) or 'not several'}")
-    found = []
+    quantized = []
     for name, folder in models.items():
-        known = layers(folder)
+        detected = layers(folder)
         is_meant = name in aim.only or not aim.only
-        if is_meant and known.layers:
-            raise RewriteError(f"{folder.path}: layer {shown(known.layers[0].name)} is quantized already; `qdsl convert "
+        if is_meant and detected.layers:
+            raise RewriteError(f"{folder.path}: layer {shown(detected.layers[0].name)} is quantized already; `qdsl convert "
                                "--requantize` writes another format")
         if is_meant:
-            refuse_groups(folder, known.groups)
+            refuse_groups(folder, detected.groups)
         chosen, left = plain_layers(folder, aim.ignore or ()) if is_meant else ([], {"": f"`--component {name}` quantizes it"})
-        planned = plan(folder, replace(known, layers=chosen), aim, name)
+        planned = plan(folder, replace(detected, layers=chosen), aim, name)
         used = {full for layer in planned.changed for full in layer.tensors.values()}
-        known = replace(known, layers=[*planned.changed], plain=[full for full in folder.names() if full not in used])
-        found.append(_Model(name, folder, known, planned, {**left, **planned.left}))
-    if not any(model.plan.changed for model in found):
-        why = next(iter(dict.fromkeys(why for model in found for why in model.plan.left.values())), "no plain Linear layer")
+        detected = replace(detected, layers=[*planned.changed], plain=[full for full in folder.names() if full not in used])
+        quantized.append(_Model(name, folder, detected, planned, {**left, **planned.left}))
+    if not any(model.plan.changed for model in quantized):
+        why = next(iter(dict.fromkeys(why for model in quantized for why in model.plan.left.values())), "no plain Linear layer")
         raise RewriteError(f"{path}: nothing to quantize: {why}")
-    return found
+    return quantized
 
 
 def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: int, part: tuple[int, int] | None, force: bool,
@@ -121,17 +122,17 @@ def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: in
         shards = [shard for model in models for shard in model.plan.shards]
     mine = shards if part is None else share(shards, *part)
     written = _write(mine, place, jobs, models, tell)
-    costs = stage.said(mine, out)
+    costs = stage.reports(mine, out)
     notes = [] if part else _complete(path, models, shards, out)
     return _report(models, aim, out, mine, written, notes, costs)
 
 
 def _encode(pieces: Sequence[Piece], jobs: int, models: Sequence[_Model], tell: Telling) -> None:
-    """Make those pieces that are missing or old."""
+    """Encode the pieces that are missing or out of date."""
     todo = [piece for piece in pieces if encoded.contents(piece) is None]
     if not todo:
         return
-    todo[0].path.parent.mkdir(exist_ok=True)                     # which goes with the stage
+    todo[0].path.parent.mkdir(exist_ok=True)                     # removed with the stage
     count, paths = 0, tuple(model.folder.path for model in models)
     try:
         with tell(sum(piece.size for piece in todo)) as done, \
@@ -144,7 +145,7 @@ def _encode(pieces: Sequence[Piece], jobs: int, models: Sequence[_Model], tell: 
 
 
 def _resized(models: Sequence[_Model], pieces: Sequence[Piece]) -> list[_Model]:
-    """The models with files as long as their entropy codes.  Raises RewriteError where pieces are missing."""
+    """The models with files of the actual sizes of entropy codes.  Raises RewriteError where pieces are missing."""
     headers = [(piece, encoded.contents(piece)) for piece in pieces]
     if missing := sum(header is None for _, header in headers):
         raise RewriteError(f"{pieces[0].path.parent}: {missing} of {len(pieces)} pieces of work are not there, or not of the "
@@ -155,7 +156,7 @@ def _resized(models: Sequence[_Model], pieces: Sequence[Piece]) -> list[_Model]:
 
 
 def _write(shards: Sequence[Shard], place: Path, jobs: int, models: Sequence[_Model], tell: Telling) -> int:
-    """Write those files that are missing or old, and return how many."""
+    """Write the files that are missing or out of date; returns their number."""
     todo = [shard for shard in shards if not stage.is_whole(shard, place.parent)]
     with tell(sum(shard.nbytes for shard in todo)) as done:
         try:
@@ -166,29 +167,29 @@ def _write(shards: Sequence[Shard], place: Path, jobs: int, models: Sequence[_Mo
 
 
 def merge(out: Path, shapes: Shapes | None = None) -> dict[str, Any]:
-    """Complete a checkpoint whose parts are all there.  shapes: of layers whose tensors do not say theirs.
+    """Complete a checkpoint whose parts are all written.  shapes: of layers whose tensors do not state them.
 
     Raises RewriteError where shards are missing, or are not of the input as it is now.
     """
-    asked = stage.asked(out, {**stage.REQUESTS, "format": str, "storage": str, "requantize": bool,
-                              "params": {"*": (int, str, float, bool)}, "ignore": ([str], None), "only": ([str], None),
-                              "skip": ([str], None), "keep_misfits": (bool, None)})
-    path = Path(asked["from"])
-    aim = Aim(**{each.name: asked[each.name] for each in fields(Aim) if asked.get(each.name) is not None})
+    request = stage.read_request(out, {**stage.REQUESTS, "format": str, "storage": str, "requantize": bool,
+                                       "params": {"*": (int, str, float, bool)}, "ignore": ([str], None), "only": ([str], None),
+                                       "skip": ([str], None), "keep_misfits": (bool, None)})
+    path = Path(request["from"])
+    aim = Aim(**{option.name: request[option.name] for option in fields(Aim) if request.get(option.name) is not None})
     if aim.requantize:                                           # what a request names may not be there
         aimed(aim.label, True, aim.params, aim.ignore, aim.only)
-    with ExitStack() as opened:
+    with ExitStack() as stack:
         if aim.is_from_plain:
-            models = _quantized(path, opened.enter_context(components.opened(path)), aim)
+            models = _quantized(path, stack.enter_context(components.open_models(path)), aim)
         else:
-            folder = opened.enter_context(Folder(path))
-            known = shaped_layers(folder, shapes)
-            models = [_Model("", folder, known, plan(folder, known, aim))]
+            folder = stack.enter_context(Folder(path))
+            detected = shaped_layers(folder, shapes)
+            models = [_Model("", folder, detected, plan(folder, detected, aim))]
         if pieces := encoded.pieces([shard for model in models for shard in model.plan.shards], out / stage.STAGE):
             models = _resized(models, pieces)
             _write([shard for model in models for shard in model.plan.shards], out / stage.STAGE, 1, models, quiet)
         shards = [shard for model in models for shard in model.plan.shards]
-        costs = stage.said(shards, out)
+        costs = stage.reports(shards, out)
         return _report(models, aim, out, shards, 0, _complete(path, models, shards, out), costs)
 
 
@@ -203,26 +204,26 @@ def _complete(path: Path, models: Sequence[_Model], shards: Sequence[Shard], out
         texts |= {within(model.name, name): text for name, text in changed.items()}
         notes += [f"{model.name}: {note}" if model.name else note for note in more]
     read = [file for model in models for file in model.folder.shards]
-    inputs = {file: known for model in models for file, known in model.plan.inputs.items()}
+    inputs = {file: identities for model in models for file, identities in model.plan.inputs.items()}
     return [*notes, *complete(path, read, shards, texts, out, inputs)]
 
 
 def _report(models: Sequence[_Model], aim: Aim, out: Path, shards: Sequence[Shard], written: int, notes: Sequence[str],
             costs: Mapping[str, Any]) -> dict[str, Any]:
-    """What is in these shards, of which so many were written now."""
+    """The report of a call, for JSON.  written: how many of the shards were written now."""
     steps = {step.label: step for shard in shards for step in shard.steps if isinstance(step, Change)}
-    made = [step.layer for step in steps.values()]
-    changed = Counter((layer.format, layer.storage) for layer in made)
-    there = {name for shard in shards for name in shard.tensors}
-    kept = sum(next(iter(layer.tensors.values())) in there for model in models for layer in model.plan.kept)
-    sums = {name: Sums(*(cost.get(each.name, 0.0) for each in fields(Sums))) for name, cost in costs.items()}
+    changed_layers = [step.layer for step in steps.values()]
+    changed = Counter((layer.format, layer.storage) for layer in changed_layers)
+    written_names = {name for shard in shards for name in shard.tensors}
+    kept = sum(next(iter(layer.tensors.values())) in written_names for model in models for layer in model.plan.kept)
+    sums = {name: Sums(*(cost.get(total.name, 0.0) for total in fields(Sums))) for name, cost in costs.items()}
     readable = [(model, readers(model.folder, model.plan, model.layers)) for model in models if model.plan.changed]
-    notes = [*(f"layer {shown(layer.name)}: {problem}" for layer in made for problem in layer.problems), *notes]
+    notes = [*(f"layer {shown(layer.name)}: {problem}" for layer in changed_layers for problem in layer.problems), *notes]
     return {"out": str(out), "shards": [shard.name for shard in shards], "shards_written": written,
             "nbytes": sum(shard.size for shard in shards), "notes": notes, "layers_kept": kept,
             "layers": [{"from": f"{format}.{storage}", "to": f"{aim.format if aim.requantize else format}.{aim.storage}",
                         "count": count} for (format, storage), count in changed.items()],
-            "requantized": {name: each.data() for name, each in sums.items()},
+            "requantized": {name: total.data() for name, total in sums.items()},
             "snr_db": sum(sums.values(), Sums()).data()["snr_db"],
             "readers": {model.name: read for model, (read, _) in readable}, "not_read_by": {
                 model.name: others for model, (_, others) in readable},
@@ -232,7 +233,7 @@ def _report(models: Sequence[_Model], aim: Aim, out: Path, shards: Sequence[Shar
 
 
 def _of_plain(steps: Mapping[str, Change], sums: Mapping[str, Sums]) -> dict[str, Any]:
-    """What else is said of a folder that was plain: its layers."""
+    """The part of a report about quantized plain layers."""
     rows: list[dict[str, Any]] = []
     for name, step in ((name, step) for name, step in steps.items() if name in sums):
         decibels = sums[name].data()["snr_db"]

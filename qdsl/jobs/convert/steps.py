@@ -1,4 +1,4 @@
-"""What a process does to a layer: weights out of the old files, into their places in a new one as another storage has them."""
+"""Converts the weights of one layer and writes their tensors into a new file, in a worker process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from qdsl.runtime.weight.packed import FormatError, PackedWeight
 CHUNK = 1 << 19                                                  # weights that are decoded at a time to be compared
 
 def change(step: Change, out: BinaryIO) -> Sums | None:
-    """What that cost, signal and noise; None where it is exact.
+    """Convert a layer and write its tensors; returns the sums of signal and noise, None where values are unchanged.
 
     Raises RewriteError where a storage cannot hold a layer after all, CheckpointError and OSError.
     """
     layer, cost = step.layer, Sums()
-    for expert, (weight, found) in enumerate(_converted(step)):
-        own, small = _bytes(step, found)
+    for expert, (weight, packed) in enumerate(_converted(step)):
+        own, small = _bytes(step, packed)
         assert own.keys() | small.keys() == step.to.keys(), layer.name
         for name, data in own.items():
             assert data.nbytes * (layer.experts or 1) == step.to[name].nbytes, (layer.name, name)
@@ -38,31 +38,31 @@ def change(step: Change, out: BinaryIO) -> Sums | None:
             assert data.nbytes == step.to[name].nbytes, (layer.name, name)
             _put(out, step.to[name].start, data)
         if not step.aim.exact(layer):
-            cost += error_of(weight, found)
+            cost += error_of(weight, packed)
     return None if step.aim.exact(layer) else cost
 
 
 def tensors_of(step: Change) -> tuple[dict[str, Chunks], Sums | None]:
-    """The tensors of a layer by their names in its storage, and what `change` returns.  Raises what that raises."""
-    [(weight, found)] = _converted(step)
-    own, small = _bytes(step, found)
-    shapes = {name: tuple(found.tensors[name].shape) if name in own else entry.shape for name, entry in step.to.items()}
+    """The tensors of a converted layer by their names in its storage, and what `change` returns.  Raises as it does."""
+    [(weight, packed)] = _converted(step)
+    own, small = _bytes(step, packed)
+    shapes = {name: tuple(packed.tensors[name].shape) if name in own else entry.shape for name, entry in step.to.items()}
     parts = {name: Chunks(step.to[name].dtype, shapes[name], [data]) for name, data in (own | small).items()}
-    return parts, None if step.aim.exact(step.layer) else error_of(weight, found.open())
+    return parts, None if step.aim.exact(step.layer) else error_of(weight, packed.open())
 
 
 def _converted(step: Change) -> Iterator[tuple[PackedWeight, PackedWeight]]:
-    """Every weight of a layer, as it is and as it will be."""
-    folder, layer = worker.opened(step.source), step.layer
+    """Every weight of a layer, before and after the conversion."""
+    folder, layer = worker.folder_of(step.source), step.layer
     shared = amax(folder, step.sharing) if step.sharing else None
     for weight in weights(folder, layer):
         try:
-            found = become(weight, layer, step.aim, shared)
+            packed = become(weight, layer, step.aim, shared)
         except FormatError as error:
             hint = f"; `--ignore {layer.name}` leaves it plain" if step.aim.is_from_plain else ""
             raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: {layer.format}.{layer.storage} cannot be "
                                f"{step.aim.storage}: {error}{hint}") from None
-        yield weight, found
+        yield weight, packed
 
 
 def amax(folder: Folder, layers: Sequence[Layer]) -> float | None:
@@ -78,7 +78,7 @@ def amax(folder: Folder, layers: Sequence[Layer]) -> float | None:
 
 
 def error_of(before: PackedWeight, after: PackedWeight) -> Sums:
-    """What requantizing cost, decoded some rows at a time where both can be cut."""
+    """The error of requantizing a weight, decoded some rows at a time."""
     cost = Sums()
     plain = next(iter(before.tensors.values())) if before.variant.copies else None
     least = math.lcm(before.step("N"), after.step("N"))
@@ -100,12 +100,12 @@ def _put(out: BinaryIO, place: int, data: memoryview) -> None:
 
 
 def _bytes(step: Change, weight: PackedWeight) -> tuple[dict[str, memoryview], dict[str, memoryview]]:
-    """The tensors of a weight, and the small ones beside it, or beside all experts."""
-    layer, known = step.layer, description(weight.format.name)
-    if layer.experts is not None and not says_extents(known):
+    """The tensors of a weight, and the small ones that are stored once per layer."""
+    layer, form = step.layer, description(weight.format.name)
+    if layer.experts is not None and not says_extents(form):
         return {name: bytes_of(tensor.t().contiguous() if layer.turned else tensor)
                 for name, tensor in weight.tensors.items()}, {}
-    told = {name: float(weight.tensors[name]) for name in numbers(known)}
-    small = beside(layer, weight.format, weight.params, step.settings, told)
-    return ({name: bytes_of(tensor) for name, tensor in weight.tensors.items() if name not in told},
+    single = {name: float(weight.tensors[name]) for name in numbers(form)}
+    small = beside(layer, weight.format, weight.params, step.settings, single)
+    return ({name: bytes_of(tensor) for name, tensor in weight.tensors.items() if name not in single},
             {name: memoryview(data) for name, (_, _, data) in small.items()})

@@ -1,14 +1,14 @@
-"""Whole checkpoints written anew: files that are whole or not there, taken up where they were broken off, by many processes.
+"""Crash-safe rewriting of checkpoints: files appear only when they are complete, and interrupted jobs resume.  No torch.
 
-What becomes of tensors is for others to say (qdsl/jobs/convert, qdsl/jobs/compress): here are shards, made of steps.  No torch.
+qdsl/jobs/convert and qdsl/jobs/compress decide what is written; this folder runs their shards and steps in many processes.
 """
 
 from qdsl.host.files import OutputError
 
 
 class RewriteError(ValueError):
-    """A checkpoint, a layer or a storage with which a folder cannot be written as was asked; the message names its place."""
+    """A checkpoint, layer or storage that cannot be rewritten as requested; the message names its place."""
 
 
 class OccupiedFolder(RewriteError, OutputError):
-    """A folder to be written that holds something else."""
+    """An output folder that contains something else."""

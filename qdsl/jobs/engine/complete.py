@@ -1,6 +1,6 @@
-"""The rest of a folder, when all its shards are there: the other files, the config, the index, and last the shards themselves.
+"""Completes an output folder when all its shards are written: other files, config, index, and last the shards themselves.
 
-Nothing reads a folder whose index names shards that are missing, or that has no shard: it is whole with the last one's renaming.
+A folder without shards, or whose index names missing ones, cannot be read: renaming the last shard completes the checkpoint.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ Inputs = Mapping[Path, list[Any]]
 INDICES = tuple(f"{suffix}.index.json" for suffix in WEIGHTS)
 
 
-def complete(source: Path, read: Collection[Path], shards: Sequence[Shard], said: Mapping[str, str | None], out: Path,
+def complete(source: Path, read: Collection[Path], shards: Sequence[Shard], changed_texts: Mapping[str, str | None], out: Path,
              inputs: Inputs, is_restored: bool = False) -> list[str]:
-    """Put everything in its place; returns notes of what was left out.  Run it again where it was interrupted.
+    """Move all shards to their final names and write the other files; returns notes on files that were not copied.  Re-run to
+    resume.
 
-    source: the folder, or the file, whose shards are these.  read: its files of weights, and their indices, which stay behind.
-    said: files with another text than there, or that are not there, by their names from the folder; None for none any more.
-    inputs: the identities that files had when they were read.  is_restored: whether files are those of another checkpoint again,
-    to which no checksums are added.
+    source: the input folder or file.  read: its weight files and indices, which are not copied.
+    changed_texts: new texts of files, by name relative to the folder; None for a file that is not copied.
+    inputs: the identities of files when they were read.  is_restored: whether the original checkpoint is restored, to which no
+    checksums are added.
     Raises RewriteError, before it changes anything, where shards are missing, of another input, or being written, and InputError
     where an input changed.
     """
-    with stage.held(out / stage.STAGE):
+    with stage.lock_folder(out / stage.STAGE):
         sums = {} if is_restored else _checksums([shard for shard in shards if stage.is_whole(shard, out)], out)
-        return _completed(source, read, shards, {**said, **sums}, out, inputs)
+        return _completed(source, read, shards, {**changed_texts, **sums}, out, inputs)
 
 
 def _checksums(shards: Sequence[Shard], out: Path) -> dict[str, str]:
-    """The files that state the checksums of shards, one for each model."""
+    """The checksum files of shards, one for each model, as file name -> text."""
     models: dict[str, dict[str, dict[str, int]]] = {}
     for shard in shards:
         model, _, file = shard.name.rpartition("/")
@@ -48,8 +49,9 @@ def _checksums(shards: Sequence[Shard], out: Path) -> dict[str, str]:
     return {within(model, crc.FILE): crc.text(files) for model, files in models.items()}
 
 
-def _completed(source: Path, read: Collection[Path], shards: Sequence[Shard], said: Mapping[str, str | None], out: Path,
+def _completed(source: Path, read: Collection[Path], shards: Sequence[Shard], changed_texts: Mapping[str, str | None], out: Path,
                inputs: Inputs) -> list[str]:
+    """`complete`, with the stage locked."""
     check_unchanged(inputs)
     missing = [shard.name for shard in shards if not stage.is_whole(shard, out)]
     if missing:
@@ -59,7 +61,7 @@ def _completed(source: Path, read: Collection[Path], shards: Sequence[Shard], sa
         stage.clear(out)
     stage.write(out / stage.STAGE / stage.MARK, {})
     others = out / stage.STAGE / stage.OTHERS
-    notes = _copy_others(source, read, others, said)
+    notes = _copy_others(source, read, others, changed_texts)
     for path in regular_files(others):
         last = out / path.relative_to(others)
         last.parent.mkdir(parents=True, exist_ok=True)
@@ -68,15 +70,15 @@ def _completed(source: Path, read: Collection[Path], shards: Sequence[Shard], sa
         (out / shard.name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(stage.place(shard, out), out / shard.name)
     for folder in {(out / shard.name).parent for shard in shards} | {out}:
-        flush_folder(folder)                                     # before the stage, which says that more is to be done, is gone
+        flush_folder(folder)                                     # before the stage, which marks unfinished work, is removed
     stage.end(out)
     return notes
 
 
-def _copy_others(source: Path, read: Collection[Path], out: Path, said: Mapping[str, str | None]) -> list[str]:
-    """Copy all files that hold no weights, those in `said` with another text; returns notes of those that were left out.
+def _copy_others(source: Path, read: Collection[Path], out: Path, changed_texts: Mapping[str, str | None]) -> list[str]:
+    """Copy all files without weights, with the texts of `changed_texts`; returns notes on files that were not copied.
 
-    Hidden files and links that leave the folder may be the user's own, such as a key, and do not belong to the model.
+    Hidden files and links out of the folder are not copied: they may be private, such as a key.
     """
     shutil.rmtree(out, ignore_errors=True)                       # of a process that was killed
     out.mkdir()
@@ -86,14 +88,14 @@ def _copy_others(source: Path, read: Collection[Path], out: Path, said: Mapping[
         if path.name.endswith(crc.FILE):                          # of the old files
             continue
         if path.name.endswith((*WEIGHTS, *INDICES)):
-            left += [] if path in read or str(short) in said else [str(short)]
-        elif path.name.startswith(".") or _leaves(path, source):
+            left += [] if path in read or str(short) in changed_texts else [str(short)]
+        elif path.name.startswith(".") or _links_outside(path, source):
             private.append(str(short))
-        elif str(short) not in said:
+        elif str(short) not in changed_texts:
             (out / short).parent.mkdir(parents=True, exist_ok=True)
             with replacing(out / short) as new:
                 new.writelines(read_chunks(path, 0, path.stat().st_size))
-    for name, text in said.items():
+    for name, text in changed_texts.items():
         if text is not None:
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             write_text(out / name, text)
@@ -101,14 +103,14 @@ def _copy_others(source: Path, read: Collection[Path], out: Path, said: Mapping[
             *(f"{name} is hidden or a link out of the folder, and was not copied" for name in sorted(private))]
 
 
-def _leaves(path: Path, root: Path) -> bool:
+def _links_outside(path: Path, root: Path) -> bool:
     """Whether a file is a link out of its folder, other than to a blob of the hub's cache."""
     target = path.resolve()
     return root.resolve() not in target.parents and target.parent.name != "blobs"
 
 
 def regular_files(root: Path) -> Iterator[Path]:
-    """The regular files of a folder, and of those in it that are not hidden, such as .git."""
+    """The regular files of a folder and of its subfolders, without hidden subfolders such as .git."""
     for path in sorted(root.iterdir()):
         if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
             yield from regular_files(path)

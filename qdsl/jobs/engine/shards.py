@@ -1,4 +1,4 @@
-"""A file to be written, and the steps that it is made of."""
+"""An output file (shard) and the steps that write it."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from qdsl.host.files import read_chunks
 
 
 class Sized(Protocol):
-    """What is shared out by its size."""
+    """Anything with a size, by which work is divided."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The amount of work."""
 
 
-Each = TypeVar("Each", bound=Sized)
+SizedT = TypeVar("SizedT", bound=Sized)
 
 
 class Step(Protocol):
-    """What a process does at a time; plain data, because another process does it."""
+    """A unit of work of one process, as plain data that can be sent to it."""
 
     @property
     def nbytes(self) -> int:
-        """Of what it writes."""
+        """Bytes that it writes."""
 
     @property
     def extents(self) -> Sequence[tuple[int, int]]:
-        """Where in the file the tensors go that it writes whole, and their bytes."""
+        """Offset and size in the file of each tensor that it writes."""
 
     def write(self, out: BinaryIO) -> tuple[str, dict[str, Any]] | None:
-        """Put bytes in their places; something to say of it, by name, or nothing."""
+        """Write the bytes at their offsets; returns a layer's name and the cost of requantizing it, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A tensor that stays as it is: `nbytes` from `start` of a file, to `to` of the new one."""
+    """A tensor that is copied unchanged: `nbytes` from offset `start` of a file to offset `to` of the new one."""
 
     name: str
     path: Path
@@ -50,25 +51,26 @@ class Copy:
 
     @property
     def extents(self) -> Sequence[tuple[int, int]]:
+        """The offset and the size of the tensor in the new file."""
         return [(self.to, self.nbytes)]
 
     def write(self, out: BinaryIO) -> None:
-        """Raises OSError for a file that has become shorter."""
+        """Copy the bytes.  Raises OSError for a file that has become shorter."""
         out.seek(self.to)
         out.writelines(read_chunks(self.path, self.start, self.nbytes))
 
 
-def copy(folder: Folder, name: str, there: Entry) -> Copy:
-    """A tensor of a folder that goes where an entry says."""
+def copy(folder: Folder, name: str, to: Entry) -> Copy:
+    """The step that copies a tensor of a folder to the place of an entry."""
     entry = folder.entry(name)
-    return Copy(name, folder.file(name).path, entry.start, entry.nbytes, there.start)
+    return Copy(name, folder.file(name).path, entry.start, entry.nbytes, to.start)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file to be written: the bytes before its tensors, its size, and what its tensors are made of, in their order.
+    """An output file: the bytes before its tensors, its size, its tensors, and the steps that write them.
 
-    name: from the folder that is written.  key: what the file depends on; two with one key have the same bytes.
+    name: relative to the output folder.  key: a digest of what the file depends on; two with the same key have the same bytes.
     """
 
     name: str
@@ -80,34 +82,34 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors."""
+        """Bytes of its tensors."""
         return self.size - len(self.start)
 
 
 def in_order(steps: Iterable[Step]) -> tuple[Step, ...]:
-    """As their first bytes lie."""
+    """Steps ordered by the first byte that they write."""
     return tuple(sorted(steps, key=lambda step: min(start for start, _ in step.extents)))
 
 
-def share(every: Sequence[Each], place: int, count: int) -> list[Each]:
-    """Part `place`, from 1, of `count` parts of about the same size."""
+def share(every: Sequence[SizedT], place: int, count: int) -> list[SizedT]:
+    """Part `place` (from 1) of `count` parts with about the same total size."""
     sums = [0] * count
     chosen = set()
-    for number, each in sorted(enumerate(every), key=lambda pair: -pair[1].size):
+    for number, unit in sorted(enumerate(every), key=lambda pair: -pair[1].size):
         least = sums.index(min(sums))
-        sums[least] += each.size
+        sums[least] += unit.size
         chosen |= {number} if least == place - 1 else set()
-    return [each for number, each in enumerate(every) if number in chosen]
+    return [unit for number, unit in enumerate(every) if number in chosen]
 
 
 def index(shards: Sequence[Shard], old: Mapping[str, Any]) -> str:
-    """The text of the index of new files of a folder: what the old one said besides places and size stays."""
+    """The index of new shards of a folder, as text: metadata of the old index stay, except the total size."""
     placed = {name: Path(shard.name).name for shard in shards for name in shard.tensors}
     return index_text(placed, sum(shard.nbytes for shard in shards), old)
 
 
 def index_text(placed: Mapping[str, str], nbytes: int, old: Mapping[str, Any]) -> str:
-    """The text of an index.  placed: the file of each tensor.  old: an index whose other metadata stays."""
+    """The text of an index.  placed: the file name of each tensor.  old: an index whose other metadata stay."""
     metadata = old.get("metadata", {})
     metadata = {**(metadata if isinstance(metadata, dict) else {}), "total_size": nbytes}
     return json.dumps({"metadata": metadata, "weight_map": dict(sorted(placed.items()))}, indent=2) + "\n"

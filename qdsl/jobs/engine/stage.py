@@ -1,5 +1,4 @@
-"""Where shards lie until all of them are there: in a hidden folder of the one to be written, each with a note of what it was
-made of.
+"""The stage: a hidden subfolder of the output, where shards lie until all are complete, each with a note of what it depends on.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from qdsl.jobs.engine.shards import Shard
 STAGE = ".qdsl-stage"
 DONE = ".qdsl-staged"                                            # the request, when everything is in its place
 REQUEST = "request.json"                                         # what is to be written, of what
-MARK = "complete"                                                # all shards were there, and are being put in place
-FORCE = "force"                                                  # what is in the folder is removed before that
+MARK = "complete"                                                # all shards are complete, and are being put in place
+FORCE = "force"                                                  # the folder is cleared before that
 SHARDS = "shards"
-OTHERS = "others"                                                # the files beside the shards
+OTHERS = "others"                                                # the files other than shards
 NOTE = "made-of.json"
 LIMIT = 1 << 24                                                  # bytes of these files
 CHECKPOINT = (".safetensors", ".safetensors.index.json", "model_index.json", "config.json")   # of a folder that may be replaced
@@ -31,11 +30,11 @@ REQUESTS = {"command": str, "from": str}
 
 
 def begin(out: Path, request: dict[str, Any], force: bool = False) -> Path:
-    """The stage of a folder to be written, a new one or the one that was left.
+    """Creates the stage of an output folder, or reopens the one of an interrupted run.
 
-    request: plain data; its 'work' is said where something else was begun, and 'from' may change, for folders are moved.
-    force: whether a checkpoint, or other unfinished work, that lies in the folder is replaced.
-    Raises OccupiedFolder where the folder has anything else, or the stage of something else.
+    request: plain data; its 'work' names the job in messages, and 'from' may differ on resuming, as folders are moved.
+    force: whether a checkpoint or other unfinished work in the folder is replaced.
+    Raises OccupiedFolder where the folder has anything else, or the stage of another request.
     """
     stage = out / STAGE
     _refuse_links(stage)
@@ -54,7 +53,7 @@ def begin(out: Path, request: dict[str, Any], force: bool = False) -> Path:
 
 
 def _check_empty(out: Path, force: bool) -> None:
-    """Raises OccupiedFolder for one that holds files; with `force`, for one that holds no checkpoint that can be replaced."""
+    """Raises OccupiedFolder for a folder with files; with `force`, for one without a checkpoint to replace."""
     others = [path for path in out.iterdir() if path.name not in (STAGE, DONE)] if out.exists() else []
     if others and not force:
         raise OccupiedFolder(f"{out} exists already, and no interrupted run left it; --force replaces what is in it")
@@ -63,30 +62,32 @@ def _check_empty(out: Path, force: bool) -> None:
 
 
 def _refuse_links(stage: Path) -> None:
-    """Raises RewriteError for links, through which work would be written elsewhere, or taken from there."""
+    """Raises RewriteError for symbolic links in the stage, through which files outside of it would be read or written."""
     for path in (stage, *stage.rglob("*")) if os.path.lexists(stage) else ():
         if path.is_symlink():
             raise RewriteError(f"{path}: a link in unfinished work; remove {stage}")
 
 
 @contextmanager
-def held(folder: Path, shared: bool = False) -> Iterator[None]:
-    """A folder, for this process alone or for those that share it; where files have no locks, for anyone.
+def lock_folder(folder: Path, shared: bool = False) -> Iterator[None]:
+    """Locks a folder for this process, or with `shared` for all that share it; does nothing on file systems without locks.
 
-    Raises RewriteError where another process has it.  One that is killed has it no more.
+    Raises RewriteError where another process has locked it.  A killed process loses its lock.
     """
     with ExitStack() as stack:
         try:
             stack.enter_context(locked(folder, shared))
         except FileNotFoundError:
-            raise RewriteError(f"{folder}: is gone, as where another process completed the work") from None
+            raise RewriteError(f"{folder}: does not exist any more; another process may have completed the work") from None
         except BlockingIOError:
             raise RewriteError(f"{folder}: another process is writing here") from None
         yield
 
 
-def asked(out: Path, kinds: Mapping[str, Any] = REQUESTS) -> dict[str, Any]:
-    """What is being written here.  kinds: as of `fits`.  Raises RewriteError where nothing is, or where it is of other kinds."""
+def read_request(out: Path, kinds: Mapping[str, Any] = REQUESTS) -> dict[str, Any]:
+    """The request of the work in a folder.  kinds: as of `fits`.  Raises RewriteError where there is none, or it has other
+    types.
+    """
     _refuse_links(out / STAGE)
     if (out / DONE).is_file() or not (out / STAGE / REQUEST).is_file():
         raise RewriteError(f"{out}: no work was begun here, or it is complete")
@@ -97,26 +98,26 @@ def asked(out: Path, kinds: Mapping[str, Any] = REQUESTS) -> dict[str, Any]:
 
 
 def fits(value: object, kind: Any) -> bool:
-    """Whether a value of JSON is of a kind: a type, None, any of a tuple, a list of one, or {"*": kind of all values}."""
+    """Whether a JSON value has a type: a type, None, any of a tuple, a list of one, or {"*": type of all values}."""
     if isinstance(kind, tuple):
-        return any(fits(value, each) for each in kind)
+        return any(fits(value, element) for element in kind)
     if isinstance(kind, list):
-        return isinstance(value, list) and all(fits(each, kind[0]) for each in value)
+        return isinstance(value, list) and all(fits(element, kind[0]) for element in value)
     if isinstance(kind, dict):
-        return isinstance(value, dict) and all(fits(each, kind["*"]) for each in value.values())
+        return isinstance(value, dict) and all(fits(element, kind["*"]) for element in value.values())
     return value is None if kind is None else type(value) is kind
 
 
 def end(out: Path) -> None:
-    """Everything is in its place: remove the stage, and last the request, by which a repeated call knows that all is done."""
+    """Remove the stage, and last the request, from which a repeated call sees that the work is complete."""
     os.replace(out / STAGE / REQUEST, out / DONE)
     _remove(out)
 
 
 def was_ended(out: Path, request: dict[str, Any]) -> bool:
-    """Whether a process was killed when everything was in its place; then what it left is removed.
+    """Whether an earlier process completed this work, but was killed before it removed the stage; removes it.
 
-    Raises OccupiedFolder where that was another work, which is complete.
+    Raises OccupiedFolder where another work is complete in the folder.
     """
     if not (out / DONE).is_file() or (out / DONE).is_symlink():
         return False
@@ -128,7 +129,7 @@ def was_ended(out: Path, request: dict[str, Any]) -> bool:
 
 
 def was_merged(out: Path) -> bool:
-    """Whether a process that merged parts was killed when everything was in its place; then what it left is removed."""
+    """Whether an earlier process merged all parts, but was killed before it removed the stage; removes it."""
     is_done = (out / DONE).is_file() and not (out / DONE).is_symlink()
     if is_done:
         _remove(out)
@@ -142,7 +143,7 @@ def _remove(out: Path) -> None:
 
 
 def clear(out: Path) -> None:
-    """Remove what a folder holds that is replaced, but what is hidden."""
+    """Remove all files of a folder that is replaced, except hidden ones."""
     for path in out.iterdir():
         if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
             shutil.rmtree(path)
@@ -151,58 +152,60 @@ def clear(out: Path) -> None:
 
 
 def room(stage: Path, shard: Shard) -> Path:
-    """The folder in which a shard is written, under the last part of its name."""
+    """The folder of the stage in which a shard is written."""
     return stage / SHARDS / shard.name
 
 
 def place(shard: Shard, out: Path) -> Path:
-    """Where a shard lies: still in the stage, or in its place."""
+    """The current path of a shard: in the stage, or its final one."""
     folder = room(out / STAGE, shard)
     return folder / folder.name if (folder / folder.name).exists() else out / shard.name
 
 
 def is_whole(shard: Shard, out: Path) -> bool:
-    """Whether a shard is there, made of what it would be made of now."""
+    """Whether a shard is complete and depends on the same inputs as now."""
     note, path = room(out / STAGE, shard) / NOTE, place(shard, out)
     if not (note.is_file() and path.is_file()):
         return False
     return _made_of(shard).items() <= read(note).items() and path.stat().st_size == shard.size
 
 
-def note(shard: Shard, stage: Path, said: Mapping[str, Any], crc: Mapping[str, Any]) -> None:
-    """Say that a shard is whole, what its steps had to say, and the CRC-32 of its tensors, by their places."""
-    write(room(stage, shard) / NOTE, {**_made_of(shard), "said": dict(said), "crc": dict(crc)})
+def note(shard: Shard, stage: Path, reports: Mapping[str, Any], crc: Mapping[str, Any]) -> None:
+    """Record that a shard is complete, the reports of its steps, and the CRC-32 of its tensors by their offsets."""
+    write(room(stage, shard) / NOTE, {**_made_of(shard), "reports": dict(reports), "crc": dict(crc)})
 
 
 def crc(shard: Shard, out: Path) -> dict[str, int]:
     """The CRC-32 of a shard's tensors, by name."""
-    stated = read(room(out / STAGE, shard) / NOTE).get("crc", {})
-    if not fits(stated, {"*": int}):
+    checksums = read(room(out / STAGE, shard) / NOTE).get("crc", {})
+    if not fits(checksums, {"*": int}):
         raise RewriteError(f"{out / STAGE}: a note that qdsl did not write; remove the folder")
     tensors = parse_header(shard.start[8:], Path(shard.name)).tensors
-    return {name: stated.get(str(entry.start), 0) if entry.nbytes else 0 for name, entry in tensors.items()}
+    return {name: checksums.get(str(entry.start), 0) if entry.nbytes else 0 for name, entry in tensors.items()}
 
 
-def said(shards: Sequence[Shard], out: Path) -> dict[str, Any]:
-    """What the steps of shards had to say that are whole."""
-    notes = [read(room(out / STAGE, shard) / NOTE) for shard in shards if is_whole(shard, out)]
-    if wrong := [note for note in notes if not fits(note.get("said"), {"*": {"*": (int, float)}})]:
+def reports(shards: Sequence[Shard], out: Path) -> dict[str, Any]:
+    """The reports of the steps of all complete shards, by name."""
+    staged = [read(room(out / STAGE, shard) / NOTE) for shard in shards if is_whole(shard, out)]
+    if wrong := [note for note in staged if not fits(note.get("reports"), {"*": {"*": (int, float)}})]:
         raise RewriteError(f"{out / STAGE}: a note that qdsl did not write, {shown(str(wrong[0]))}; remove the folder")
-    return {name: each for note in notes for name, each in note["said"].items()}
+    return {name: report for note in staged for name, report in note["reports"].items()}
 
 
 def _made_of(shard: Shard) -> dict[str, Any]:
+    """What identifies the contents of a shard: its key and size."""
     return {"key": shard.key, "size": shard.size}
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A small file of the stage.  Raises CheckpointError where it is not a JSON object."""
+    """A JSON object of the stage.  Raises CheckpointError for anything else."""
     with open(path, "rb") as file:
-        found = strict_json(file.read(LIMIT), str(path), depth=4)
-    if not isinstance(found, dict):
+        content = strict_json(file.read(LIMIT), str(path), depth=4)
+    if not isinstance(content, dict):
         raise CheckpointError(f"{path}: not a JSON object")
-    return found
+    return content
 
 
 def write(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object of the stage, atomically."""
     write_text(path, json.dumps(value) + "\n")

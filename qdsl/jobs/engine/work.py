@@ -1,4 +1,4 @@
-"""The work: shard by shard into the stage (stage.py), each by as many processes as there are."""
+"""Writes shards into the stage (stage.py) with several processes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from qdsl.jobs.engine.shards import Shard, Step
 
 Some = TypeVar("Some", bound=Step)
 Tell = Callable[[int, str], None]
-Telling = Callable[[int], AbstractContextManager[Tell]]         # given how much there is to do
+Telling = Callable[[int], AbstractContextManager[Tell]]         # called with the total amount of work
 
 
 @contextmanager
 def quiet(total: int) -> Iterator[Tell]:
-    """What is told nothing."""
+    """A progress callback that does nothing."""
     yield lambda done, name: None
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Steps of a file, which lies under `path` while it is written.  shard: its number."""
+    """Steps of one shard for one process.  shard: its number.  path: the file, while it is written."""
 
     shard: int
     path: Path
@@ -37,55 +37,55 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A task that is done, what its steps have to say, and the CRC-32 of the tensors that they wrote, by their places."""
+    """The result of a task: the reports of its steps by name, and the CRC-32 of the tensors that they wrote, by offset."""
 
     task: Task
-    said: Mapping[str, dict[str, Any]]
+    reports: Mapping[str, dict[str, Any]]
     crc: Mapping[str, int | None]
 
 
 def done(task: Task) -> Done:
-    """Do a task.  Raises what its steps raise."""
-    said = {}
+    """Runs the steps of a task.  Raises what its steps raise."""
+    reports = {}
     with naming(task.path), open(task.path, "r+b") as out:
         for step in task.steps:
-            if (each := step.write(out)) is not None:
-                said[each[0]] = each[1]
+            if (report := step.write(out)) is not None:
+                reports[report[0]] = report[1]
         crc = {str(start): checksum(out, start, nbytes) for step in task.steps for start, nbytes in step.extents if nbytes}
-    return Done(task, said, crc)
+    return Done(task, reports, crc)
 
 
 def write(shards: Sequence[Shard], place: Path, jobs: int, tell: Tell, start: Callable[..., None] | None = None,
-          given: tuple[Any, ...] = ()) -> None:
-    """Write shards under their names in the stage.  A shard appears when all of it is on disk, and then its note.
+          arguments: tuple[Any, ...] = ()) -> None:
+    """Write shards into the stage.  A shard takes its name when all its bytes are on disk, and then gets its note.
 
-    start: what a process does first, with `given`.
+    start: a function that every process calls first, with `arguments`.
     """
     count = 0
-    with stage.held(place, shared=True), ExitStack() as opened:
+    with stage.lock_folder(place, shared=True), ExitStack() as stack:
         files: dict[int, ExitStack] = {}
         left: dict[int, int] = {}
-        said: list[dict[str, Any]] = [{} for _ in shards]
+        reports: list[dict[str, Any]] = [{} for _ in shards]
         crc: list[dict[str, Any]] = [{} for _ in shards]
-        tasks = _tasks(shards, place, opened, files, left, said, crc)
+        tasks = _tasks(shards, place, stack, files, left, reports, crc)
         most = sum(len(batches(shard.steps)) for shard in shards)
-        for each in opened.enter_context(closing(results(done, tasks, min(jobs, most), start, given))):
-            number = each.task.shard
-            count += sum(step.nbytes for step in each.task.steps)
-            said[number] |= each.said
-            crc[number] |= each.crc
+        for result in stack.enter_context(closing(results(done, tasks, min(jobs, most), start, arguments))):
+            number = result.task.shard
+            count += sum(step.nbytes for step in result.task.steps)
+            reports[number] |= result.reports
+            crc[number] |= result.crc
             left[number] -= 1
             if not left[number]:
                 files[number].close()
             tell(count, shards[number].name)
 
 
-def _tasks(shards: Sequence[Shard], place: Path, opened: ExitStack, files: dict[int, ExitStack], left: dict[int, int],
-           said: Sequence[Mapping[str, Any]], crc: Sequence[Mapping[str, Any]]) -> Iterator[Task]:
-    """The tasks of all shards; a shard's file is made before its first."""
+def _tasks(shards: Sequence[Shard], place: Path, stack: ExitStack, files: dict[int, ExitStack], left: dict[int, int],
+           reports: Sequence[Mapping[str, Any]], crc: Sequence[Mapping[str, Any]]) -> Iterator[Task]:
+    """The tasks of all shards; a shard's file is created before its first task."""
     for number, shard in enumerate(shards):
-        files[number] = opened.enter_context(ExitStack())
-        file = files[number].enter_context(_written(shard, place, said[number], crc[number]))
+        files[number] = stack.enter_context(ExitStack())
+        file = files[number].enter_context(_written(shard, place, reports[number], crc[number]))
         parts = batches(shard.steps) if file is not None else []
         left[number] = len(parts)
         if file is None or not parts:
@@ -95,11 +95,11 @@ def _tasks(shards: Sequence[Shard], place: Path, opened: ExitStack, files: dict[
 
 
 @contextmanager
-def _written(shard: Shard, place: Path, said: Mapping[str, Any], crc: Mapping[str, Any]) -> Iterator[BinaryIO | None]:
-    """A shard's file, which takes its place when the block ends, with its note; None where another process wrote it meanwhile."""
+def _written(shard: Shard, place: Path, reports: Mapping[str, Any], crc: Mapping[str, Any]) -> Iterator[BinaryIO | None]:
+    """Creates a shard's file, and renames it when the block ends; None where another process has written it meanwhile."""
     folder = stage.room(place, shard)
     folder.mkdir(parents=True, exist_ok=True)
-    with stage.held(folder):
+    with stage.lock_folder(folder):
         if stage.is_whole(shard, place.parent):
             yield None
             return
@@ -109,17 +109,17 @@ def _written(shard: Shard, place: Path, said: Mapping[str, Any], crc: Mapping[st
             file.write(shard.start)
             system.allocate(file, shard.size)               # an error that the disk is full comes before the work
             yield file
-        stage.note(shard, place, said, crc)
+        stage.note(shard, place, reports, crc)
 
 
 def batches(steps: Sequence[Some], nbytes: int = 1 << 25) -> list[tuple[Some, ...]]:
-    """Steps in a row that are worth a task."""
-    found: list[list[Some]] = []
+    """Consecutive steps, grouped so that each group writes about `nbytes`."""
+    groups: list[list[Some]] = []
     size = nbytes
     for step in steps:
         if size >= nbytes:
-            found.append([])
+            groups.append([])
             size = 0
-        found[-1].append(step)
+        groups[-1].append(step)
         size += step.nbytes
-    return [tuple(each) for each in found]
+    return [tuple(group) for group in groups]

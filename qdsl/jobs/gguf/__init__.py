@@ -1,5 +1,5 @@
-"""Whole files into other types: which type each tensor gets, the work in chunks over processes, and what it cost in quality."""
+"""Writes quantized GGUF files: chooses a type for each tensor, quantizes in parallel, and measures the loss of quality."""
 
 
 class QuantizeError(ValueError):
-    """A model, an option or a weight with which a file cannot be quantized; the message names its place."""
+    """A model, option or weight that cannot be quantized; the message names its place."""

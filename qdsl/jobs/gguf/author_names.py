@@ -1,4 +1,4 @@
-"""The names and rows that the authors of diffusion models give tensors, by diffusers' names of them.
+"""Translates names and rows of diffusers' tensors into those of the files that authors of diffusion models publish.
 
 A table lists regular expressions of diffusers' names and what replaces them, applied in order.  '#0', '#1', ... are parts of
 one tensor; '#swap' has its halves in the other order.  LAST stands for the number of the last block.
@@ -23,7 +23,7 @@ class Part:
 
 
 def qkv(pattern: str, replacement: str, names: Sequence[str] = ("to_q", "to_k", "to_v")) -> list[tuple[str, str]]:
-    """Projections that lie in one tensor, by what precedes their names."""
+    """Rules for projections that are stored in one tensor.  pattern, replacement: what precedes their names."""
     return [(pattern + name, f"{replacement}#{part}") for part, name in enumerate(names)]
 
 
@@ -96,7 +96,7 @@ CLASSES: dict[str, tuple[str, Names]] = {
 
 
 def author_parts(names: Names, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Part, ...]]:
-    """The tensors of the authors' file by name: which rows of which tensors of diffusers follow one another.
+    """The tensors of the authors' file by name, each as a sequence of rows of tensors of diffusers.
 
     names: the table of the class.  shapes: of diffusers' tensors, by name.
     """

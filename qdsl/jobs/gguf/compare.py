@@ -1,4 +1,4 @@
-"""A GGUF file and the model that it was made of: the same tensors, with numbers as near as their types come."""
+"""Compares a GGUF file with the model that it was quantized from: the same tensors, with errors that its types explain."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ SAMPLE = 32                                                      # rows, at the 
 CHUNK = 1 << 22                                                  # weights that are compared at a time
 
 
-def differences(made: Weights, source: Weights, tell: Callable[[int, str], None]) -> list[Difference]:
-    """Where a GGUF file (A) is not the model (B): tensors, shapes, and errors that its types do not explain.
+def differences(quantized: Weights, source: Weights, tell: Callable[[int, str], None]) -> list[Difference]:
+    """Differences between a GGUF file (A) and its model (B) in tensors, shapes, and errors larger than their types explain.
 
     F32, F16 and BF16 are the model's numbers rounded once.  Of any other type the error may be FACTOR times that of qdsl's own
     quantizer on some rows.  Raises QuantizeError and CheckpointError for files that cannot be read.
     """
-    found, done = [], 0
-    for name in dict.fromkeys((*source.tensors, *made.tensors)):
-        ours, theirs = made.tensors.get(name), source.tensors.get(name)
+    problems, done = [], 0
+    for name in dict.fromkeys((*source.tensors, *quantized.tensors)):
+        ours, theirs = quantized.tensors.get(name), source.tensors.get(name)
         if ours is None or theirs is None:
-            found.append(Difference(name, "missing", _described(ours), _described(theirs)))
+            problems.append(Difference(name, "missing", _described(ours), _described(theirs)))
         elif ours.shape != theirs.shape:
-            found.append(Difference(name, "shape", str(list(ours.shape)), str(list(theirs.shape))))
-        elif (noise := _noise(made, source, name)) is not None:
-            found.append(Difference(name, "decoded", ours.type, theirs.type, noise))
+            problems.append(Difference(name, "shape", str(list(ours.shape)), str(list(theirs.shape))))
+        elif (noise := _noise(quantized, source, name)) is not None:
+            problems.append(Difference(name, "decoded", ours.type, theirs.type, noise))
         if ours is not None:
             done += math.prod(ours.shape)
             tell(done, name)
-    return found
+    return problems
 
 
 def _described(tensor: Tensor | None) -> str | None:
     return None if tensor is None else f"{tensor.type} {list(tensor.shape)}"
 
 
-def _noise(made: Weights, source: Weights, name: str) -> Noise | None:
-    """The error of a tensor, where its type does not explain it."""
+def _noise(quantized: Weights, source: Weights, name: str) -> Noise | None:
+    """The error of a tensor, where it is larger than its type explains; else None."""
     import torch
 
-    tensor = made.tensors[name]
+    tensor = quantized.tensors[name]
     rows, size = math.prod(tensor.shape[:-1]), max(1, CHUNK // max(1, tensor.shape[-1]))
     total = Sums()
     for start in range(0, rows, size):
@@ -57,7 +57,7 @@ def _noise(made: Weights, source: Weights, name: str) -> Noise | None:
         weight = source.rows(name, start, stop).float()
         if tensor.type in TORCH:
             weight = weight.to(getattr(torch, TORCH[tensor.type])).float()
-        total += measured(weight, made.rows(name, start, stop).float())
+        total += measured(weight, quantized.rows(name, start, stop).float())
     if total.noise == 0.0:
         return None
     usual = Sums()
@@ -68,5 +68,5 @@ def _noise(made: Weights, source: Weights, name: str) -> Noise | None:
 
 
 def _relative(sums: Sums) -> float:
-    """The root mean square of errors, as a part of that of the weights."""
+    """The RMS of errors relative to the RMS of the weights."""
     return math.sqrt(sums.noise / sums.signal) if sums.signal else math.inf if sums.noise else 0.0

@@ -1,4 +1,4 @@
-"""A GGUF file's weights as plain floats in a safetensors file, a few rows at a time."""
+"""Writes a GGUF file's weights as plain floats into a safetensors file, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
-WEIGHTS = 1 << 20                                                # of one piece: 4 MiB of floats, which stay in the cache
+WEIGHTS = 1 << 20                                                # of one chunk: 4 MiB of floats, which stay in the CPU's cache
 
 
 def dequantize_file(path: str | os.PathLike[str], out: str | os.PathLike[str], dtype: str = "f32") -> dict[str, Any]:
-    """Write every tensor of a GGUF file under its name, in the model's shape; returns how many, and their bytes.
+    """Write every tensor of a GGUF file under its name, in the model's shape; returns the number of tensors and their bytes.
 
     Checksums are written next to the file, for `qdsl verify`.
 
-    dtype: of the floats, f32, bf16 or f16; F64 and integers stay as they are.  Tensors that belong to a weight beside them, as
-    its scale, are in its numbers and not written again.
-    A call that follows one that was interrupted continues with the first tensor that is not whole.
+    dtype: of the floats, f32, bf16 or f16; F64 and integers stay as they are.  Scale tensors of other weights are multiplied in,
+    and not written.  Re-run to resume with the first tensor that is not complete.
     Raises CheckpointError for a tensor that cannot be read or whose numbers a dtype cannot hold; nothing is written then.
     """
     with GgufFile(path, copies=True) as file:
         check_output(out, *file.paths)
         entries = [file.entry(name) for name in file.tensors]
-        used = {other for each in entries for other in companions(file, each).values()}
-        plan = {each.name: _chunks(file, each, dtype) for each in entries if each.name not in used}
+        used = {other for entry in entries for other in companions(file, entry).values()}
+        plan = {entry.name: _chunks(file, entry, dtype) for entry in entries if entry.name not in used}
         inputs = {path: identity(path) for path in file.paths}
         resume = Resume(digest("dequantize", list(inputs.values()), dtype), inputs)
         write_chunks(out, plan, {"format": "pt"}, resume, state_checksums=True)
@@ -55,15 +54,15 @@ def _rounded(file: GgufFile, entry: GgufTensor, dtype: str) -> Iterator[Buffer]:
 
     to: torch.dtype = getattr(torch, TORCH[DTYPES[dtype]])
     for exact in _exact(file, entry):
-        found = exact.to(to)
-        if to != exact.dtype and bool((found.isinf() & exact.isfinite()).any()):
+        rounded = exact.to(to)
+        if to != exact.dtype and bool((rounded.isinf() & exact.isfinite()).any()):
             raise CheckpointError(f"{file.path}: tensor {shown(entry.name)}: a number of {float(exact.abs().max())} does not fit "
                                   f"{dtype}")
-        yield bytes_of(found)
+        yield bytes_of(rounded)
 
 
 def _exact(file: GgufFile, entry: GgufTensor) -> Iterator[torch.Tensor]:
-    """The floats of some rows at a time, as the format has them."""
+    """The decoded floats of a tensor, some rows at a time."""
     import torch
 
     has_own = len(entry.shape) == 3 and bool(companions(file, entry))    # scales, for each expert
@@ -75,7 +74,7 @@ def _exact(file: GgufFile, entry: GgufTensor) -> Iterator[torch.Tensor]:
 
 
 def _row_ranges(count: int, entry: GgufTensor) -> Iterator[tuple[int, int]]:
-    """Ranges of rows, of some MiB each; none for a tensor without elements."""
+    """Ranges of rows of some MiB each; none for a tensor without elements."""
     step = max(1, WEIGHTS // max(1, entry.shape[-1] if entry.shape else 1))
     for start in range(0, count if entry.nbytes else 0, step):
         yield start, min(start + step, count)

@@ -1,4 +1,4 @@
-"""Diffusion models in GGUF files: what tells their architectures apart, and which type each of their tensors gets.
+"""Diffusion models in GGUF files: detects their architectures, and chooses a type for each tensor.
 
 Names and rules are those by which ComfyUI-GGUF (city96, Apache-2.0: tools/convert.py, tools/lcpp.patch) makes such files;
 those of qwen_image, which it reads and does not make, are ours.
@@ -24,8 +24,9 @@ RESHAPED = 512                                                   # elements from
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """keys: sets of names of which a checkpoint has all of one; not_with: names that it cannot have.
+    """How an architecture is detected, and which of its tensors are not quantized.
 
+    keys: sets of names; a checkpoint has all names of one set.  not_with: names that it cannot have.
     kept: parts of names of tensors that are not quantized, whole: whole names.  exact: parts of names that stay in float32.
     reshaped: rows that no block divides are stored as rows of 256.
     """
@@ -97,27 +98,27 @@ _FIRST_VALUES = {"Q3_K_M": 2, "Q4_K_S": 4}                       # so many of th
 
 
 def detect(names: Collection[str]) -> str | None:
-    """The architecture that tensor names tell, without PREFIX; None where they tell none, or more than one."""
+    """The architecture that matches the tensor names (without PREFIX); None where none or more than one matches."""
     plain = {name.removeprefix(PREFIX) for name in names}
-    found = [name for name, each in ARCHITECTURES.items()
-             if any(plain.issuperset(keys) for keys in each.keys) and plain.isdisjoint(each.not_with)]
-    return found[0] if len(found) == 1 else None
+    matches = [name for name, rules in ARCHITECTURES.items()
+               if any(plain.issuperset(keys) for keys in rules.keys) and plain.isdisjoint(rules.not_with)]
+    return matches[0] if len(matches) == 1 else None
 
 
-def contradiction(stated: str, detected: str | None, names: Collection[str]) -> str | None:
-    """Why a model cannot be of the architecture that a user states; None where it can."""
-    rules, plain = ARCHITECTURES[stated], {name.removeprefix(PREFIX) for name in names}
+def contradiction(chosen: str, detected: str | None, names: Collection[str]) -> str | None:
+    """Why a model cannot have the architecture that the user chose; None where it can."""
+    rules, plain = ARCHITECTURES[chosen], {name.removeprefix(PREFIX) for name in names}
     if wrong := [name for name in rules.not_with if name in plain]:
-        return f"it has a tensor {shown(wrong[0])}, which the files of {stated} that are read have not"
-    if detected is not None and detected != stated:
-        return f"its names are those of {detected}, not of {stated}"
+        return f"it has a tensor {shown(wrong[0])}, which readable files of {chosen} do not have"
+    if detected is not None and detected != chosen:
+        return f"its names are those of {detected}, not of {chosen}"
     if plain.isdisjoint(key for keys in rules.keys for key in keys):
-        return f"it has no tensor {shown(rules.keys[0][0])}, nor another by which {stated} is known"
+        return f"it has no tensor {shown(rules.keys[0][0])}, nor another by which {chosen} is known"
     return None
 
 
 def stored_shape(architecture: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in which a checkpoint's tensor is stored: its own, or rows of 256."""
+    """The shape in which a tensor is stored: its own, or rows of 256."""
     count = math.prod(shape)
     if ARCHITECTURES[architecture].reshaped and len(shape) > 1 and count >= RESHAPED and not count % 256 and shape[-1] % 256:
         return count // 256, 256
@@ -125,7 +126,7 @@ def stored_shape(architecture: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def choose(architecture: str, tensors: Iterable[Tensor], options: Options, from_gguf: bool) -> dict[str, Choice]:
-    """The type of every tensor by name, ordered by name.  tensors: in the shape in which they are stored.
+    """The type of every tensor by name, ordered by name.  tensors: with their stored shapes.
 
     from_gguf: what is not quantized stays as it is; out of a checkpoint it becomes float32, or 16 bits.
     Raises QuantizeError for mixes that these models have none of.
@@ -167,13 +168,14 @@ def _role(name: str) -> str:
 
 
 def _stays(architecture: Architecture, name: str, tensor: Tensor) -> bool:
-    """Whether a tensor is quantized only where a user says so: all but matrices, and what little is at both ends of a model."""
+    """Whether a tensor is quantized only where the user says so: all but matrices, and the small layers at both ends of a model.
+    """
     return _is_float32(architecture, name, tensor) or is_kept(tensor) or tensor.rank != 2 or name in architecture.whole \
         or any(part in name for part in architecture.kept)
 
 
 def _is_float32(architecture: Architecture, name: str, tensor: Tensor) -> bool:
-    """Vectors, convolutions over video, what is small, and what readers do not expect in other types."""
+    """Whether a tensor is stored in float32: vectors, convolutions over video, small tensors, and what readers expect so."""
     return tensor.rank < 2 or len(tensor.shape) > 4 or math.prod(tensor.shape) <= SMALL \
         or any(part in name for part in architecture.exact)
 

@@ -1,7 +1,7 @@
-"""Importance matrices: how much the columns of each tensor matter, as llama-imatrix measures and writes it, in both of its forms.
+"""Reads importance matrices (weights of columns by their inputs) as llama-imatrix writes them, in its GGUF and its older format.
 
-What is read is a stranger's, so every length is checked against what follows; nothing is decoded and torch not imported before
-values are asked for.
+The file is untrusted, so every length is checked against the bytes that follow.  Values are decoded, and torch is imported, on
+access.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor's sums of squared inputs, float32 for each column of each expert, and how many were summed up.
+    """A tensor's sums of squared inputs, float32 per column and expert, and how many inputs were summed.
 
     counts: float32 for each expert; where there are none, `calls` is the number for all.
     """
@@ -39,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Imatrix:
-    """A file's entries by the names of tensors; datasets: what it was measured on; chunks: how many of them."""
+    """An importance matrix: entries by tensor name.  datasets: what it was measured on; chunks: their number."""
 
     path: Path
     entries: dict[str, Entry]
@@ -47,22 +47,22 @@ class Imatrix:
     chunks: int = 0
 
     def entry(self, tensor: Tensor) -> Entry | None:
-        """What is known of a tensor.  Raises CheckpointError with its name for an entry of another length."""
+        """The entry of a tensor, None without one.  Raises CheckpointError for an entry of another length."""
         entry = self.entries.get(tensor.name)
         wanted = tensor.experts * tensor.columns
         if entry is None or entry.sums.nbytes == 4 * wanted:
             return entry
         if tensor.name in EMBEDDINGS:
             return None                                          # it has counted tokens there
-        each = f" for each of {tensor.experts} experts" if tensor.experts > 1 else ""
+        per_expert = f" for each of {tensor.experts} experts" if tensor.experts > 1 else ""
         raise CheckpointError(f"{self.path}: importance of {shown(tensor.name)}: {entry.sums.nbytes // 4} values, the tensor "
-                              f"needs {tensor.columns}{each}")
+                              f"needs {tensor.columns}{per_expert}")
 
     def values(self, tensor: Tensor) -> torch.Tensor | None:
-        """The mean squared input of each column, float32 [experts, columns]; None where nothing is known of the tensor.
+        """The mean squared input of each column, float32 [experts, columns]; None without an entry.
 
-        Where an expert was never asked all its columns matter alike.  Raises CheckpointError as `entry` does, and for values that
-        no sum of squares can have.
+        An expert that was never used has importance 1 in all columns.  Raises CheckpointError as `entry` does, and for values
+        that no sum of squares can have.
         """
         import torch
 
@@ -85,7 +85,7 @@ class Imatrix:
 
 
 def read(path: str | os.PathLike[str]) -> Imatrix:
-    """An importance matrix file, GGUF or the older form.
+    """Reads an importance matrix, in GGUF or in the older format.
 
     Raises CheckpointError for anything that is wrong in the file, OSError when it cannot be read.
     """
@@ -95,8 +95,8 @@ def read(path: str | os.PathLike[str]) -> Imatrix:
 
 
 def _gguf(path: Path) -> Imatrix:
-    """Tensors NAME.in_sum2 [experts, columns] and NAME.counts [experts, 1]."""
-    found: dict[str, Entry] = {}
+    """Reads the GGUF format: tensors NAME.in_sum2 [experts, columns] and NAME.counts [experts, 1]."""
+    importances: dict[str, Entry] = {}
     with GgufFile(path, copies=True) as file:
         for name in file.tensors:
             stem = name.removesuffix(_SUMS)
@@ -104,51 +104,53 @@ def _gguf(path: Path) -> Imatrix:
                 if name.endswith(_COUNTS) and name.removesuffix(_COUNTS) + _SUMS not in file.tensors:
                     raise CheckpointError(f"{path}: {shown(name)} without {shown(name.removesuffix(_COUNTS) + _SUMS)}")
                 continue
-            for each in (name, stem + _COUNTS):
-                entry = file.entry(each)
+            for tensor in (name, stem + _COUNTS):
+                entry = file.entry(tensor)
                 if entry.type.name != "F32" or not entry.nbytes:
-                    raise CheckpointError(f"{path}: tensor {shown(each)}: importances are F32, not {entry.type.name} "
+                    raise CheckpointError(f"{path}: tensor {shown(tensor)}: importances are F32, not {entry.type.name} "
                                           f"{list(entry.shape)}")
-            found[stem] = Entry(bytes_of(file.rows(name)), bytes_of(file.rows(stem + _COUNTS)))
-        if not found:
+            importances[stem] = Entry(bytes_of(file.rows(name)), bytes_of(file.rows(stem + _COUNTS)))
+        if not importances:
             raise CheckpointError(f"{path}: no tensor ends in {_SUMS}; this is no importance matrix")
         stored = file.metadata.stored()
         datasets, chunks = stored.get("imatrix.datasets"), stored.get("imatrix.chunk_count")
     texts = datasets.decoded(16) if datasets is not None and datasets.type == "string[]" else []
     count = chunks.decoded() if chunks is not None and chunks.type == "u32" else 0
     assert isinstance(texts, list) and isinstance(count, int)
-    return Imatrix(path, found, tuple(map(str, texts)), count)
+    return Imatrix(path, importances, tuple(map(str, texts)), count)
 
 
 def _older(path: Path) -> Imatrix:
-    """i32 entries; for each i32 length, name, i32 calls, i32 values, f32[values]; perhaps i32 chunks, i32 length, dataset."""
+    """Reads the older format: i32 number of entries; per entry i32 length, name, i32 calls, i32 values, f32[values]; optionally
+    i32 chunks, i32 length, dataset.
+    """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size < 4:
             raise CheckpointError(f"{path}: {size} bytes are no importance matrix")
         reader = _Reader(memoryview(map_file(file)).toreadonly(), path)
     count = reader.number("the number of entries", 1, size // 17)
-    found: dict[str, Entry] = {}
+    importances: dict[str, Entry] = {}
     for _ in range(count):
         start = reader.place
         name = reader.text(reader.number("the length of a name", 1, NAME_LIMIT))
-        if name in found:
+        if name in importances:
             raise reader.fail(f"{shown(name)} occurs twice", start)
         calls = reader.number("the number of calls", 0, (1 << 31) - 1)
         values = reader.number("the number of values", 1, (1 << 31) - 1)
         data = bytes(reader.take(4 * values, f"{values} values of {shown(name)}"))   # a map would end with a file that is cut
-        found[name] = Entry(memoryview(data), None, calls)
+        importances[name] = Entry(memoryview(data), None, calls)
     if reader.place == size:
-        return Imatrix(path, found)
+        return Imatrix(path, importances)
     chunks = reader.number("the number of chunks", -1, (1 << 31) - 1)
     dataset = reader.text(reader.number("the length of the dataset's name", 0, DATASET_LIMIT))
     if reader.place != size:
         raise reader.fail(f"{size - reader.place} bytes follow the last entry", reader.place)
-    return Imatrix(path, found, (dataset,) if dataset else (), max(0, chunks))
+    return Imatrix(path, importances, (dataset,) if dataset else (), max(0, chunks))
 
 
 class _Reader:
-    """A place in a file of the older form."""
+    """A read position in a file of the older format."""
 
     def __init__(self, data: memoryview, path: Path) -> None:
         self.data, self.path, self.place = data, path, 0
@@ -164,10 +166,10 @@ class _Reader:
         return self.data[self.place - count:self.place]
 
     def number(self, what: str, least: int, most: int) -> int:
-        found = int(struct.unpack("<i", self.take(4, what))[0])
-        if not least <= found <= most:
-            raise self.fail(f"{what} is {found}; it can be {least} to {most}", self.place - 4)
-        return found
+        number = int(struct.unpack("<i", self.take(4, what))[0])
+        if not least <= number <= most:
+            raise self.fail(f"{what} is {number}; it can be {least} to {most}", self.place - 4)
+        return number
 
     def text(self, count: int) -> str:
         data = bytes(self.take(count, "a text"))

@@ -1,4 +1,4 @@
-"""Which type llama-quantize gives each tensor of a language model, from metadata, names and shapes alone.
+"""Chooses the types that llama-quantize gives the tensors of a language model, from metadata, names and shapes alone.
 
 The rules and their order are those of llama.cpp's src/llama-quant.cpp (MIT), at ggml-org/llama.cpp@0c1e57098.
 """
@@ -18,7 +18,7 @@ from qdsl.jobs.gguf import QuantizeError
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A mix: its number in general.file_type, and the type that most tensors get; COPY has neither."""
+    """A mix of types: its number in general.file_type, and the type of most tensors; COPY has neither."""
 
     name: str
     file_type: int | None
@@ -74,7 +74,7 @@ _ROLES = (("attn_qkv.weight", "value"), ("attn_kv_b.weight", "value"), ("attn_v.
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What the rules look at in a file's metadata.  heads and heads_kv are those of the first layer."""
+    """The metadata that the rules use.  heads and heads_kv are those of the first layer."""
 
     architecture: str
     layers: int
@@ -84,6 +84,7 @@ class Model:
 
     @property
     def heads_per_kv(self) -> int:
+        """Query heads per key and value head; 0 without heads."""
         return self.heads // self.heads_kv if self.heads_kv else 0
 
     @property
@@ -95,7 +96,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor by name, its shape as torch has it (columns last), and its type's name."""
+    """A tensor: its name, its shape in torch's order (columns last), and the name of its type."""
 
     name: str
     shape: tuple[int, ...]
@@ -103,27 +104,29 @@ class Tensor:
 
     @property
     def columns(self) -> int:
+        """Length of a row."""
         return self.shape[-1] if self.shape else 1
 
     @property
     def rows(self) -> int:
+        """Number of rows, of all experts."""
         return math.prod(self.shape[:-1])
 
     @property
     def experts(self) -> int:
-        """Matrices, one after the other."""
+        """Number of matrices."""
         return math.prod(self.shape[:-2])
 
     @property
     def rank(self) -> int:
-        """Dimensions without leading ones."""
+        """Number of dimensions without leading ones."""
         return len(self.shape) - next((i for i, length in enumerate(self.shape) if length != 1), len(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a user asks for.  output, embedding: types of output.weight and of the token embedding.  overrides: patterns, as
-    re.search takes them, and types; the first that matches counts.  imatrix: there is an importance matrix.
+    """The user's options.  output, embedding: types of output.weight and of the token embedding.  overrides: patterns for
+    re.search, and types; the first match counts.  imatrix: whether there is an importance matrix.
     """
 
     mix: Mix
@@ -135,29 +138,30 @@ class Options:
     overrides: tuple[tuple[re.Pattern[str], str], ...] = ()
 
     def override(self, name: str) -> str | None:
+        """The type of the first pattern that matches a tensor's name; None without one."""
         return next((type for pattern, type in self.overrides if pattern.search(name)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A tensor's type, and the one that its mix wanted: another where rows are not a multiple of that one's blocks."""
+    """A tensor's type, and the type of its mix, which differs where rows are not a multiple of its blocks."""
 
     type: str
     wanted: str
 
 
 def mix_of(name: str) -> Mix:
-    """A mix by name, in letters of either case, or by its number in general.file_type.  Raises QuantizeError."""
+    """The mix of a name (any case), or of a number in general.file_type.  Raises QuantizeError."""
     upper = next((mix.name for mix in MIXES.values() if name == str(mix.file_type)), name.upper())
-    if (found := MIXES.get(ALIASES.get(upper, upper))) is None:
+    if (named := MIXES.get(ALIASES.get(upper, upper))) is None:
         near = get_close_matches(upper, [*MIXES, *ALIASES], n=1)
         raise QuantizeError(f"no mix '{name}': expected one of {', '.join(MIXES)}"
                             + (f"; did you mean {near[0]}?" if near else ""))
-    return found
+    return named
 
 
 def type_named(name: str) -> str:
-    """A type's name as ggml writes it, but in capitals.  Raises QuantizeError for one that no weight can be given."""
+    """The ggml name of a type, in capitals.  Raises QuantizeError for a type that cannot store weights."""
     upper = name.upper()
     weights = [type for type in BY_NAME if type not in _NO_WEIGHTS]
     if upper not in weights:
@@ -167,7 +171,7 @@ def type_named(name: str) -> str:
 
 
 def override_of(text: str) -> tuple[re.Pattern[str], str]:
-    """What a user wrote as PATTERN=TYPE: a regular expression that is searched in names, and a type.  Raises QuantizeError."""
+    """Parses PATTERN=TYPE: a regular expression that is searched in names, and a type.  Raises QuantizeError."""
     pattern, equals, type = text.partition("=")
     if not (pattern and equals and type):
         raise QuantizeError(f"a type of tensors is given as PATTERN=TYPE, such as attn_v=q6_k, not '{text}'")
@@ -178,7 +182,7 @@ def override_of(text: str) -> tuple[re.Pattern[str], str]:
 
 
 def choose(model: Model, tensors: Iterable[Tensor], options: Options) -> dict[str, Choice]:
-    """The type of every tensor, by name, in the order in which llama-quantize writes them: by layer, then by name.
+    """The type of every tensor, in the order in which llama-quantize writes them: by layer, then by name.
 
     An architecture that the rules do not name gets the common ones.  Raises QuantizeError for rows that no type can hold.
     """
@@ -188,21 +192,21 @@ def choose(model: Model, tensors: Iterable[Tensor], options: Options) -> dict[st
 
 
 def requires_imatrix(name: str, type: str, mix: str) -> bool:
-    """Whether a tensor would be garbage in a type unless it is known which columns matter."""
+    """Whether a tensor would be garbage in a type without an importance matrix."""
     if name == OUTPUT or name in EMBEDDINGS:
         return False
     return type in _IMATRIX_ONLY or (type == "Q2_K" and mix == "Q2_K_S")
 
 
 def is_kept(tensor: Tensor, leave_output: bool = False, architecture: str = "") -> bool:
-    """Whether a tensor of a language model stays in its type: vectors, norms, routers and other small ones."""
+    """Whether a tensor of a language model keeps its type: vectors, norms, routers and other small ones."""
     name = tensor.name
     return tensor.rank < 2 or not name.endswith("weight") or name in _KEPT_NAMES or (leave_output and name == OUTPUT) \
         or any(part in name for part in (*_KEPT, *_KEPT_OF.get(architecture, ())))
 
 
 def fitting(tensor: Tensor, wanted: str) -> Choice:
-    """The type wanted, or one of smaller blocks where rows are no multiple of its own.  Raises QuantizeError."""
+    """The wanted type, or one of smaller blocks where rows are not a multiple of its blocks.  Raises QuantizeError."""
     type = wanted
     if tensor.columns % BY_NAME[wanted].elements:
         if wanted not in _FALLBACK and BY_NAME[wanted].elements > 32:
@@ -214,8 +218,9 @@ def fitting(tensor: Tensor, wanted: str) -> Choice:
 
 
 def place_of(tensor: Tensor) -> tuple[int, bytes]:
-    found = re.match(r"blk\.(\d+)", tensor.name)
-    return (int(found[1]) if found else -1, tensor.name.encode())
+    """The sort key of a tensor in a file: its block's number, -1 without one, and its name."""
+    block = re.match(r"blk\.(\d+)", tensor.name)
+    return (int(block[1]) if block else -1, tensor.name.encode())
 
 
 def _role(name: str) -> str:
@@ -225,7 +230,7 @@ def _role(name: str) -> str:
 
 
 class _Rules:
-    """The rules at work: some types depend on how many tensors of a role came before."""
+    """Chooses types; some depend on how many tensors of a role came before."""
 
     def __init__(self, model: Model, options: Options, tensors: Sequence[Tensor]) -> None:
         self.model, self.options, self.mix = model, options, options.mix.name
@@ -261,9 +266,9 @@ class _Rules:
         if role == "embedding":
             return _EMBEDDING.get(self.mix, default)
         counted = self.seen[role]
-        found = self._lowest(role, counted) if self.mix in _LOWEST else self._usual(tensor.name, role, counted, default)
+        type = self._lowest(role, counted) if self.mix in _LOWEST else self._usual(tensor.name, role, counted, default)
         self.seen[role] += 1
-        return found or default
+        return type or default
 
     def _output(self, tensor: Tensor, default: str) -> str:
         if self.mix == "MXFP4_MOE" or default == "Q8_0" or self.is_falcon or tensor.columns % BY_NAME[default].elements:
@@ -307,8 +312,8 @@ class _Rules:
         return _ATTENTION_OUTPUT.get(self.mix)
 
     def _value(self, place: int, default: str) -> str:
-        found = "Q8_0" if self.model.experts == 8 else self._dense_value(place) or default
-        return "Q5_K" if self.model.is_70b and found in ("Q3_K", "Q4_K") else found
+        type = "Q8_0" if self.model.experts == 8 else self._dense_value(place) or default
+        return "Q5_K" if self.model.is_70b and type in ("Q3_K", "Q4_K") else type
 
     def _dense_value(self, place: int) -> str | None:
         narrow = self.model.heads_per_kv >= 4                    # few values for many heads: their bits cost little
@@ -337,30 +342,24 @@ class _Rules:
         layers, imatrix = self.model.layers, self.options.imatrix
         first, more = layer < layers // 8, _wants_more(layer, layers)
         match self.mix:
-            case "Q2_K":
-                return "Q3_K"
-            case "Q2_K_S" if first:
-                return "Q4_K"
+            case "Q2_K_S" | "Q4_K_S" if first:
+                return "Q4_K" if self.mix == "Q2_K_S" else "Q5_K"
             case "IQ3_XXS" if not imatrix:
                 return "Q4_K" if first else "Q3_K"
             case "Q3_K_M":
                 return "Q5_K" if layer < layers // 16 else "Q4_K"
             case "IQ3_M" if first or (more and self.model.experts == 8):
                 return "Q4_K"
-            case "Q3_K_L":
-                return "Q5_K"
             case "Q4_K_M" | "Q5_K_M" if more:
                 return "Q6_K"
             case "IQ4_NL" | "IQ4_XS" if first and not imatrix:
                 return "Q5_K"
-            case "Q4_K_S" if first:
-                return "Q5_K"
             case "Q4_0" | "Q5_0" if first and imatrix:           # these go wrong there with an importance matrix
                 return "Q4_1" if self.mix == "Q4_0" else "Q5_1"
-        return None
+        return {"Q2_K": "Q3_K", "Q3_K_L": "Q5_K"}.get(self.mix)
 
     def _falcon_down(self, layer: int) -> str | None:
-        """Where falcon differs: None for what `_down` says."""
+        """The type of a down projection where falcon differs; None for that of `_down`."""
         first, more = layer < self.model.layers // 16, _wants_more(layer, self.model.layers)
         match self.mix:
             case "Q3_K_M":
@@ -372,17 +371,17 @@ class _Rules:
         return None
 
     def _layer(self, name: str, counted: int) -> int:
-        """Which layer a tensor is of: among experts by its name, else by how many came before."""
+        """The layer of a tensor: with experts from its name, else from how many came before."""
         if self.model.experts <= 1:
             return counted
-        found = re.match(r"blk\.(\d+)", name)
-        if not found or int(found[1]) >= self.model.layers:
+        block = re.match(r"blk\.(\d+)", name)
+        if not block or int(block[1]) >= self.model.layers:
             raise QuantizeError(f"tensor '{name}': its name says no layer from 0 to {self.model.layers - 1}")
-        return int(found[1])
+        return int(block[1])
 
 
 def _wants_more(place: int, count: int) -> bool:
-    """The first and last eighth, and every third between them."""
+    """Whether a place is in the first or last eighth, or every third between them."""
     return place < count // 8 or place >= 7 * count // 8 or (place - count // 8) % 3 == 2
 
 

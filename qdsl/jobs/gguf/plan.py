@@ -1,4 +1,4 @@
-"""What quantizing a file comes to, before anything is read but its header: types, sizes, metadata.  torch is not imported."""
+"""Plans a quantized GGUF file from headers alone: types, sizes and metadata.  torch is not imported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXT_LIMIT = 127                                                 # bytes of a te
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One tensor, the type that it gets, and the one that its mix wanted."""
+    """One tensor, its new type, and the type of its mix."""
 
     tensor: Tensor
     type: str
@@ -33,14 +33,17 @@ class Step:
 
     @property
     def copied(self) -> bool:
+        """Whether the tensor keeps its type."""
         return self.type == self.tensor.type
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor in its new type."""
         return self.tensor.rows * BY_NAME[self.type].row_bytes(self.tensor.columns)
 
     @property
     def weights(self) -> int:
+        """Number of weights."""
         return self.tensor.rows * self.tensor.columns
 
 
@@ -54,11 +57,12 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors, without the header and what lies between them."""
+        """Bytes of all tensors, without the header and padding."""
         return sum(step.nbytes for step in self.steps)
 
     @property
     def weights(self) -> int:
+        """Number of weights of all tensors."""
         return sum(step.weights for step in self.steps)
 
     def bits(self, steps: Sequence[Step]) -> float | None:
@@ -67,7 +71,7 @@ class Plan:
         return 8 * sum(step.nbytes for step in steps) / weights if weights else None
 
     def by_type(self) -> dict[str, list[Step]]:
-        """Tensors by their new type, the type of most bytes first."""
+        """Tensors by their new type, the type with the most bytes first."""
         sizes = Counter[str]()
         for step in self.steps:
             sizes[step.type] += step.nbytes
@@ -75,8 +79,10 @@ class Plan:
 
 
 def plan(source: Source, options: Options, imatrix: Imatrix | None = None, requantize: bool = False) -> Plan:
-    """Raises QuantizeError for what has no type and, unless `requantize`, for quantized weights; CheckpointError for importances
-    that do not fit.
+    """The type of every tensor of a new GGUF file, and its metadata.
+
+    Raises QuantizeError for weights that no type can store and, unless `requantize`, for quantized weights; CheckpointError for
+    importances of wrong lengths.
     """
     steps = tuple(Step(source.tensors[name], choice.type, choice.wanted) for name, choice in source.choices(options).items())
     for step in steps:
@@ -105,14 +111,14 @@ def _notes(steps: tuple[Step, ...], options: Options, imatrix: Imatrix | None) -
 
 
 def without_imatrix(steps: tuple[Step, ...], options: Options, imatrix: Imatrix | None) -> list[Step]:
-    """Tensors that would be garbage because it is not known which of their columns matter."""
-    known = imatrix.entries if imatrix else {}
-    return [step for step in steps if not step.copied and step.tensor.name not in known
+    """Tensors that need an importance matrix for their new type, and have none."""
+    measured = imatrix.entries if imatrix else {}
+    return [step for step in steps if not step.copied and step.tensor.name not in measured
             and requires_imatrix(step.tensor.name, step.type, options.mix.name)]
 
 
 def _metadata(source: Source, options: Options, imatrix: Imatrix | None) -> dict[str, Value]:
-    """The source's, then what llama-quantize adds, in its order."""
+    """The metadata of the source and those that llama-quantize adds, in its order."""
     added: dict[str, tuple[str, Any]] = {"general.quantization_version": ("u32", QUANTIZATION_VERSION)}
     number = source.metadata.get("general.file_type")
     added["general.file_type"] = ("u32", options.mix.file_type if options.mix.file_type is not None else
@@ -129,7 +135,7 @@ def _metadata(source: Source, options: Options, imatrix: Imatrix | None) -> dict
 
 
 def _guessed_file_type(source: Source) -> int:
-    """The file type that llama.cpp infers where metadata state none: of the type that the most tensors have."""
+    """The file type that llama.cpp infers where metadata state none: that of the most frequent type."""
     counts, type = Counter[str](), "F32"
     for tensor in sorted(source.tensors.values(), key=place_of):
         counts[tensor.type] += 1
@@ -143,36 +149,37 @@ def _cut(text: str) -> str:
     return text.encode()[:TEXT_LIMIT].decode(errors="ignore")
 
 
-def data(found: Plan, path: Path, costs: Mapping[str, Sums] | None = None) -> dict[str, Any]:
-    """The plan for a program; costs: what each tensor's new type cost, once that is known."""
-    known = costs or {}
+def data(planned: Plan, path: Path, costs: Mapping[str, Sums] | None = None) -> dict[str, Any]:
+    """The plan as a dictionary for JSON.  costs: the error of each tensor, once it is known."""
+    sums = costs or {}
     tensors = [{"name": step.tensor.name, "shape": list(step.tensor.shape), "from": step.tensor.type, "type": step.type,
-                "nbytes": step.nbytes, **(known[step.tensor.name].data() if step.tensor.name in known else {})}
-               for step in found.steps]
-    return {"file": str(path), "nbytes": found.nbytes, "weights": found.weights, "bits_per_weight": found.bits(found.steps),
-            "notes": list(found.notes), "types": [_sum(found, type, known) for type in found.by_type()], "tensors": tensors}
+                "nbytes": step.nbytes, **(sums[step.tensor.name].data() if step.tensor.name in sums else {})}
+               for step in planned.steps]
+    return {"file": str(path), "nbytes": planned.nbytes, "weights": planned.weights,
+            "bits_per_weight": planned.bits(planned.steps), "notes": list(planned.notes),
+            "types": [_sum(planned, type, sums) for type in planned.by_type()], "tensors": tensors}
 
 
-def _sum(found: Plan, type: str, costs: Mapping[str, Sums]) -> dict[str, Any]:
-    steps = found.by_type()[type]
+def _sum(planned: Plan, type: str, costs: Mapping[str, Sums]) -> dict[str, Any]:
+    steps = planned.by_type()[type]
     changed = [costs[step.tensor.name] for step in steps if step.tensor.name in costs]
     return {"type": type, "tensors": len(steps), "weights": sum(step.weights for step in steps),
-            "nbytes": sum(step.nbytes for step in steps), "bits_per_weight": found.bits(steps),
+            "nbytes": sum(step.nbytes for step in steps), "bits_per_weight": planned.bits(steps),
             **(sum(changed, Sums()).data() if changed else {})}
 
 
 def tables(report: Mapping[str, Any]) -> list[list[list[str]]]:
-    """What `data` gives as texts: a table of tensors and one of types, each with its heads first."""
+    """The report of `data` as text: a table of tensors and one of types, heads first."""
     ends = {"snr_db": "SNR dB", "weighted_snr_db": "weighted"}
-    keys = [key for key in ends if any(key in each for each in report["types"])]
+    keys = [key for key in ends if any(key in entry for entry in report["types"])]
 
     def last(row: Mapping[str, Any]) -> list[str]:
         ratios = ["" if key not in row else "exact" if row[key] is None else f"{row[key]:.1f}" for key in keys]
         return [f"{row['nbytes'] / (1 << 20):.2f}", *ratios]
 
     heads = ["MiB", *(ends[key] for key in keys)]
-    tensors = [[escaped(each["name"]), " x ".join(map(str, each["shape"])), each["from"], each["type"], *last(each)]
-               for each in report["tensors"]]
-    types = [[each["type"], str(each["tensors"]), str(each["weights"]), f"{each['bits_per_weight'] or 0:.3f}", *last(each)]
-             for each in report["types"]]
+    tensors = [[escaped(entry["name"]), " x ".join(map(str, entry["shape"])), entry["from"], entry["type"], *last(entry)]
+               for entry in report["tensors"]]
+    types = [[entry["type"], str(entry["tensors"]), str(entry["weights"]), f"{entry['bits_per_weight'] or 0:.3f}", *last(entry)]
+             for entry in report["types"]]
     return [[["tensor", "shape", "from", "to", *heads], *tensors], [["type", "tensors", "weights", "bits", *heads], *types]]

@@ -1,4 +1,4 @@
-"""What quantizing cost: signal to noise of what is stored against what was there, as numbers and as a drawing."""
+"""Measures the error of quantization as a signal-to-noise ratio, as numbers and as an SVG picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#e
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Squares of weights and of their errors, summed up; and both once more, each times how much its weight matters."""
+    """Sums of squares of weights and of their errors, plain and weighted by importance."""
 
     signal: float = 0.0
     noise: float = 0.0
@@ -29,38 +29,38 @@ class Sums:
         return Sums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def data(self) -> dict[str, float | None]:
-        """Decibels, None where nothing was lost; weighted_error is ggml's, and there where an importance matrix is."""
-        found = {"snr_db": decibels(self.signal, self.noise)}
+        """Ratios in decibels, None for exact; weighted ones, and ggml's weighted_error, where there is an importance matrix."""
+        ratios = {"snr_db": decibels(self.signal, self.noise)}
         if self.weighted_signal:
-            found["weighted_snr_db"] = decibels(self.weighted_signal, self.weighted_noise)
-            found["weighted_error"] = self.weighted_noise
-        return found
+            ratios["weighted_snr_db"] = decibels(self.weighted_signal, self.weighted_noise)
+            ratios["weighted_error"] = self.weighted_noise
+        return ratios
 
 
 def decibels(signal: float, noise: float) -> float | None:
-    """None without noise.  Never infinite: JSON has no word for that."""
+    """Signal to noise in decibels, None without noise: JSON has no infinity."""
     return None if noise == 0.0 else 10 * math.log10(max(signal, 5e-324) / noise)
 
 
 def measured(weight: Tensor, stored: Tensor, importance: Tensor | None = None) -> Sums:
-    """weight, stored: float32 [N, K]; importance: float32 [K].
+    """The sums of squares of a weight and of its error.  weight, stored: float32 [N, K]; importance: float32 [K].
 
-    With it a weight x of mean square s around it counts importance * sqrt(s + x^2), as in ggml's search for scales.
+    The importance of a weight x in a group of mean square s is importance * sqrt(s + x^2), as in ggml's search for scales.
     """
     import torch
 
     error = stored - weight
-    found = (_squared(weight), _squared(error))
+    squares = (_squared(weight), _squared(error))
     if importance is None or not weight.numel():
-        return Sums(*found)
+        return Sums(*squares)
     columns = weight.shape[1]
     groups = weight.square().view(weight.shape[0], -1, GROUP if columns % GROUP == 0 else columns)
     matter = (importance * torch.sqrt(groups.mean(2, keepdim=True) + groups).view_as(weight)).sqrt_()
-    return Sums(*found, _squared(matter * weight), _squared(matter * error))
+    return Sums(*squares, _squared(matter * weight), _squared(matter * error))
 
 
 def _squared(values: Tensor) -> float:
-    """The sum of the squares of float32 [N, K], rows in float32 where no square leaves its range."""
+    """The sum of the squares of float32 [N, K], summed over rows in float32 where no square leaves its range."""
     import torch
 
     rows = torch.linalg.vector_norm(values, dim=1)
@@ -71,18 +71,18 @@ def _squared(values: Tensor) -> float:
 
 
 def svg(title: str, tensors: Sequence[Mapping[str, Any]]) -> str:
-    """A bar for each tensor that became another type: name, type, decibels.  The same input gives the same bytes."""
-    drawn = [each for each in tensors if each.get("snr_db") is not None]
-    colours = {type: COLOURS[i % len(COLOURS)] for i, type in enumerate(dict.fromkeys(each["type"] for each in drawn))}
-    most = max([each["snr_db"] for each in drawn] + [10.0])
+    """An SVG picture with a bar for each quantized tensor: name, type, decibels.  The same input gives the same bytes."""
+    drawn = [row for row in tensors if row.get("snr_db") is not None]
+    colours = {type: COLOURS[i % len(COLOURS)] for i, type in enumerate(dict.fromkeys(row["type"] for row in drawn))}
+    most = max([row["snr_db"] for row in drawn] + [10.0])
     body = []
     for i, (type, fill) in enumerate(colours.items()):
         body += [f'<rect x="{20 + 100 * i}" y="40" width="12" height="12" fill="{fill}"/>', text(36 + 100 * i, 50, type)]
-    for i, each in enumerate(drawn):
+    for i, row in enumerate(drawn):
         y = 66 + 14 * i
-        width = max(0.0, 400 * each["snr_db"] / most)
-        body += [text(350, y + 10, each["name"], "end"),
-                 f'<rect x="356" y="{y}" width="{width:.1f}" height="11" fill="{colours[each["type"]]}"/>',
-                 text(360 + round(width), y + 10, f"{each['snr_db']:.1f} dB")]
+        width = max(0.0, 400 * row["snr_db"] / most)
+        body += [text(350, y + 10, row["name"], "end"),
+                 f'<rect x="356" y="{y}" width="{width:.1f}" height="11" fill="{colours[row["type"]]}"/>',
+                 text(360 + round(width), y + 10, f"{row['snr_db']:.1f} dB")]
     width, height = max(840, 40 + 100 * len(colours)), 80 + 14 * len(drawn)
     return drawing(title, width, height, body)

@@ -1,4 +1,4 @@
-"""The work: a source's rows into the types of a plan, in chunks over processes, written as they come.
+"""Quantizes a model to a GGUF file: chunks of rows are encoded by parallel processes and written in order.
 
 Chunks and their order do not depend on how many processes there are, so neither do the bytes.
 """
@@ -36,9 +36,9 @@ Tell = Callable[[int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Rows [start, stop) of a tensor, all of one matrix of it, into a type.
+    """Rows [start, stop) of a tensor, all of one matrix of it, and their new type.
 
-    importance: of its columns, float32 [K].  power: to which they count when scales are chosen.
+    importance: of its columns, float32 [K].  power: the exponent of importances when scales are chosen.
     """
 
     name: str
@@ -51,11 +51,11 @@ class Task:
 
 def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatrix: Imatrix | None = None, *, jobs: int = 1,
                   power: float | None = None, tell: Tell = lambda done, name: None) -> dict[str, Sums]:
-    """Write a plan's file, and return for each tensor that became another type what it cost, from what was stored.
+    """Write the GGUF file of a plan; returns the error of each quantized tensor, measured on the stored weights.
 
-    power: to which importances count when scales are chosen, 0 to 1; None for that of each type (IMATRIX_POWERS, else 1).
-    tell: is told of each tensor how many weights are done.  Memory: some chunks for each process.
-    A call that follows one that was interrupted continues with the first tensor that is not whole.
+    power: the exponent of importances when scales are chosen, 0 to 1; None for that of the type (IMATRIX_POWERS, else 1).
+    tell: progress in weights, after each tensor.  Memory: some chunks for each process.
+    Re-run to resume with the first tensor that is not complete.
     Raises QuantizeError, CheckpointError and OSError; `out` is then as it was.
     """
     check_output(out, *source.paths)
@@ -67,7 +67,7 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
     encoded: Generator[tuple[Buffer, Sums], None, None] | None = None
 
     def chunks(number: int) -> Iterator[Buffer]:
-        """The bytes of a tensor; the first that is not whole already begins the work for all that follow."""
+        """The bytes of a tensor; the first call starts the work for all tensors from `number` on."""
         nonlocal encoded
         encoded = encoded or _results([task for some in tasks[number:] for task in some], source, jobs)
         step, cost = plan.steps[number], None
@@ -78,7 +78,7 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
             cost = (cost or Sums()) + sums
             yield data
         resume.notes[step.tensor.name] = cost and astuple(cost)
-        tell(sum(each.weights for each in plan.steps[:number + 1]), step.tensor.name)
+        tell(sum(done.weights for done in plan.steps[:number + 1]), step.tensor.name)
 
     try:
         write(out, plan.metadata, [NewTensor(step.tensor.name, BY_NAME[step.type], step.tensor.shape, chunks(number))
@@ -90,11 +90,11 @@ def quantize_file(source: Source, plan: Plan, options: Options, out: Path, imatr
 
 
 def _check(plan: Plan, options: Options, imatrix: Imatrix | None) -> None:
-    """All that can be known before the first weight."""
+    """Raise QuantizeError for what cannot be written, before any weight is read."""
     if missing := without_imatrix(plan.steps, options, imatrix):
-        known = f"{imatrix.path} has nothing of it" if imatrix else "give one with --imatrix"
+        hint = f"{imatrix.path} has nothing of it" if imatrix else "give one with --imatrix"
         raise QuantizeError(f"tensor {shown(missing[0].tensor.name)} would be garbage as {missing[0].type} without an importance "
-                            f"matrix: {known}")
+                            f"matrix: {hint}")
     for type in sorted({step.type for step in plan.steps if not step.copied} - TORCH.keys()):
         module = module_of(type)
         variant = None if module is None else module.FORMAT.variant(module.FORMAT.complete({}))
@@ -102,49 +102,49 @@ def _check(plan: Plan, options: Options, imatrix: Imatrix | None) -> None:
             raise QuantizeError(f"there is no quantizer for {type} yet")
         others = list(variant.storages[module.SPEC.storages[0]].tensors)[1:]
         if others:
-            raise QuantizeError(f"{type} needs another tensor beside each, {others[0]}, which is not written")
+            raise QuantizeError(f"{type} needs another tensor for each weight, {others[0]}, which is not written")
 
 
 def _tasks(step: Step, imatrix: Imatrix | None, powers: Mapping[str, float]) -> Iterator[Task]:
     if step.copied or not step.weights:
         return
     tensor = step.tensor
-    known = imatrix.values(tensor) if imatrix and step.type not in TORCH else None
+    importance = imatrix.values(tensor) if imatrix and step.type not in TORCH else None
     rows = tensor.rows // tensor.experts
     size = max(1, CHUNK // tensor.columns)
     for expert in range(tensor.experts):
         first = expert * rows
         for start in range(first, first + rows, size):
-            yield Task(tensor.name, step.type, start, min(start + size, first + rows), None if known is None else known[expert],
-                       powers.get(step.type, 1.0))
+            yield Task(tensor.name, step.type, start, min(start + size, first + rows),
+                       None if importance is None else importance[expert], powers.get(step.type, 1.0))
 
 
 def _results(tasks: list[Task], source: Source, jobs: int) -> Generator[tuple[Buffer, Sums], None, None]:
-    """The tasks' bytes and costs in their order, a few ahead of the one that is asked for."""
+    """Bytes and errors of the tasks in order, computed a few tasks ahead."""
     jobs = min(jobs, len(tasks))
     if jobs <= 1:
         with _one_thread():
             yield from (encode(source, task) for task in tasks)
     else:
-        yield from results(_encode_there, tasks, jobs, _start, (source,))
+        yield from results(_encode_in_worker, tasks, jobs, _start, (source,))
 
 
-_there: list[Source] = []                                        # what a process of the pool works on
+_sources: list[Source] = []                                      # of a worker process
 
 
 def _start(source: Source) -> None:
     torch.set_num_threads(1)
-    _there.append(source)
+    _sources.append(source)
 
 
-def _encode_there(task: Task) -> tuple[bytes, Sums]:
-    data, sums = encode(_there[0], task)
+def _encode_in_worker(task: Task) -> tuple[bytes, Sums]:
+    data, sums = encode(_sources[0], task)
     return bytes(data), sums
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Sums in the order of one thread, as in the processes of a pool."""
+    """Limit torch to one thread, so that sums are the same as in worker processes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -154,7 +154,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def encode(source: Weights, task: Task) -> tuple[Buffer, Sums]:
-    """Some rows in their new type, as bytes, and what that cost.  Raises QuantizeError with the place of a wrong weight."""
+    """Some rows in their new type, as bytes, and their error.  Raises QuantizeError with the place of a wrong weight."""
     weight = source.rows(task.name, task.start, task.stop).float()
     _check_finite(weight, source, task.name, task.start)
     if task.type in TORCH:
@@ -173,7 +173,7 @@ def encode(source: Weights, task: Task) -> tuple[Buffer, Sums]:
 
 
 def _counted(importance: Tensor, power: float) -> Tensor:
-    """float32 [K]: importances to a power, in float64 before they are rounded, so that machines agree."""
+    """Importances [K] raised to a power, in float64 before rounding to float32, so that machines agree."""
     return importance if power == 1 else (importance.double() ** power).float()
 
 
@@ -189,7 +189,7 @@ def _copied(source: Source, step: Step) -> Iterator[Buffer]:
 
 
 def _check_finite(weight: Tensor, source: Weights, name: str, start: int, where: str = "") -> None:
-    """Raises QuantizeError for the first weight that is NaN or infinite.  start: which row of the tensor the first is."""
+    """Raises QuantizeError for the first weight that is NaN or infinite.  start: the row of the tensor of weight[0]."""
     if math.isfinite(float(weight.sum(dtype=torch.float64))):
         return
     bad = torch.nonzero(~torch.isfinite(weight))
@@ -203,6 +203,6 @@ def _check_finite(weight: Tensor, source: Weights, name: str, start: int, where:
 
 
 def default_jobs(plan: Plan) -> int:
-    """As many processes as there are processors, but none for less than some seconds of work."""
+    """The number of processes: that of processors, but fewer for a few seconds of work."""
     work = sum(step.weights for step in plan.steps if not step.copied)
     return max(1, min(processors(), work >> 26))

@@ -1,4 +1,4 @@
-"""What is quantized: a GGUF file, or the safetensors files of a diffusion model, as tensors of rows."""
+"""Sources of a quantization: a GGUF file, or the safetensors files of a diffusion model, as tensors that are read by rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Weights(Protocol):
 
 
 class Source(Weights, Protocol):
-    """A file with tensors, or several, which other processes open again.  metadata: what goes into the new file."""
+    """The tensors of one or several files.  It can be pickled to other processes.  metadata: of the new file."""
 
     paths: list[Path]
     metadata: dict[str, Value]
@@ -46,11 +46,11 @@ class Source(Weights, Protocol):
         """The type of every tensor, in the order in which they are written.  Raises QuantizeError."""
 
     def stored(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a tensor that keeps its type, as they are stored."""
+        """Stored rows of a tensor that keeps its type."""
 
 
 def open_source(path: Path, architecture: str | None = None) -> Source:
-    """A GGUF file, the first of a split one, or a diffusion model: a .safetensors file, a folder of them, a pipeline.
+    """Opens a GGUF file or the first of a split one, or a diffusion model: a .safetensors file, a folder of them, a pipeline.
 
     architecture: of a diffusion model, where its names do not tell.  Raises QuantizeError, CheckpointError and OSError.
     """
@@ -65,23 +65,23 @@ def open_source(path: Path, architecture: str | None = None) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Metadata of a language model, read as numbers."""
+    """Reads counts from a language model's metadata."""
 
     metadata: dict[str, Value]
     path: Path
 
     def first(self, key: str, default: int | None = None) -> int:
-        """An integer, or the first of a list of them, one for each layer."""
+        """An integer, or the first of a list with one per layer."""
         value = self.metadata.get(key)
-        found: Any = default if value is None else value.decoded(1)
-        found = found[0] if isinstance(found, list) and found else found
-        if type(found) is not int or not 0 <= found < 1 << 31:
+        count: Any = default if value is None else value.decoded(1)
+        count = count[0] if isinstance(count, list) and count else count
+        if type(count) is not int or not 0 <= count < 1 << 31:
             raise QuantizeError(f"{self.path}: metadata {shown(key)} is {'missing' if value is None else 'no count'}")
-        return found
+        return count
 
 
 def architecture_of(metadata: dict[str, Value], path: Path) -> str:
-    """What general.architecture says.  Raises QuantizeError where it is missing."""
+    """The value of general.architecture.  Raises QuantizeError where it is missing."""
     value = metadata.get("general.architecture")
     if value is None or value.type != "string":
         raise QuantizeError(f"{path}: metadata 'general.architecture' is missing")
@@ -89,7 +89,7 @@ def architecture_of(metadata: dict[str, Value], path: Path) -> str:
 
 
 def model_of(metadata: dict[str, Value], path: Path) -> Model:
-    """What the rules of mixes look at in metadata.  Raises QuantizeError where it is missing."""
+    """The metadata that the rules of mixes use.  Raises QuantizeError where they are missing."""
     numbers, name = _Numbers(metadata, path), architecture_of(metadata, path)
     if name == "clip":                                           # llama-quantize reads no counts of it
         return Model(name, 0, 0, 0)
@@ -100,7 +100,7 @@ def model_of(metadata: dict[str, Value], path: Path) -> Model:
 
 
 class Gguf:
-    """A GGUF file, of which rows are read when they are asked for."""
+    """A GGUF file whose rows are read on access."""
 
     def __init__(self, path: Path) -> None:
         self.file = GgufFile(path, copies=True)
@@ -114,12 +114,14 @@ class Gguf:
         return Gguf, (self.path,)
 
     def choices(self, options: Options) -> dict[str, Choice]:
+        """The type of every tensor, in the order in which they are written.  Raises QuantizeError."""
         architecture = architecture_of(self.metadata, self.path)
         if architecture in DIFFUSION:
             return diffusion.choose(architecture, self.tensors.values(), options, from_gguf=True)
         return choose(model_of(self.metadata, self.path), self.tensors.values(), options)
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows of a tensor as numbers [stop - start, columns], of its own dtype, or float32 where it is in blocks."""
         import torch
 
         from qdsl.checkpoint.detect.gguf_weights import companions, packed_weight
@@ -127,17 +129,19 @@ class Gguf:
         if self.tensors[name].type in TORCH:
             return self.file.rows(name, start, stop)
         if others := companions(self.file, self.file.entry(name)):
-            raise QuantizeError(f"{self.path}: tensor {shown(name)}: with {shown(next(iter(others.values())))} beside it, it is "
-                                "not quantized again")
+            scale = shown(next(iter(others.values())))
+            raise QuantizeError(f"{self.path}: tensor {shown(name)}: its scale is in {scale}; such tensors are not quantized "
+                                "again")
         packed = packed_weight(self.file, name, None, start, stop)
         return packed.format.dequantize(packed, torch.float32)
 
     def stored(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Stored rows of a tensor that keeps its type."""
         return self.file.rows(name, start, stop)
 
 
 class Safetensors:
-    """A diffusion model as its authors publish it, or in a folder of diffusers, under the authors' names."""
+    """A diffusion model in the files of its authors, or in a folder of diffusers, with the authors' names."""
 
     def __init__(self, path: Path, architecture: str | None) -> None:
         from qdsl.checkpoint.files.folder import Folder
@@ -166,38 +170,40 @@ class Safetensors:
     def __reduce__(self) -> tuple[Any, ...]:
         return Safetensors, self._arguments
 
-    def _architecture(self, own: str | None, stated: str | None) -> str:
-        """The architecture: of the folder's class, of the names, or as the user states it where names tell several or none."""
+    def _architecture(self, own: str | None, chosen: str | None) -> str:
+        """The architecture: of the folder's class, of its tensor names, or the one that the user chose."""
         if any(name in self.parts for name in _LANGUAGE):
             raise QuantizeError(f"{self.path}: a language model; give the folder of all its files, with config.json and the "
                                 "tokenizer")
-        if stated is not None and stated not in diffusion.ARCHITECTURES:
-            raise QuantizeError(f"no architecture '{stated}' of diffusion models: expected one of "
+        if chosen is not None and chosen not in diffusion.ARCHITECTURES:
+            raise QuantizeError(f"no architecture '{chosen}' of diffusion models: expected one of "
                                 f"{', '.join(diffusion.ARCHITECTURES)}")
         detected = own or diffusion.detect(self.parts)
         if detected is None and isinstance(kind := self.folder.config.get("_class_name"), str):
             raise QuantizeError(f"{self.path}: a folder of diffusers ({shown(kind)[1:-1]}), whose names readers of GGUF files do "
                                 f"not know; of {', '.join(CLASSES)} the authors' names are known; of others give the file that "
                                 "the authors publish")
-        if detected is None and stated is None:
+        if detected is None and chosen is None:
             raise QuantizeError(f"{self.path}: its names do not tell the architecture; say with --arch which of "
                                 f"{', '.join(diffusion.ARCHITECTURES)} it is")
-        if stated is not None and (problem := diffusion.contradiction(stated, detected, self.parts)):
+        if chosen is not None and (problem := diffusion.contradiction(chosen, detected, self.parts)):
             raise QuantizeError(f"{self.path}: {problem}")
-        return str(stated or detected)
+        return str(chosen or detected)
 
     def choices(self, options: Options) -> dict[str, Choice]:
+        """The type of every tensor, in the order in which they are written.  Raises QuantizeError."""
         if options.mix.default is None:
             raise QuantizeError(f"{self.path}: only GGUF files are copied; give BF16 or F16 as the type")
-        found = diffusion.choose(self.architecture, self.tensors.values(), options, from_gguf=False)
-        for name, choice in found.items():
+        choices = diffusion.choose(self.architecture, self.tensors.values(), options, from_gguf=False)
+        for name, choice in choices.items():
             type = self.tensors[name].type
             if choice.type not in BY_NAME or type not in (choice.type, *diffusion.FLOATS):
                 raise QuantizeError(f"{self.path}: tensor {shown(name)}: {type} cannot be stored"
                                     + (f" as {choice.type}" if choice.type in BY_NAME else " in a GGUF file"))
-        return found
+        return choices
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows of a tensor as numbers [stop - start, columns], of its own dtype."""
         import torch
 
         tensor, parts, place = self.tensors[name], [], 0
@@ -215,4 +221,5 @@ class Safetensors:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def stored(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """The same as `rows`."""
         return self.rows(name, start, stop)

@@ -43,9 +43,9 @@ class Call:
 
     @property
     def family(self) -> str:
-        """The kernel's name, without that of a storage: 'gemv', 'skinny', 'dequantize', 'linear'."""
+        """The kernel's name: 'gemv', 'skinny', 'dequantize', 'matvec'."""
         name: str = self.kernel.fn.__name__
-        return name.split("_")[1] if name.startswith("_") else name
+        return name
 
     def run(self) -> Any:
         """Launch.  Returns the kernel that Triton compiled, None where it interprets."""

@@ -1,4 +1,4 @@
-"""Triton where it is installed; else stand-ins, so that modules with kernels can be imported anywhere.
+"""Triton where a release that can compile the kernels is installed; else stand-ins, so that their modules can be imported.
 
 Modules with kernels write `from qdsl.runtime.gpu.triton import tl, triton`.  Without Triton, `triton.jit` gives an object that
 raises MissingTriton when it is launched, and everything else that a module reads at import is a name without meaning.
@@ -6,15 +6,24 @@ raises MissingTriton when it is launched, and everything else that a module read
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from qdsl.host import system
+from qdsl.host.files import cache_folder, is_writable
 
-__all__ = ["MissingKernel", "MissingTriton", "is_installed", "libdevice", "on_device", "require", "runs_kernels", "tl", "triton"]
+__all__ = ["MissingKernel", "MissingTriton", "is_installed", "libdevice", "on_device", "require", "runs_kernels", "tl", "triton",
+           "use_writable_cache"]
+
+
+LEAST = (3, 6)                                                   # whose language the kernels are written in
+too_old = ""                                                     # the release that is installed instead
 
 
 class MissingTriton(ImportError):
@@ -25,7 +34,9 @@ def missing() -> MissingTriton:
     """The exception that says why kernels cannot run here."""
     name = system.name()
     reason = "which is not installed: pip install triton" if name == "Linux" else f"which has no wheel for {name}"
-    return MissingTriton(f"GPU kernels need Triton, {reason}")
+    if too_old:
+        reason = f"{'.'.join(map(str, LEAST))} or later, and {too_old} is installed; PyTorch 2.10 and later bring it"
+    return MissingTriton(f"GPU kernels need Triton{' ' if too_old else ', '}{reason}")
 
 
 class MissingKernel:
@@ -70,6 +81,9 @@ try:
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import libdevice
+    if tuple(map(int, triton.__version__.split(".")[:2])) < LEAST:
+        too_old = triton.__version__
+        raise ImportError
     is_installed = True
 except ImportError:
     triton, tl, libdevice = _MissingTriton("triton"), MissingName("tl"), MissingName("libdevice")
@@ -90,8 +104,18 @@ def runs_kernels(device: torch.device) -> bool:
     return is_installed and device.type in ("cuda", "xpu")
 
 
+@cache
+def use_writable_cache() -> None:
+    """Have Triton keep compiled kernels in the cache of qdsl where its own folder cannot be written: it would fail there."""
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    if "TRITON_CACHE_DIR" not in os.environ and not is_writable(home / ".triton"):
+        os.environ["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Where kernels are launched on this GPU: Triton launches on the current one, in its current stream."""
+    if runs_kernels(device):
+        use_writable_cache()
     if device.type == "cuda":
         return torch.cuda.device(device)
     return torch.xpu.device(device) if device.type == "xpu" else nullcontext()

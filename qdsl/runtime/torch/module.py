@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from qdsl.runtime.torch.no_weight import NoWeight, StoredWeight
 from qdsl.runtime.torch.ops import is_plain
 from qdsl.runtime.torch.private_apis import is_fsdp_shard
-from qdsl.runtime.weight.device_dtypes import dtype_on, moved
+from qdsl.runtime.weight.device_dtypes import as_held, as_stored, dtype_on, is_float8, moved
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.pickling import picklable, unpickled
 
@@ -183,16 +183,21 @@ class PackedModule(nn.Module):
             if tensor.shape != self._held()[name].shape:         # its size depends on the weights
                 room = torch.empty_like(tensor, device=self._held()[name].device)
                 self.register_parameter(self._names[name], nn.Parameter(room, requires_grad=False))
+        if not local_metadata.get("assign_to_params_buffers"):
+            given = {name: as_held(tensor, self._held()[name]) for name, tensor in given.items()}
         fitted = {**state_dict, **{prefix + self._names[name]: tensor for name, tensor in given.items()}}
         super()._load_from_state_dict(fitted, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         self._look()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """As nn.Module does, of tensors in the dtypes that the checkpoint has, whoever cast them."""
+        """As nn.Module does, of tensors in the dtypes that the checkpoint has, whoever cast them or whatever a device lacks."""
         held = self._held()
         if is_plain(*held.values()):
             self._undo_casts(held)
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        dtypes = self._packed.dtypes
+        for name, own in self._names.items():
+            destination[prefix + own] = as_stored(destination[prefix + own], dtypes[name])
 
     def _partial_stream_errors(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
         """What is wrong with a state_dict that has some tensors of an entropy-coded weight and not the others."""
@@ -239,9 +244,11 @@ class PackedModule(nn.Module):
 
     def _look(self) -> None:
         """Look at the tensors anew.  What is wrong with them is said when the layer is used: they may be yet to be filled."""
-        held = self._held()
-        for tensor in held.values():
+        held, dtypes = self._held(), self._packed.dtypes
+        for name, tensor in held.items():
             vars(tensor).pop("_noted", None)
+            if is_float8(dtypes[name]):
+                self._dtypes[name] = dtype_on(tensor.device, dtypes[name])
         if is_plain(*held.values()):
             try:
                 self._note(held)

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from qdsl.runtime.gpu.triton import triton
+from qdsl.runtime.gpu.triton import triton, use_writable_cache
 
 __all__ = ["FakeTensor", "is_in_torch_dispatch_mode"]
 
@@ -154,6 +154,7 @@ def compile_kernel(kernel: Any, types: Mapping[str, str], constants: Mapping[tup
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    use_writable_cache()
     return triton.compile(ASTSource(kernel, types, constants, hints), target=GPUTarget("cuda", capability, warp),
                           options=dict(options))
 

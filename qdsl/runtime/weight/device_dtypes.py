@@ -35,6 +35,16 @@ def dtype_on(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return dtype if has_dtype(device, dtype) else torch.uint8
 
 
+def as_stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in its stored dtype, as files and other devices have it: on the CPU where its own device lacks an 8-bit float."""
+    return tensor.detach().cpu().view(dtype) if is_float8(dtype) and tensor.dtype == torch.uint8 else tensor
+
+
+def as_held(tensor: Tensor, held: Tensor) -> Tensor:
+    """A tensor as bytes where `held`, into which it is copied, has bytes in place of 8-bit floats."""
+    return tensor.view(torch.uint8) if is_float8(tensor.dtype) and held.dtype == torch.uint8 else tensor
+
+
 def moved(tensor: Tensor, dtype: torch.dtype, move: Callable[[Tensor], Tensor]) -> Tensor:
     """move(tensor), for a stored tensor of a dtype; an 8-bit float moves as bytes from and to devices that lack it."""
     if not is_float8(dtype):

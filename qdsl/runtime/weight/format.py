@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -571,19 +572,26 @@ class Format:
         is_own = packed.format is self and packed.params == {**packed.params, **params}
         if storage == packed.storage and is_own:
             return packed
-        try:
+        with self._offering_requantize(storage):
             if not is_own:
                 tensors, chosen = adopt(self, packed, storage, params)
                 return self._packed(storage, tensors, packed.shape, chosen)
             self.storage(storage, packed.params)
-            missing = {stored.optional for key, stored in packed.layout.tensors.items() if key not in packed.tensors}
-            self._check_shape(storage, packed.variant.storages[storage].opened, packed.shape, packed.sizes,
-                              packed.variant.fields.keys() - missing - {*packed.layout.where})
+        missing = {stored.optional for key, stored in packed.layout.tensors.items() if key not in packed.tensors}
+        self._check_shape(storage, packed.variant.storages[storage].opened, packed.shape, packed.sizes,
+                          packed.variant.fields.keys() - missing - {*packed.layout.where})
+        with self._offering_requantize(storage):
             return self._packed(storage, convert.convert(self, packed, storage), packed.shape, packed.params)
+
+    @contextmanager
+    def _offering_requantize(self, storage: str) -> Iterator[None]:
+        """Errors of a conversion name `requantize`, where this format has the storage and quantizes."""
+        try:
+            yield
         except FormatError as error:
-            offer = "; requantize makes another weight, and says how far it is off"
-            encode = next(iter(self.variants.values())).encode
-            raise FormatError(str(error) + (offer if encode is not None else "")) from None
+            helps = any(storage in variant.storages and variant.encode is not None for variant in self.variants.values())
+            offer = "; requantize quantizes the decoded weight anew, and reports the error" if helps else ""
+            raise FormatError(f"{error}{offer}") from None
 
     def requantize(self, packed: PackedWeight, other: Format | None = None, storage: str | None = None, **options: Any,
                    ) -> tuple[PackedWeight, Report]:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from qdsl.core import stored
+from qdsl.core.numbers import TORCH_FLOATS
 from qdsl.core.shapes import Axis, axis
 from qdsl.core.stored import PLANAR as PLANAR
 from qdsl.core.stored import Stored
 from qdsl.runtime.weight.tables import Table
 
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
-FLOATS: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, name in stored.FLOATS.items()}
+FLOATS: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, name in TORCH_FLOATS.items()}
 
 
 @dataclass(frozen=True, slots=True, init=False)

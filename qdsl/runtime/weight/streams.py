@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,13 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qdsl.codecs.huffman_lanes import launch as lanes_launches
-from qdsl.codecs.huffman_lanes import reference as huffman_lanes
-from qdsl.codecs.huffman_windows import launch as windows_launches
-from qdsl.codecs.huffman_windows import reference as huffman_windows
 from qdsl.codecs.lookup import StreamError
-from qdsl.codecs.window import launch as window_launches
-from qdsl.codecs.window import reference as window
+from qdsl.core.codecs import CODECS
 from qdsl.core.shapes import Axis, extents
 from qdsl.runtime.gpu import configure
 from qdsl.runtime.gpu.call import Call
@@ -28,8 +24,8 @@ if TYPE_CHECKING:
     from qdsl.runtime.weight.layout import Pairs, Storage, Stream
     from qdsl.runtime.weight.packed import PackedWeight
 
-CODINGS = {"window": window, "huffman_lanes": huffman_lanes, "huffman_windows": huffman_windows}
-LAUNCHES: Mapping[str, Any] = {"window": window_launches, "huffman_lanes": lanes_launches, "huffman_windows": windows_launches}
+CODINGS: Mapping[str, Any] = {name: import_module(f"qdsl.codecs.{name}.reference") for name in CODECS}
+LAUNCHES: Mapping[str, Any] = {name: import_module(f"qdsl.codecs.{name}.launch") for name in CODECS}
 PAIRED = {"bf16": (torch.bfloat16, tl.bfloat16), "f16": (torch.float16, tl.float16)}
 FEW = 16                                                         # rows of x up to which weights are made in registers (predicted)
 
@@ -117,7 +113,7 @@ def check(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]
         arrays = {role: _like(tensor) if role in launches.BULK else _array(tensor)
                   for role, tensor in _tensors(stream, tensors).items()}
         try:
-            found += [f"{name}.{key}={value}" for key, value in launches.facts(arrays, shape).items()]
+            found += [f"{name}.{key}={value}" for key, value in launches.stream_info(arrays, shape).items()]
         except StreamError as error:
             raise StreamError(f"the stream of '{name}' is damaged: {error}") from None
     return " ".join(found)
@@ -173,9 +169,9 @@ def open_calls(packed: PackedWeight, rows: Tensor | None = None) -> tuple[dict[s
         if plain[name].numel():
             height = 1 if rows is None else launches.block_rows(packed.shape)
             blocks = None if rows is None else (rows[::height] // height).to(torch.int32)
-            opening = launches.open_calls(_tensors(stream, packed.tensors), _facts(packed, name), plain[name], packed.shape,
-                                          blocks)
-            calls += [replace(call, workspace=(plain[name],)) for call in opening]
+            decoding = launches.decode_calls(_tensors(stream, packed.tensors), _facts(packed, name), plain[name], packed.shape,
+                                             blocks)
+            calls += [replace(call, workspace=(plain[name],)) for call in decoding]
     return plain, calls
 
 

@@ -17,8 +17,8 @@ def bits_texts(program: Program, tensor: Tensor) -> list[str]:
     apart = tensor.words > 1 and tensor.axes[-1].digits[-1:] != ("",)
     if apart and any(len(placement.slices) > 1 for placement in tensor.placements):
         return []                                                # planes of one field in words that lie apart
-    found = [_piece(program, tensor, placement, part) for placement in tensor.placements for part in placement.slices]
-    return found if all(found) else []
+    pieces = [_piece(program, tensor, placement, part) for placement in tensor.placements for part in placement.slices]
+    return pieces if all(pieces) else []
 
 
 def _piece(program: Program, tensor: Tensor, placement: Placement, part: Slice) -> str:

@@ -17,8 +17,8 @@ from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Program, Stream, Tensor
 from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.compiler.passes.samples import size_axis
-from qdsl.compiler.passes.streams import STREAMS
 from qdsl.compiler.spec.model import Spec, Storage
+from qdsl.core.codecs import CODECS
 from qdsl.core.layout import walk
 
 Params = Mapping[str, int | str]
@@ -34,36 +34,41 @@ def description(programs: Sequence[Program]) -> str:
         "params": {param.name.value: list(param.values) for param in first.spec.params},
         "sizes": {size: size_axis(first, size) for size in first.sizes},
         "by": by,
-        "variants": [{"key": [params[name] for name in by], **_fields([each for each in programs if each.params == params]),
-                      "storages": storages} for params, storages in variants],
+        "variants": [_variant(programs, by, params, storages) for params, storages in variants],
         "detect": first.spec.detect,
         **_tables(first.spec),
     }) + "\n"
 
 
+def _variant(programs: Sequence[Program], by: Sequence[str], params: Params, storages: Storages) -> dict[str, Any]:
+    """The tensors of the storages for one choice of the parameters named in `by`, and the axes of the fields."""
+    same = [program for program in programs if program.params == params]
+    return {"key": [params[name] for name in by], **_fields(same), "storages": storages}
+
+
 def _tables(spec: Spec) -> dict[str, Any]:
-    """Those that small tensors beside a weight repeat, in float32."""
+    """The tables that `detect` compares with small tensors of a checkpoint, in float32."""
     rules: Any = spec.detect.get("tensors", {})
     named = [table for table in spec.tables if table.name.value in [rule for rule in rules.values() if isinstance(rule, str)]]
-    found = {table.name.value: [unpack("<f", pack("<f", value))[0] for value in table.values] for table in named}
-    return {"tables": found} if found else {}
+    tables = {table.name.value: [unpack("<f", pack("<f", value))[0] for value in table.values] for table in named}
+    return {"tables": tables} if tables else {}
 
 
 def _variants(programs: Sequence[Program]) -> tuple[list[str], list[tuple[Params, Storages]]]:
     """The parameters that change what tensors there are, and those for each of their values."""
-    found: list[tuple[Params, Storages]] = []
+    variants: list[tuple[Params, Storages]] = []
     for program in programs:
         if program.storage == PLANAR or _authored(program).transient:
             continue
-        storages = next((storages for params, storages in found if params == program.params), None)
+        storages = next((storages for params, storages in variants if params == program.params), None)
         if storages is None:
             storages = {}
-            found.append((program.params, storages))
+            variants.append((program.params, storages))
         storages[program.storage] = {"tensors": _tensors(program)}
     by = [key for key in programs[0].params if any(
-        a != b and all(one[name] == other[name] for name in one if name != key) for one, a in found for other, b in found)]
+        a != b and all(one[name] == other[name] for name in one if name != key) for one, a in variants for other, b in variants)]
     kept: dict[tuple[int | str, ...], tuple[Params, Storages]] = {}
-    for params, storages in found:
+    for params, storages in variants:
         kept.setdefault(tuple(params[name] for name in by), (params, storages))
     return by, list(kept.values())
 
@@ -71,24 +76,24 @@ def _variants(programs: Sequence[Program]) -> tuple[list[str], list[tuple[Params
 def _fields(programs: Sequence[Program]) -> dict[str, Any]:
     """The axes of fields, unless a block has weights from all over the matrix; and whether there is a storage `planar`."""
     first = programs[0]
-    atoms = [ix.flat_of(index) for each in first.fields for index in each.index]
+    atoms = [ix.flat_of(index) for field in first.fields for index in field.index]
     axes = {} if any(atom and atom.op == "mod" for atom in atoms) else {
-        "fields": {each.name: field_axes(programs, each) for each in first.fields}}
+        "fields": {field.name: field_axes(programs, field) for field in first.fields}}
     return axes | ({"planar": True} if any(program.storage == PLANAR for program in programs) else {})
 
 
 def _tensors(program: Program) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Any]] = {}
     for tensor in program.tensors:
-        found |= _coded(tensor.stream) if tensor.stream else {tensor.name: _tensor(program, tensor)}
+        tensors |= _coded(tensor.stream) if tensor.stream else {tensor.name: _tensor(program, tensor)}
     if order := _authored(program).order:
-        found[order.value] = {"dtype": "i32", "axes": ["K"], "optional": order.value}
+        tensors[order.value] = {"dtype": "i32", "axes": ["K"], "optional": order.value}
     shape = _authored(program).shape
-    return found if shape is None else {**found, shape.value: {"dtype": "shape", "axes": ["2"]}}
+    return tensors if shape is None else {**tensors, shape.value: {"dtype": "shape", "axes": ["2"]}}
 
 
 def _authored(program: Program) -> Storage:
-    return next(each for each in program.spec.storages if each.name.value == program.storage)
+    return next(storage for storage in program.spec.storages if storage.name.value == program.storage)
 
 
 def _tensor(program: Program, tensor: Tensor) -> dict[str, Any]:
@@ -97,7 +102,7 @@ def _tensor(program: Program, tensor: Tensor) -> dict[str, Any]:
     return {"dtype": "index" if is_index else tensor.kind, "axes": tensor_axes(tensor),
             **({"aliases": list(tensor.aliases)} if tensor.aliases else {}), **({"optional": field} if tensor.optional else {}),
             **({"padding": padding} if (padding := _padding(tensor)) else {}),
-            **({"seen": [each.value for each in tensor.seen]} if tensor.seen else {})}
+            **({"seen": [extent.value for extent in tensor.seen]} if tensor.seen else {})}
 
 
 def _padding(tensor: Tensor) -> int:
@@ -105,20 +110,20 @@ def _padding(tensor: Tensor) -> int:
     pieces = list(walk(tensor.lines))
     if tensor.words > 1 or tensor.stored is not None or any(piece.place is not None for piece in pieces):
         return 0
-    held = sum((1 << piece.width) - 1 << piece.at for piece in pieces if piece.field is not None)
-    return (1 << tensor.record_bits) - 1 - held
+    used = sum((1 << piece.width) - 1 << piece.at for piece in pieces if piece.field is not None)
+    return (1 << tensor.record_bits) - 1 - used
 
 
 def _coded(stream: Stream) -> dict[str, dict[str, Any]]:
     """The tensors of an entropy code."""
     return {stream.tensors[role]: {"dtype": kind, "axes": list(axes)}
-            for role, (kind, axes) in STREAMS[stream.coding].tensors.items()}
+            for role, (kind, axes) in CODECS[stream.coding].tensors.items()}
 
 
 def _text(value: object, level: int = 0) -> str:
     """JSON, broken into lines where a mapping or a list does not fit one."""
     line = json.dumps(value)
-    numbers = isinstance(value, list) and all(isinstance(each, int | float) for each in value)
+    numbers = isinstance(value, list) and all(isinstance(number, int | float) for number in value)
     if len(line) + 2 * level <= 100 or numbers or not isinstance(value, Mapping | list):
         return line
     inner = "  " * (level + 1)

@@ -24,15 +24,13 @@ from qdsl.compiler.emit.triton.kernels import kernels
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes.check_claims import bits_text
 from qdsl.compiler.passes.samples import size_axis
-from qdsl.compiler.passes.schemes import SCHEMES
 from qdsl.compiler.spec.model import Spec
+from qdsl.compiler.spec.reserved import KERNELS, RUNTIME
 from qdsl.compiler.spec.source import Problem, SpecError
 from qdsl.core.numbers import FLOATS
+from qdsl.core.schemes import SCHEMES
 
 RULE = "-" * 118
-RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Pairs", "Records", "Storage", "Stored", "Stream", "Table", "Variant",
-           "as_float", "as_type", "base3", "cdiv", "empty", "entries", "integer", "joined", "pad", "spread", "trit", "workspace")
-KERNELS = ("codebook", "device", "gemv", "gemv_records", "lanes", "records", "skinny", "tile_gemm", "w8a8")
 
 
 @dataclass(frozen=True, slots=True)

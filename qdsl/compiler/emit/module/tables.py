@@ -21,8 +21,8 @@ def constants(program: Program) -> list[list[str]]:
     for table in reversed(program.spec.tables):
         if table.name.value in wanted and table.formula is not None:
             wanted |= set(g.names(table.formula))
-    found = [_constant(table, kinds) for table in program.spec.tables if table.name.value in wanted]
-    return [*found, *([line] if (line := joint.table(program)) else [])]
+    lines = [_constant(table, kinds) for table in program.spec.tables if table.name.value in wanted]
+    return [*lines, *([line] if (line := joint.table(program)) else [])]
 
 
 def _constant(table: Table, kinds: Mapping[str, str]) -> list[str]:
@@ -32,11 +32,11 @@ def _constant(table: Table, kinds: Mapping[str, str]) -> list[str]:
     if table.formula is None:
         return wrapped(f"{name} = Table(" if kind else f"{name} = (", [*head, *map(repr, table.values)], ")")
     loops = " ".join(f"for {loop} in range({extent})" for loop, extent in zip(table.loops, table.shape, strict=True))
-    each = f"{_text(table.formula, kinds)} {loops}"
+    values = f"{_text(table.formula, kinds)} {loops}"
     if not kind:
-        return wrapped(f"{name} = tuple(", [each], ")")
+        return wrapped(f"{name} = tuple(", [values], ")")
     shape = [f"columns={table.shape[1]}"] if len(table.shape) > 1 else []
-    return wrapped(f"{name} = Table(", [*head, f"*({each})", *shape], ")")
+    return wrapped(f"{name} = Table(", [*head, f"*({values})", *shape], ")")
 
 
 def _text(expr: g.Expr, kinds: Mapping[str, str], around: int = 0) -> str:

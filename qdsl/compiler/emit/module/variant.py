@@ -19,10 +19,10 @@ from qdsl.compiler.emit.triton.pairs import paired
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Placement, Program, Stream, Tensor
 from qdsl.compiler.passes.derive_planar import order_name
-from qdsl.compiler.passes.schemes import SCHEMES
-from qdsl.compiler.passes.streams import STREAMS
 from qdsl.compiler.spec import model
 from qdsl.compiler.spec.tables import is_number
+from qdsl.core.codecs import CODECS
+from qdsl.core.schemes import SCHEMES
 
 
 def variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
@@ -181,7 +181,7 @@ def _stream(program: Program, tensor: Tensor, stream: Stream) -> str:
 def _coded(stream: Stream) -> list[str]:
     """The tensors of an entropy code."""
     return [f'        "{stream.tensors[role]}": Stored({", ".join(map(quoted, (kind, *axes)))}),'
-            for role, (kind, axes) in STREAMS[stream.coding].tensors.items()]
+            for role, (kind, axes) in CODECS[stream.coding].tensors.items()]
 
 
 def _authored(program: Program) -> model.Storage:

@@ -8,7 +8,7 @@ from typing import Any
 from qdsl.compiler.emit.axes import field_axes, field_kinds, tensor_axes
 from qdsl.compiler.emit.show import picture
 from qdsl.compiler.ir.program import Program
-from qdsl.compiler.passes.check_claims import bits_per_weight, bits_text
+from qdsl.compiler.passes.check_claims import bits_text, typical_bits
 from qdsl.compiler.passes.derive_planar import order_name
 from qdsl.compiler.spec.model import Table
 from qdsl.core.layout import vector_width
@@ -16,18 +16,18 @@ from qdsl.core.layout import vector_width
 
 def distinct(programs: Sequence[Program]) -> list[Program]:
     """Programs whose bits differ: types of scales and the like do not change where anything lies."""
-    found: dict[tuple[object, ...], Program] = {}
+    by_layout: dict[tuple[object, ...], Program] = {}
     for program in programs:
         key = (program.storage, tuple((k, v) for k, v in program.params.items() if isinstance(v, int)))
-        found.setdefault(key, program)
-    return list(found.values())
+        by_layout.setdefault(key, program)
+    return list(by_layout.values())
 
 
 def summary(programs: Sequence[Program]) -> dict[str, Any]:
     """A line of the list of formats."""
     spec = programs[0].spec
     plain = [program for program in programs if not any(tensor.stream for tensor in program.tensors)] or programs
-    bits = [float(bits_per_weight(program)) for program in distinct(plain)]
+    bits = [typical_bits(program) for program in distinct(plain)]
     low, high = f"{min(bits):.5g}", f"{max(bits):.5g}"
     return {"name": spec.name.value, "title": spec.title, "formula": spec.decode_text,
             "bits": low if low == high else f"{low} to {high}",
@@ -87,7 +87,7 @@ def data(programs: Sequence[Program]) -> dict[str, Any]:
         "tables": {table.name.value: {"shape": table.shape, "numbers": table.values} for table in spec.tables},
         "fields": {field.name: {"type": kinds[field.name], "axes": field_axes(programs, field)} for field in programs[0].fields},
         "layouts": [{
-            "storage": program.storage, "params": dict(program.params), "bits_per_weight": float(bits_per_weight(program)),
+            "storage": program.storage, "params": dict(program.params), "bits_per_weight": typical_bits(program),
             "tensors": {tensor.name: {
                 "type": tensor.kind, "axes": tensor_axes(tensor), "record_bits": tensor.record_bits,
                 "optional": tensor.optional, "aliases": list(tensor.aliases),

@@ -10,9 +10,14 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from qdsl.compiler.ir.program import Program, Tensor
-from qdsl.core.layout import BASE, Held, spread
+from qdsl.core.layout import BASE, RecordBit, spread
 
 Elements = tuple[tuple[int, ...], ...]
+MOST_ROWS, MOST_CELLS = 10, 32                                   # rows of bytes that are drawn; elements in a line of a grid
+LIGHT, DARK = "--paper:#ffffff;--ink:#1f2328", "--paper:#0d1117;--ink:#e6edf3"
+STYLE = (f".qdsl-bits{{{LIGHT}}}.qdsl-bits .paper{{fill:var(--paper,#ffffff)}}.qdsl-bits text{{fill:var(--ink,#1f2328)}}"
+         f"@media (prefers-color-scheme:dark){{.qdsl-bits{{{DARK}}}}}"
+         f"[data-md-color-scheme=default] .qdsl-bits{{{LIGHT}}}[data-md-color-scheme=slate] .qdsl-bits{{{DARK}}}")
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#9c755f")
 
 
@@ -37,6 +42,11 @@ class Cell:
             return "pad"
         return "..".join(dict.fromkeys(self._text(elements) for elements in (self.first, self.last)))
 
+    def short(self) -> str:
+        """`12`, for a cell of a grid; without subscripts that are the same all over the record."""
+        shown = [str(i) for i, varies in zip(self.first[0], self.many, strict=True) if varies]
+        return ",".join(shown) if self.field else "-"
+
     def _text(self, elements: Elements) -> str:
         shown = [[i for i, varies in zip(index, self.many, strict=True) if varies] for index in elements]
         texts = " ".join(f"{self.field}{index or ''}" for index in shown)
@@ -57,14 +67,14 @@ def rows(tensor: Tensor) -> list[Row]:
     """The record of a tensor, byte by byte, most significant bits first."""
     bits = spread({p.field: p.slices for p in tensor.placements}, tensor.record_bits)
     many = {p.field: tuple(extent > 1 for extent in p.extents) for p in tensor.placements}
-    found: list[Row] = []
+    joined_rows: list[Row] = []
     for byte in range(tensor.record_bits // 8):
         cells = tuple(replace(cell, many=many.get(cell.field, ())) for cell in _cells(bits[8 * byte:8 * byte + 8]))
-        if not found or (joined := _joined(found[-1], cells)) is None:
-            found.append(Row(byte, byte, cells))
+        if not joined_rows or (joined := _joined(joined_rows[-1], cells)) is None:
+            joined_rows.append(Row(byte, byte, cells))
         else:
-            found[-1] = joined
-    return found
+            joined_rows[-1] = joined
+    return joined_rows
 
 
 def _joined(row: Row, cells: tuple[Cell, ...]) -> Row | None:
@@ -87,22 +97,22 @@ def _shape(cells: Sequence[Cell]) -> list[tuple[str, int, int, int]]:
     return [(cell.field, -1 if cell.width == 8 and not cell.digits else cell.lo, cell.width, len(cell.first)) for cell in cells]
 
 
-def _cells(bits: Sequence[Held | None]) -> Iterator[Cell]:
+def _cells(bits: Sequence[RecordBit | None]) -> Iterator[Cell]:
     """Runs of a byte's bits that are neighbours in one element, from bit 7 down; or the byte of digits."""
     end = 8
     while end:
         start = end - 1
         while start and _continues(bits[start - 1], bits[start]):
             start -= 1
-        held = bits[start]
-        if held is None:
+        bit = bits[start]
+        if bit is None:
             yield Cell("", ((),), ((),), 0, end - start)
         else:
-            yield Cell(held.field, held.elements, held.elements, held.bit, end - start, held.digits)
+            yield Cell(bit.field, bit.elements, bit.elements, bit.bit, end - start, bit.digits)
         end = start
 
 
-def _continues(low: Held | None, high: Held | None) -> bool:
+def _continues(low: RecordBit | None, high: RecordBit | None) -> bool:
     if low is None or high is None:
         return low is high
     return replace(low, bit=low.bit + 1) == high
@@ -110,13 +120,13 @@ def _continues(low: Held | None, high: Held | None) -> bool:
 
 def describe(tensor: Tensor) -> str:
     """What one record holds: `18 bytes hold 1 d, 32 q`."""
-    held = []
+    counts = []
     for placement in tensor.placements:
         count = 1
         for extent in placement.extents:
             count *= extent
-        held.append(f"{count} {placement.field}")
-    return f"{tensor.record_bits // 8} bytes hold {', '.join(held)}"
+        counts.append(f"{count} {placement.field}")
+    return f"{tensor.record_bits // 8} bytes hold {', '.join(counts)}"
 
 
 def terminal(program: Program) -> list[str]:
@@ -142,23 +152,133 @@ def _bits(program: Program, cell: Cell) -> str:
 
 
 def svg(programs: Sequence[Program]) -> str:
-    """The records of all storages as one drawing; the same input gives the same bytes."""
+    """The records of storages as one drawing, a screen for each storage; the same input gives the same bytes.
+
+    programs: of each storage the first is drawn, whose parameters are the defaults.  Colours follow a light or dark theme.
+    """
     spec = programs[0].spec
     colours = {field.name: COLOURS[i % len(COLOURS)] for i, field in enumerate(programs[0].fields)}
+    first = {program.storage: program for program in reversed(programs)}
     body: list[str] = []
     y = 64
     for program in programs:
+        if first[program.storage] is not program:
+            continue
         for tensor in program.tensors:
             body.append(_text(20, y, f"{program.storage}.{tensor.name}: {describe(tensor)}", 14, bold=True))
-            y += 12
-            for row in rows(tensor):
-                body += _draw_row(program, row, colours, y)
-                y += 26
-            y += 28
-    head = [f'<svg xmlns="http://www.w3.org/2000/svg" width="900" height="{y}" font-family="monospace">',
-            f"<title>{escape(spec.name.value)}</title>", f'<rect width="900" height="{y}" fill="white"/>',
+            y = _draw_record(program, tensor, colours, body, y + 10) + 30
+    head = [f'<svg xmlns="http://www.w3.org/2000/svg" class="qdsl-bits" viewBox="0 0 900 {y}" width="900" height="{y}" '
+            'font-family="monospace">', f"<title>{escape(spec.name.value)}</title>", f"<style>{STYLE}</style>",
+            f'<rect class="paper" width="900" height="{y}"/>',
             _text(20, 24, f"{spec.name}: {spec.title}", 16, bold=True), _text(20, 44, f"w = {spec.decode_text}", 14)]
     return "\n".join([*head, *body, "</svg>"]) + "\n"
+
+
+def _draw_record(program: Program, tensor: Tensor, colours: dict[str, str], body: list[str], y: int) -> int:
+    """Draw a record from y on: as rows of bytes, repeated ones once, or as a grid of its elements; where it ends."""
+    every = rows(tensor)
+    folds = list(_folds(every))
+    is_of_words = tensor.element.bits > 8 and len(every) > MOST_ROWS      # codes in the order of a warp's lanes
+    if is_of_words or sum(len(fold.rows) for fold in folds) > MOST_ROWS:
+        return _draw_grid(tensor, colours, body, y)
+    for fold in folds:
+        for row in fold.rows:
+            body += _draw_row(program, row, colours, y)
+            y += 26
+        if fold.times > 1:
+            body.append(_text(104, y + 12, f"{fold.times - 1} more times up to byte {fold.last}, {fold.change}", 11))
+            y += 20
+    return y
+
+
+@dataclass(frozen=True, slots=True)
+class _Fold:
+    """Rows that stand `times` times one after the other, up to byte `last`, with other elements each time."""
+
+    rows: tuple[Row, ...]
+    times: int
+    last: int
+    change: str
+
+
+def _folds(every: Sequence[Row]) -> Iterator[_Fold]:
+    """Rows in order, with the shortest period that repeats written once."""
+    at = 0
+    while at < len(every):
+        period, times = max(((period, _times(every, at, period)) for period in range(1, MOST_ROWS + 1)),
+                            key=lambda fold: (fold[0] * (fold[1] - 1), -fold[0]))
+        if times < 2:
+            period = 1
+        part = every[at:at + period]
+        change = ", ".join(dict.fromkeys(f"{a.field} {_text_of(_advance(a, b))}" for row, after in zip(
+            part, every[at + period:at + 2 * period], strict=False) for a, b in zip(row.cells, after.cells, strict=True)
+            if a.field)) if times > 1 else ""
+        yield _Fold(tuple(part), times, every[at + period * times - 1].last, change)
+        at += period * times
+
+
+def _times(every: Sequence[Row], at: int, period: int) -> int:
+    """How often the rows from `at` on repeat with a period, their elements moving by the same steps."""
+    times = 1
+    steps: list[tuple[int, ...]] | None = None
+    while len(part := every[at + times * period:at + (times + 1) * period]) == period:
+        before = every[at + (times - 1) * period:at + times * period]
+        if any(_shape(a.cells) != _shape(b.cells) or a.last - a.first != b.last - b.first
+               for a, b in zip(before, part, strict=True)):
+            break
+        moved = [_advance(a, b) for row, after in zip(before, part, strict=True)
+                 for a, b in zip(row.cells, after.cells, strict=True)]
+        if steps is not None and moved != steps:
+            break
+        steps = moved
+        times += 1
+    return times
+
+
+def _advance(before: Cell, after: Cell) -> tuple[int, ...]:
+    """How far the first element of a cell is from that of another."""
+    return tuple(b - a for a, b in zip(before.first[0], after.first[0], strict=True))
+
+
+def _text_of(steps: tuple[int, ...]) -> str:
+    """`+8`, of subscripts that change."""
+    return " ".join(f"{step:+}" for step in steps if step) or "the same"
+
+
+def _draw_grid(tensor: Tensor, colours: dict[str, str], body: list[str], y: int) -> int:
+    """Draw a record as a grid of its elements, low bits first; a darker cell is a later element; where it ends."""
+    cells = list(_elements(tensor))
+    per_word = max(1, len(cells) * 32 // tensor.record_bits)
+    per_line = per_word * max(1, MOST_CELLS // per_word)
+    most = max(max(cell.first[0], default=0) for cell in cells) or 1
+    body.append(_text(104, y + 12, f"elements by subscript, low bits first, {per_word} in 32 bits", 11))
+    y += 18
+    width = min(760 // per_line, 48)
+    size = 9 if 6 * max(len(cell.short()) for cell in cells) <= width else 7
+    for begin in range(0, len(cells), per_line):
+        body.append(_text(96, y + 13, f"{begin * tensor.record_bits // len(cells) // 8}", 11, "end"))
+        for place, cell in enumerate(cells[begin:begin + per_line]):
+            shade = 0.15 + 0.6 * max(cell.first[0], default=0) / most
+            x = 104 + place * width + 4 * (place // per_word)
+            body.append(_box(x, y, width, 18, colours.get(cell.field, "#999999"), f"{shade:.2f}"))
+            body.append(_text(x + width // 2, y + 13, cell.short(), size, "middle"))
+        y += 20
+    return y
+
+
+def _elements(tensor: Tensor) -> Iterator[Cell]:
+    """Runs of a record's bits that are neighbours in one element, low bits first."""
+    bits = spread({p.field: p.slices for p in tensor.placements}, tensor.record_bits)
+    many = {p.field: tuple(extent > 1 for extent in p.extents) for p in tensor.placements}
+    start = 0
+    while start < len(bits):
+        end = start + 1
+        while end < len(bits) and _continues(bits[end - 1], bits[end]):
+            end += 1
+        part = bits[start]
+        yield Cell("", ((),), ((),), 0, end - start) if part is None else Cell(
+            part.field, part.elements, part.elements, part.bit, end - start, part.digits, many[part.field])
+        start = end
 
 
 def _draw_row(program: Program, row: Row, colours: dict[str, str], y: int) -> list[str]:
@@ -167,13 +287,16 @@ def _draw_row(program: Program, row: Row, colours: dict[str, str], y: int) -> li
     x = 104
     for cell in row.cells:
         width = 96 * cell.width
-        fill = colours.get(cell.field, "#dddddd")
-        drawn.append(f'<rect x="{x}" y="{y}" width="{width}" height="24" fill="{fill}" fill-opacity="0.35" stroke="{fill}"/>')
+        drawn.append(_box(x, y, width, 24, colours.get(cell.field, "#999999"), "0.35"))
         label = cell.label() if width > 200 or len(cell.label()) * 7 < width else cell.field
         note = f" {_bits(program, cell)}" if width > 200 else ""
         drawn.append(_text(x + width // 2, y + 16, label + note, 11, "middle"))
         x += width
     return drawn
+
+
+def _box(x: int, y: int, width: int, height: int, fill: str, opacity: str) -> str:
+    return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{fill}" fill-opacity="{opacity}" stroke="{fill}"/>'
 
 
 def _text(x: int, y: int, text: str, size: int, anchor: str = "start", bold: bool = False) -> str:

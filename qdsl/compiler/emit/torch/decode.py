@@ -137,19 +137,19 @@ def _flat_size(by: Index) -> int:
 
 def _ordered(lines: Sequence[str]) -> list[str]:
     """Lines `field = ...` in an order in which a shape is read before its field gets more axes; else it is read ahead."""
-    rest = sorted(lines, key=lambda line: ".shape[" not in line)
+    remaining = sorted(lines, key=lambda line: ".shape[" not in line)
     ahead: list[str] = []
-    found: list[str] = []
-    while rest:
-        fields = [line.split(" = ")[0] for line in rest]
+    ordered: list[str] = []
+    while remaining:
+        fields = [line.split(" = ")[0] for line in remaining]
         free = next((i for i, field in enumerate(fields) if not any(
-            re.search(rf"\b{field}\.shape\[", line) for line in (*rest[:i], *rest[i + 1:]))), None)
+            re.search(rf"\b{field}\.shape\[", line) for line in (*remaining[:i], *remaining[i + 1:]))), None)
         if free is None:
             ahead.append(f"{fields[0]}_shape = {fields[0]}.shape")
-            rest = [re.sub(rf"\b{fields[0]}\.shape\[", f"{fields[0]}_shape[", line) for line in rest]
+            remaining = [re.sub(rf"\b{fields[0]}\.shape\[", f"{fields[0]}_shape[", line) for line in remaining]
         else:
-            found.append(rest.pop(free))
-    return [*ahead, *found]
+            ordered.append(remaining.pop(free))
+    return [*ahead, *ordered]
 
 
 def _key(program: Program, value: Value, together: Joint | None) -> str:
@@ -181,12 +181,12 @@ def _rows(program: Program, lookups: Sequence[Value], value: Value, rows: Levels
     sizes = [str(a.const // b.const) for a, b in pairwise(columns.blocks)]
     text = f"{text}.unflatten(-1, ({', '.join(['-1', *sizes[:at]])}))" if at else text
     below = f".unflatten(-1, ({', '.join(sizes[at:])}))" if len(sizes) > at + 1 else ""
-    made = name if once else f"{name}_{lookups.index(value)}"
+    rows_name = name if once else f"{name}_{lookups.index(value)}"
     if value.op == "table":
-        return made, f"{constant(name)}[{text}]{below}"
+        return rows_name, f"{constant(name)}[{text}]{below}"
     stored = program.field(value.name)
     plane = f".flatten(0, -3)[{value.const}]" if len(stored.table) > 3 else f"[{value.const}]" if len(stored.table) > 2 else ""
-    return made, f"entries({_typed(program, stored)}{plane}, {text}){below}"
+    return rows_name, f"entries({_typed(program, stored)}{plane}, {text}){below}"
 
 
 def _result(program: Program, names: Mapping[str, str]) -> list[str]:
@@ -229,9 +229,9 @@ def _levels(programs: Sequence[Program], fields: Sequence[Field], axis: str, ext
         blocks.add(ix.name("block"))
     if axis == "k" and extents:
         blocks |= {Index(1), *map(Index, extents)}
-    known = [block for block in blocks if block.is_const]
-    if len(known) == len(blocks):
-        order = tuple(sorted(known, key=lambda block: -block.const))
+    constant_blocks = [block for block in blocks if block.is_const]
+    if len(constant_blocks) == len(blocks):
+        order = tuple(sorted(constant_blocks, key=lambda block: -block.const))
         divides = all(_divisor(program, axis) % order[0].const == 0 for program in programs)
         nested = all(a.const % b.const == 0 for a, b in pairwise(order))
         return Levels(order, divides) if nested and (divides or len(order) <= 2) else Levels((Index(1),), True)
@@ -248,12 +248,12 @@ def _gathers(fields: Sequence[Field], optional: Collection[str]) -> list[str]:
     lines: list[str] = []
     for index in fields:
         if index.number is None:
-            found = [field.name for field in fields if _gathered(field) == index.name]
+            names = [field.name for field in fields if _gathered(field) == index.name]
             taken = [f"{name}[:, {index.name}]" if len(_field(fields, name).index) == 2 else f"{name}[{index.name}]"
-                     for name in found]
+                     for name in names]
             taken = [f"{name} if {name} is None else {text}" if name in optional else text
-                     for name, text in zip(found, taken, strict=True)]
-            lines += [f"if {index.name} is not None:", f"    {', '.join(found)} = {', '.join(taken)}"]
+                     for name, text in zip(names, taken, strict=True)]
+            lines += [f"if {index.name} is not None:", f"    {', '.join(names)} = {', '.join(taken)}"]
     return lines
 
 
@@ -285,18 +285,22 @@ def _prepare(programs: Sequence[Program], fields: Sequence[Field], field: Field,
             text = f"{text}.unflatten({axis}, ({_counts(fields, letter, levels, at, optional)}))"
         shown += [":"] * (at + 1) + ["None"] * (len(levels.blocks) - 1 - at)
         axis += at + 1
-    trailing = len(shown) - 1 - max((i for i, s in enumerate(shown) if s == ":"), default=-1)
-    if "None" in shown[:len(shown) - trailing]:
-        text += f"[{', '.join(shown)}]"
-    elif trailing == 1:
-        text += ".unsqueeze(-1)"
-    elif trailing > 1:
-        text += "[" + ", ".join(["..."] + ["None"] * trailing) + "]"
+    text += _new_axes(shown)
     if field.name in optional:
         default = next(p.defaults.get(field.name) or p.where.get(field.name) for p in programs
                        if field.name in p.defaults or field.name in p.where)
         return [f"{field.name} = {default} if {field.name} is None else {text}"]
     return [f"{field.name} = {text}"] if text != field.name else []
+
+
+def _new_axes(shown: Sequence[str]) -> str:
+    """The subscript that adds axes of one element, each 'None' among `shown`; the shortest text for it."""
+    trailing = len(shown) - 1 - max((i for i, axis in enumerate(shown) if axis == ":"), default=-1)
+    if "None" in shown[:len(shown) - trailing]:
+        return f"[{', '.join(shown)}]"
+    if trailing > 1:
+        return "[" + ", ".join(["..."] + ["None"] * trailing) + "]"
+    return ".unsqueeze(-1)" if trailing == 1 else ""
 
 
 def _spread(programs: Sequence[Program], fields: Sequence[Field], text: str, block: Index, axis: int, letter: str) -> str:
@@ -328,7 +332,7 @@ def _typed(program: Program, field: Field) -> str:
     if number.is_float:
         return f"{number.name}({field.name})"
     bits = integer_fields(program).get(field.name)
-    held = 8 if number.kind == "signed" and number.bits <= 8 else 32 if number.bits > 8 else 0
-    if bits == 8 and held == 0 and number.bits < 8:
+    held_bits = 8 if number.kind == "signed" and number.bits <= 8 else 32 if number.bits > 8 else 0
+    if bits == 8 and held_bits == 0 and number.bits < 8:
         return f"{field.name}.view(torch.int8)"
-    return f"{field.name}.to(torch.int{bits})" if bits and bits > held else field.name
+    return f"{field.name}.to(torch.int{bits})" if bits and bits > held_bits else field.name

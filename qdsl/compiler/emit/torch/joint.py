@@ -44,18 +44,18 @@ class Joint:
 
 def joint(program: Program) -> Joint | None:
     """The last such step, if all that reads the row or the field is in it."""
-    found = [made for step in range(len(program.values)) if (made := _at(program, step)) is not None]
-    return found[-1] if found else None
+    candidates = [candidate for step in range(len(program.values)) if (candidate := _at(program, step)) is not None]
+    return candidates[-1] if candidates else None
 
 
 def table(program: Program) -> list[str]:
     """The constant that holds it."""
-    made = joint(program)
-    if made is None:
+    step = joint(program)
+    if step is None:
         return []
-    text = formula(program, TORCH, {f"{made.table}[{made.row}]": made.table}, step=made.step)
-    of = constant(made.table)
-    return [f"{constant(made.name)} = {of}.with_codes(lambda {made.table}, {made.field}: {text}, {made.codes})"]
+    text = formula(program, TORCH, {f"{step.table}[{step.row}]": step.table}, step=step.step)
+    of = constant(step.table)
+    return [f"{constant(step.name)} = {of}.with_codes(lambda {step.table}, {step.field}: {text}, {step.codes})"]
 
 
 def _at(program: Program, step: int) -> Joint | None:
@@ -70,9 +70,9 @@ def _at(program: Program, step: int) -> Joint | None:
     shape = program.spec.table(rows[0].name).shape
     if len(shape) < 2 or row.index != field.index or field.number is None or field.number.kind != "unsigned":
         return None
-    made = Joint(step, rows[0].name, row.name, field.name, shape[0], 1 << field.bits)
-    others = {*(each.name for each in program.fields), *(each.name.value for each in program.spec.tables)}
-    return made if made.rows * made.codes <= MOST and made.name not in others else None
+    candidate = Joint(step, rows[0].name, row.name, field.name, shape[0], 1 << field.bits)
+    others = {*(other.name for other in program.fields), *(other.name.value for other in program.spec.tables)}
+    return candidate if candidate.rows * candidate.codes <= MOST and candidate.name not in others else None
 
 
 def _leaves(program: Program, step: int) -> list[Value]:

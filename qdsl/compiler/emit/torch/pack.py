@@ -9,7 +9,6 @@ from qdsl.compiler.emit.lines import indent, named
 from qdsl.compiler.emit.tensors import (
     Unsupported,
     arguments,
-    as_held,
     bare,
     count,
     cut_slice,
@@ -19,6 +18,7 @@ from qdsl.compiler.emit.tensors import (
     field_shifted,
     is_plain,
     is_signed,
+    is_stored_as_field,
     records_name,
     tensor_dtype,
     to_axes,
@@ -146,10 +146,10 @@ def _store(program: Program, tensor: Tensor, placement: Placement, part: Slice, 
     others = [other for p in tensor.placements for other in p.slices if other is not part]
     shared = any(_may_share(part, other) for other in others) or len(cuts.skips) > 1
     for skip in cuts.skips:
-        found = region(records, cuts, skip, tensor.record_bits // 8)
-        if found is None:
+        view = region(records, cuts, skip, tensor.record_bits // 8)
+        if view is None:
             raise Unsupported(f"the bytes of '{field.name}' in '{tensor.name}' are too scattered for a view")
-        target, digits = found
+        target, digits = view
         value = _value(program, field, cuts, skip, split, list(target.labels[:-1]) + list(digits), lines)
         keep = len(target.labels) - 1
         value = value.flatten(keep, len(value.labels) - keep, BYTES)
@@ -219,7 +219,7 @@ def _times(extents: list[Index], by: int) -> Index:
 
 def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, order: list[Label], lines: list[str]) -> Chain:
     """The bytes that a slice's lanes at byte `skip` contribute: axes in `order`, then a container's bytes if several."""
-    if as_held(field, cuts):
+    if is_stored_as_field(field, cuts):
         chain = split.permute(order)
         if cuts.container == 1:
             return chain if field_dtype(field) == "uint8" else chain.call("view(torch.uint8)")
@@ -236,9 +236,9 @@ def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, o
         text = f"sum({_masked(field, cuts.part, lane.text)}{wide} << {cuts.shift} for i in range({len(lanes)}))"
     else:
         texts: list[str] = []
-        for each in lanes:
-            lane = split.select(dict(zip(cuts.bits, each.values, strict=True)))
-            texts.append(_masked(field, cuts.part, lane.text) + wide + (f" << {each.shift}" if each.shift else ""))
+        for own in lanes:
+            lane = split.select(dict(zip(cuts.bits, own.values, strict=True)))
+            texts.append(_masked(field, cuts.part, lane.text) + wide + (f" << {own.shift}" if own.shift else ""))
         joined = " | ".join(texts)
         text = f"({joined})" if len(texts) > 1 or lanes[0].shift else joined
     value = Chain(text, lane.labels).permute(order)

@@ -16,7 +16,7 @@ from qdsl.compiler.emit.torch.unpack import unpack_body
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Index
 from qdsl.compiler.ir.program import Encode, Field, Program
-from qdsl.compiler.passes.schemes import SCHEMES
+from qdsl.core.schemes import SCHEMES
 
 
 def unpack_function(program: Program) -> list[str]:
@@ -82,13 +82,13 @@ def encode_function(program: Program) -> list[str]:
     weight = "weight" if run is None else f"weight.reshape({run}, -1).t()" if apart else "weight.reshape(1, -1)"
     call = [weight, *_types(program, encode), *_columns(program, encode, run), *_options(encode)]
     order = [encode.roles[role] for role in scheme.roles if role in encode.roles]
-    made = {name: name for name in order}
+    texts = {name: name for name in order}
     if run is not None:                                          # back from one row, or from a row for each group
-        made = {name: f"{name}{'.t()' if apart else ''}.reshape(weight.shape)" if len(program.field(name).index) == 2 else
+        texts = {name: f"{name}{'.t()' if apart else ''}.reshape(weight.shape)" if len(program.field(name).index) == 2 else
                 f"{name}.flatten()" if program.field(name).index else name for name in order}
     return [*wrapped("def encode(", head, ") -> dict[str, Tensor]:"),
             *indent([*_doc(doc), *wrapped(f"{', '.join(order)} = {encode.scheme}(", call, ")", level=1),
-                     f"return {{{', '.join(f'{quoted(name)}: {made[name]}' for name in order)}}}"])]
+                     f"return {{{', '.join(f'{quoted(name)}: {texts[name]}' for name in order)}}}"])]
 
 
 def _flat(program: Program, encode: Encode) -> tuple[Index | None, bool]:
@@ -115,30 +115,31 @@ def _columns(program: Program, encode: Encode, run: Index | None) -> list[str]:
     scale, across = roles["scale"], SCHEMES[encode.scheme].across
     rows, axes = ("1", 2) if run is not None else (_block(program, scale, "n"), len(scale.index))
     around = across or run is not None
-    found = [f"rows={rows}"] if around else []
-    found += [f"columns={run or _block(program, scale, 'k')}"]
-    found += [f"axes={axes}"] if around else []
+    arguments = [f"rows={rows}"] if around else []
+    arguments += [f"columns={run or _block(program, scale, 'k')}"]
+    arguments += [f"axes={axes}"] if around else []
     more = {"super": "super_scale", "shift": "shift"} if run is not None or not across else {}
     more |= {"sums": "sums"}
-    return [*found, *(f"{word}_columns={_block(program, roles[role], 'k')}" for word, role in more.items() if role in roles)]
+    return [*arguments, *(f"{word}_columns={_block(program, roles[role], 'k')}" for word, role in more.items() if role in roles)]
 
 
 def _options(encode: Encode) -> list[str]:
     """Options and constants of the scheme; those that a caller may choose come as options."""
-    found = [f"{key}={literal(value)}" for key, value in encode.options.items() if key not in encode.open]
-    found += [f"{key}={constant(value) if isinstance(value, str) else value}" for key, value in encode.constants.items() if value]
-    found += ["importance=importance"] if encode.importance else []
-    given = ", ".join(f"{quoted(key)}: {literal(value)}" for key, value in encode.options.items() if key in encode.open)
-    rest = f"**{{{given}, **options}}" if given else "**options"
-    return [*found, rest] if encode.open else found
+    arguments = [f"{key}={literal(value)}" for key, value in encode.options.items() if key not in encode.open]
+    arguments += [f"{key}={constant(value) if isinstance(value, str) else value}"
+                  for key, value in encode.constants.items() if value]
+    arguments += ["importance=importance"] if encode.importance else []
+    defaults = ", ".join(f"{quoted(key)}: {literal(value)}" for key, value in encode.options.items() if key in encode.open)
+    chosen = f"**{{{defaults}, **options}}" if defaults else "**options"
+    return [*arguments, chosen] if encode.open else arguments
 
 
 def _block(program: Program, field: Field, axis: str) -> str:
     """How many rows or columns share a value of the field, as text."""
     index = next((i for i in field.index if axis in i.names()), None)
     if index is None and axis == "k" and len(field.index) == 2:     # a gather: the block is that of the groups in order
-        known = program.defaults.get(str(field.index[1])) or program.where.get(str(field.index[1]))
-        index = known
+        default = program.defaults.get(str(field.index[1])) or program.where.get(str(field.index[1]))
+        index = default
     if index is None:
         return f"weight.shape[{'nk'.index(axis)}]"
     return "1" if index.terms[0][0].op == "name" else str(index.terms[0][0].args[1])

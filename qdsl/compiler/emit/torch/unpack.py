@@ -6,7 +6,7 @@ torch has it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from qdsl.compiler.emit.digits import Cut, Digit, Lane
@@ -14,7 +14,6 @@ from qdsl.compiler.emit.lines import indent, named
 from qdsl.compiler.emit.tensors import (
     Unsupported,
     arguments,
-    as_held,
     bare,
     cut_slice,
     element_labels,
@@ -24,6 +23,7 @@ from qdsl.compiler.emit.tensors import (
     in_order,
     is_plain,
     is_signed,
+    is_stored_as_field,
     records_name,
     shifted,
     sizes,
@@ -41,27 +41,11 @@ def unpack_body(program: Program) -> list[str]:
     """Statements that turn the stored tensors into a dict of fields."""
     lines: list[str] = []
     inside: dict[str, list[str]] = {}                            # of tensors that may be missing
-    taken = arguments(program)
     parts: dict[str, list[tuple[int, str]]] = {}
     for tensor in sorted(program.tensors, key=lambda tensor: tensor.optional):
         before = len(lines)
-        if is_plain(program, tensor):
-            field = program.field(tensor.placements[0].field)
-            parts.setdefault(field.name, []).append((0, _plain(tensor, tensor.placements[0], field, in_order(tensor))))
-            continue
-        for place, placement in enumerate(elements(program, tensor)):
-            parts[placement.field] = [(0, _element(program, tensor, placement, place))]
-        if elements(program, tensor):
-            continue
-        records = _records(tensor)
-        if records.text != tensor.name:
-            records = Chain(named(lines, records_name(program, tensor), bare(records.text), taken), records.labels)
-        for placement in tensor.placements:
-            for ranges in placement.cuts:
-                text = _slices(program.field(placement.field), tensor, placement, ranges, records, lines, taken)
-                if ranges[0].width < program.field(placement.field).bits:
-                    text = named(lines, f"{placement.field}_{'high' if ranges[0].lo else 'low'}", bare(text), taken)
-                parts.setdefault(placement.field, []).append((ranges[0].lo, text))
+        for name, lo, text in _fields_of(program, tensor, lines):
+            parts.setdefault(name, []).append((lo, text))
         if tensor.optional:
             inside[tensor.name] = lines[before:]
     lines = lines[:len(lines) - sum(map(len, inside.values()))]
@@ -76,6 +60,29 @@ def unpack_body(program: Program) -> list[str]:
             lines += [f"if {optional[field.name]} is not None:", *indent(inside.get(optional[field.name], [])),
                       f'    fields["{field.name}"] = {_join(field, parts[field.name])}']
     return [*lines, "return fields"]
+
+
+def _fields_of(program: Program, tensor: Tensor, lines: list[str]) -> Iterator[tuple[str, int, str]]:
+    """(field, its lowest bit here, text of those bits) for all that a tensor stores; appends the statements that they need."""
+    taken = arguments(program)
+    if is_plain(program, tensor):
+        field = program.field(tensor.placements[0].field)
+        yield field.name, 0, _plain(tensor, tensor.placements[0], field, in_order(tensor))
+        return
+    if placements := elements(program, tensor):
+        for place, placement in enumerate(placements):
+            yield placement.field, 0, _element(program, tensor, placement, place)
+        return
+    records = _records(tensor)
+    if records.text != tensor.name:
+        records = Chain(named(lines, records_name(program, tensor), bare(records.text), taken), records.labels)
+    for placement in tensor.placements:
+        field = program.field(placement.field)
+        for ranges in placement.cuts:
+            text = _slices(field, tensor, placement, ranges, records, lines, taken)
+            if ranges[0].width < field.bits:
+                text = named(lines, f"{field.name}_{'high' if ranges[0].lo else 'low'}", bare(text), taken)
+            yield field.name, ranges[0].lo, text
 
 
 def _element(program: Program, tensor: Tensor, placement: Placement, place: int) -> str:
@@ -132,8 +139,8 @@ def _slices(field: Field, tensor: Tensor, placement: Placement, ranges: Sequence
     chains = [_slice(field, tensor, placement, part, records, lines, taken, alone) for part in ranges]
     chain = chains[0]
     if not alone:
-        texts = [named(lines, f"{field.name}_{part.start}", bare(each.text), taken)
-                 for part, each in zip(ranges, chains, strict=True)]
+        texts = [named(lines, f"{field.name}_{part.start}", bare(part_chain.text), taken)
+                 for part, part_chain in zip(ranges, chains, strict=True)]
         chain = Chain(f"torch.cat([{', '.join(texts)}], -1)", chain.labels)
         last = len(placement.digits) - 1
         chain = chain.flatten(last, len(chain.labels) - last, f"axis {last}")
@@ -144,7 +151,7 @@ def _slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, reco
            taken: set[str], alone: bool) -> Chain:
     """The bits of one slice with an axis per coordinate; where ranges follow, the last one with its records apart."""
     cuts = cut_slice(tensor, placement, part)
-    if as_held(field, cuts):
+    if is_stored_as_field(field, cuts):
         chain = _typed(field, tensor, cuts, records)
     else:
         chain = _lanes(field, tensor, cuts, records, lines, taken)
@@ -163,10 +170,10 @@ def _region(tensor: Tensor, cuts: Cut, records: Chain, skip: int, size: int = 1)
     """The bytes (or elements of `size` bytes) of a slice."""
     if BYTES not in records.labels:
         return records, ()
-    found = region(records, cuts, skip, tensor.record_bits // 8 // size)
-    if found is None:
+    view = region(records, cuts, skip, tensor.record_bits // 8 // size)
+    if view is None:
         raise Unsupported(f"the bytes of a field in '{tensor.name}' are too scattered for a view")
-    return found
+    return view
 
 
 def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
@@ -180,9 +187,9 @@ def _typed(field: Field, tensor: Tensor, cuts: Cut, records: Chain) -> Chain:
         if not cuts.bytes_:
             return wide.pick({BYTES: str(moved.first)})
         chain, digits = _region(tensor, moved, wide, 0, size)
-        found = _digits(chain, digits, sizes(list(digits)))
+        wide_digits = _digits(chain, digits, sizes(list(digits)))
         back: dict[Label, Label] = dict(zip(moved.bytes_, cuts.bytes_, strict=True))
-        return Chain(found.text, tuple(back.get(label, label) for label in found.labels))
+        return Chain(wide_digits.text, tuple(back.get(label, label) for label in wide_digits.labels))
     chain, digits = _region(tensor, cuts, records, 0)
     if kind != "torch.uint8":
         chain = Chain(f"as_type({chain.text}, {kind})", chain.labels)
@@ -198,10 +205,10 @@ def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[
     """Containers shifted and masked once per lane, stacked along a new axis where there are several lanes."""
     sources = {skip: _container(tensor, cuts, records, skip) for skip in cuts.skips}
     one = sources[cuts.skips[0]]
-    turned = BYTES in records.labels[:-1]
-    if cuts.neighbours and not turned and _place(one.labels, cuts.bits[0]) == len(one.labels):
-        found = Chain(f"spread({one.text}, {cuts.neighbours})", (*one.labels, cuts.bits[0]))
-        return found if field.bits <= 8 else found.call("to(torch.int32)")
+    is_transposed = BYTES in records.labels[:-1]
+    if cuts.neighbours and not is_transposed and _place(one.labels, cuts.bits[0]) == len(one.labels):
+        neighbours = Chain(f"spread({one.text}, {cuts.neighbours})", (*one.labels, cuts.bits[0]))
+        return neighbours if field.bits <= 8 else neighbours.call("to(torch.int32)")
     if len(cuts.lanes) > 1 and len(sources) == 1 and one.text != records.text:
         # Cutting runs of a few bytes is slow where they lie apart; one copy brings them together.
         apart = cuts.container == 1 and "[" in one.text
@@ -212,7 +219,7 @@ def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[
     narrow = ".to(torch.uint8)" if cuts.container > 1 and field.bits <= 8 else ""
     if len(texts) == 1:
         return Chain(f"{'trit' if cuts.part.places else ''}({texts[0]}){narrow}", one.labels)
-    place = _place(one.labels[:-1] if turned else one.labels, cuts.bits[0])
+    place = _place(one.labels[:-1] if is_transposed else one.labels, cuts.bits[0])
     listed = ", ".join(texts)
     text = sources[cuts.skips[0]].text
     if len(texts) > 2 and [lane.place for lane in cuts.lanes] == list(range(len(texts))) and len(sources) == 1:

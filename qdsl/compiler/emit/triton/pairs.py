@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from qdsl.compiler.emit.templates import render
 from qdsl.compiler.ir.program import Placement, Program, Tensor
-from qdsl.compiler.passes.streams import STREAMS
+from qdsl.core.codecs import CODECS
 from qdsl.core.layout import Slice
 
 COLUMNS, WORD, HALF = 8, 32, 16
@@ -31,7 +31,7 @@ def paired(program: Program) -> Paired | None:
     """None where weights cannot be made so."""
     if len(program.values) != 1 or len(program.tensors) != 2 or program.field(program.values[0].name).kind not in ("bf16", "f16"):
         return None
-    coded = [tensor for tensor in program.tensors if tensor.stream is not None and not STREAMS[tensor.stream.coding].flat]
+    coded = [tensor for tensor in program.tensors if tensor.stream is not None and not CODECS[tensor.stream.coding].flat]
     others = [tensor for tensor in program.tensors if tensor.stream is None]
     if len(coded) != 1 or len(others) != 1:
         return None

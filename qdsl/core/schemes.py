@@ -1,12 +1,18 @@
-"""The encode schemes that a spec may name: their roles and options, as qdsl/encode implements them (tests compare)."""
+"""The encode schemes that a spec may name, each registered here once: roles, options, and the decode that it inverts.
+
+The compiler reads this table.  qdsl/encode implements a scheme as the function of its name; `encode.scheme` checks its arguments.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from qdsl.core.numbers import Number
 
+# Arguments of every scheme's function: which weights share a value, and how many axes a scale has.
+BLOCK_SIZES = ("rows", "columns", "super_columns", "shift_columns", "sums_columns", "axes")
 # What a field must be to play a role: words for it, and the test.
 KINDS: dict[str, tuple[str, Callable[[Number], bool]]] = {
     "scale": ("a scale is f32, f16 or bf16", lambda number: number.is_float and number.bits >= 16),
@@ -32,13 +38,13 @@ KINDS: dict[str, tuple[str, Callable[[Number], bool]]] = {
 class Scheme:
     """roles: the fields that it chooses, as it returns them, and of which of KINDS each is.
 
-    options: argument -> allowed words, None: a number.  required: roles and options that must be given.  A field of `sums` is
+    options: argument -> allowed words, None: a number.  required: roles and options that a spec must give.  A field of `sums` is
     computed from the codes.
     inverts: the decode expressions that it is the inverse of, over roles, constants that may be missing, and tables:
     `level[code]` is a number, `levels[code]` one of rising integers, `grid[code, k]` one of a row; `steps(scale)` is whatever
-    depends on that field alone.  importance: it takes one.  own: words that belong to the format, which no caller gives; given:
-    numbers that a caller may give too.  which: the argument that says which of `inverts` it is, counted from 0.
-    of_integers: what must be given too for codes that are integers.
+    depends on that field alone.  importance: it takes one.  own: options that belong to the format, which no caller chooses;
+    overridable: numbers that a caller may choose too.  which: the argument that says which of `inverts` it is, counted from 0.
+    of_integers: the options that codes that are integers need too.
     across: a block that shares a scale may lie in several rows of the weight.
     """
 
@@ -49,7 +55,7 @@ class Scheme:
     inverts: str | tuple[str, ...]
     importance: bool = False
     own: tuple[str, ...] = ()
-    given: tuple[str, ...] = ()
+    overridable: tuple[str, ...] = ()
     which: str = ""
     of_integers: tuple[str, ...] = ()
     across: bool = True
@@ -57,6 +63,13 @@ class Scheme:
     @property
     def patterns(self) -> tuple[str, ...]:
         return (self.inverts,) if isinstance(self.inverts, str) else self.inverts
+
+    @property
+    def arguments(self) -> tuple[set[str], set[str]]:
+        """The arguments that its function must have besides the weight, and those that it may have."""
+        read = {word for pattern in self.patterns for word in re.findall("[a-z_]+", pattern)}
+        offered = {*self.roles, *self.options, *(("importance",) if self.importance else ())}
+        return offered, {*offered, *read, *BLOCK_SIZES, *((self.which,) if self.which else ())}
 
     def words(self, option: str, code: Number) -> tuple[str, ...]:
         """The words that an option may be for codes of a type; none for numbers, and where it is for other codes."""
@@ -71,7 +84,7 @@ class Scheme:
     def open(self, code: Number) -> tuple[str, ...]:
         """Options that a caller of quantize may give too."""
         return tuple(option for option in self.options
-                     if option in self.given or (option not in self.own and len(self.words(option, code)) > 1))
+                     if option in self.overridable or (option not in self.own and len(self.words(option, code)) > 1))
 
 
 _TIES = ("even", "away", "up")
@@ -86,7 +99,7 @@ SCHEMES = {
                      {"divisor": None, "by": _BY, "ties": (*_TIES, "zero"), "lost": ("least", "zero"), "least": None,
                       "power": _POWERS, "zeros": ("signed", "negative", "positive")},
                      "scale = largest magnitude of the block / divisor", "scale * (code - offset)", own=("lost",),
-                     given=("divisor", "least"), of_integers=("divisor",)),
+                     overridable=("divisor", "least"), of_integers=("divisor",)),
     "signmax": Scheme({"code": "code", "scale": "scale", "sums": "sums"}, ("code", "scale", "divisor"),
                       {"divisor": None, "by": (*_BY, "ratio"), "ties": _TIES},
                       "scale = the value of largest magnitude, sign and all, / divisor", "scale * (code - offset)",
@@ -99,7 +112,7 @@ SCHEMES = {
                             "super-scale from the largest magnitude of the weight; scale = largest of the block / divisor, in "
                             "its units",
                             ("super_scale * scale * code", "scale / super_scale * code"), own=("precision",),
-                            given=("empty", "least", "amax"), which="divided"),
+                            overridable=("empty", "least", "amax"), which="divided"),
     "absmax_level": Scheme({"code": "count", "scale": "small"}, ("code", "scale"), {},
                            "scale = largest magnitude of the block / largest level; of levels the nearest, of two the first",
                            "scale * factor * level[code]"),

@@ -1,0 +1,216 @@
+"""The lines of a record: loops, widths, bits and subscripts of one tensor, everything constant that must be constant.
+
+read_records uses it for each tensor, and finds which variables carry the fields from record to record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+from qdsl.compiler.ir.index import Atom, Index, name
+from qdsl.compiler.ir.program import Program
+from qdsl.compiler.passes.scope import Scope
+from qdsl.compiler.passes.type_fields import AXES, parameters
+from qdsl.compiler.spec import grammar as g
+from qdsl.compiler.spec import model
+from qdsl.compiler.spec.source import Problems, Span, did_you_mean
+from qdsl.core.layout import BASE, DIGIT_BITS, PLACES, Affine, Line, RecordItem
+
+MAX_PIECES = 1 << 14
+MAX_WIDTH = 64
+Weights = dict[str, tuple[Atom, ...]]                             # extents that a variable ('' for a number) is multiplied by
+
+
+class RecordReader:
+    """Reads the lines of a tensor's record.
+
+    used: the subscripts of each field, one for each item.  weights: what the variables in them are multiplied by.
+    """
+
+    def __init__(self, program: Program, item: model.Tensor, problems: Problems) -> None:
+        self.program = program
+        self.item = item
+        self.problems = problems
+        self.fields = {field.name: field for field in program.fields}
+        self.constants = {**parameters(program), **{d: i for d, i in program.dims.items() if i.is_const}}
+        self.extents = {"N": name("N"), "K": name("K"), **program.dims}
+        self.used: dict[str, list[tuple[Affine, ...]]] = {}
+        self.weights: dict[str, list[tuple[Weights, ...]]] = {}
+        self.what = f"the record of '{item.name}'"
+
+    def lines(self, record: tuple[g.Line, ...], variables: set[str], local: bool = False) -> tuple[Line, ...] | None:
+        """The record with constant loops, widths and linear subscripts."""
+        lines: list[Line] = []
+        pieces = 0
+        for line in record:
+            loops = self.loops(line.loops, variables)
+            if loops is None:
+                return None
+            if 0 in (extent for _, extent in loops):
+                continue                                         # a line that these parameters do not have
+            names = variables | {loop for loop, _ in loops}
+            pieces += len(line.items) * prod(extent for _, extent in loops)
+            if pieces > MAX_PIECES:
+                self.problems.add(line.span, f"the record has more than {MAX_PIECES} pieces")
+                return None
+            read = [self.digits(item, names, local) if isinstance(item, g.Digits) else self.bits(item, names, local)
+                     for item in line.items]
+            items = tuple(item for some in read for item in some or ())
+            if None in read:
+                return None
+            lines.append(Line(tuple(loops), items))
+            for item in items:
+                if item.field is not None:
+                    self.used.setdefault(item.field, []).append(item.index[1:] if local else item.index)
+        if not self.used:
+            self.problems.add(self.item.record_text.span, f"{self.what} holds no field")
+            return None
+        return tuple(lines)
+
+    def loops(self, loops: tuple[g.Loop, ...], taken: set[str]) -> list[tuple[str, int]] | None:
+        extents: list[tuple[str, int]] = []
+        for loop in loops:
+            if set(AXES.values()) & set(g.names(loop.extent)):
+                self.problems.add(loop.span, "a loop over a whole axis stands alone: as the first loop of the only line of "
+                                             f"{self.what}, of a tensor with the axis 'word'")
+                return None
+            extent = Scope(self.constants, self.what, self.problems).const(loop.extent, "a loop's extent")
+            if loop.name in taken | {seen for seen, _ in extents} | self.constants.keys():
+                self.problems.add(loop.span, f"loop '{loop.name}' has the name of something else")
+            least = 0 if any(g.names(loop.extent)) else 1        # parameters may leave out a line
+            if extent is not None and not least <= extent <= MAX_PIECES:
+                self.problems.add(loop.span, f"a loop runs from 1 to {MAX_PIECES} times, not {extent}")
+                extent = None
+            if extent is None:
+                return None
+            extents.append((loop.name, extent))
+        return extents
+
+    def digits(self, item: g.Digits, names: set[str], local: bool) -> list[RecordItem] | None:
+        """The digits of a byte one after the other, its loops written out."""
+        loops = self.loops(item.line.loops, names)
+        if loops is None:
+            return None
+        inner = [loop for loop, _ in loops]
+        forms = [self.digit(part, names | set(inner), local) for part in item.line.fields]
+        kept = [form for form in forms if form is not None]
+        if len(kept) < len(forms):
+            return None
+        size = len(kept) * prod(extent for _, extent in loops)
+        if not 1 <= size <= PLACES:
+            self.problems.add(item.span, f"a byte has room for {PLACES} digits of base {BASE}, not {size}")
+            return None
+        if len({form.field for form in kept}) > 1:
+            self.problems.add(item.span, "the digits of a byte are of one field")
+            return None
+        choices = [dict(zip(inner, values, strict=True)) for values in product(*(range(extent) for _, extent in loops))]
+        written = [replace(form, index=tuple(_bound(part, values) for part in form.index)) for values in choices for form in kept]
+        return [replace(form, place=place, last=place == size - 1) for place, form in enumerate(written)]
+
+    def digit(self, item: g.Item, names: set[str], local: bool) -> RecordItem | None:
+        """An item of a byte of digits: a whole element of two bits."""
+        if item.field is None:
+            self.problems.add(item.span, f"digits of base {BASE} are fields, not padding", "places after the last digit are 0")
+            return None
+        if item.part != "whole":
+            self.problems.add(item.span, f"a digit of base {BASE} is a whole field, without .lo, .hi or .at")
+            return None
+        read = self.part(item, names, local)
+        number = self.fields[item.field.name].number if read is not None else None
+        if number is not None and number.name == f"u{DIGIT_BITS}":
+            return read
+        if read is not None:
+            self.problems.add(item.span, f"a digit of base {BASE} is of a field that is u{DIGIT_BITS}, with values 0 to "
+                                         f"{BASE - 1}; '{item.field.name}' is {number.name if number else 'an index'}")
+        return None
+
+    def bits(self, item: g.Item, names: set[str], local: bool) -> list[RecordItem] | None:
+        read = self.part(item, names, local)
+        return None if read is None else [read]
+
+    def part(self, item: g.Item, names: set[str], local: bool) -> RecordItem | None:
+        scope = Scope({**self.constants, **{word: name(word) for word in names}}, self.what, self.problems)
+        if item.field is None:
+            width = scope.const(item.width, "a width") if item.width is not None else None
+            return None if not self.fits(width, MAX_WIDTH, item.span) else RecordItem(None, (), Affine(), width or 0)
+        field = self.fields.get(item.field.name)
+        if field is None:
+            self.problems.add(item.field.span,
+                              f"unknown field '{item.field.name}' in {self.what}{did_you_mean(item.field.name, self.fields)}")
+            return None
+        rows = scope if local else Scope({**scope.names, **self.extents}, self.what, self.problems, self.program.facts)
+        read = [self.linear(rows, expr, names) for expr in item.index]
+        index = [linear[0] if linear is not None else None for linear in read]
+        width = field.bits if item.width is None else scope.const(item.width, "a width")
+        if None in index or not self.fits(width, field.bits, item.span):
+            return None
+        assert width is not None
+        lo = self.bit(scope, item.lo) if item.lo is not None else Affine(field.bits - width if item.part == "hi" else 0)
+        rank = len(field.extents)
+        allowed = (0, 1) if local else (rank, 1) if rank == 2 else (rank,)
+        if len(index) not in allowed:
+            expected = "one local subscript, or none" if local else f"{rank}" + (", or one flat position" if rank == 2 else "")
+            self.problems.add(item.span, f"field '{field.name}' has {len(index)} subscripts here; expected {expected}")
+            return None
+        if lo is None:
+            return None
+        self.weights.setdefault(field.name, []).append(tuple(linear[1] for linear in read if linear is not None))
+        forms = tuple(form for form in index if form is not None) or ((Affine(),) if local else ())
+        return RecordItem(field.name, (Affine(), *forms) if local else forms, lo, width)
+
+    def fits(self, width: int | None, most: int, span: Span) -> bool:
+        if width is not None and not 1 <= width <= most:
+            self.problems.add(span, f"a width of {width} bits: expected 1 to {most}")
+            return False
+        return width is not None
+
+    def bit(self, scope: Scope, expr: g.Expr) -> Affine | None:
+        """A bit of an element, which loops may move."""
+        index = scope.index(expr)
+        if index is not None and all(atom.op == "name" for atom, _ in index.terms):
+            return Affine(index.const, tuple((atom.name, coefficient) for atom, coefficient in index.terms))
+        if index is not None:
+            self.problems.add(expr.span, f"a bit is linear in the loops of its line, not {index}")
+        return None
+
+    def linear(self, scope: Scope, expr: g.Expr, names: set[str]) -> tuple[Affine, Weights] | None:
+        """A subscript as the elements of a record, and what variables, and these elements, are multiplied by."""
+        index = scope.index(expr)
+        if index is None:
+            return None
+        parts: dict[str, int] = {}
+        units: Weights = {}
+        for factors, coefficient in expanded(index).items():
+            moving = [atom.name for atom in factors if atom.op == "name" and atom.name in names]
+            unit = tuple(atom for atom in factors if atom.op != "name" or atom.name not in names)
+            if len(moving) > 1 or any(Index(0, ((atom, 1),)).names() & names for atom in unit) or "".join(moving) in parts:
+                self.problems.add(expr.span, f"a record's subscript is linear in its variables, not {index}")
+                return None
+            parts["".join(moving)] = coefficient
+            units["".join(moving)] = unit
+        return Affine(parts.pop("", 0), tuple(parts.items())), units
+
+
+def expanded(index: Index) -> dict[tuple[Atom, ...], int]:
+    """An index as a sum of products: coefficient by atoms, none of which is a product."""
+    sums: dict[tuple[Atom, ...], int] = {(): index.const} if index.const else {}
+    for atom, coefficient in index.terms:
+        parts: dict[tuple[Atom, ...], int] = {(atom,): 1}
+        if atom.op == "mul":
+            left, right = (expanded(argument) for argument in atom.args)
+            parts = {}
+            for (a, x), (b, y) in product(left.items(), right.items()):
+                key = tuple(sorted((*a, *b), key=lambda atom: atom.key))
+                parts[key] = parts.get(key, 0) + x * y
+        for key, value in parts.items():
+            sums[key] = sums.get(key, 0) + coefficient * value
+    return {key: value for key, value in sums.items() if value}
+
+
+def _bound(form: Affine, values: Mapping[str, int]) -> Affine:
+    """With values in place of some variables."""
+    const = form.const + sum(coefficient * values[word] for word, coefficient in form.terms if word in values)
+    return Affine(const, tuple(term for term in form.terms if term[0] not in values))

@@ -1,0 +1,21 @@
+"""Names that a spec cannot give to fields, parameters, tables and tensors: words of the language and names of generated code.
+
+The printers take what they import from the same lists (emit/module/module.py), so that an import is reserved by being listed.
+"""
+
+from __future__ import annotations
+
+from qdsl.core.numbers import FLOATS
+from qdsl.core.schemes import SCHEMES
+
+LANGUAGE = ("n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm", "base3", "planar")
+# What generated modules import from qdsl.runtime and qdsl.runtime.gpu.kernels.
+RUNTIME = ("Field", "Format", "Kernels", "Lanes", "Narrow", "Pairs", "Records", "Storage", "Stored", "Stream", "Table", "Variant",
+           "as_float", "as_type", "base3", "cdiv", "empty", "entries", "integer", "joined", "pad", "spread", "trit", "workspace")
+KERNELS = ("codebook", "device", "gemv", "gemv_records", "lanes", "records", "skinny", "tile_gemm", "w8a8")
+# Other modules, and builtins that generated code calls.
+MODULES = ("torch", "triton", "tl", "qdsl", "Tensor", "Any")
+BUILTINS = ("sum", "range", "int", "str", "dict", "float")
+# What printed functions take and set themselves.
+LOCALS = ("x", "out", "bias", "fields", "tensors", "space", "w", "live", "inside", "sizes", "use", "state")
+RESERVED = frozenset({*LANGUAGE, *RUNTIME, *KERNELS, *MODULES, *BUILTINS, *LOCALS, *SCHEMES, *FLOATS})

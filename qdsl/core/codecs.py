@@ -1,0 +1,39 @@
+"""The entropy codes that may hold a tensor's elements, each registered here once.
+
+The compiler reads this table.  The folder qdsl/codecs/NAME implements a code: reference.py in numpy, launch.py on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+UNKNOWN = "?"                                                    # an extent that depends on the weights
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """tensors: what holds the elements, each an element type and axes of N and K.  flat: elements are [N * K], else [N, K].
+
+    bits: of an element, where all weights take the same; 0 where that depends on them.  normal: what an element of normally
+    distributed weights takes then, their exponents being the elements (`python -m bench --only lossless` measures it).
+    """
+
+    summary: str
+    tensors: Mapping[str, tuple[str, tuple[str, ...]]]
+    flat: bool = False
+    bits: int = 0
+    normal: float = 0
+
+
+CODECS = {
+    "window": Codec("4 bits, the distance from a base, and a list of the elements that are further away",
+                    {"codes": ("i32", ("N", "ceil(K/8)")), "base": ("u8", ("1",)), "start": ("i32", (UNKNOWN,)),
+                    "index": ("i32", (UNKNOWN,)), "value": ("u8", (UNKNOWN,))}, bits=4),
+    "huffman_lanes": Codec("a canonical Huffman code of at most 8 bits, in lanes that are decoded side by side",
+                           {"words": ("i32", (UNKNOWN,)), "starts": ("i32", (UNKNOWN, UNKNOWN)), "table": ("i16", ("256",))},
+                           normal=2.8),
+    "huffman_windows": Codec("a Huffman code of at most 32 bits, in windows of 64 bits that say where their first code begins",
+                             {"tables": ("u8", (UNKNOWN, "256")), "data": ("u8", (UNKNOWN,)), "positions": ("u8", (UNKNOWN,)),
+                             "gaps": ("u8", (UNKNOWN,))}, flat=True, normal=2.8),
+}

@@ -1,0 +1,24 @@
+"""The decorator of functions that implement an encode scheme of qdsl/core/schemes.py."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from qdsl.core.schemes import SCHEMES
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def scheme(function: _Function) -> _Function:
+    """The function itself, after a check that its arguments are the roles and options of the scheme of its name.
+
+    Raises TypeError where they are not, KeyError where there is no such scheme.
+    """
+    needed, allowed = SCHEMES[function.__name__].arguments
+    arguments = set(inspect.signature(function).parameters) - {"weight"}
+    if not needed <= arguments <= allowed:
+        raise TypeError(f"{function.__name__} and its entry in core/schemes.py differ: "
+                        f"{', '.join(sorted((needed - arguments) | (arguments - allowed)))}")
+    return function
