@@ -48,7 +48,10 @@ if TYPE_CHECKING:
 
 
 class WeightKey(NamedTuple):
-    """What a packed weight is, apart from its tensors.  names: of the tensors.  finite: whether no code is NaN or infinite."""
+    """What a packed weight is, apart from its tensors.
+
+    names: of the tensors.  finite: whether no code is NaN or infinite.  shape: 'NxK'.
+    """
 
     format: str
     storage: str
@@ -56,20 +59,29 @@ class WeightKey(NamedTuple):
     names: str
     finite: bool
     facts: str
-    n: int
-    k: int
+    shape: str
+
+    @property
+    def n(self) -> int:
+        """Rows of the weight."""
+        return int(self.shape.partition("x")[0])
+
+    @property
+    def k(self) -> int:
+        """Columns of the weight."""
+        return int(self.shape.partition("x")[2])
 
     @property
     def text(self) -> str:
         """The argument of operations from which `read_key` reads the key again."""
-        return f"{self.format}|{self.storage}|{self.params}|{self.names}|{self.finite}|{self.facts}|{self.n}|{self.k}"
+        return f"{self.format}|{self.storage}|{self.params}|{self.names}|{self.finite}|{self.facts}|{self.shape}"
 
 
 @lru_cache(maxsize=4096)
 def read_key(text: str) -> WeightKey:
     """The key of a weight from its text."""
-    format, storage, params, names, finite, facts, n, k = text.split("|")
-    return WeightKey(format, storage, params, names, finite == "True", facts, int(n), int(k))
+    format, storage, params, names, finite, facts, shape = text.split("|")
+    return WeightKey(format, storage, params, names, finite == "True", facts, shape)
 
 
 _formats: dict[str, Format] = {}
@@ -91,7 +103,7 @@ def weight_key(packed: PackedWeight) -> tuple[list[Tensor], WeightKey]:
     stored = {name: tensor for name, tensor in packed.tensors.items() if name not in spare}
     tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in stored.values()]
     return tensors, WeightKey(packed.format.key, packed.storage, packed.params_text, " ".join(stored), _is_finite(packed),
-                              packed.facts, *packed.shape)
+                              packed.facts, packed.shape_text)
 
 
 def operands(packed: PackedWeight) -> tuple[list[Tensor], str]:
