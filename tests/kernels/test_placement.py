@@ -104,17 +104,18 @@ def test_a_map_of_devices_leaves_the_cpu_alone(tmp_path: Path) -> None:
 
 def test_quantize_chooses_a_storage_unless_told(gpu: None) -> None:
     for options, storage in (({}, "planar"), ({"storage": "gguf"}, "gguf")):
-        dense = nn.Sequential(nn.Linear(256, 128))
+        dense = nn.Sequential(nn.Linear(4096, 1024))
         qdsl.quantize_(dense, "q4_0", **options)
         assert dense[0].packed.storage == storage
 
 
 def test_a_callers_weight_stays_with_a_note(gpu: None) -> None:
     """What runs is what the caller made; the plan says what would be faster."""
-    packed, planar = q4_0.quantize(weight(256, 256)), q4_0.planar(q4_0.quantize(weight(256, 256)))
+    packed = q4_0.quantize(weight(1024, 4096))
+    planar = q4_0.planar(packed)
     with patch.object(product, "by"):                            # what is multiplied is of no interest
         for each in (packed, planar):
-            product.product(torch.zeros(1, 256, dtype=torch.bfloat16), each, None, "", False)
+            product.product(torch.zeros(1, 4096, dtype=torch.bfloat16), each, None, "", False)
     assert packed.plan is not None and packed.storage == "gguf"
     assert packed.plan.note is not None and packed.plan.note.endswith("times as fast: qdsl.planar_")
     assert planar.plan is not None and planar.plan.note == ""
