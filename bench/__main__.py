@@ -12,6 +12,7 @@ from bench import (
     command_line,
     convert,
     dequantize,
+    dispatch,
     effort,
     execute,
     families,
@@ -30,8 +31,7 @@ from bench.timing import WrongResult
 
 GROUPS = {"command_line": command_line, "effort": effort, "dequantize": dequantize, "pack": pack, "convert": convert,
           "quantize": quantize, "lossless": lossless, "families": families, "linear": linear, "launch": launch,
-          "execute": execute, "sharding": sharding,
-          "loading": loading, "pretrained": pretrained}
+          "dispatch": dispatch, "execute": execute, "sharding": sharding, "loading": loading, "pretrained": pretrained}
 ROUNDS, QUICK = 15, 3
 
 

@@ -114,15 +114,18 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="PREFIX", help="formats whose name begins so")
     parser.add_argument("--arch", action="append", choices=list(EVERY_ARCH), help=f"by default {' and '.join(ARCHS)}")
     parser.add_argument("--anew", action="store_true", help="count kernels again that the file has")
+    parser.add_argument("--kind", action="append", choices=[*costs.USUAL], help="kernels of this kind alone, may be repeated")
     parser.add_argument("--file", type=Path, default=costs.TABLE)
     options = parser.parse_args()
     kernels = json.loads(options.file.read_text())["kernels"] if options.file.is_file() else {}
     for arch in options.arch or ARCHS:
         for packed in weights(options.only):
             storage = costs.storage_key(packed)
-            entry = {} if options.anew else kernels.get(arch, {}).get(storage, {})
+            entry = kernels.get(arch, {}).get(storage, {})
+            if options.anew:
+                entry = {key: row for key, row in entry.items() if key.split()[0] not in (options.kind or costs.USUAL)}
             for key, call in calls(packed, arch):
-                if key not in entry:
+                if key not in entry and key.split()[0] in (options.kind or costs.USUAL):
                     try:
                         entry[key] = row(call, arch)
                     except AnalyzeError as error:

@@ -71,11 +71,11 @@ def side(what: str) -> Callable[[], Any]:
     packed = form.empty((4096, 4096), "planar", "cpu")
     x = torch.zeros(1, 4096, dtype=torch.bfloat16)
     layer = form.Linear(packed)
-    tensors, words = ops.words(packed)
+    tensors, key = ops.operands(packed)
     operation = torch.ops.qdsl.linear.default
     one: dict[str, Callable[[], Any]] = {
         "linear": lambda: form.linear(x, packed), "Linear": lambda: layer(x),
-        "operation": lambda: operation(x, tensors, None, *words, *packed.shape, "")}
+        "operation": lambda: operation(x, tensors, None, key, "")}
     product = one[what]
 
     def run() -> torch.Tensor:

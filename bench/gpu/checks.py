@@ -18,7 +18,7 @@ from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu import product as gpu_product
 from qdsl.runtime.gpu.costs import Candidate
-from qdsl.runtime.torch import ops
+from qdsl.runtime.torch.linear import as_stored
 
 COMPILE = 2.0                                                    # seconds per launch that was not compiled ahead, assumed
 STUCK = 120.0                                                    # seconds for which a process that compiles is waited for
@@ -58,7 +58,7 @@ def worst(actual: Tensor, exact: Tensor, allowed: Tensor) -> float:
 
 def product(x: Tensor, weight: PackedWeight, bias: Tensor | None, invariant: bool = False) -> Tensor:
     """By the kernel for so many rows, in the launches of the runtime; decoded where there is none on a GPU."""
-    x, weight = ops.as_stored(x, weight)
+    x, weight = as_stored(x, weight)
     if not invariant and is_decoded(x, weight):
         return gpu_product.by(Candidate("decode"), x, weight, bias)
     out = x.new_empty(x.shape[0], weight.shape[0])

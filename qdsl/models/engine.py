@@ -23,6 +23,7 @@ from qdsl.checkpoint.report.shards import Piece, ShardError, is_plain, merged_pi
 from qdsl.models.served import Served, assembled, decoding
 from qdsl.models.shards import Collector, Part, joined, linear
 from qdsl.runtime.torch import eight
+from qdsl.runtime.torch.placement import fastest_storage
 
 OWN_KEYS = ("quant_method", "method", "format", "ignore", "quantize_x", "gguf_model", "verify")
 AUTO = "auto"                                                    # of quantize_x: where the checkpoint states it
@@ -273,6 +274,8 @@ class PackedLinear:
                 self.loaded[number] = collector.parts(device)    # says what is missing
         self.parts = joined([self.config.narrowed(part, self.collectors[number]) for number in sorted(self.loaded)
                              for part in self.loaded[number]])
+        if not hasattr(layer, "shard_indices"):                  # an embedding looks rows up
+            self.parts = [part if part.quantize_x else replace(part, weight=fastest_storage(part.weight)) for part in self.parts]
         self.loaded = {}
         for number, part in enumerate(self.parts):
             for name, tensor in part.weight.tensors.items():

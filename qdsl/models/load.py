@@ -26,6 +26,7 @@ from qdsl.models.grouped import GroupedBlock, Member, hold_group
 from qdsl.models.origin import origin_of, remember
 from qdsl.models.plan import GroupStep, LoadError, LoadPlan, Names, PackedStep, Rename, plan_load, renamed
 from qdsl.models.stacks import Stacks, is_transposed, piece_shapes, usual_stacks
+from qdsl.runtime.torch.model import use_fastest_storages
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.weight.algebra import concatenated
 from qdsl.runtime.weight.arrays import empty
@@ -77,12 +78,14 @@ def load_weights(model: nn.Module, path: Path, rename: Rename | None = None, dev
 
 def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None = None, device: torch.device | str | None = None,
                dtype: torch.dtype | None = None, verify: bool = False, copy: bool = False, format: str | None = None,
-               skip: Sequence[str] | None = None, plain: bool = True, stacks: Stacks | None = None, **options: Any) -> LoadReport:
+               skip: Sequence[str] | None = None, plain: bool = True, stacks: Stacks | None = None, planar: bool = True,
+               **options: Any) -> LoadReport:
     """Fill a model with the weights of an open checkpoint, as `load_weights` does.
 
     plain: False leaves plain tensors, other than those that are quantized, to a library that loads them after this.
     stacks: parameters [E, N, K] or [E, K, N] of the model -> for every expert, the layers of the checkpoint whose rows follow one
     another in it.  Those of usual names need not be stated.
+    planar: whether weights become planar where that is faster; False leaves it to a library that moves them after this.
     """
     _check_arguments(device, dtype, format, skip, options)
     if callable(tie := getattr(model, "tie_weights", None)):     # builders that put parameters on meta one by one untie them
@@ -103,7 +106,28 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     for group in plan.groups:
         loader.place_group(group)
     remember(model, loader.origin)
+    if planar and "storage" not in options:
+        use_planar(model, loader.report)
     return loader.finished()
+
+
+def use_planar(model: nn.Module, report: LoadReport, devices: Sequence[str] = ()) -> list[nn.Module]:
+    """Store packed layers of a report planar where that is faster on their device: the new modules.
+
+    devices: types of those whose layers are considered, all without.
+    """
+    def place(name: str) -> str:
+        """The name in the report of a layer, which may be one of experts."""
+        return name if name in report.packed else name.rpartition(".")[0]
+
+    def is_considered(layer: Any, name: str) -> bool:
+        return place(name) in report.packed and (not devices or layer.device.type in devices)
+
+    changed = use_fastest_storages(model, is_considered).quantized
+    layers: list[Any] = [model.get_submodule(name) for name in changed]
+    for name, layer in zip(changed, layers, strict=True):
+        report.packed[place(name)] = f"{layer.format.name}.{layer._packed.storage}"
+    return layers
 
 
 def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None, stacks: Stacks) -> None:

@@ -25,7 +25,8 @@ from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
-from qdsl.runtime.torch import experts, ops
+from qdsl.runtime.torch import experts
+from qdsl.runtime.torch.linear import as_stored
 from tests.kernels import test_w8a8
 from tests.kernels.test_lanes import expected, lanes_of, shapes_of
 from tests.support.covering import ALL, covering, kernels
@@ -126,7 +127,7 @@ def result(job: Job, flush: bool = False) -> dict[str, Any]:
             x = displaced(sample(job.rows, packed.shape[1], job.dtype), job.offset)
             bias = sample(1, packed.shape[0], job.dtype)[0] if job.rows % 2 else None
             out = torch.full((job.rows, packed.shape[0]), torch.nan, dtype=job.dtype)
-            stored, weight = ops.as_stored(x, packed)
+            stored, weight = as_stored(x, packed)
             calls = list(launch.linear_calls(stored, weight, bias, out, candidate=regimes.candidate(stored, weight)))
             findings = run(calls, job.arch, out, options)
             exact, allowed = expected(job.case, packed, x, bias)

@@ -10,33 +10,40 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
 
 import qdsl
 from bench.launch import stubbed
-from qdsl.generated import iq4_nl, q4_0
+from qdsl.generated import hlane, int8_channel, int_group, iq4_nl, q4_0
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.gpu import plan, product, scratch
-from qdsl.runtime.torch import ops
+from qdsl.runtime.gpu import plan, scratch
+from qdsl.runtime.torch import experts, ops
+from qdsl.runtime.weight import format as formats
+from qdsl.runtime.weight import packed as packed_weights
 
 BF16, F16 = torch.bfloat16, torch.float16
-# Format and storage, rows of x, type of x, of the bias, and elements that x lies behind an aligned place.
-CASES = (
-    ("q4_0", "planar", (1, 256), BF16, None, 0), ("q4_0", "planar", (1, 256), BF16, BF16, 0),
-    ("q4_0", "planar", (1, 256), BF16, None, 1), ("q4_0", "planar", (5, 256), BF16, None, 0),
-    ("q4_0", "planar", (16, 256), BF16, None, 0), ("q4_0", "planar", (4, 4, 256), BF16, F16, 0),
-    ("q4_0", "planar", (17, 256), BF16, None, 0), ("q4_0", "planar", (18, 256), BF16, None, 0),
-    ("q4_0", "gguf", (6, 256), F16, F16, 0),
-    ("q4_0", "planar", (64, 2048), BF16, BF16, 0),               # programs share K of a larger weight
-    ("iq4_nl", "gguf", (1, 256), BF16, None, 0), ("q4_0", "gguf", (4, 256), F16, BF16, 1),
+# Weight, rows of x, type of x, of the bias, elements that x lies behind an aligned place, and the mode of the product.
+CASES: tuple[tuple[str, tuple[int, ...], torch.dtype, torch.dtype | None, int, str], ...] = (
+    ("q4_0.planar", (1, 256), BF16, None, 0, ""), ("q4_0.planar", (1, 256), BF16, BF16, 0, ""),
+    ("q4_0.planar", (1, 256), BF16, None, 1, ""), ("q4_0.planar", (5, 256), BF16, None, 0, ""),
+    ("q4_0.planar", (16, 256), BF16, None, 0, ""), ("q4_0.planar", (4, 4, 256), BF16, F16, 0, ""),
+    ("q4_0.planar", (17, 256), BF16, None, 0, ""), ("q4_0.planar", (18, 256), BF16, None, 0, ""),
+    ("q4_0.large", (64, 2048), BF16, BF16, 0, ""),               # programs share K
+    ("q4_0.gguf", (6, 256), F16, F16, 0, ""),
+    ("iq4_nl.gguf", (1, 256), BF16, None, 0, ""), ("q4_0.gguf", (4, 256), F16, BF16, 1, ""),
+    ("act-order", (1, 256), BF16, None, 0, ""), ("act-order", (2, 2, 256), BF16, BF16, 0, ""),
+    ("hlane", (1, 256), BF16, BF16, 0, ""), ("hlane", (1, 256), F16, None, 0, ""),
+    ("int8_channel", (2, 256), BF16, BF16, 0, "quantize_x"),
 )
 QDSL = Path(qdsl.__file__).parent
-MODULES = {"q4_0": q4_0, "iq4_nl": iq4_nl}
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
@@ -46,8 +53,29 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.
     return memory[start:start + torch.Size(shape).numel()].view(shape)
 
 
-def weight(name: str, storage: str, k: int = 256) -> PackedWeight:
-    return MODULES[name].FORMAT.empty((64 if k == 256 else 2048, k), storage, "cpu").apply(lambda tensor: tensor.clone())
+def weight(name: str) -> PackedWeight:
+    """A weight in tensors of its own, which begin where kernels rely on it."""
+    packed = _weights()[name]
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        boundary = max(64, 1 << (tensor.nbytes - 1).bit_length())
+        memory = torch.zeros(tensor.nbytes + boundary, dtype=torch.uint8)
+        start = -memory.data_ptr() % boundary
+        return memory[start:start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    return packed.apply(moved)
+
+
+@cache
+def _weights() -> dict[str, PackedWeight]:
+    numbers = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    fields = int_group.unpack(int_group.quantize(numbers, bits=4, group=128))
+    index = torch.arange(256, dtype=torch.int32) % 2
+    return {"q4_0.planar": q4_0.planar(q4_0.quantize(numbers)), "q4_0.large": q4_0.FORMAT.empty((2048, 2048), "planar", "cpu"),
+            "q4_0.gguf": q4_0.quantize(numbers),
+            "iq4_nl.gguf": iq4_nl.quantize(numbers), "hlane": hlane.quantize(numbers.bfloat16()),
+            "int8_channel": int8_channel.quantize(numbers),
+            "act-order": int_group.planar(int_group.pack({**fields, "g": index}, storage="gptq_v1", bits=4, group=128))}
 
 
 def shown(launched: tuple[Any, ...], names: dict[int, str]) -> list[Any]:
@@ -72,34 +100,35 @@ def is_prepared(calls: list[tuple[Any, ...]]) -> bool:
 
 
 def every(launched: list[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    for name, storage, shape, dtype, bias_type, offset in CASES:
+    for name, shape, dtype, bias_type, offset, mode in CASES:
         runs, weights = [], []                                   # a plan lives as long as a weight that has it
-        for _ in range(3):                                       # the weight's tensors are new every time
-            packed = weight(name, storage, shape[-1])
+        for is_anew in (False, False, False, True):              # the weight's tensors are new every time, but the last
+            packed = weights[-1] if is_anew else weight(name)
             weights.append(packed)
-            x, bias = drawn(shape, dtype, offset), None if bias_type is None else drawn(packed.shape[:1], bias_type)
-            plan.plan_of(packed)
+            if not is_anew:
+                x, bias = drawn(shape, dtype, offset), None if bias_type is None else drawn(packed.shape[:1], bias_type)
+            own = plan.plan_of(packed)
+            if is_anew:
+                own.ready.clear()
             launched.clear()
-            ops.linear(x, packed, bias)
+            ops.linear(x, packed, bias, mode)
             runs.append([*launched])
-        flat = x.view(-1, shape[-1])
-        candidate = plan.best(packed, len(flat), dtype, x.device, offset == 0)
-        launched.clear()
-        product.by(candidate, flat, packed, bias)
         tensors = [*packed.tensors.values(), x, *([] if bias is None else [bias])]
         names = {tensor.data_ptr(): f"tensor {i}" for i, tensor in enumerate(tensors)}
         names[scratch.counters.take(1, x.device).data_ptr()] = "counters"
-        prepared, triton_own = ([shown(value, names) for value in calls] for calls in (runs[-1], launched))
-        yield {"case": f"{name}.{storage} {shape} {dtype} {bias_type} {offset}", "kind": candidate.kind,
-               "split": candidate.config.get("SPLIT", 1),
-               "prepared": [is_prepared(calls) for calls in runs], "kernel": prepared[0][4], "launches": len(launched),
+        prepared, triton_own = ([shown(value, names) for value in calls] for calls in runs[2:])
+        choice = next(reversed(own.choices.values()), None)
+        yield {"case": f"{name} {shape} {dtype} {bias_type} {offset}{mode and f' {mode}'}",
+               "kind": choice.candidate.kind if choice is not None else mode,
+               "split": choice.candidate.config.get("SPLIT", 1) if choice is not None else 1,
+               "prepared": [is_prepared(calls) for calls in runs[:3]], "kernels": [call[4] for call in prepared],
                "same": prepared == triton_own}
     yield from hooks(launched)
 
 
 def hooks(launched: list[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
     """With a hook set, launches go through Triton's launcher, which calls it."""
-    packed, x = weight("q4_0", "planar"), drawn((1, 256), BF16)
+    packed, x = weight("q4_0.planar"), drawn((1, 256), BF16)
     runtime, kernel_hook = triton.knobs.runtime, lambda metadata: None
     for is_set in (False, True):
         if is_set:
@@ -125,17 +154,58 @@ def called(function: Callable[[], object]) -> list[str]:
     return names
 
 
+def products() -> dict[str, Callable[[], object]]:
+    """A product of every kind that has prepared launches, by how it is called or what it is of."""
+    packed, x = weight("q4_0.planar"), drawn((1, 256), BF16)
+    layer, (tensors, key) = q4_0.Linear(packed), ops.operands(packed)
+    operation, inner = torch.ops.qdsl.linear.default, drawn((1, 256), BF16).requires_grad_()
+    permuted, coded, codes = weight("act-order"), weight("hlane"), weight("int8_channel")
+    narrow = int8_channel.Linear(codes, quantize_x=True)
+
+    def cast(function: Callable[..., object], *arguments: Any) -> object:
+        with torch.autocast("cpu", BF16):
+            return function(*arguments)
+
+    def differentiated(function: Callable[..., object], *arguments: Any) -> object:
+        with torch.enable_grad():
+            return function(*arguments)
+
+    return {"linear": lambda: q4_0.linear(x, packed), "Linear": lambda: layer(x),
+            "operation": lambda: operation(x, tensors, None, key), "autocast": lambda: cast(q4_0.linear, x.float(), packed),
+            "autocast Linear": lambda: cast(layer, x.float()), "act-order": lambda: int_group.linear(x, permuted),
+            "entropy-coded": lambda: hlane.linear(x, coded), "decoded": lambda: hlane.linear(x.half(), coded),
+            "quantize_x": lambda: int8_channel.linear(x, codes, quantize_x=True), "quantize_x Linear": lambda: narrow(x),
+            "gradients": lambda: differentiated(q4_0.linear, inner, packed)}
+
+
 def functions() -> dict[str, list[str]]:
-    """Those of a product that is prepared, by the function, the layer and the operation."""
-    packed, x = weight("q4_0", "planar"), drawn((1, 256), BF16)
-    layer, (tensors, words) = q4_0.Linear(packed), ops.words(packed)
-    operation = torch.ops.qdsl.linear.default
-    row = {"linear": lambda: q4_0.linear(x, packed), "Linear": lambda: layer(x),
-             "operation": lambda: operation(x, tensors, None, *words, *packed.shape)}
+    """The functions of qdsl that products run which are prepared."""
     with torch.no_grad():
+        row = products()
         for function in (*row.values(), *row.values()):
             function()
         return {name: called(function) for name, function in row.items()}
+
+
+def operators() -> dict[str, list[str]]:
+    """The operators of torch that run in what may be captured in a CUDA graph, where none may wait for the device."""
+    packed, x, offsets = weight("q4_0.planar"), drawn((4, 256), BF16), torch.tensor([0, 1, 1, 2, 4])
+    (tensors, key), (coded, coded_key) = ops.operands(packed), ops.operands(weight("hlane"))
+    row = products()
+    row |= {"grouped_linear": lambda: torch.ops.qdsl.grouped_linear(x, tensors, offsets, None, key, True),
+            "grouped_linear decoded": lambda: torch.ops.qdsl.grouped_linear(x, coded, offsets, None, coded_key, False),
+            "dequantize": lambda: torch.ops.qdsl.dequantize(tensors, key, BF16),
+            "dequantize streams": lambda: torch.ops.qdsl.dequantize(coded, coded_key, BF16)}
+    names = {}
+    with torch.no_grad(), ExitStack() as stack:
+        for module in (experts, formats, packed_weights):
+            stack.enter_context(patch.object(module, "runs_kernels", lambda device: True))
+        for name, function in row.items():
+            function()                                           # before a capture everything has run once
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                function()
+            names[name] = sorted({event.key for event in profile.key_averages()})
+    return names
 
 
 if __name__ == "__main__":
@@ -144,3 +214,4 @@ if __name__ == "__main__":
         for row in every(launched):
             print(json.dumps(row), flush=True)
         print(json.dumps(functions()), flush=True)
+        print(json.dumps(operators()), flush=True)

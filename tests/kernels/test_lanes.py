@@ -12,7 +12,7 @@ from bench.gpu import regimes
 from qdsl.runtime import Lanes, PackedWeight
 from qdsl.runtime.gpu import configure, launch, scratch
 from qdsl.runtime.gpu.costs import Candidate
-from qdsl.runtime.torch import ops
+from qdsl.runtime.torch.linear import as_stored
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields
 from tests.support.interpreter import INTERPRETED, guarded, times
@@ -71,7 +71,7 @@ def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = N
             candidate: Candidate | None = None) -> torch.Tensor:
     """The kernel's product; it touches nothing else, and stores every element once."""
     out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device=DEVICE)
-    x, packed = ops.as_stored(x, packed)
+    x, packed = as_stored(x, packed)
     calls = list(launch.linear_calls(x, packed, bias, out, candidate=candidate or regimes.candidate(x, packed)))
     with guarded(packed, x, bias, out, *(each for call in calls for each in call.scratch)) as trace:
         for call in calls:

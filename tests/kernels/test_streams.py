@@ -21,7 +21,7 @@ from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.product import product as gpu_product
 from qdsl.runtime.torch import linear
-from qdsl.runtime.torch.ops import words
+from qdsl.runtime.torch.ops import operands, weight_key
 from qdsl.runtime.weight import streams
 from tests.support.covering import ALL
 from tests.support.interpreter import INTERPRETED, guarded
@@ -314,7 +314,7 @@ def test_what_kernels_rely_on_is_looked_at_once() -> None:
     weight = packed("df11", normal(8, 512)).to("cpu")
     facts = weight.facts
     assert facts == "exponents.threads=512 exponents.levels=2 exponents.steps=32"
-    assert weight.apply(torch.clone).facts == facts and words(weight)[1].facts == facts
+    assert weight.apply(torch.clone).facts == facts and weight_key(weight)[1].facts == facts
     layer = module.Linear.empty((8, 512))
     layer.load_state_dict(weight.tensors, assign=True)
     assert layer.packed.facts == facts
@@ -331,9 +331,9 @@ def test_operations_open_streams(form: str) -> None:
     """They are told what a program is made of: not the shape, which is among their arguments."""
     weight = packed(form, normal(24, 256))
     x = tokens(3, 256)
-    tensors, described = words(weight)
-    assert torch.equal(torch.ops.qdsl.linear(x, tensors, None, *described, 24, 256), weight.format.linear(x, weight))
-    assert torch.equal(torch.ops.qdsl.dequantize(tensors, *described, 24, 256, torch.bfloat16), weight.format.dequantize(weight))
+    tensors, key = operands(weight)
+    assert torch.equal(torch.ops.qdsl.linear(x, tensors, None, key), weight.format.linear(x, weight))
+    assert torch.equal(torch.ops.qdsl.dequantize(tensors, key, torch.bfloat16), weight.format.dequantize(weight))
 
 
 def test_an_exponent_that_is_a_row_too_is_refused() -> None:

@@ -109,38 +109,38 @@ def fresh() -> None:
 def test_operations_are_what_torch_asks_of_them(trait: str) -> None:
     """Schema, fake kernels with dynamic shapes, and gradients, by torch's own checks."""
     _, packed = weights()[trait]
-    tensors, words = ops.words(packed)
+    tensors, key = ops.operands(packed)
     x, bias = sample(3, 64).requires_grad_(), sample(64, seed=1).requires_grad_()
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors):
         checks.remove("test_schema")                             # it compares arguments by arithmetic that 8-bit floats lack
-    torch.library.opcheck(ops._linear, (x, tensors, bias, *words, *packed.shape), test_utils=checks)
-    torch.library.opcheck(ops._turned, (x, tensors, *words, *packed.shape), test_utils=checks)
-    torch.library.opcheck(ops._linear, (sample(64), tensors, None, *words, *packed.shape), test_utils="test_faketensor")
-    torch.library.opcheck(ops._dequantize, (tensors, *words, *packed.shape, torch.bfloat16), test_utils="test_faketensor")
+    torch.library.opcheck(ops._linear, (x, tensors, bias, key), test_utils=checks)
+    torch.library.opcheck(ops._transposed_linear, (x, tensors, key), test_utils=checks)
+    torch.library.opcheck(ops._linear, (sample(64), tensors, None, key), test_utils="test_faketensor")
+    torch.library.opcheck(ops._dequantize, (tensors, key, torch.bfloat16), test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("trait", TRAITS)
 def test_an_operation_computes_what_the_function_does(trait: str) -> None:
     module, packed = weights()[trait]
-    tensors, words = ops.words(packed)
+    tensors, key = ops.operands(packed)
     x, bias = sample(2, 3, 64, dtype=torch.bfloat16), sample(64, seed=1)
-    assert same_bits(torch.ops.qdsl.linear(x, tensors, bias, *words, *packed.shape), module.linear(x, packed, bias))
-    assert same_bits(torch.ops.qdsl.dequantize(tensors, *words, *packed.shape, torch.float32),
+    assert same_bits(torch.ops.qdsl.linear(x, tensors, bias, key), module.linear(x, packed, bias))
+    assert same_bits(torch.ops.qdsl.dequantize(tensors, key, torch.float32),
                      module.dequantize(packed, torch.float32))
 
 
 def test_an_index_in_order_is_no_argument() -> None:
     """The operation is told by its absence that columns lie in order."""
-    assert ops.words(weights()["in order"][1])[1].names == "qweight qzeros scales"
-    assert ops.words(weights()["act-order"][1])[1].names == "qweight qzeros scales g_idx"
+    assert ops.weight_key(weights()["in order"][1])[1].names == "qweight qzeros scales"
+    assert ops.weight_key(weights()["act-order"][1])[1].names == "qweight qzeros scales g_idx"
 
 
 def test_nothing_is_dispatched_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> Tensor:
         raise AssertionError("the operation ran")
 
-    for name in ("_linear", "_turned", "_dequantize"):
+    for name in ("_linear", "_transposed_linear", "_dequantize"):
         monkeypatch.setattr(ops, name, never)
     module, packed = weights()["blocks"]
     x = sample(2, 64).requires_grad_()
@@ -316,9 +316,9 @@ def test_derivatives_to_second_order_and_forwards(trait: str) -> None:
     """By differences, in float64: of the function, and of the operations."""
     module, packed = weights(8, 64)[trait] if trait != "in order" and trait != "act-order" else weights()[trait]
     x, bias = sample(2, 64, dtype=torch.float64).requires_grad_(), sample(packed.shape[0], dtype=torch.float64).requires_grad_()
-    tensors, words = ops.words(packed)
+    tensors, key = ops.operands(packed)
     for function in (lambda x, bias: module.linear(x, packed, bias),
-                     lambda x, bias: torch.ops.qdsl.linear(x, tensors, bias, *words, *packed.shape)):
+                     lambda x, bias: torch.ops.qdsl.linear(x, tensors, bias, key)):
         torch.autograd.gradcheck(function, (x, bias), fast_mode=True)
         torch.autograd.gradgradcheck(lambda *both, call=function: call(*both).square(), (x, bias), fast_mode=True)
     torch.autograd.gradcheck(lambda x, bias: module.linear(x, packed, bias), (x, bias), check_forward_ad=True, fast_mode=True)
@@ -453,7 +453,7 @@ def test_a_tensor_that_is_put_in_place_of_another_is_looked_at() -> None:
         layer = int_group.Linear(first)
         layer._parameters["g_idx"] = nn.Parameter(second.tensors["g_idx"], requires_grad=False)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            assert "g_idx" in ops.words(layer.packed)[1].names   # not looked at yet, and not taken to be in order
+            assert "g_idx" in ops.weight_key(layer.packed)[1].names   # not looked at yet, and not taken to be in order
         assert same_bits(layer(x), int_group.linear(x, second))
     layer._parameters["g_idx"] = nn.Parameter(ordered.tensors["g_idx"] + 9, requires_grad=False)
     with pytest.raises(FormatError, match=r"'g_idx' puts column 0 into group 9; there are groups 0 to 1"):

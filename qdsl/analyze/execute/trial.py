@@ -18,7 +18,7 @@ from qdsl.analyze.gpus import WARP, AnalyzeError, arch_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure
 from qdsl.runtime.gpu.call import Call
-from qdsl.runtime.torch import ops
+from qdsl.runtime.torch.linear import as_stored
 
 SHAPE = (256, 1024)
 ALIKE = 0.02                                                     # static and executed counts that differ less agree
@@ -71,7 +71,7 @@ def trial(module: ModuleType, kind: str, arch: str, *, storage: str | None = Non
     if programs is None:
         out.fill_(torch.nan)
     activation = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).to(out.dtype)
-    stored, weight = ops.as_stored(activation, packed) if kind == "linear" else (activation, packed)
+    stored, weight = as_stored(activation, packed) if kind == "linear" else (activation, packed)
     with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         calls = launches.calls_on(weight, kind, stored, out)
     executions = [execute(call, arch, outputs=(out,) if call is calls[-1] and programs is None else (), programs=programs,

@@ -71,9 +71,10 @@ def decode_calls(tensors: Tensors, info: Mapping[str, int], out: Tensor, shape: 
     n, k = shape
     per_row, rows, walk, (programs, chunks) = _walk(n, k)
     turns = tensors["words"].numel() // entropy.GROUP
-    yield Call(kernels.symbols, (*_arguments(tensors), out, turns, n, k, *walk, blocks), {"R": per_row, "BN": rows},
+    arguments = _arguments(tensors)
+    yield Call(kernels.symbols, (*arguments, out, turns, n, k, *walk, blocks), {"R": per_row, "BN": rows},
                (programs if blocks is None else len(blocks), chunks), {"num_warps": WARPS},
-               weights=rows * per_row * 8 * walk[2], step=rows * per_row * 8)
+               weights=rows * per_row * 8 * walk[2], step=rows * per_row * 8, aligned=_alignment(arguments))
 
 
 def dequantize_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, info: Mapping[str, int], out: Tensor,
@@ -86,10 +87,11 @@ def dequantize_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor
     n, k = out.shape
     per_row, rows, walk, grid = _walk(n, k)
     times = 1 if walk[1] % 2 or walk[2] % 2 else 2
-    yield Call(kernels.dequantize, (*_arguments(tensors), uncoded.view(torch.int64), out.view(torch.int32),
+    arguments = _arguments(tensors)
+    yield Call(kernels.dequantize, (*arguments, uncoded.view(torch.int64), out.view(torch.int32),
                             tensors["words"].numel() // entropy.GROUP, n, k // 8, *walk),
                {"to_weights": to_weights, "AT": at, "R": per_row, "BN": rows, "TIMES": times}, grid, {"num_warps": WARPS},
-               weights=rows * per_row * 8 * walk[2], step=rows * per_row * 8 * times)
+               weights=rows * per_row * 8 * walk[2], step=rows * per_row * 8 * times, aligned=_alignment(arguments))
 
 
 def has_few(shape: tuple[int, int], info: Mapping[str, int]) -> bool:
@@ -105,11 +107,12 @@ def few_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, info:
     rows = entropy.GROUP // per_row                              # of w in a group, and of x in a block
     blocks = 1 if m <= rows else 2 if m <= 2 * rows else 4
     warps = 1 if cdiv(n, 2 * rows) < 8 * configure.target(x.device).multiprocessors else WARPS
-    yield Call(kernels.few, (*_arguments(tensors), uncoded.view(torch.int64), x.view(torch.int32), bias, out,
+    arguments = _arguments(tensors)
+    yield Call(kernels.few, (*arguments, uncoded.view(torch.int64), x.view(torch.int32), bias, out,
                      tensors["words"].numel() // entropy.GROUP, m, n, k // 8, *walk, chunks),
                {"to_weights": to_weights, "AT": at, "R": per_row, "W": warps, "BLOCKS": blocks, "F": F},
                (cdiv(n, 2 * rows * warps), cdiv(m, rows * blocks)), {"num_warps": warps, "num_stages": 1},
-               weights=2 * rows * warps * k, step=2 * warps * entropy.GROUP * 8)
+               weights=2 * rows * warps * k, step=2 * warps * entropy.GROUP * 8, aligned=_alignment(arguments))
 
 
 def _walk(n: int, k: int) -> tuple[int, int, tuple[int, int, int], tuple[int, int]]:
@@ -123,6 +126,11 @@ def _walk(n: int, k: int) -> tuple[int, int, tuple[int, int, int], tuple[int, in
 def _arguments(tensors: Tensors) -> tuple[Tensor, ...]:
     words, starts, table = (tensors[name].contiguous() for name in entropy.NAMES)
     return words, starts, aligned(table)
+
+
+def _alignment(arguments: tuple[Tensor, ...]) -> tuple[tuple[Tensor, int], ...]:
+    """What Call.aligned says of the table, the last of the arguments."""
+    return ((arguments[-1], arguments[-1].nbytes),)
 
 
 def aligned(table: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from qdsl.checkpoint.detect.sources import Source
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.dense import embeddings, make_dense
 from qdsl.models.experts import Experts
-from qdsl.models.load import LoadReport, bytes_by_device, fill_model
+from qdsl.models.load import LoadReport, bytes_by_device, fill_model, use_planar
 from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import Origin, origin_in
 from qdsl.models.plan import LoadError, listed
@@ -105,7 +105,7 @@ class QdslHfQuantizer(HfQuantizer):
         before, device = _tensors(model), single_device(self._device_map)
         stacks = None if names is None else names.stacks(_shapes(source, config.format))
         self.report = fill_model(model, checkpoint, None if names is None else names.rename, device, skip=skip, plain=False,
-                                 stacks=stacks, format=config.format, verify=config.verify, **config.options)
+                                 stacks=stacks, format=config.format, verify=config.verify, planar=False, **config.options)
         if config.format is not None and not self.report.packed:
             raise LoadError(f"{checkpoint.path}: no layer became {config.format}\n{self.report}")
         if config.format is not None:
@@ -142,6 +142,12 @@ class QdslHfQuantizer(HfQuantizer):
                             "name those that transformers shall initialise in QdslConfig(ignore=...)")
         if isinstance(self._device_map, Mapping):
             move(model, placed, self._device_map)
+        if self.report is not None and "storage" not in self.quantization_config.options:
+            # A map of several devices may offload those on a CPU, which accelerate knows by the names that they have.
+            is_mapped = isinstance(self._device_map, Mapping) and len(self._device_map) > 1
+            for layer in use_planar(model, self.report, ("cuda", "xpu") if is_mapped else ()):
+                for tensor in layer.parameters():
+                    mark_initialized(tensor)
         model.mark_tied_weights_as_initialized(loading_info)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,8 @@ class Call:
     scratch: of a launch whose programs share K, the tensors for their sums and for the counters of those that have arrived.
 
     For `qdsl analyze`: the weights that one program takes, and those of a trip of its loop, 0 without one.
+    workspace: arguments in memory that was allocated for this launch and the next ones, and that they write before they read.
+    aligned: arguments whose address is a multiple of so many bytes, on which the kernel relies.
     """
 
     kernel: Any
@@ -29,6 +31,8 @@ class Call:
     options: Mapping[str, Any]
     weights: int = 0
     step: int = 0
+    workspace: tuple[Tensor, ...] = ()
+    aligned: tuple[tuple[Tensor, int], ...] = ()
     scratch: tuple[Tensor, ...] = ()
 
     @property

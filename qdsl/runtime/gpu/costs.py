@@ -200,7 +200,7 @@ def table() -> dict[str, dict[str, dict[str, list[float]]]]:
 def _cost(storage: str, kind: str, r: int, columns: int, warps: int, arch: str) -> Cost:
     """The table's entry, with as many warps as the configuration has; that of the nearest number of rows of x."""
     kernels: dict[str, list[float]] = {}
-    for name in _likeness(arch):
+    for name in similar_archs(arch):
         kernels = kernels or table().get(name, {}).get(storage, {})
     exact = kernels.get(config_key(kind, r, columns))
     if exact is None:
@@ -211,7 +211,7 @@ def _cost(storage: str, kind: str, r: int, columns: int, warps: int, arch: str) 
     return _with_warps(_read(exact), warps)
 
 
-def _likeness(arch: str) -> tuple[str, ...]:
+def similar_archs(arch: str) -> tuple[str, ...]:
     """Architectures whose counts serve another one, the best first."""
     return {"sm_80": ("sm_80",), "sm_89": ("sm_89", "sm_80"), "sm_90": ("sm_90", "sm_80"), "sm_100": ("sm_100", "sm_90", "sm_80"),
             "sm_120": ("sm_120", "sm_80")}.get(arch, ())

@@ -1,4 +1,8 @@
-"""Tensors with gaps between their rows, as those of a weight that was cut along K, copied once and not in every product."""
+"""Tensors with gaps between their rows, as those of a weight that was cut along K, copied once and not in every product.
+
+Kernels take no strides.  A stride for each plane is an argument of every launch and a register of every thread, also for the
+weights without gaps, which are nearly all: a checkpoint's own, and shards, which loaders copy to their rank anyway.
+"""
 
 from __future__ import annotations
 

@@ -145,7 +145,8 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
         br, bk = (16, eight.CHUNK) if made.groups else (1, min(4096, configure.power(k)))
         yield Call(narrow.quantize, (x, bytes_, scales, sums, m, k, k // groups),
                    {"LARGEST": eight.LARGEST[made.type], "BR": br, "BK": bk}, (cdiv(m * groups, br),),
-                   {"num_warps": WARPS, "enable_fp_fusion": False})                  # contracted additions would skip a rounding
+                   {"num_warps": WARPS, "enable_fp_fusion": False},                  # contracted additions would skip a rounding
+                   workspace=(codes, scales) if sums is None else (codes, scales, sums))
     weight = packed.tensors[made.codes].contiguous()
     weight = weight.view(torch.uint8) if stored == torch.float16 else weight
     config, warps = configure.narrow(m, n, stored == torch.float16, x.device)

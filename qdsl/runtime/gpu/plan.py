@@ -10,11 +10,14 @@ that weights may move, be replaced or be offloaded.  It is not pickled.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from qdsl.runtime.gpu import configure, costs
 from qdsl.runtime.gpu.costs import Candidate
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight
 
 HALVES = (torch.float16, torch.bfloat16)                         # types of x that matrix units multiply here
-ROWS = 128                                                       # of x: up to these, every number of rows has its own choice
+ROWS = 4096                                                      # of x: up to these, every number of rows has its own choice
 MATVEC = 4                                                       # rows of x up to which 'matvec' may serve, one by one
 
 
@@ -51,15 +54,23 @@ class Choice:
 class Plan:
     """What was chosen and prepared for weights of one description.
 
-    names: the tensors that kernels read, in storage order.  shape: (N, K).  choices: by rows, type of x, GPU and alignment.
-    ready: prepared products, by shape and type of x, type of the bias, mode and index of the GPU.
+    note: what to know of the storage, once a product has run; '' where it is the fastest.
+
+    names: the tensors that products read: those of kernels in storage order, then, if is_permuted, the order of columns
+    (act-order), in which x is brought first.  tensors_of: takes them out of a weight's tensors.  shape: (N, K).
+    choices: by rows, type of x, GPU and alignment.  ready: prepared products, by shape and type of x, type of the bias, mode and
+    index of the GPU.
     """
 
-    __slots__ = ("__weakref__", "choices", "names", "ready", "shape")
+    __slots__ = ("__weakref__", "choices", "is_permuted", "names", "note", "ready", "shape", "tensors_of")
 
-    def __init__(self, names: tuple[str, ...], shape: tuple[int, int]) -> None:
+    def __init__(self, names: tuple[str, ...], shape: tuple[int, int], is_permuted: bool = False) -> None:
         self.names = names
         self.shape = shape
+        self.is_permuted = is_permuted
+        self.tensors_of: Callable[[Mapping[str, Tensor]], Sequence[Tensor]] = \
+            itemgetter(*names) if len(names) > 1 else lambda tensors: [tensors[name] for name in names]
+        self.note: str | None = None
         self.choices: dict[tuple[Any, ...], Choice] = {}
         self.ready: dict[tuple[Any, ...], Prepared] = {}
 
@@ -68,20 +79,19 @@ _plans: WeakValueDictionary[tuple[Any, ...], Plan] = WeakValueDictionary()
 
 
 def plan_of(packed: PackedWeight) -> Plan:
-    """The plan of a weight; weights that are described alike share one.
-
-    It is kept with the weight, unless products need x in the order of stored columns (act-order): `quick` knows of no order.
-    """
-    if packed.order is not None:
-        return plan_of(packed.as_stored())
+    """The plan of a weight, which is kept with it; weights that are described alike share one."""
     if packed.plan is None:
+        is_permuted = packed.order is not None
         names = tuple(name for name in packed.layout.coded if name in packed.tensors and name not in packed.in_order)
+        names += (packed.layout.order,) if is_permuted else ()
         shapes = tuple(packed.tensors[name].shape for name in names)
+        if packed.layout.streams and not packed.facts and packed.device.type != "meta":
+            packed.facts = packed.format.facts(packed.layout, packed.tensors, packed.shape)
         described = (packed.format.key, packed.storage, packed.params_text, packed.opened, packed.shape, names, shapes,
                      packed.finite, packed.facts)
         plan = _plans.get(described)
         if plan is None:
-            plan = _plans.setdefault(described, Plan(names, packed.shape))
+            plan = _plans.setdefault(described, Plan(names, packed.shape, is_permuted))
         packed.plan = plan
     return packed.plan
 

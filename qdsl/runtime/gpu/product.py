@@ -1,12 +1,15 @@
 """x @ w.T + bias on a GPU, by what the plan of the weight chose; without gradients.
 
 `product` chooses, launches through Triton and prepares the launches for the next call.  `quick` is that next call: it looks
-a prepared product up, and does nothing else that a call does not need.
+a prepared product up, and does nothing else that a call does not need.  A plan with an order of columns is shared by the weight
+and by the same weight without the order, whose launches `product` prepares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch import Size, Tensor
 from torch.nn.functional import linear
@@ -16,8 +19,9 @@ from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import DECODED, Candidate
 from qdsl.runtime.gpu.dense import dense
 from qdsl.runtime.gpu.plan import Plan, best, invariant, plan_of
-from qdsl.runtime.gpu.prepared import ALIGNMENT, prepare
+from qdsl.runtime.gpu.prepared import ALIGNMENT, Prepared, prepare
 from qdsl.runtime.gpu.scratch import scratch_of
+from qdsl.runtime.torch.placement import note
 from qdsl.runtime.torch.private_apis import launch_stream
 from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.tiles import row_tiles
@@ -28,47 +32,74 @@ MOST = 4096                                                      # prepared prod
 def quick(x: Tensor, plan: Plan, tensors: Sequence[Tensor], bias: Tensor | None, mode: str) -> Tensor | None:
     """The product of x [..., K] by launches that are prepared; None without any for these tensors.
 
-    tensors: those of the weight that plan.names says, on the device of x.  Nothing but `product` may fill plan.ready, for the
-    same mode.  Shapes and devices are those of a product that was checked, or the answer is None.
+    tensors: those of the weight that plan.names says, on the device of x.  Nothing but `product` and `quantized` may fill
+    plan.ready, for the same mode.  Shapes and devices are those of a product that was checked, or the answer is None.
     """
-    (n, k), shape, device = plan.shape, x.shape, x.get_device()
-    if len(shape) != 2:
-        if not shape or shape[-1] != k:
-            return None
-        shape = Size((x.numel() // max(1, k), k))
-    ready = plan.ready.get((shape, x.dtype, None if bias is None else bias.dtype, mode, device))
-    if ready is None or not x.is_contiguous() or tensors[0].get_device() != device:
+    device = x.get_device()
+    ready = plan.ready.get((x.shape, x.dtype, None if bias is None else bias.dtype, mode, device)) or \
+        _reshaped(x, plan, bias, mode, device)
+    if ready is None or tensors[0].get_device() != device or (stream := launch_stream(device)) is None:
         return None
-    bits = at = x.data_ptr()
-    addresses = [at]
+    if plan.is_permuted:
+        *tensors, order = tensors
+        x = x.index_select(-1, order)
+    if not x.is_contiguous():
+        return None
+    bits = address = x.data_ptr()
+    addresses = [stream, address]
     for tensor in tensors:
         if not tensor.is_contiguous():
             return None
-        at = tensor.data_ptr()
-        bits |= at
-        addresses.append(at)
+        address = tensor.data_ptr()
+        bits |= address
+        addresses.append(address)
     if bias is None:
         addresses.append(0)
-    elif bias.shape == (n,) and bias.get_device() == device and bias.is_contiguous():
-        addresses.append(bias.data_ptr())
+    elif bias.shape == (plan.shape[0],) and bias.get_device() == device and bias.is_contiguous():
+        address = bias.data_ptr()
+        bits |= address
+        addresses.append(address)
     else:
         return None
-    stream = launch_stream(device)
-    if stream is None or (bits | addresses[-1]) % ALIGNMENT:
+    if bits % ALIGNMENT:
         return None
+    for place, mask in ready.aligned:
+        if addresses[place] & mask:
+            return None
     # Sizes are arguments of their own: torch takes half a microsecond longer for a tuple.
-    if ready.is_decoded:
-        out = x.new_empty(n, k)
-    else:
-        out = x.new_empty(shape[0], n) if x.dim() == 2 else x.new_empty(*x.shape[:-1], n)
+    out = x.new_empty(*ready.sizes)
     addresses.append(out.data_ptr())
-    shared = scratch_of(*ready.scratch, x.device, stream) if ready.scratch else ()
-    addresses += [tensor.data_ptr() for tensor in shared]
+    workspace = []                                               # all are alive at a time, so that no two are the same memory
+    for sizes, dtype in ready.workspace:
+        workspace.append(x.new_empty(sizes, dtype=dtype))
+        addresses.append(workspace[-1].data_ptr())
+    if ready.scratch:
+        shared = scratch_of(*ready.scratch, x.device, stream)
+        addresses += [tensor.data_ptr() for tensor in shared]
     for launched in ready.launches:
         if launched.hooks:
             return None                                          # what was launched before wrote to its own memory alone
-        launched(stream, addresses)
+        launched.run(addresses)
     return linear(x, out, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)) if ready.is_decoded else out
+
+
+def _reshaped(x: Tensor, plan: Plan, bias: Tensor | None, mode: str, device: int) -> Prepared | None:
+    """What is prepared for as many rows of K numbers as x [..., K] has, kept for x of this shape too; None without."""
+    (n, k), shape = plan.shape, x.shape
+    if len(shape) == 2 or not shape or shape[-1] != k:
+        return None
+    kind = (x.dtype, None if bias is None else bias.dtype, mode, device)
+    ready = plan.ready.get((Size((x.numel() // max(1, k), k)), *kind))
+    if ready is not None:
+        ready = ready if ready.is_decoded else replace(ready, sizes=(*shape[:-1], n))
+        _keep(plan, (shape, *kind), ready)
+    return ready
+
+
+def _keep(plan: Plan, key: tuple[Any, ...], ready: Prepared) -> None:
+    if len(plan.ready) >= MOST:
+        plan.ready.clear()
+    plan.ready[key] = ready
 
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str, is_invariant: bool) -> Tensor:
@@ -80,8 +111,21 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str, is_
     if not m or not n:
         return x.new_empty(m, n)
     packed = dense(packed)
+    if (own := plan_of(packed)).note is None:
+        own.note = note(packed, x.device)
     choose = invariant if is_invariant else best
     return by(choose(packed, m, x.dtype, x.device, launch.is_aligned(x, packed)), x, packed, bias, mode)
+
+
+def quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, scale: float | None, mode: str) -> Tensor:
+    """The product of x [M, K], contiguous, in 8 bits; launch.has_narrow must hold.  scale: the static one of x, if it has one.
+
+    The launches are prepared for the next call in this mode, but for a static scale, with which torch quantizes x.
+    """
+    packed = dense(packed)
+    out = x.new_empty(x.shape[0], packed.shape[0])
+    _run(list(launch.quantized_calls(x, packed, bias, out, scale)), packed, x, bias, out, mode, False)
+    return out
 
 
 def by(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: str | None = None) -> Tensor:
@@ -112,10 +156,9 @@ def _run(calls: Sequence[Call], packed: PackedWeight, x: Tensor, bias: Tensor | 
     if mode is None:
         return
     plan = plan_of(packed)
-    tensors = [x, *(packed.tensors[name] for name in plan.names), bias, out, *(each for call in calls for each in call.scratch)]
+    names = plan.names[:-1] if plan.is_permuted else plan.names
+    tensors = [x, *(packed.tensors[name] for name in names), bias]
     tables = [table.on(packed.device) for table in packed.layout.kernels.tables]
-    ready = prepare(compiled, tensors, tables, is_decoded)
+    ready = prepare(compiled, tensors, out, tables, is_decoded)
     if ready is not None:
-        if len(plan.ready) >= MOST:
-            plan.ready.clear()
-        plan.ready[x.shape, x.dtype, None if bias is None else bias.dtype, mode, x.get_device()] = ready
+        _keep(plan, (x.shape, x.dtype, None if bias is None else bias.dtype, mode, x.get_device()), ready)

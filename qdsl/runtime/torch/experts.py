@@ -22,7 +22,7 @@ from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.kernels import experts as kernels
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
 from qdsl.runtime.torch import ops
-from qdsl.runtime.torch.linear import FLOATS
+from qdsl.runtime.torch.linear import FLOATS, as_stored
 from qdsl.runtime.weight import streams
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -63,8 +63,8 @@ def linear(x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bia
         x, rows = x[rows], None
     is_watched = ops.is_recorded() or not (ops.is_plain(x, bias, *packed.tensors.values()) or ops.is_differentiated(x, bias))
     if isinstance(offsets, Tensor) and is_watched:
-        tensors, described = ops.words(packed)
-        result: Tensor = _grouped_linear(x, tensors, offsets, bias, *described, *packed.shape, partial)
+        tensors, weight = ops.operands(packed)
+        result: Tensor = _grouped_linear(x, tensors, offsets, bias, weight, partial)
         return result
     return _product(x, packed, offsets, bias, partial, ops.linear, rows)
 
@@ -74,7 +74,7 @@ def _product(x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], b
     """The product in a launch for all experts, or expert by expert with `one_expert`."""
     experts = len(offsets) - 1
     n = _checked(x, packed, experts, bias)
-    x, packed = ops.as_stored(x, packed)                         # one order for all experts, as there is one index
+    x, packed = as_stored(x, packed)                         # one order for all experts, as there is one index
     if is_on_gpu(x, bias, *packed.tensors.values()):
         with torch.no_grad(), on_device(x.device):
             return _by_tiles(x, packed, torch.as_tensor(offsets, device=x.device), bias, partial, n, rows)
@@ -253,48 +253,52 @@ def weighted_sum(rows: Tensor, order: Tensor, weights: Tensor, offsets: Tensor) 
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("qdsl::grouped_linear", mutates_args=())
-def _grouped_linear(x: Tensor, tensors: Sequence[Tensor], offsets: Tensor, bias: Tensor | None, format: str, storage: str,
-                    params: str, names: str, finite: bool, facts: str, n: int, k: int, partial: bool) -> Tensor:
-    packed = ops.packed_weight(tensors, ops.Words(format, storage, params, names, finite, facts), n, k)
+def _computed_linear(x: Tensor, tensors: Sequence[Tensor], offsets: Tensor, bias: Tensor | None, weight: str, partial: bool,
+                     ) -> Tensor:
+    packed = ops.packed_weight(tensors, weight)
     return _product(x, packed, offsets, bias, partial, lambda x, packed, bias: ops.computed(x, packed, bias, False))
 
 
-@torch.library.custom_op("qdsl::grouped_transposed", mutates_args=())
-def _grouped_transposed(gradient: Tensor, tensors: Sequence[Tensor], offsets: Tensor, format: str, storage: str, params: str,
-                        names: str, finite: bool, facts: str, n: int, k: int) -> Tensor:
-    packed = ops.packed_weight(tensors, ops.Words(format, storage, params, names, finite, facts), n, k).open()
+def _computed_transposed(gradient: Tensor, tensors: Sequence[Tensor], offsets: Tensor, weight: str) -> Tensor:
+    packed = ops.packed_weight(tensors, weight).open()
     borders = host_borders(offsets, gradient.shape[0], True)
-    out = gradient.new_zeros(gradient.shape[0], k)
-    for _, start, stop, weight in _weights(packed, borders):
-        out[start:stop] = ops.computed(gradient[start:stop], weight, None, turned=True)
+    out = gradient.new_zeros(gradient.shape[0], packed.shape[1])
+    for _, start, stop, expert in _weights(packed, borders):
+        out[start:stop] = ops.computed(gradient[start:stop], expert, None, turned=True)
     return out
 
 
-@_grouped_linear.register_fake
-def _(x: Tensor, tensors: Sequence[Tensor], offsets: Tensor, bias: Tensor | None, format: str, storage: str, params: str,
-      names: str, finite: bool, facts: str, n: int, k: int, partial: bool) -> Tensor:
-    return x.new_empty(x.shape[0], n // (offsets.shape[0] - 1))
+def _empty_linear(x: Tensor, tensors: Sequence[Tensor], offsets: Tensor, bias: Tensor | None, weight: str, partial: bool,
+                  ) -> Tensor:
+    return x.new_empty(x.shape[0], ops.read_key(weight).n // (offsets.shape[0] - 1))
 
 
-@_grouped_transposed.register_fake
-def _(gradient: Tensor, tensors: Sequence[Tensor], offsets: Tensor, format: str, storage: str, params: str, names: str,
-      finite: bool, facts: str, n: int, k: int) -> Tensor:
-    return gradient.new_empty(gradient.shape[0], k)
+def _empty_transposed(gradient: Tensor, tensors: Sequence[Tensor], offsets: Tensor, weight: str) -> Tensor:
+    return gradient.new_empty(gradient.shape[0], ops.read_key(weight).k)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """What the gradients need: the packed tensors and what they are, never the weight."""
-    _, tensors, offsets, bias, *ctx.described, _ = inputs
+    _, tensors, offsets, bias, ctx.weight, _ = inputs
     ctx.bias = None if bias is None else bias.dtype
     ctx.save_for_backward(offsets, *tensors)
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     offsets, *tensors = ctx.saved_tensors
-    to_x = _grouped_transposed(gradient, tensors, offsets, *ctx.described) if ctx.needs_input_grad[0] else None
+    to_x = _grouped_transposed(gradient, tensors, offsets, ctx.weight) if ctx.needs_input_grad[0] else None
     to_bias = _bias_gradient(gradient, offsets, ctx.bias) if ctx.needs_input_grad[3] else None
-    return to_x, [None] * len(tensors), None, to_bias, *[None] * (len(ctx.described) + 1)
+    return to_x, [None] * len(tensors), None, to_bias, None, None
+
+
+def _keep_transposed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, tensors, offsets, ctx.weight = inputs
+    ctx.save_for_backward(offsets, *tensors)
+
+
+def _gradients_of_transposed(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    offsets, *tensors = ctx.saved_tensors
+    return _grouped_linear(gradient, tensors, offsets, None, ctx.weight, True), [None] * len(tensors), None, None
 
 
 def _bias_gradient(gradient: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
@@ -305,4 +309,6 @@ def _bias_gradient(gradient: Tensor, offsets: Tensor, dtype: torch.dtype) -> Ten
     return sums[1:-1].to(dtype)
 
 
-_grouped_linear.register_autograd(_gradients, setup_context=_keep)
+_grouped_linear = ops.define("grouped_linear", _computed_linear, _empty_linear, _gradients, _keep, bias=3)
+_grouped_transposed = ops.define("grouped_transposed", _computed_transposed, _empty_transposed, _gradients_of_transposed,
+                                 _keep_transposed)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from qdsl.runtime.gpu.product import quick
 from qdsl.runtime.torch import eight
-from qdsl.runtime.torch.linear import INVARIANT, check_bias
+from qdsl.runtime.torch.linear import INVARIANT, QUANTIZE_X, check_bias
 from qdsl.runtime.torch.module import PackedModule
-from qdsl.runtime.torch.ops import is_plain
-from qdsl.runtime.torch.private_apis import is_direct
+from qdsl.runtime.torch.ops import autocast, is_plain
+from qdsl.runtime.torch.private_apis import is_autocast_enabled, is_direct
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 if TYPE_CHECKING:
@@ -73,19 +74,21 @@ class QuantizedLinear(PackedModule, nn.Linear):
             self._read_scale()
         packed = self.packed
         out = self.format.linear(input, packed, self.bias, self.quantize_x, self.batch_invariant, self._x_scale)
-        if not torch.compiler.is_compiling() and packed.plan is not None:
+        if not is_compiling() and packed.plan is not None:
             self._packed.plan, self._packed.dense = packed.plan, packed.dense
         return out
 
     def _quick(self, x: Tensor) -> Tensor | None:
         """The product by launches that are prepared, for the tensors that the layer holds; None where it takes another way."""
-        if torch.compiler.is_compiling() or (plan := self._packed.plan) is None or self.quantize_x or \
-                "bias" not in self._parameters:
+        own = self._parameters
+        if is_compiling() or (plan := self._packed.plan) is None or "bias" not in own or self._x_scale is not None:
             return None
-        bias, tensors = self._parameters["bias"], self._unchanged(plan.names)
+        bias, tensors = own["bias"], self._unchanged(plan.names)
         if tensors is None or not is_direct(x, bias):
             return None
-        return quick(x, plan, tensors, bias, INVARIANT if self.batch_invariant else "")
+        if is_autocast_enabled():
+            x = autocast(x)
+        return quick(x, plan, tensors, bias, QUANTIZE_X if self.quantize_x else INVARIANT if self.batch_invariant else "")
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
                               missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:

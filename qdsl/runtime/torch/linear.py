@@ -15,7 +15,8 @@ from qdsl.runtime.cpu import int4
 from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.costs import DECODED
-from qdsl.runtime.gpu.product import product
+from qdsl.runtime.gpu.plan import plan_of
+from qdsl.runtime.gpu.product import product, quantized
 from qdsl.runtime.gpu.triton import runs_kernels
 from qdsl.runtime.torch import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -71,9 +72,22 @@ def _static_scale(mode: str) -> float | None:
     return float(digits) if digits else None
 
 
+def as_stored(x: Tensor, packed: PackedWeight) -> tuple[Tensor, PackedWeight]:
+    """x [..., K] with its columns as the weight stores its own, and that weight: their product is the same.
+
+    On a GPU it shares the plan of the weight, where the next product looks for prepared launches.
+    """
+    if packed.order is None:
+        return x, packed
+    stored = packed.as_stored()
+    if runs_kernels(x.device):
+        stored.plan = plan_of(packed)
+    return x.index_select(-1, packed.order), stored
+
+
 def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "") -> Tensor:
     if is_quantized(mode):
-        return _narrow_product(x, packed.open(), bias, _static_scale(mode))
+        return _narrow_product(x, packed.open(), bias, mode)
     if mode != INVARIANT and (out := int4.product(x, packed, bias)) is not None:
         return out
     if runs_kernels(x.device):
@@ -93,16 +107,12 @@ def _invariant_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> 
     return out
 
 
-def _narrow_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, scale: float | None) -> Tensor:
-    """The product with x quantized to 8 bits: by a kernel, or where there is none with x as it then is, in float32.
-
-    scale: the static one of x, None where each row, or 128 columns of it, has its own.
-    """
+def _narrow_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str) -> Tensor:
+    """The product with x quantized to 8 bits: by a kernel, or where there is none with x as it then is, in float32."""
+    scale = _static_scale(mode)
     if not runs_kernels(x.device) or not launch.has_narrow(x, packed):
         return _product(eight.rounded(x, packed, scale), packed, bias).to(x.dtype)
-    out = x.new_empty(x.shape[0], packed.shape[0])
-    launch.quantized(x, packed, bias, out, scale)
-    return out
+    return quantized(x, packed, bias, scale, mode)
 
 
 def _transposed(gradient: Tensor, packed: PackedWeight) -> Tensor:

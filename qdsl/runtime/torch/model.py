@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from qdsl.runtime.torch.layers import QuantizedLinear
+from qdsl.runtime.torch.placement import fastest_storage, may_change
 from qdsl.runtime.weight.packed import FormatError
 
 if TYPE_CHECKING:
@@ -83,6 +85,7 @@ def _replace(model: nn.Module, names: list[str], format: Format, options: Mappin
     assert isinstance(old, nn.Linear)
     try:
         packed = format.quantize(old.weight, **options)
+        packed = fastest_storage(packed) if "storage" not in options and may_change(old) else packed
     except FormatError as error:
         return str(error)
     new = format.Linear(packed, old.bias, old.weight.dtype)
@@ -114,6 +117,26 @@ def _planar_layer(old: QuantizedLinear) -> QuantizedLinear | str:
     if why := old.format.why_not_planar(packed):
         return f"{packed.storage} stays: {why}"
     return packed.format.Linear(old.format.planar(packed), old.bias, old.compute_dtype, input_scale=old.input_scale)
+
+
+def use_fastest_storages(model: nn.Module, filter: Callable[[nn.Module, str], bool]) -> Report:
+    """Store the weights of quantized layers planar where placement.fastest_storage says so, in place, one at a time.
+
+    filter: whether a layer, by its name, may be changed.  Layers whose tensors other modules have too, that accelerate offloads,
+    or that FSDP shards, stay as they are.
+    """
+    owners = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values() if tensor is not None)
+
+    def rule(old: QuantizedLinear) -> QuantizedLinear | str:
+        if old.quantize_x or not may_change(old) or any(owners[id(tensor)] > 1 for tensor in old._held().values()):
+            return "its module, or another one, relies on its tensors"
+        packed = old.packed
+        fastest = fastest_storage(packed)
+        if fastest is packed:
+            return f"{packed.storage} is not slower"
+        return packed.format.Linear(fastest, old.bias, old.compute_dtype, input_scale=old.input_scale)
+
+    return replace_layers(model, "stored planar", rule, filter)
 
 
 def replace_layers(model: nn.Module, done: str, rule: Callable[[QuantizedLinear], QuantizedLinear | str],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from qdsl.runtime.torch.no_weight import NoWeight, StoredWeight
 from qdsl.runtime.torch.ops import is_plain
@@ -105,7 +106,7 @@ class PackedModule(nn.Module):
         tensors: list[Tensor] = []
         for name in names:
             tensor = own.get(words[name])
-            if type(tensor) is not nn.Parameter or tensor.dtype != dtypes[name]:
+            if type(tensor) is not Parameter or tensor.dtype is not dtypes[name]:
                 return None
             try:
                 version = tensor._version

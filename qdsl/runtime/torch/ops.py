@@ -4,9 +4,10 @@
     qdsl::transposed   gradient [..., N]       ->  [..., K], the gradient with respect to x
     qdsl::dequantize                           ->  [N, K]
 
-A packed weight is the tensors that are stored, and in words what they are: the format, its storage, its parameters, and
-which of the storage's tensors are given.  The format is called by its name and its spec's digest, so that a saved program
-finds the same format in another process, built or loaded from wherever, and no other format of that name.
+A packed weight is the tensors that are stored, and a text, its WeightKey: the format, its storage, its parameters, its shape
+and which of the storage's tensors there are.  One text, because torch takes 3 us to pass its parts one by one.  The format is
+called by its name and its spec's digest, so that a saved program finds the same format in another process, built or loaded from
+wherever, and no other format of that name.
 
 What torch cannot do with an operation of one's own: transforms of torch.func inside torch.compile (outside they work, by
 _Times below), and torch's older vmap, that of is_grads_batched.  Both say so.
@@ -25,10 +26,11 @@ from torch import Tensor
 from qdsl.runtime.gpu.product import quick
 from qdsl.runtime.gpu.triton import on_device
 from qdsl.runtime.torch import eight
-from qdsl.runtime.torch.linear import _product, _transposed, check_x, is_quantized
+from qdsl.runtime.torch.linear import _product, _transposed, as_stored, check_x, is_quantized
 from qdsl.runtime.torch.private_apis import (
     PLAIN,
     gradient_kernel,
+    is_autocast_enabled,
     is_batched,
     is_direct,
     is_in_torch_dispatch_mode,
@@ -45,8 +47,11 @@ if TYPE_CHECKING:
     from qdsl.runtime.weight.format import Format
 
 
-class Words(NamedTuple):
-    """What a packed weight is, apart from its tensors and its shape."""
+class WeightKey(NamedTuple):
+    """What a packed weight is, apart from its tensors.
+
+    names: of the tensors.  finite: whether no code is NaN or infinite.  shape: 'NxK'.
+    """
 
     format: str
     storage: str
@@ -54,6 +59,29 @@ class Words(NamedTuple):
     names: str
     finite: bool
     facts: str
+    shape: str
+
+    @property
+    def n(self) -> int:
+        """Rows of the weight."""
+        return int(self.shape.partition("x")[0])
+
+    @property
+    def k(self) -> int:
+        """Columns of the weight."""
+        return int(self.shape.partition("x")[2])
+
+    @property
+    def text(self) -> str:
+        """The argument of operations from which `read_key` reads the key again."""
+        return f"{self.format}|{self.storage}|{self.params}|{self.names}|{self.finite}|{self.facts}|{self.shape}"
+
+
+@lru_cache(maxsize=4096)
+def read_key(text: str) -> WeightKey:
+    """The key of a weight from its text."""
+    format, storage, params, names, finite, facts, shape = text.split("|")
+    return WeightKey(format, storage, params, names, finite == "True", facts, shape)
 
 
 _formats: dict[str, Format] = {}
@@ -67,18 +95,24 @@ def register_format(format: Format, digest: str) -> str:
     return key
 
 
-def words(packed: PackedWeight) -> tuple[list[Tensor], Words]:
-    """A packed weight as operations take it; an index whose columns lie in order is left out, and what says the shape, as they
-    add nothing.
+def weight_key(packed: PackedWeight) -> tuple[list[Tensor], WeightKey]:
+    """The tensors and the key of a packed weight, without tensors that add nothing: an index whose columns lie in order, and what
+    says the shape.
     """
     spare = {*packed.in_order, packed.layout.shape}
-    given = {name: tensor for name, tensor in packed.tensors.items() if name not in spare}
-    tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in given.values()]
-    return tensors, Words(packed.format.key, packed.storage, packed.params_text, " ".join(given), _finite_word(packed),
-                          packed.facts)
+    stored = {name: tensor for name, tensor in packed.tensors.items() if name not in spare}
+    tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in stored.values()]
+    return tensors, WeightKey(packed.format.key, packed.storage, packed.params_text, " ".join(stored), _is_finite(packed),
+                              packed.facts, packed.shape_text)
 
 
-def _finite_word(packed: PackedWeight) -> bool:
+def operands(packed: PackedWeight) -> tuple[list[Tensor], str]:
+    """A packed weight as operations take it: its tensors, and the text of its key."""
+    tensors, key = weight_key(packed)
+    return tensors, key.text
+
+
+def _is_finite(packed: PackedWeight) -> bool:
     """Whether codes are known to be finite.  Of tensors that are traced, whose codes cannot be read, only what was known before.
 
     False is always right: then the kernels serve that keep a NaN.
@@ -89,21 +123,23 @@ def _finite_word(packed: PackedWeight) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _read(format: str, params: str) -> tuple[Format, dict[str, int | str]]:
-    if format not in _formats:
-        name, _, digest = format.partition("@")
+def _format_of(key: str, params: str) -> tuple[Format, dict[str, int | str]]:
+    """A format by its key, and its parameters from their text.  Raises FormatError."""
+    if key not in _formats:
+        name, _, digest = key.partition("@")
         raise FormatError(f"no format {name} with the spec {digest} is here: import its module, such as qdsl.generated.{name}, "
                           "or load its spec with qdsl.load, before a program that uses it runs")
-    found = _formats[format]
-    values = {name: {str(value): value for value in choices} for name, choices in found.params.items()}
-    return found, {key: values[key][value] for key, _, value in (word.partition("=") for word in params.split())}
+    format = _formats[key]
+    values = {name: {str(value): value for value in choices} for name, choices in format.params.items()}
+    return format, {name: values[name][value] for name, _, value in (word.partition("=") for word in params.split())}
 
 
-def packed_weight(tensors: Sequence[Tensor], words: Words, n: int, k: int) -> PackedWeight:
-    """The packed weight of an operation's arguments."""
-    format, params = _read(words.format, words.params)
-    return PackedWeight(format, words.storage, dict(zip(words.names.split(), tensors, strict=True)), (n, k), params,
-                        known_finite=words.finite, facts=words.facts)
+def packed_weight(tensors: Sequence[Tensor], weight: str) -> PackedWeight:
+    """The packed weight of an operation's arguments: its tensors, and the text of its key."""
+    key = read_key(weight)
+    format, params = _format_of(key.format, key.params)
+    return PackedWeight(format, key.storage, dict(zip(key.names.split(), tensors, strict=True)), (key.n, key.k), params,
+                        known_finite=key.finite, facts=key.facts)
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
@@ -118,7 +154,9 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: st
     the gradients of the product without.  Raises FormatError where x does not fit, or codes are no 8 bits.
     """
     if is_direct(x, bias) and (plan := packed.plan) is not None:
-        out = quick(x, plan, [*map(packed.tensors.__getitem__, plan.names)], bias, mode)
+        if is_autocast_enabled():
+            x = autocast(x)
+        out = quick(x, plan, plan.tensors_of(packed.tensors), bias, mode)
         if out is not None:
             return out
     check_x(x, bias, packed.shape, packed.device)
@@ -135,14 +173,8 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: st
 
 def dequantize(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
     """The weight [N, K] by the operation."""
-    tensors, described = words(packed)
-    result: Tensor = _dequantize(tensors, *described, *packed.shape, dtype)
+    result: Tensor = _dequantize(*operands(packed), dtype)
     return result
-
-
-def as_stored(x: Tensor, packed: PackedWeight) -> tuple[Tensor, PackedWeight]:
-    """x [..., K] with its columns as the weight stores its own, and that weight: their product is the same."""
-    return (x, packed) if packed.order is None else (x.index_select(-1, packed.order), packed.as_stored())
 
 
 def autocast(x: Tensor) -> Tensor:
@@ -181,6 +213,10 @@ def is_differentiated(x: Tensor, bias: Tensor | None) -> bool:
 
 def _times(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, mode: str) -> Tensor:
     """x [..., K] @ w.T + bias, or where `turned` x [..., N] @ w; without gradients."""
+    if not turned and (plan := packed.plan) is not None and is_direct(x, bias):    # within a product with gradients
+        out = quick(x, plan, plan.tensors_of(packed.tensors), bias, mode)
+        if out is not None:
+            return out
     compute = computed if is_plain(x, bias) else _operation
     return compute(x, packed, bias, turned, mode)
 
@@ -202,9 +238,8 @@ def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool,
 
 
 def _operation(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, mode: str) -> Tensor:
-    tensors, described = words(packed)
-    result: Tensor = _turned(x, tensors, *described, *packed.shape) if turned else \
-        _linear(x, tensors, bias, *described, *packed.shape, mode)
+    tensors, weight = operands(packed)
+    result: Tensor = _transposed_linear(x, tensors, weight) if turned else _linear(x, tensors, bias, weight, mode)
     return result
 
 
@@ -258,57 +293,46 @@ def _bias_gradient(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
-class _Prepared:
-    """The plan of the weights that operations are called with in the same words; None before the first product."""
-
-    plan: Plan | None = None
-
-
-@lru_cache(maxsize=4096)
-def _prepared(*described: str | int) -> _Prepared:
-    return _Prepared()
+# The plans of the weights that operations are called with, by the texts of their keys.
+_plans: dict[str, Plan] = {}
+MOST = 4096                                                      # of these
 
 
-def _computed_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, format: str, storage: str, params: str,
-                     names: str, finite: bool, facts: str, n: int, k: int, mode: str = "") -> Tensor:
-    prepared = _prepared(format, storage, params, names, finite, n, k) if not facts else None
-    if prepared is not None and prepared.plan is not None:
-        out = quick(x, prepared.plan, tensors, bias, mode)
+def _computed_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, weight: str, mode: str = "") -> Tensor:
+    plan = _plans.get(weight)
+    if plan is not None:
+        out = quick(x, plan, tensors, bias, mode)
         if out is not None:
             return out
-    packed = packed_weight(tensors, Words(format, storage, params, names, finite, facts), n, k)
+    packed = packed_weight(tensors, weight)
     out = computed(x, packed, bias, False, mode)
-    if prepared is not None and packed.plan is not None and " ".join(packed.plan.names) == names:
-        prepared.plan = packed.plan
+    if packed.plan is not None and " ".join(packed.plan.names) == read_key(weight).names:
+        if len(_plans) >= MOST:
+            _plans.clear()
+        _plans[weight] = packed.plan
     return out
 
 
-def _computed_transposed(x: Tensor, tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool,
-                         facts: str, n: int, k: int) -> Tensor:
-    return computed(x, packed_weight(tensors, Words(format, storage, params, names, finite, facts), n, k), None, turned=True)
+def _computed_transposed(x: Tensor, tensors: Sequence[Tensor], weight: str) -> Tensor:
+    return computed(x, packed_weight(tensors, weight), None, turned=True)
 
 
-@torch.library.custom_op("qdsl::dequantize", mutates_args=())
-def _dequantize(tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, facts: str, n: int,
-                k: int, dtype: torch.dtype) -> Tensor:
-    packed = packed_weight(tensors, Words(format, storage, params, names, finite, facts), n, k)
+def _computed_dequantize(tensors: Sequence[Tensor], weight: str, dtype: torch.dtype) -> Tensor:
+    packed = packed_weight(tensors, weight)
     return packed.format._dequantized(packed, empty(packed.shape, dtype, packed.device))
 
 
-def _empty_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, format: str, storage: str, params: str, names: str,
-                  finite: bool, facts: str, n: int, k: int, mode: str = "") -> Tensor:
-    return x.new_empty(*x.shape[:-1], n)
+def _empty_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, weight: str, mode: str = "") -> Tensor:
+    return x.new_empty(*x.shape[:-1], read_key(weight).n)
 
 
-def _empty_transposed(x: Tensor, tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool,
-                      facts: str, n: int, k: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], k)
+def _empty_transposed(x: Tensor, tensors: Sequence[Tensor], weight: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], read_key(weight).k)
 
 
-@_dequantize.register_fake
-def _(tensors: Sequence[Tensor], format: str, storage: str, params: str, names: str, finite: bool, facts: str, n: int, k: int,
-      dtype: torch.dtype) -> Tensor:
-    return tensors[0].new_empty(n, k, dtype=dtype)
+def _empty_dequantize(tensors: Sequence[Tensor], weight: str, dtype: torch.dtype) -> Tensor:
+    key = read_key(weight)
+    return tensors[0].new_empty(key.n, key.k, dtype=dtype)
 
 
 # -- gradients of the operations: what a compiled program is differentiated by ---------------------------------------------
@@ -316,35 +340,35 @@ def _(tensors: Sequence[Tensor], format: str, storage: str, params: str, names: 
 
 def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """What the gradients need: the packed tensors and what they are, never the weight."""
-    _, tensors, bias, *ctx.rest, mode = inputs
-    ctx.others = len(ctx.rest) + bool(mode)                # torch counts no argument that has its default
+    _, tensors, bias, ctx.weight, mode = inputs
+    ctx.others = 1 + bool(mode)                                  # torch counts no argument that has its default
     ctx.bias = None if bias is None else bias.dtype
     ctx.save_for_backward(*tensors)
 
 
-def _keep_turned(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, tensors, *ctx.rest = inputs
+def _keep_transposed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, tensors, ctx.weight = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _of_linear(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     tensors = list(ctx.saved_tensors)
-    to_x = _turned(gradient, tensors, *ctx.rest) if ctx.needs_input_grad[0] else None
+    to_x = _transposed_linear(gradient, tensors, ctx.weight) if ctx.needs_input_grad[0] else None
     to_bias = _bias_gradient(gradient, ctx.bias) if ctx.needs_input_grad[2] else None
     return to_x, [None] * len(tensors), to_bias, *[None] * ctx.others
 
 
-def _of_turned(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+def _of_transposed(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     tensors = list(ctx.saved_tensors)
-    return _linear(gradient, tensors, None, *ctx.rest), [None] * len(tensors), *[None] * len(ctx.rest)
+    return _linear(gradient, tensors, None, ctx.weight), [None] * len(tensors), None
 
 
 # -- their registration: by torch.library.Library, whose calls cost half of those of a custom_op --------------------------------
 
 
-def _defined(name: str, function: Callable[..., Tensor], fake: Callable[..., Tensor], gradients: Callable[..., Any],
-             keep: Callable[..., None], bias: int | None = None) -> Any:
-    """An operation of torch.ops.qdsl with a fake function and gradients; bias: the place of that argument.
+def define(name: str, function: Callable[..., Tensor], fake: Callable[..., Tensor], gradients: Callable[..., Any] | None = None,
+           keep: Callable[..., None] | None = None, bias: int | None = None) -> Any:
+    """An operation of torch.ops.qdsl with a fake function, and gradients if it is differentiable; bias: that argument's place.
 
     Where nothing asks for gradients, and nothing else watches, it computes at once, without a second dispatch.
     """
@@ -353,10 +377,12 @@ def _defined(name: str, function: Callable[..., Tensor], fake: Callable[..., Ten
     _library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"qdsl::{name}", fake, lib=_library)
     operation = getattr(torch.ops.qdsl, name).default
+    if gradients is None or keep is None:
+        return operation
     watched = gradient_kernel(operation, gradients, keep)
 
     def differentiated(keys: Any, x: Tensor, *others: Any) -> Tensor:
-        if not x.is_meta and is_direct(x, None if bias is None else others[bias - 1]):
+        if not x.is_meta and is_direct(x, None if bias is None else others[bias - 1]) and not is_autocast_enabled():
             return function(x, *others)
         result: Tensor = watched(keys, x, *others)
         return result
@@ -366,5 +392,6 @@ def _defined(name: str, function: Callable[..., Tensor], fake: Callable[..., Ten
 
 
 _library = torch.library.Library("qdsl", "FRAGMENT")             # type: ignore[no-untyped-call]
-_linear = _defined("linear", _computed_linear, _empty_linear, _of_linear, _keep_linear, bias=2)
-_turned = _defined("transposed", _computed_transposed, _empty_transposed, _of_turned, _keep_turned)
+_linear = define("linear", _computed_linear, _empty_linear, _of_linear, _keep_linear, bias=2)
+_transposed_linear = define("transposed", _computed_transposed, _empty_transposed, _of_transposed, _keep_transposed)
+_dequantize = define("dequantize", _computed_dequantize, _empty_dequantize)

@@ -42,19 +42,24 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
+# Looked up once: every name costs 20 ns, and a product asks for them all.
+_tracing_state, _dispatch_modes = torch._C._get_tracing_state, torch._C._len_torch_dispatch_stack
+_transform, _is_batched = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.is_legacy_batchedtensor
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+is_autocast_enabled = torch._C._is_any_autocast_enabled          # on any device
+
+
 def is_direct(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether a product of x is nothing but numbers: plain tensors that nothing watches, casts or differentiates.
+    """Whether a product of x is nothing but numbers: plain tensors that nothing watches or differentiates.
 
     False is always right.  What may watch are a compiler, a tracer, a dispatch mode, a transform and forward mode.
     """
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() or \
-            torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0 or \
-            type(x) not in PLAIN or torch._C._is_any_autocast_enabled() or torch._C._functorch.is_legacy_batchedtensor(x):
+    if _is_compiling() or _tracing_state() is not None or _dispatch_modes() or _transform() is not None or \
+            forward_ad._current_level >= 0 or type(x) not in PLAIN or _is_batched(x):
         return False
     if bias is None:
-        return not (x.requires_grad and torch.is_grad_enabled())
-    return type(bias) in PLAIN and not torch._C._functorch.is_legacy_batchedtensor(bias) and \
-        not ((x.requires_grad or bias.requires_grad) and torch.is_grad_enabled())
+        return not (x.requires_grad and _is_grad_enabled())
+    return type(bias) in PLAIN and not _is_batched(bias) and not ((x.requires_grad or bias.requires_grad) and _is_grad_enabled())
 
 
 def is_batched(tensor: Tensor) -> bool:

@@ -621,8 +621,7 @@ class Format:
             return f"{packed.shape[1]} columns are no multiple of 128"
         wide = {key: value for key, value in packed.tensors.items() if key not in packed.in_order}
         name = packed.variant.storages[PLANAR].order
-        index = [key for key in wide if packed.layout.tensors[key].dtype == "index"]
-        for key in index:
+        for key in _indices(packed):
             why = order.uneven(wide[key], _groups(packed.variant).by(packed.sizes)) if name else "columns are out of order"
             if why:
                 return f"'{key}': {why}"
@@ -631,13 +630,17 @@ class Format:
                 if each.extent(*packed.shape, packed.sizes) is None:
                     return f"blocks of {each.by(packed.sizes)} weights go over the ends of rows of {packed.shape[1]}"
         size = sum(tensor.nbytes for tensor in wide.values())
-        missing = {stored.optional for key, stored in packed.layout.tensors.items() if key not in packed.tensors}
-        planar = packed.variant.storages[PLANAR].tensors
-        given = [key for key, each in planar.items()
-                 if each.optional and (index if key == name else key not in packed.layout.where and each.optional not in missing)]
-        new = self.empty(packed.shape, PLANAR, "meta", given, **packed.params).nbytes
+        new = self.planar_like(packed).nbytes
         limit = 1.04 if 8 * size / max(1, math.prod(packed.shape)) >= 4 else 1.12
         return f"{size} bytes would become {new}" if new > size * limit else ""
+
+    def planar_like(self, packed: PackedWeight) -> PackedWeight:
+        """What `planar` makes of a weight, on meta: tensors of its dtypes and shapes, without numbers."""
+        missing = {stored.optional for key, stored in packed.layout.tensors.items() if key not in packed.tensors}
+        storage = packed.variant.storages[PLANAR]
+        optional = [key for key, stored in storage.tensors.items() if stored.optional and (
+            _indices(packed) if key == storage.order else key not in packed.layout.where and stored.optional not in missing)]
+        return self.empty(packed.shape, PLANAR, "meta", optional, **packed.params)
 
     def for_device(self, packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
         """An int4 weight of any format as torch's fused operation of its device, a CPU or an XPU, reads it; `linear` calls that.
@@ -703,6 +706,11 @@ def _stacked(whole: PackedWeight, parts: Iterable[PackedWeight]) -> PackedWeight
             tensor.copy_(part.tensors[key])
         start += part.shape[0]
     return PackedWeight(whole.format, whole.storage, whole.tensors, whole.shape, whole.params, in_order=part.in_order)
+
+
+def _indices(packed: PackedWeight) -> list[str]:
+    """The tensors that put columns into groups all over K (act-order)."""
+    return [name for name in packed.tensors if packed.layout.tensors[name].dtype == "index" and name not in packed.in_order]
 
 
 def _groups(variant: Variant) -> Axis:

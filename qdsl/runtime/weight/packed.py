@@ -50,13 +50,14 @@ class PackedWeight:
     def __init__(self, format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
                  params: Mapping[str, int | str], *, in_order: frozenset[str] = frozenset(), known_finite: bool | None = None,
                  notes: Sequence[str] = (), names: Mapping[str, str] | None = None, opened: bool = False,
-                 facts: str = "") -> None:
+                 facts: str = "", shape_text: str = "") -> None:
         self.format = format
         self.storage = storage
         self.tensors = dict(tensors)
         self.shape = shape
         self.params = dict(params)
         self.params_text = " ".join([f"{name}={value}" for name, value in params.items()])  # here: torch.compile may not
+        self.shape_text = shape_text or f"{shape[0]}x{shape[1]}"  # nor from sizes that it takes for dynamic
         self.in_order = in_order
         self.known_finite = known_finite
         self.notes = tuple(notes)
@@ -120,7 +121,8 @@ class PackedWeight:
             tensors = {**tensors, name: said(shape, tensors[name].device)}
         return PackedWeight(self.format, self.storage, tensors, shape or self.shape, self.params,
                             in_order=self.in_order if in_order is None else in_order, known_finite=self.known_finite,
-                            notes=self.notes, names=self.names, opened=self.opened, facts=self.facts)
+                            notes=self.notes, names=self.names, opened=self.opened, facts=self.facts,
+                            shape_text="" if shape else self.shape_text)
 
     def open(self) -> PackedWeight:
         """The weight with what streams hold in plain tensors, which can be cut; itself where there are none.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -168,8 +169,9 @@ def open_calls(packed: PackedWeight, rows: Tensor | None = None) -> tuple[dict[s
         if plain[name].numel():
             height = 1 if rows is None else launches.block_rows(packed.shape)
             blocks = None if rows is None else (rows[::height] // height).to(torch.int32)
-            calls += launches.decode_calls(_tensors(stream, packed.tensors), _facts(packed, name), plain[name], packed.shape,
-                                         blocks)
+            decoding = launches.decode_calls(_tensors(stream, packed.tensors), _facts(packed, name), plain[name], packed.shape,
+                                             blocks)
+            calls += [replace(call, workspace=(plain[name],)) for call in decoding]
     return plain, calls
 
 
