@@ -84,7 +84,7 @@ def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:
     if kind != "tile_gemm":
         yield from ({"R": r, "WN": 1, "WK": 4, "EVEN": True} for r in (1, 2))
         return
-    for bm in (16, configure.most_columns(packed)):
+    for bm in sorted({16, 32, configure.most_columns(packed)}):
         stages = 3 if bm < 128 else 2
         yield from ({"R": r, "W": 4, "BM": bm, "STAGES": stages, "UNROLL": 1, "WHOLE": 0, "SPLIT": 1} for r in (1, 2))
 

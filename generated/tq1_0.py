@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, base3, empty, trit
+from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, base3, empty,
+        first_trit)
 from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -33,9 +34,9 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     q_bytes = r[..., 0:32].contiguous()
     q_bytes2 = r[..., 32:48].contiguous()
     q_bytes3 = r[..., 48:52].contiguous()
-    q_0 = trit(torch.stack([q_bytes * 3 ** i for i in range(5)], -2)).flatten(2)
-    q_160 = trit(torch.stack([q_bytes2 * 3 ** i for i in range(5)], -2)).flatten(2)
-    q_240 = trit(torch.stack([q_bytes3 * 3 ** i for i in range(4)], -2)).flatten(2)
+    q_0 = first_trit(torch.stack([q_bytes * 3 ** i for i in range(5)], -2)).flatten(2)
+    q_160 = first_trit(torch.stack([q_bytes2 * 3 ** i for i in range(5)], -2)).flatten(2)
+    q_240 = first_trit(torch.stack([q_bytes3 * 3 ** i for i in range(4)], -2)).flatten(2)
     return {
         "d": as_type(r, torch.float16)[..., 26],
         "q": torch.cat([q_0, q_160, q_240], -1).flatten(1),

@@ -1,6 +1,6 @@
-"""Fields that were lost where they were packed: a producer wrote -1 over all fields above it in its word.
+"""Detects zero points that overflowed when they were packed: a producer wrote -1 over all fields above it in its word.
 
-auto-gptq stores zero points less one, and packs a 0 as uint32(-1), shifted: what it stands for, and the borrow, are gone.
+auto-gptq stores zero points less one, and packs a 0 as uint32(-1), shifted.  The fields above it cannot be recovered.
 Nothing here needs torch.
 """
 
@@ -9,16 +9,16 @@ from __future__ import annotations
 from math import lcm
 
 WORD = 32
-TOLD = 16                                                        # bits that are ones by chance once in 2**16 times
+MIN_BITS = 16                                                    # bits that are ones by chance once in 2**16 times
 
-LOST = "a -1 was written over the fields above it in a word, as auto-gptq does with a zero point of 0; these are lost"
+OVERFLOWED_ZEROS = "a -1 was written over the fields above it in a word, as auto-gptq does with a zero point of 0; these are lost"
 
 
-def is_spilled(words: bytes, width: int) -> bool:
-    """Whether in words of 32 bits, a stream of fields of `width` bits, all above a field of ones is ones, and often enough.
+def has_overflowed_zeros(words: bytes, width: int) -> bool:
+    """Whether a -1 was written over the fields above it, in fields of `width` bits packed in words of 32 bits.
 
-    Where a -1 is a field's own, or borrows from the next, fields above it are what they are.  Fields of a file that straddle
-    words are not looked at; nor is a last run of words in which fields do not end with the last.
+    True where every field above one of ones is ones too, and such fields have MIN_BITS bits or more.  Not checked: fields that
+    straddle words, and a last run of words whose fields do not end with a word.
     """
     run = lcm(width, WORD)
     count = 8 * len(words) // run
@@ -28,7 +28,7 @@ def is_spilled(words: bytes, width: int) -> bool:
         ones &= bits >> place
     ones &= _places(width, run, 1) * _once_in(run, count)
     below = ones & _places(width, run, 2) * _once_in(run, count)
-    return not below & ~(ones >> width) and width * below.bit_count() >= TOLD
+    return not below & ~(ones >> width) and width * below.bit_count() >= MIN_BITS
 
 
 def _places(width: int, run: int, fields: int) -> int:

@@ -36,8 +36,8 @@ def element_dtype(kind: str) -> str:
     return INTEGERS.get(kind) or field_dtype(kind)
 
 
-def meant(values: Sequence[int | str], default: int | str) -> int | str:
-    """The value of a parameter of which several fit: the default, else the whole axis, which the others that fit cover too."""
+def resolve_default(values: Sequence[int | str], default: int | str) -> int | str:
+    """The value of a parameter among those that fit: the default, else -1, the whole axis, which covers the others."""
     if len(values) == 1:
         return values[0]
     return -1 if -1 in values and default not in values else default
@@ -141,8 +141,8 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A tensor of which only this is known.  values: of the tensor that says N and K, what it says."""
+class TensorInfo:
+    """The dtype and shape of a tensor whose data need not be loaded.  values: N and K, of the tensor that says them."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -174,28 +174,28 @@ class Fit:
     exact: bool
 
 
-class Misfit(ValueError):
-    """Why tensors are no weight of a format.  reached: how far the nearest way came."""
+class LayoutMismatch(ValueError):
+    """Tensors do not have the dtypes and shapes of a format.  reached: how many checks the nearest layout passed."""
 
     def __init__(self, reached: int, message: str) -> None:
         super().__init__(message)
         self.reached = reached
 
 
-def fits(format: Description, tensors: Mapping[str, Given], shape: tuple[int, int] | None = None, storage: str | None = None,
+def fits(format: Description, tensors: Mapping[str, TensorInfo], shape: tuple[int, int] | None = None, storage: str | None = None,
          params: Mapping[str, int | str] | None = None) -> list[Fit]:
     """Every way to read the tensors, those with given (N, K), storage and parameters alone.
 
-    Raises Misfit with the reason of the nearest miss, which is what their author meant, where there is none.
+    Raises LayoutMismatch with the reason of the nearest miss, the closest reading, where there is none.
     """
     matches: list[Fit] = []
-    nearest = Misfit(-1, f"{format.name} has no storage '{storage}' here")
+    nearest = LayoutMismatch(-1, f"{format.name} has no storage '{storage}' here")
     requested = dict(params or {})
     for choice, name, layout in _candidates(format, storage, requested):
         label = f"{format.name}.{name}" + "".join(f" {key}={value}" for key, value in choice.items())
         try:
             matches += _fits(format, layout, name, label, tensors, shape, {**requested, **choice})
-        except Misfit as miss:
+        except LayoutMismatch as miss:
             nearest = max(nearest, miss, key=lambda mismatch: mismatch.reached)
     if not matches:
         raise nearest
@@ -212,22 +212,22 @@ def _candidates(format: Description, storage: str | None, requested: Mapping[str
                     yield choice, name, layout
 
 
-def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label: str, tensors: Mapping[str, Given],
+def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label: str, tensors: Mapping[str, TensorInfo],
           shape: tuple[int, int] | None, params: Mapping[str, int | str]) -> list[Fit]:
     keys = named(layout, tensors)
     missing = [name for name, stored in layout.items() if not stored.optional and name not in keys]
     if missing:
-        raise Misfit(0, f"{label} needs tensor '{missing[0]}'; given are {', '.join(tensors) or 'none'}")
+        raise LayoutMismatch(0, f"{label} needs tensor '{missing[0]}'; given are {', '.join(tensors) or 'none'}")
     present = _rows_of_experts(layout, {name: tensors[key] for name, key in keys.items()})
     chosen, dtypes = _typed(format, layout, label, present, params)
     declared = _declared_shape(layout, label, present, shape) or shape
     solved = declared or _solved(layout, label, present, _lengths(format, chosen))
     matches: list[Fit] = []
-    nearest = Misfit(0, "")
+    nearest = LayoutMismatch(0, "")
     for sizes in _open(format, chosen):
         try:
             shapes = _shaped(layout, label, present, solved, format.numbers({**chosen, **sizes}, solved), declared is not None)
-        except Misfit as miss:
+        except LayoutMismatch as miss:
             nearest = max(nearest, miss, key=lambda mismatch: mismatch.reached)
             continue
         values = {**chosen, **sizes}
@@ -258,16 +258,17 @@ def named(layout: Mapping[str, Stored], tensors: Mapping[str, object]) -> dict[s
     return keys
 
 
-def _rows_of_experts(layout: Mapping[str, Stored], tensors: Mapping[str, Given]) -> dict[str, Given]:
+def _rows_of_experts(layout: Mapping[str, Stored], tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Tensors of experts [E, N, ...] as those of one weight of E * N rows, where all of them have that axis in front."""
     more = {tensor.shape[0] if len(tensor.shape) == 1 + len(layout[name].axes) > 1 and layout[name].axes[0].dim == "N" else 0
             for name, tensor in tensors.items()}
     if len(more) > 1 or 0 in more:
         return dict(tensors)
-    return {name: Given(tensor.dtype, (tensor.shape[0] * tensor.shape[1], *tensor.shape[2:])) for name, tensor in tensors.items()}
+    return {name: TensorInfo(tensor.dtype, (tensor.shape[0] * tensor.shape[1], *tensor.shape[2:]))
+            for name, tensor in tensors.items()}
 
 
-def _typed(format: Description, layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given],
+def _typed(format: Description, layout: Mapping[str, Stored], label: str, tensors: Mapping[str, TensorInfo],
            params: Mapping[str, int | str]) -> tuple[dict[str, int | str], dict[str, str]]:
     """Parameters that dtypes decide, and the dtypes of the storage: 8-bit floats may come as raw bytes."""
     chosen = dict(params)
@@ -279,25 +280,25 @@ def _typed(format: Description, layout: Mapping[str, Stored], label: str, tensor
             [k for k in kinds if tensor.dtype == "uint8" and k in TORCH_FLOATS and "float8" in TORCH_FLOATS[k]]
         if not fit:
             wanted = " or ".join(element_dtype(k) for k in kinds)
-            raise Misfit(1, f"{label}: tensor '{name}' has dtype {tensor.dtype}; the format needs {wanted}")
+            raise LayoutMismatch(1, f"{label}: tensor '{name}' has dtype {tensor.dtype}; the format needs {wanted}")
         if kind in format.params:
             chosen[kind] = fit[0]
         dtypes[name] = element_dtype(fit[0])
     return chosen, dtypes
 
 
-def _declared_shape(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given], shape: tuple[int, int] | None,
+def _declared_shape(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, TensorInfo], shape: tuple[int, int] | None,
           ) -> tuple[int, int] | None:
     """N and K from the tensor that says them."""
     for name, tensor in tensors.items():
         if layout[name].dtype == "shape" and tensor.values:
             if len(tensor.values) != 2 or min(tensor.values) < 0 or shape not in (None, tensor.values):
-                raise Misfit(2, f"{label}: '{name}' says {list(tensor.values)}{f', not {list(shape)}' if shape else ''}")
+                raise LayoutMismatch(2, f"{label}: '{name}' says {list(tensor.values)}{f', not {list(shape)}' if shape else ''}")
             return tensor.values[0], tensor.values[1]
     return None
 
 
-def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given], sizes: Mapping[str, int],
+def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, TensorInfo], sizes: Mapping[str, int],
             ) -> tuple[int, int]:
     """N and K from the axes that decide them, else from how many elements a tensor has.  sizes: block lengths that are known."""
     dims: dict[str, tuple[int, str]] = {}
@@ -309,14 +310,14 @@ def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Give
                 continue
             expected, by = dims.setdefault(own.dim, (value, name))
             if expected != value:
-                raise Misfit(2, f"{label}: '{by}' {list(tensors[by].shape)} says {own.dim} = {expected}, but '{name}' "
+                raise LayoutMismatch(2, f"{label}: '{by}' {list(tensors[by].shape)} says {own.dim} = {expected}, but '{name}' "
                                 f"{list(tensor.shape)} is [{', '.join(axis.text for axis in shown)}], so {own.dim} = {value}")
     solved = {dim: value for dim, (value, _) in dims.items()}
     for name, tensor in tensors.items() if len(solved) == 1 else ():
         solved |= _counted(layout[name].axes, prod(tensor.shape), solved, sizes)
     if missing := [dim for dim in ("N", "K") if dim not in solved]:
         shown_all = ", ".join(f"'{name}' {list(tensor.shape)} is [{layout[name].text}]" for name, tensor in tensors.items())
-        raise Misfit(1, f"{label}: the tensors do not say what {' and '.join(missing)} are ({shown_all}){NO_SHAPE}")
+        raise LayoutMismatch(1, f"{label}: the tensors do not say what {' and '.join(missing)} are ({shown_all}){NO_SHAPE}")
     return solved["N"], solved["K"]
 
 
@@ -340,7 +341,7 @@ def _open(format: Description, chosen: Mapping[str, int | str]) -> Iterator[dict
         yield dict(zip(names, values, strict=True))
 
 
-def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Given], shape: tuple[int, int],
+def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, TensorInfo], shape: tuple[int, int],
             sizes: Mapping[str, int], is_declared: bool) -> dict[str, tuple[int, ...]]:
     """Exactly the storage's shapes.  Records that have the last axis for themselves may be seen in any shape.
 
@@ -350,18 +351,18 @@ def _shaped(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Give
     for reached, (name, tensor) in enumerate(tensors.items()):
         stored = layout[name]
         if len(tensor.shape) != len(stored.axes) and any(axis.dim == "?" for axis in stored.axes):
-            raise Misfit(2, f"{label}: tensor '{name}' has shape {list(tensor.shape)}; the format needs [{stored.text}]")
+            raise LayoutMismatch(2, f"{label}: tensor '{name}' has shape {list(tensor.shape)}; the format needs [{stored.text}]")
         wanted = extents(stored.axes, *shape, sizes, tensor.shape)
         if wanted is None:
             bad = next(a for a in stored.axes if a.extent(*shape, sizes) is None)
-            raise Misfit(2, f"{label}: {bad.wrong(*shape, sizes)}")
+            raise LayoutMismatch(2, f"{label}: {bad.wrong(*shape, sizes)}")
         records = stored.axes and stored.axes[-1].dim == "1" and wanted[-1] > 1 and prod(tensor.shape) == prod(wanted)
         shown_as = seen_shape(stored.seen, *shape, sizes, prod(wanted)) if stored.seen else None
         allowed = (wanted, shown_as, (prod(wanted),) if is_declared else None)
         fit = [_squeezed(extents_) for extents_ in allowed if extents_ is not None]
         if not records and _squeezed(tensor.shape) not in fit:
             shown = "".join(f", {key} = {value}" for key, value in sizes.items())
-            raise Misfit(3 + reached, f"{label}: tensor '{name}' has shape {list(tensor.shape)}; the format needs "
+            raise LayoutMismatch(3 + reached, f"{label}: tensor '{name}' has shape {list(tensor.shape)}; the format needs "
                                       f"[{stored.text}] = {list(wanted)} for N = {shape[0]}, K = {shape[1]}{shown}")
         shapes[name] = wanted
     return shapes

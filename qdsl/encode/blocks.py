@@ -11,7 +11,7 @@ from qdsl.core.numbers import number
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.numbers import to_minifloat
-from qdsl.runtime.weight.packed import Misfit
+from qdsl.runtime.weight.packed import UnrepresentableValue
 
 
 def cut_blocks(weight: Tensor, rows: int, columns: int, filled: str = "zeros") -> Tensor:
@@ -39,14 +39,15 @@ def arithmetic(weight: Tensor, scale: str) -> Tensor:
 
 
 def stored_scale(exact: Tensor, scale: str) -> Tensor:
-    """A scale as it is stored.  Raises Misfit where it becomes infinite."""
+    """A scale as it is stored.  Raises UnrepresentableValue where it becomes infinite."""
     stored = exact.to(FLOATS[scale])
     if scale == "e8m0":
         return stored                                            # exact is one of its powers of two
     bad = ~torch.isfinite(stored)
     if bool(bad.any()):
         where = tuple(int(i) for i in torch.nonzero(bad)[0])
-        raise Misfit(f"the scale {float(exact[where]):g} of block [{{row}}, {where[2]}] does not fit {scale}", where[0])
+        text = f"the scale {float(exact[where]):g} of block [{{row}}, {where[2]}] does not fit {scale}"
+        raise UnrepresentableValue(text, where[0])
     return stored
 
 

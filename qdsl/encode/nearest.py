@@ -10,7 +10,7 @@ from qdsl.encode.blocks import codes, cut_blocks, join_blocks, shaped, stored_sc
 from qdsl.encode.rows import cut
 from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.layout import FLOATS
-from qdsl.runtime.weight.packed import Misfit
+from qdsl.runtime.weight.packed import UnrepresentableValue
 
 LEAST = 1e-5                                                     # of means
 
@@ -19,13 +19,13 @@ LEAST = 1e-5                                                     # of means
 def nearest(weight: Tensor, *, code: str) -> Tensor:
     """Each weight of [N, K] rounded to nearest, ties to even, in the float type `code`.
 
-    Raises Misfit for the first weight that is too large for it.
+    Raises UnrepresentableValue for the first weight that is too large for it.
     """
     stored = weight.to(FLOATS[code], copy=True)
     bad = torch.nonzero(~torch.isfinite(stored))
     if bad.numel():
         n, k = (int(i) for i in bad[0])
-        raise Misfit(f"the weight {float(weight[n, k]):g} at row {{row}}, column {k} does not fit {code}", n)
+        raise UnrepresentableValue(f"the weight {float(weight[n, k]):g} at row {{row}}, column {k} does not fit {code}", n)
     return stored
 
 

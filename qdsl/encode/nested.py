@@ -9,7 +9,7 @@ from qdsl.core.numbers import number
 from qdsl.encode.blocks import codes, cut_blocks, join_blocks, quotients, shaped
 from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.match import torch_dtype
-from qdsl.runtime.weight.packed import Misfit
+from qdsl.runtime.weight.packed import UnrepresentableValue
 
 
 @scheme
@@ -21,7 +21,8 @@ def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, ro
 
     The super-scale brings the largest magnitude of all, / divisor, to the largest number of the scale's type; a scale is the
     largest magnitude of the block / divisor in its units, not below `least`, and where that is 0 it is `empty`.
-    amax: the largest magnitude of all weights that share the super-scale, where others do.  Raises Misfit where it is too small.
+    amax: the largest magnitude of all weights that share the super-scale, where others do.  Raises UnrepresentableValue where
+    it is too small.
     by 'stored': codes are w / (scale * super_scale) (ModelOpt, compressed-tensors); 'inverse': w * (1 / super_scale / scale),
     and the block's magnitude is divided by the two one after the other (torchao).
     precision 'own': both magnitudes / divisor are found in the weight's own dtype (compressed-tensors), 'f32': in float32.
@@ -34,7 +35,7 @@ def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, ro
     whole = largest.amax() if amax is None else largest.new_tensor(amax)
     if amax is not None and bool((largest > whole).any()):
         row, column = (int(i) for i in torch.nonzero((largest > whole)[:, 0, :, 0])[0])
-        raise Misfit(f"block [{{row}}, {column}] has a magnitude above amax = {amax:g}", row)
+        raise UnrepresentableValue(f"block [{{row}}, {column}] has a magnitude above amax = {amax:g}", row)
     if divided:
         above = (divisor * kind.largest / whole).float()
         above = torch.where(torch.isfinite(above), above, 1)

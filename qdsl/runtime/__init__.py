@@ -3,13 +3,42 @@
 from qdsl.core.stored import Stored
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
 from qdsl.runtime.weight.arrays import as_float, as_type, cdiv, empty, integer, joined, pad, spread, workspace
-from qdsl.runtime.weight.base3 import base3, trit
+from qdsl.runtime.weight.base3 import base3, first_trit
 from qdsl.runtime.weight.format import Format, Spec
 from qdsl.runtime.weight.layout import Field, Kernels, Lanes, Narrow, Pairs, Records, Storage, Stream, Variant
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.requantize import Report
 from qdsl.runtime.weight.tables import Table, entries
 
-__all__ = ["Field", "Format", "FormatError", "Kernels", "Lanes", "Narrow", "PackedWeight", "Pairs", "QuantizedEmbedding",
-           "QuantizedLinear", "Records", "Report", "Spec", "Storage", "Stored", "Stream", "Table", "Variant", "as_float",
-           "as_type", "base3", "cdiv", "empty", "entries", "integer", "joined", "pad", "spread", "trit", "workspace"]
+__all__ = [
+           "Field",
+           "Format",
+           "FormatError",
+           "Kernels",
+           "Lanes",
+           "Narrow",
+           "PackedWeight",
+           "Pairs",
+           "QuantizedEmbedding",
+           "QuantizedLinear",
+           "Records",
+           "Report",
+           "Spec",
+           "Storage",
+           "Stored",
+           "Stream",
+           "Table",
+           "Variant",
+           "as_float",
+           "as_type",
+           "base3",
+           "cdiv",
+           "empty",
+           "entries",
+           "first_trit",
+           "integer",
+           "joined",
+           "pad",
+           "spread",
+           "workspace",
+]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qdsl.compiler.emit.show.page import summary
-from qdsl.compiler.passes import PASSES, choose_variants, compile_spec, read_records
+from qdsl.compiler.passes import PASSES, choose_variants, compile_spec, record_lines
 from qdsl.compiler.passes.derive_planar import why_no_planar
 from qdsl.compiler.spec import grammar, marked, schema
 from qdsl.compiler.spec.schema import load
@@ -83,7 +83,7 @@ def limits() -> list[str]:
         ["characters, names and numbers, levels of an expression",
          f"{grammar.MAX_LENGTH}, {grammar.MAX_ATOMS}, {grammar.MAX_DEPTH}"],
         ["lines of a record", str(grammar.MAX_LINES)],
-        ["items of a record, its loops written out", str(sys.modules[read_records.__module__].MAX_PIECES)],
+        ["items of a record, its loops written out", str(record_lines.MAX_PIECES)],
         ["storages times values of the parameters that shape bits", str(sys.modules[choose_variants.__module__].MAX_PROGRAMS)],
     ])
 

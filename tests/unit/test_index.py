@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qdsl.compiler.ir import index as ix
-from qdsl.compiler.ir.index import Facts, Index, bounds, divisor, substitute, text
+from qdsl.compiler.ir.index import Domain, Index, bounds, divisor, substitute, text
 
 PROPERTY = settings(max_examples=400, deadline=None, derandomize=True)
 NAMES = ("a", "i", "j", "n", "N", "p", "q")
@@ -24,7 +24,7 @@ Tree = tuple                                                     # ('name', 'a')
 class World:
     """What is known of the names, and some values of them for which it is true."""
 
-    facts: Facts
+    domain: Domain
     values: tuple[dict[str, int], ...]
 
 
@@ -41,7 +41,7 @@ def worlds(draw: st.DrawFn) -> World:
         "a": draw(st.integers(least, 30 if most is None else most)), "n": draw(st.integers(0, 100)),
         "N": 12 * draw(st.integers(0, 9)), "p": 8 * draw(st.integers(1, 5)), "q": draw(st.integers(1, 7)),
         **{name: draw(st.integers(0, extent - 1)) for name, extent in extents.items()}} for _ in range(4)]
-    return World(Facts(known, divisors), tuple(values))
+    return World(Domain(known, divisors), tuple(values))
 
 
 CONSTANTS = st.sampled_from((0, 1, 2, 3, 4, 6, 8, 16, 32, -1, -4, 7))
@@ -73,16 +73,16 @@ def _sum(const: int, terms: list[tuple[int, str]]) -> Tree:
     return tree
 
 
-def built(tree: Tree, facts: Facts = Facts()) -> Index:
+def built(tree: Tree, domain: Domain = Domain()) -> Index:
     """The normal form."""
     op, *rest = tree
     if op == "const":
         return ix.as_index(rest[0])
     if op == "name":
         return ix.name(rest[0])
-    left, right = (built(part, facts) for part in rest)
+    left, right = (built(part, domain) for part in rest)
     if op in ("div", "mod"):
-        return {"div": ix.div, "mod": ix.mod}[op](left, right, facts)
+        return {"div": ix.div, "mod": ix.mod}[op](left, right, domain)
     if op in ("ceil", "exact"):
         return {"ceil": ix.ceil, "exact": ix.exact}[op](left, right)
     return {"+": left + right, "-": left - right, "*": left * right}[op]
@@ -119,7 +119,7 @@ def read(source: str, values: Mapping[str, int]) -> int:
 @PROPERTY
 @given(EXPRESSIONS, worlds())
 def test_a_normal_form_has_the_value_of_the_expression(tree: Tree, world: World) -> None:
-    found = built(tree, world.facts)
+    found = built(tree, world.domain)
     for values in world.values:
         assert found(values) == plain(tree, values)
 
@@ -131,7 +131,7 @@ def test_quotients_of_quotients_and_remainders_of_remainders_keep_their_values(
     for outer in ("div", "mod"):
         for inner in ("div", "mod"):
             nested = (outer, (inner, tree, ("const", first)), ("const", second))
-            found = built(nested, world.facts)
+            found = built(nested, world.domain)
             assert [found(values) for values in world.values] == [plain(nested, values) for values in world.values]
 
 
@@ -152,7 +152,7 @@ def test_division_by_a_name_that_is_zero_raises(op: Callable[[Index, Index], Ind
 @PROPERTY
 @given(EXPRESSIONS, worlds())
 def test_names_are_those_of_the_text(tree: Tree, world: World) -> None:
-    found = built(tree, world.facts)
+    found = built(tree, world.domain)
     nodes = ast.walk(ast.parse(text(found), mode="eval"))
     assert found.names() == {node.id for node in nodes if isinstance(node, ast.Name)} - {"cdiv"}
     assert found.is_const == (not found.names())
@@ -170,7 +170,7 @@ def test_a_constant_is_an_index() -> None:
 @PROPERTY
 @given(EXPRESSIONS, worlds())
 def test_text_has_the_value_of_the_expression(tree: Tree, world: World) -> None:
-    found = built(tree, world.facts)
+    found = built(tree, world.domain)
     assert str(found) == text(found)
     for values in world.values:
         assert read(text(found), values) == plain(tree, values)
@@ -179,7 +179,7 @@ def test_text_has_the_value_of_the_expression(tree: Tree, world: World) -> None:
 @PROPERTY
 @given(EXPRESSIONS, worlds())
 def test_text_keeps_its_value_beside_an_operator(tree: Tree, world: World) -> None:
-    found = built(tree, world.facts)
+    found = built(tree, world.domain)
     left, right = text(found, 2), text(found, 3)
     for values in world.values:
         value = plain(tree, values)
@@ -192,7 +192,7 @@ def test_text_keeps_its_value_beside_an_operator(tree: Tree, world: World) -> No
 @PROPERTY
 @given(EXPRESSIONS, worlds())
 def test_the_ceiling_division_of_a_text_has_the_name_that_is_asked_for(tree: Tree, world: World) -> None:
-    found = built(tree, world.facts)
+    found = built(tree, world.domain)
     assert text(found, cdiv="tl.cdiv") == text(found).replace("cdiv(", "tl.cdiv(")
 
 
@@ -226,11 +226,11 @@ def _folded(parts: list[Index], draw: random.Random) -> Index:
 
 @PROPERTY
 @given(st.lists(EXPRESSIONS, min_size=1, max_size=5), worlds(), st.randoms(use_true_random=False))
-@example([("div", ("name", "a"), ("const", 4)), ("mod", ("name", "a"), ("const", 4))], World(Facts(), ()), random.Random(2))
-@example([("*", ("name", "p"), ("name", "qq")), ("*", ("name", "pq"), ("name", "q"))], World(Facts(), ()), random.Random(2))
-@example([("exact", ("name", "N"), ("const", 4)), ("div", ("name", "N"), ("const", 4))], World(Facts(), ()), random.Random(2))
+@example([("div", ("name", "a"), ("const", 4)), ("mod", ("name", "a"), ("const", 4))], World(Domain(), ()), random.Random(2))
+@example([("*", ("name", "p"), ("name", "qq")), ("*", ("name", "pq"), ("name", "q"))], World(Domain(), ()), random.Random(2))
+@example([("exact", ("name", "N"), ("const", 4)), ("div", ("name", "N"), ("const", 4))], World(Domain(), ()), random.Random(2))
 def test_a_sum_has_one_normal_form_in_every_order(trees: list[Tree], world: World, draw: random.Random) -> None:
-    parts = [built(tree, world.facts) for tree in trees]
+    parts = [built(tree, world.domain) for tree in trees]
     forms = {_folded(parts, draw) for _ in range(6)} | {ix.combine([(part, 1) for part in parts])}
     assert len(forms) == 1
     assert len({text(form) for form in forms}) == 1
@@ -239,7 +239,7 @@ def test_a_sum_has_one_normal_form_in_every_order(trees: list[Tree], world: Worl
 @PROPERTY
 @given(EXPRESSIONS, EXPRESSIONS, worlds())
 def test_what_is_added_and_taken_away_leaves_nothing(one: Tree, other: Tree, world: World) -> None:
-    left, right = built(one, world.facts), built(other, world.facts)
+    left, right = built(one, world.domain), built(other, world.domain)
     assert left - left == Index()
     assert left + right - right == left
     assert left * 3 - left - left == left
@@ -254,14 +254,14 @@ def test_what_is_added_and_taken_away_leaves_nothing(one: Tree, other: Tree, wor
 def test_digits_of_a_mixed_radix_number_fall_out(extents: list[int], scale: int) -> None:
     """Whole runs of digits, too, and so with every stride scaled."""
     names = [f"d{i}" for i in range(len(extents))]
-    facts = Facts({name: (0, extent - 1) for name, extent in zip(names, extents, strict=True)})
+    domain = Domain({name: (0, extent - 1) for name, extent in zip(names, extents, strict=True)})
     weights = [prod(extents[:i]) for i in range(len(extents) + 1)]
     number = ix.combine([(ix.name(name), weight * scale) for name, weight in zip(names, weights, strict=False)])
     for i, name in enumerate(names):
-        above = ix.div(number, weights[i] * scale, facts)
+        above = ix.div(number, weights[i] * scale, domain)
         assert above == ix.combine([(ix.name(n), w // weights[i]) for n, w in zip(names[i:], weights[i:], strict=False)])
-        assert ix.mod(above, extents[i], facts) == ix.name(name)
-        assert ix.mod(number, weights[i] * scale, facts) == ix.combine(
+        assert ix.mod(above, extents[i], domain) == ix.name(name)
+        assert ix.mod(number, weights[i] * scale, domain) == ix.combine(
             [(ix.name(n), w * scale) for n, w in zip(names[:i], weights, strict=False)])
 
 
@@ -278,19 +278,19 @@ def test_multiples_leave_a_division() -> None:
 def test_a_unit_is_divided_by_a_group_that_it_divides(unit: int) -> None:
     """What the docstring of _div_by_name says, and only where it is so."""
     place = ix.name("t") * unit + ix.name("i")
-    facts = Facts({"i": (0, unit - 1), "group": (1, None)}, {"group": 32})
-    assert str(ix.div(place, ix.name("group"), facts)) == f"t // (group // {unit})"
-    for worse in (Facts({"i": (0, unit)}, {"group": 32}), Facts({"i": (0, unit - 1)}), Facts({"i": (-1, 1)}, {"group": 32})):
+    domain = Domain({"i": (0, unit - 1), "group": (1, None)}, {"group": 32})
+    assert str(ix.div(place, ix.name("group"), domain)) == f"t // (group // {unit})"
+    for worse in (Domain({"i": (0, unit)}, {"group": 32}), Domain({"i": (0, unit - 1)}), Domain({"i": (-1, 1)}, {"group": 32})):
         assert str(ix.div(place, ix.name("group"), worse)) == f"({unit} * t + i) // group"
 
 
 def test_a_unit_is_in_one_group_where_a_group_may_be_the_whole_axis() -> None:
     """Of which it divides the others: of a group that is the axis a unit of it is in the first."""
     place = ix.name("t") * 8 + ix.name("i")
-    facts = Facts({"i": (0, 7), "group": (1, None)}, {"group": 1}, {"group": 32})
-    assert str(ix.div(place, ix.name("group"), facts)) == "8 * t // group"
-    assert str(ix.div(place, ix.name("group") * 2, facts)) == "(8 * t + i) // (2 * group)"
-    for worse in (Facts({"i": (0, 8)}, {}, {"group": 32}), Facts({"i": (0, 7)}, {}, {"group": 4})):
+    domain = Domain({"i": (0, 7), "group": (1, None)}, {"group": 1}, {"group": 32})
+    assert str(ix.div(place, ix.name("group"), domain)) == "8 * t // group"
+    assert str(ix.div(place, ix.name("group") * 2, domain)) == "(8 * t + i) // (2 * group)"
+    for worse in (Domain({"i": (0, 8)}, {}, {"group": 32}), Domain({"i": (0, 7)}, {}, {"group": 4})):
         assert str(ix.div(place, ix.name("group"), worse)) == "(8 * t + i) // group"
 
 
@@ -318,7 +318,7 @@ def test_numbers_leave_a_product() -> None:
 # -- substitution --------------------------------------------------------------------------------------------------------
 
 
-FREE = Facts({name: (-10**9, None) if name not in "pq" else (1, None) for name in NAMES})
+FREE = Domain({name: (-10**9, None) if name not in "pq" else (1, None) for name in NAMES})
 
 
 @PROPERTY
@@ -327,7 +327,7 @@ def test_substitution_has_the_value_of_the_expression_with_its_names_replaced(
         tree: Tree, trees: dict[str, Tree], positive: Tree | None, world: World) -> None:
     """All names at once: what comes in is not replaced again."""
     trees = {**trees, "q": positive} if positive is not None else trees
-    found = substitute(built(tree, FREE), {name: built(new, world.facts) for name, new in trees.items()}, world.facts)
+    found = substitute(built(tree, FREE), {name: built(new, world.domain) for name, new in trees.items()}, world.domain)
     for values in world.values:
         assert found(values) == plain(tree, {**values, **{name: plain(new, values) for name, new in trees.items()}})
 
@@ -335,10 +335,10 @@ def test_substitution_has_the_value_of_the_expression_with_its_names_replaced(
 @PROPERTY
 @given(st.sampled_from((ix.div, ix.mod)), SUMS, st.sampled_from((2, 3, 8, 12, 32)), worlds())
 def test_substitution_simplifies_as_building_does(
-        op: Callable[[Index, int, Facts], Index], tree: Tree, by: int, world: World) -> None:
-    top = built(tree, world.facts)
-    kept = op(ix.name("whole"), by, Facts())
-    assert substitute(kept, {"whole": top}, world.facts) == op(top, by, world.facts)
+        op: Callable[[Index, int, Domain], Index], tree: Tree, by: int, world: World) -> None:
+    top = built(tree, world.domain)
+    kept = op(ix.name("whole"), by, Domain())
+    assert substitute(kept, {"whole": top}, world.domain) == op(top, by, world.domain)
 
 
 def test_substitution_keeps_names_that_are_not_replaced() -> None:
@@ -353,8 +353,8 @@ def test_substitution_keeps_names_that_are_not_replaced() -> None:
 @PROPERTY
 @given(EXPRESSIONS, worlds())
 def test_bounds_hold_every_value(tree: Tree, world: World) -> None:
-    found = built(tree, world.facts)
-    low, high = bounds(found, world.facts)
+    found = built(tree, world.domain)
+    low, high = bounds(found, world.domain)
     for values in world.values:
         assert low is None or low <= plain(tree, values)
         assert high is None or plain(tree, values) <= high
@@ -367,10 +367,10 @@ def test_bounds_of_a_sum_of_names_are_its_extremes(terms: dict[str, int], const:
     found = ix.combine([(Index(const), 1), *((ix.name(name), c) for name, c in terms.items())])
     ends: list[int | None] = [const, const]
     for name, coefficient in terms.items():
-        least, most = world.facts.bounds.get(name, (0, None))
+        least, most = world.domain.bounds.get(name, (0, None))
         for side, end in enumerate((least, most) if coefficient > 0 else (most, least)):
             ends[side] = None if ends[side] is None or (end is None and coefficient) else ends[side] + coefficient * (end or 0)
-    assert bounds(found, world.facts) == tuple(ends)
+    assert bounds(found, world.domain) == tuple(ends)
 
 
 @pytest.mark.parametrize("tree, wanted", [
@@ -388,15 +388,15 @@ def test_bounds_of_a_sum_of_names_are_its_extremes(terms: dict[str, int], const:
     (("*", ("name", "p"), ("name", "p")), (16, None)),
 ])
 def test_known_bounds(tree: Tree, wanted: tuple[int | None, int | None]) -> None:
-    facts = Facts({"a": (-9, 20), "i": (0, 100), "j": (0, 5), "q": (1, 7), "p": (4, None)})
-    assert bounds(built(tree, facts), facts) == wanted
+    domain = Domain({"a": (-9, 20), "i": (0, 100), "j": (0, 5), "q": (1, 7), "p": (4, None)})
+    assert bounds(built(tree, domain), domain) == wanted
 
 
 @PROPERTY
 @given(EXPRESSIONS, worlds())
 def test_a_divisor_divides_every_value(tree: Tree, world: World) -> None:
-    found = built(tree, world.facts)
-    by = divisor(found, world.facts)
+    found = built(tree, world.domain)
+    by = divisor(found, world.domain)
     for values in world.values:
         assert plain(tree, values) % by == 0 if by else plain(tree, values) == 0
 
@@ -405,10 +405,10 @@ def test_a_divisor_divides_every_value(tree: Tree, world: World) -> None:
 @given(st.dictionaries(st.sampled_from(NAMES), st.integers(-64, 64)), st.integers(-64, 64), worlds())
 def test_the_divisor_of_a_sum_of_names_is_the_greatest(terms: dict[str, int], const: int, world: World) -> None:
     found = ix.combine([(Index(const), 1), *((ix.name(name), c) for name, c in terms.items())])
-    known = world.facts.divisors
-    assert abs(divisor(found, world.facts)) == gcd(const, *(c * known.get(name, 1) for name, c in terms.items()))
+    known = world.domain.divisors
+    assert abs(divisor(found, world.domain)) == gcd(const, *(c * known.get(name, 1) for name, c in terms.items()))
 
 
 def test_the_divisor_of_a_product_is_the_product_of_divisors() -> None:
-    facts = Facts({}, {"g": 32})
-    assert divisor(ix.name("g") * (ix.name("n") * 2 + 4) * 3, facts) == 192
+    domain = Domain({}, {"g": 32})
+    assert divisor(ix.name("g") * (ix.name("n") * 2 + 4) * 3, domain) == 192

@@ -97,7 +97,8 @@ BREAKS: dict[str, Callable[[Program], Program]] = {
     "slices-say-what-records-say": with_tensor(moved_slice),
     "fields-are-stored-once": lambda p: replace(p, where={"d": ix.name("k")}),
     "values-refer-back": lambda p: value(p, at(p, "*"), args=(len(p.values), 0)),
-    "types-agree": lambda p: value(p, p.values[at(p, "float")].args[0], range=(0, 1 << 25)),
+    "types-agree": lambda p: value(p, at(p, "*"), args=(0, p.values[at(p, "float")].args[0])),
+    "integers-are-in-range": lambda p: value(p, p.values[at(p, "float")].args[0], range=(0, 1 << 25)),
     "units-fill-their-tiles": lambda p: replace(p, units=replace(p.units, lanes=())),  # type: ignore[type-var]
 }
 

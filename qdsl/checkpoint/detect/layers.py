@@ -23,9 +23,20 @@ from qdsl.checkpoint.detect.rules import EXPERTS, EXTENTS, OWN, Reading, from_te
 from qdsl.checkpoint.detect.tensor_names import Leaves
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import START_BYTES, CheckpointError, shown, strict_json, torch_name
-from qdsl.core.overflowed_zeros import LOST, is_spilled
+from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
 from qdsl.core.shapes import granule
-from qdsl.core.stored import NO_SHAPE, OF_X, Description, Fit, Given, Misfit, element_dtype, fits, meant, named
+from qdsl.core.stored import (
+    NO_SHAPE,
+    OF_X,
+    Description,
+    Fit,
+    LayoutMismatch,
+    TensorInfo,
+    element_dtype,
+    fits,
+    named,
+    resolve_default,
+)
 
 ENOUGH = 64                                                      # elements in which nothing is no chance
 LISTED = 1 << 10                                                 # bytes of a tensor of numbers that says something
@@ -166,7 +177,7 @@ class _Finder:
         self.is_scaled = any(name.rpartition(".")[2] == MARKER for name in folder.names())
         self.agreeing: dict[tuple[int, int], tuple[Sequence[_Candidate], Mapping[str, Any],
                                                    tuple[list[_Candidate], list[_Candidate]]]] = {}
-        self.fitting: dict[tuple[object, ...], list[_Candidate] | Misfit] = {}
+        self.fitting: dict[tuple[object, ...], list[_Candidate] | LayoutMismatch] = {}
 
     def layers(self) -> Layers:
         inside = {full for each in self.together for full in each.tensors.values()}
@@ -203,7 +214,7 @@ class _Finder:
         if candidates is None:
             return None
         scheme = self.says.scheme(name) if self.says else Scheme({})
-        if isinstance(candidates, Misfit):
+        if isinstance(candidates, LayoutMismatch):
             if candidates.reached == UNKNOWN:
                 return Layer(name, others=there, by=scheme.by, why=self._lost(tensors) or self._unknown(there, stated))
             why = f"{TURNED}: {candidates}" if turned else str(candidates)
@@ -309,7 +320,7 @@ class _Finder:
     # -- what fits ----------------------------------------------------------------------------------------------------
 
     def _candidates(self, tensors: Mapping[str, str], stated: Mapping[str, Any] | None, turned: bool, shape: tuple[int, ...],
-                    is_complete: bool) -> list[_Candidate] | Misfit | None:
+                    is_complete: bool) -> list[_Candidate] | LayoutMismatch | None:
         """Every way to read a module's tensors, or why there is none; None where they are plain.
 
         8-bit floats without any scale are casts, unless settings or ComfyUI's marker state scales, or files are missing.
@@ -334,7 +345,7 @@ class _Finder:
             nearest = None if scaled else self._nearest(given, contents, stated, shape)
             if candidates and nearest is not None and (stated is not None or (
                     nearest.reached == UNKNOWN and coded[0].dtype in FLOAT8)):
-                nearest = Misfit(TOLD, f"{candidates[0].label} needs a scale; given are {', '.join(given)}")
+                nearest = LayoutMismatch(TOLD, f"{candidates[0].label} needs a scale; given are {', '.join(given)}")
             self.fitting[key] = nearest or scaled
         return self.fitting[key]
 
@@ -356,31 +367,31 @@ class _Finder:
                     found[leaf] = numbers[0] if len(numbers) == 1 else numbers
         return found
 
-    def _given(self, tensors: Mapping[str, str]) -> dict[str, Given]:
+    def _given(self, tensors: Mapping[str, str]) -> dict[str, TensorInfo]:
         entries = {leaf: self.folder.entry(full) for leaf, full in tensors.items()}
         dtypes = {leaf: "I64" if leaf in self.shapes_said and entry.dtype == "I32" else entry.dtype
                   for leaf, entry in entries.items()}
-        return {leaf: Given(torch_name(dtypes[leaf]), entry.shape) for leaf, entry in entries.items()}
+        return {leaf: TensorInfo(torch_name(dtypes[leaf]), entry.shape) for leaf, entry in entries.items()}
 
-    def _ways(self, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,
+    def _ways(self, given: Mapping[str, TensorInfo], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,
               shape: tuple[int, ...]) -> list[_Candidate]:
         """All formats' ways, or those that a tensor of settings or a header speaks of."""
         found: list[_Candidate] = []
         for format in self.formats:
-            with suppress(Misfit):
+            with suppress(LayoutMismatch):
                 found += _ways(format, given, contents, stated, shape)
         return [each for each in found if contents.keys() & each.format.detect.get("tensors", {}).keys()] or found
 
-    def _nearest(self, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,
-                 shape: tuple[int, ...] = ()) -> Misfit:
+    def _nearest(self, given: Mapping[str, TensorInfo], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,
+                 shape: tuple[int, ...] = ()) -> LayoutMismatch:
         """Why tensors are of no format, by the nearest of those that settings, a header or the tensors' names speak of."""
-        misses: list[tuple[bool, bool, int, int, Misfit]] = []
+        misses: list[tuple[bool, bool, int, int, LayoutMismatch]] = []
         spoken = [] if self.says is None else [self.says.settings, *(group.settings for group in self.says.groups)]
         is_stated = self.says is not None and self.says.method not in ("", OWN)
         for format in self.formats:
             try:
                 _ways(format, given, contents, stated, shape)
-            except Misfit as miss:
+            except LayoutMismatch as miss:
                 rules = format.detect.get("tensors", {})
                 told = bool(contents) and contents.keys() <= rules.keys() and from_tensors(format, contents) is not None
                 nearness = _nearness(format, given)
@@ -388,7 +399,7 @@ class _Finder:
                 if stated is None and not says and (is_stated or not _has_names(format, given)):
                     continue
                 misses.append((told, nearness > 0, miss.reached, nearness, miss))
-        return max(misses, key=lambda each: each[:4], default=(False, False, 0, 0, Misfit(UNKNOWN, NOT_KNOWN)))[4]
+        return max(misses, key=lambda each: each[:4], default=(False, False, 0, 0, LayoutMismatch(UNKNOWN, NOT_KNOWN)))[4]
 
     # -- what settings say --------------------------------------------------------------------------------------------
 
@@ -424,7 +435,7 @@ class _Finder:
         problems += [] if denied or problems else self._contradicted(best, uses, settings)
         if scheme.settings is None and not _needs_no_settings(best.format):
             problems = [f"its config leaves it as it is, by {scheme.by}"]
-        problems += [f"{full}: {LOST}" for full in self._spilled(best, uses)]
+        problems += [f"{full}: {OVERFLOWED_ZEROS}" for full in self._spilled(best, uses)]
         settle = tuple(tensors[leaf] for leaf in (*best.format.detect.get("tensors", {}), LAYER)
                        if leaf in tensors and tensors[leaf] not in uses.values())
         others = {leaf: full for leaf, full in tensors.items() if full not in (*uses.values(), *settle)}
@@ -486,7 +497,8 @@ class _Finder:
         found = {own: rule[own] for rule in candidate.format.detect.get("spills", [])
                  if rule.get("storage") == candidate.fit.storage for own in rule if own in uses}
         return [uses[own] for own, bits in found.items()
-                if is_spilled(self.folder.file(uses[own]).start(uses[own], START_BYTES), int(candidate.fit.params[bits]))]
+                if has_overflowed_zeros(self.folder.file(uses[own]).start(uses[own], START_BYTES),
+                                        int(candidate.fit.params[bits]))]
 
     def _is_filled(self, full: str, word: int) -> bool:
         data = self.folder.file(full).start(full, START_BYTES)
@@ -569,16 +581,16 @@ def _words(candidate: _Candidate) -> dict[str, int]:
     return {}
 
 
-def _ways(format: Description, given: Mapping[str, Given], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,
+def _ways(format: Description, given: Mapping[str, TensorInfo], contents: Mapping[str, Any], stated: Mapping[str, Any] | None,
           known: tuple[int, ...]) -> list[_Candidate]:
-    """Every way to read tensors as a format's, with what is stated of them alone.  Raises Misfit.
+    """Every way to read tensors as a format's, with what is stated of them alone.  Raises LayoutMismatch.
 
     known: the shape that a caller gives, () for none.
     """
     shape, experts, params, numbers = _told(format, contents)
     if shape is None and len(known) in (2, 3):
         shape, experts = (known[-2], known[-1]), known[0] if len(known) == 3 else None
-    given = {**dict.fromkeys(numbers, Given("float32", ())), **given}
+    given = {**dict.fromkeys(numbers, TensorInfo("float32", ())), **given}
     if any(isinstance(content, Mapping) for content in contents.values()):
         given = {leaf: _as_bytes(tensor) if leaf in format.in_bytes else tensor for leaf, tensor in given.items()}
     if shape is not None and experts is not None:
@@ -586,17 +598,17 @@ def _ways(format: Description, given: Mapping[str, Given], contents: Mapping[str
     if stated is None:
         return _fitting(format, given, shape, None, params)
     found: list[_Candidate] = []
-    nearest = Misfit(UNKNOWN, f"{format.name}: the header speaks of something else")
+    nearest = LayoutMismatch(UNKNOWN, f"{format.name}: the header speaks of something else")
     for reading in readings(format.detect.get("header"), [*format.params, *EXTENTS], stated, stacks=True):
         extents = [reading.values.get(dim) for dim in EXTENTS]
         whole = [each for each in extents if type(each) is int and each >= 0]
         try:
             fit = _fitting(format, given, (whole[0], whole[1]) if len(whole) == 2 else shape, reading.storage or None, params)
-        except Misfit as miss:
+        except LayoutMismatch as miss:
             nearest = max(nearest, miss, key=lambda each: each.reached)
             continue
         found += [each for each in fit if _is_stated(each, reading)]
-        other = Misfit(TOLD, f"the header says {_told_of(stated)}; the tensors fit {fit[0].label}")
+        other = LayoutMismatch(TOLD, f"the header says {_told_of(stated)}; the tensors fit {fit[0].label}")
         nearest = max(nearest, other, key=lambda each: each.reached)
     if not found:
         raise nearest
@@ -621,17 +633,17 @@ def _told_of(stated: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} = {str(value)[:60]}" for key, value in list(known.items())[:8])
 
 
-def _fitting(format: Description, given: Mapping[str, Given], shape: tuple[int, int] | None, storage: str | None,
+def _fitting(format: Description, given: Mapping[str, TensorInfo], shape: tuple[int, int] | None, storage: str | None,
              params: Mapping[str, int | str]) -> list[_Candidate]:
-    """Every way to read tensors as a format's, as one weight or as those of experts.  Raises Misfit."""
+    """Every way to read tensors as a format's, as one weight or as those of experts.  Raises LayoutMismatch."""
     for experts in _experts(format, given):
-        with suppress(Misfit):
+        with suppress(LayoutMismatch):
             return [_Candidate(format, fit, experts) for fit in fits(format, {
                 leaf: _of_one(tensor, experts) for leaf, tensor in given.items()}, shape, storage, params)]
     return [_Candidate(format, fit, None) for fit in fits(format, given, shape, storage, params)]
 
 
-def _of_one(tensor: Given, experts: int) -> Given:
+def _of_one(tensor: TensorInfo, experts: int) -> TensorInfo:
     """A tensor of one expert, all of which say the same of their shapes; one without their axis is of each."""
     if tensor.shape[:1] != (experts,):
         return tensor
@@ -644,11 +656,11 @@ def _told(format: Description, contents: Mapping[str, Any],
           ) -> tuple[tuple[int, int] | None, int | None, dict[str, int | str], list[str]]:
     """(N, K), E, parameters, and the tensors of one number that small tensors say; None, and missing, what they leave open.
 
-    Raises Misfit.
+    Raises LayoutMismatch.
     """
     said = from_tensors(format, contents)
     if said is None:
-        raise Misfit(TOLD, f"{format.name}: {', '.join(contents)} says that it is of another format")
+        raise LayoutMismatch(TOLD, f"{format.name}: {', '.join(contents)} says that it is of another format")
     numbers = [name for name in said if name in format.singles]
     for name, value in said.items():
         if name in numbers:
@@ -660,7 +672,7 @@ def _told(format: Description, contents: Mapping[str, Any],
         else:
             wrong = type(value) not in (int, str) or value not in format.params[name]
         if wrong:
-            raise Misfit(TOLD + 1, f"{format.name}: {', '.join(contents)} says {name} = {value}")
+            raise LayoutMismatch(TOLD + 1, f"{format.name}: {', '.join(contents)} says {name} = {value}")
     shape = (said["N"], said["K"]) if {*EXTENTS} <= said.keys() else None
     return shape, said.get(EXPERTS), {name: value for name, value in said.items() if name in format.params}, numbers
 
@@ -680,10 +692,10 @@ def _is_float32(value: object) -> bool:
         return False
 
 
-def _as_bytes(tensor: Given) -> Given:
+def _as_bytes(tensor: TensorInfo) -> TensorInfo:
     """Bytes that a file holds as numbers of a larger type; a weight of which all is said need not tell by its dtype."""
     size = WIDE.get(tensor.dtype)
-    return tensor if size is None else Given("uint8", (size * math.prod(tensor.shape),))
+    return tensor if size is None else TensorInfo("uint8", (size * math.prod(tensor.shape),))
 
 
 def _without_numbers(content: Any) -> Any:
@@ -693,7 +705,7 @@ def _without_numbers(content: Any) -> Any:
     return {key: float if isinstance(value, float) else value for key, value in content.items()}
 
 
-def _nearness(format: Description, given: Mapping[str, Given]) -> int:
+def _nearness(format: Description, given: Mapping[str, TensorInfo]) -> int:
     """How many tensors one of the format's storages knows by name and dtype."""
     return max(sum(given[key].dtype in [element_dtype(str(kind)) for kind in format.params.get(layout[name].dtype,
                                                                                             (layout[name].dtype,))]
@@ -701,7 +713,7 @@ def _nearness(format: Description, given: Mapping[str, Given]) -> int:
                for storages in format.variants.values() for layout in storages.values())
 
 
-def _has_names(format: Description, given: Mapping[str, Given]) -> bool:
+def _has_names(format: Description, given: Mapping[str, TensorInfo]) -> bool:
     """Whether the names of tensors, more than 'weight' alone, are those of a storage, or of tensors that any layer may have."""
     rules = format.detect.get("tensors", {})
     names = {leaf for leaf in given if leaf not in BESIDE and leaf not in rules}
@@ -709,9 +721,12 @@ def _has_names(format: Description, given: Mapping[str, Given]) -> bool:
         names <= {*named(layout, given).values()} for storages in format.variants.values() for layout in storages.values()))
 
 
-def _flat(format: Description, given: Mapping[str, Given], shape: tuple[int, int], experts: int,
+def _flat(format: Description, given: Mapping[str, TensorInfo], shape: tuple[int, int], experts: int,
           params: Mapping[str, int | str]) -> list[_Candidate]:
-    """Every way to read tensors that run through all experts.  Raises Misfit, also where a block has weights of two experts."""
+    """Every way to read tensors that run through all experts.
+
+    Raises LayoutMismatch, also where a block has weights of two experts.
+    """
     one = {leaf: replace(tensor, shape=(tensor.shape[0] // experts, *tensor.shape[1:]))
            if tensor.shape and tensor.shape[0] % experts == 0 else tensor for leaf, tensor in given.items()}
     found = fits(format, one, shape, None, params)
@@ -719,12 +734,12 @@ def _flat(format: Description, given: Mapping[str, Given], shape: tuple[int, int
         axes = [axis for stored in format.layout(fit.storage, fit.params).values() for axis in stored.axes]
         step = granule(axes, "N", format.numbers(fit.params, shape), shape[1])
         if shape[0] % step:
-            raise Misfit(TOLD + 1, f"{format.name}.{fit.storage}: experts of {shape[0]} rows share blocks, which begin every "
-                               f"{step} rows")
+            raise LayoutMismatch(TOLD + 1, f"{format.name}.{fit.storage}: experts of {shape[0]} rows share blocks, "
+                                 f"which begin every {step} rows")
     return [_Candidate(format, fit, experts) for fit in found]
 
 
-def _experts(format: Description, given: Mapping[str, Given]) -> list[int]:
+def _experts(format: Description, given: Mapping[str, TensorInfo]) -> list[int]:
     """The first extent of all tensors of a storage, where they have an axis more than it; one number may be that of all."""
     found = []
     for storages in format.variants.values():
@@ -769,7 +784,7 @@ def _with_defaults(pool: Sequence[_Candidate]) -> _Candidate | None:
     """The only candidate, or the one in which parameters that are open have their defaults."""
     params = pool[0].format.params
     values = {name: list(dict.fromkeys(each.fit.params[name] for each in pool)) for name in params}
-    wanted = {name: meant(each, params[name][0]) for name, each in values.items()}
+    wanted = {name: resolve_default(each, params[name][0]) for name, each in values.items()}
     return next((each for each in pool if each.fit.params == wanted), None)
 
 

@@ -1,8 +1,8 @@
 """Integer expressions over N, K, n, k, parameters and loop variables, kept in a normal form.
 
 An `Index` is a constant plus integer multiples of atoms; an atom is a name, a quotient, a remainder, a ceiling or a product
-that cannot be split further.  Building one simplifies it with what is known of its names (`Facts`): the digits of a mixed
-radix number fall out of `//` and `%`, which is what turns addresses derived from layouts back into short text.
+that cannot be split further.  Building one simplifies it with the values that its names may have (`Domain`): the digits of a
+mixed radix number fall out of `//` and `%`, which is what turns addresses derived from layouts back into short text.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from math import gcd
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What is known of names: inclusive bounds (None: no upper bound) and divisors.  A name not listed is at least 0.
+class Domain:
+    """Which values names may have: inclusive bounds (None: no upper bound) and divisors.  A name not listed is at least 0.
 
     blocks: of lengths that may be a whole axis, what divides them where they are none; of a whole axis all quotients are 0.
     """
@@ -118,41 +118,41 @@ def multiply(left: Index, right: Index) -> Index:
     return Index(0, ((Atom("mul", args=(left, right)), 1),))
 
 
-def div(top: Index, bottom: Index | int, facts: Facts = Facts()) -> Index:
+def div(top: Index, bottom: Index | int, domain: Domain = Domain()) -> Index:
     """Floor division."""
     bottom = as_index(bottom)
     if not bottom.is_const:
-        return _div_by_name(top, bottom, facts)
+        return _div_by_name(top, bottom, domain)
     by = bottom.const
     if by == 1:
         return top
     whole, remainder = _split(top, by)
-    low, high = bounds(remainder, facts)
+    low, high = bounds(remainder, domain)
     if low is not None and high is not None and low // by == high // by:
         return whole + low // by
     for step in _steps(remainder, by):
         big, small = _split(remainder, step)
-        low, high = bounds(small, facts)
+        low, high = bounds(small, domain)
         if low is not None and high is not None and low >= 0 and high < step:
-            return whole + div(big, by // step, facts)
+            return whole + div(big, by // step, domain)
     return whole + Index(0, ((Atom("div", args=(remainder, bottom)), 1),))
 
 
-def mod(top: Index, bottom: Index | int, facts: Facts = Facts()) -> Index:
+def mod(top: Index, bottom: Index | int, domain: Domain = Domain()) -> Index:
     """Remainder, with the sign of a positive divisor."""
     bottom = as_index(bottom)
     if not bottom.is_const:
         return Index(0, ((Atom("mod", args=(top, bottom)), 1),))
     by = bottom.const
     _, remainder = _split(top, by)
-    low, high = bounds(remainder, facts)
+    low, high = bounds(remainder, domain)
     if low is not None and high is not None and low // by == high // by:
         return remainder - by * (low // by)
     for step in _steps(remainder, by):
         big, small = _split(remainder, step)
-        low, high = bounds(small, facts)
+        low, high = bounds(small, domain)
         if low is not None and high is not None and low >= 0 and high < step:
-            return mod(big, by // step, facts) * step + small
+            return mod(big, by // step, domain) * step + small
     return Index(0, ((Atom("mod", args=(remainder, bottom)), 1),))
 
 
@@ -181,32 +181,32 @@ def exact(top: Index, bottom: Index | int) -> Index:
     return Index(0, ((Atom("exact", args=(top, bottom)), 1),))
 
 
-def substitute(index: Index, values: Mapping[str, Index], facts: Facts = Facts()) -> Index:
+def substitute(index: Index, values: Mapping[str, Index], domain: Domain = Domain()) -> Index:
     """Names replaced, and everything simplified anew."""
     parts = [(Index(index.const), 1)]
     for atom, coefficient in index.terms:
         if atom.op == "name":
             parts.append((values.get(atom.name, Index(0, ((atom, 1),))), coefficient))
         else:
-            left, right = (substitute(argument, values, facts) for argument in atom.args)
-            parts.append((_rebuild(atom.op, left, right, facts), coefficient))
+            left, right = (substitute(argument, values, domain) for argument in atom.args)
+            parts.append((_rebuild(atom.op, left, right, domain), coefficient))
     return combine(parts)
 
 
-def _rebuild(op: str, left: Index, right: Index, facts: Facts) -> Index:
+def _rebuild(op: str, left: Index, right: Index, domain: Domain) -> Index:
     if op == "div":
-        return div(left, right, facts)
+        return div(left, right, domain)
     if op == "mod":
-        return mod(left, right, facts)
+        return mod(left, right, domain)
     return {"ceil": ceil, "exact": exact, "mul": multiply}[op](left, right)
 
 
-def bounds(index: Index, facts: Facts) -> tuple[int | None, int | None]:
+def bounds(index: Index, domain: Domain) -> tuple[int | None, int | None]:
     """Inclusive bounds; None where there is none."""
     low: int | None = index.const
     high: int | None = index.const
     for atom, coefficient in index.terms:
-        first, last = _atom_bounds(atom, facts)
+        first, last = _atom_bounds(atom, domain)
         if coefficient < 0:
             first, last = last, first
         low = None if low is None or first is None else low + coefficient * first
@@ -214,13 +214,13 @@ def bounds(index: Index, facts: Facts) -> tuple[int | None, int | None]:
     return low, high
 
 
-def divisor(index: Index, facts: Facts) -> int:
+def divisor(index: Index, domain: Domain) -> int:
     """A number that divides every value; 0 for the constant 0."""
     common = index.const
     for atom, coefficient in index.terms:
-        factor = facts.divisors.get(atom.name, 1) if atom.op == "name" else 1
+        factor = domain.divisors.get(atom.name, 1) if atom.op == "name" else 1
         if atom.op == "mul":
-            factor = divisor(atom.args[0], facts) * divisor(atom.args[1], facts)
+            factor = divisor(atom.args[0], domain) * divisor(atom.args[1], domain)
         common = gcd(common, coefficient * factor)
     return common
 
@@ -252,16 +252,16 @@ def _steps(index: Index, by: int) -> list[int]:
     return sorted({step for _, c in index.terms if 1 < (step := gcd(c, by)) < by}, reverse=True)
 
 
-def _div_by_name(top: Index, bottom: Index, facts: Facts) -> Index:
+def _div_by_name(top: Index, bottom: Index, domain: Domain) -> Index:
     """`(8*t + i) // group` is `t // (group // 8)` where 8 divides every group and i < 8; `8*t // group` where one is the axis."""
-    common = divisor(bottom, facts)
+    common = divisor(bottom, domain)
     alone = bottom.terms[0][0].name if len(bottom.terms) == 1 and not bottom.const and bottom.terms[0][1] == 1 else ""
-    for step in sorted({gcd(c, facts.blocks.get(alone, common)) for _, c in top.terms}, reverse=True):
+    for step in sorted({gcd(c, domain.blocks.get(alone, common)) for _, c in top.terms}, reverse=True):
         big, small = _split(top, step)
-        low, high = bounds(small, facts)
+        low, high = bounds(small, domain)
         if step > 1 and low is not None and high is not None and low >= 0 and high < step:
             if common % step == 0:
-                return Index(0, ((Atom("div", args=(big, div(bottom, step, facts))), 1),))
+                return Index(0, ((Atom("div", args=(big, div(bottom, step, domain))), 1),))
             top = big * step
             break
     if top == Index(0):
@@ -269,10 +269,10 @@ def _div_by_name(top: Index, bottom: Index, facts: Facts) -> Index:
     return Index(0, ((Atom("div", args=(top, bottom)), 1),))
 
 
-def _atom_bounds(atom: Atom, facts: Facts) -> tuple[int | None, int | None]:
+def _atom_bounds(atom: Atom, domain: Domain) -> tuple[int | None, int | None]:
     if atom.op == "name":
-        return facts.bounds.get(atom.name, (0, None))
-    (low, high), (small, large) = (bounds(argument, facts) for argument in atom.args)
+        return domain.bounds.get(atom.name, (0, None))
+    (low, high), (small, large) = (bounds(argument, domain) for argument in atom.args)
     if atom.op == "mod" and large is not None:
         return 0, large - 1 if high is None or low is None or low < 0 else min(high, large - 1)
     if low is None or small is None or low < 0 or small < 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from qdsl.compiler.ir.index import Facts, Index
+from qdsl.compiler.ir.index import Domain, Index
 from qdsl.compiler.spec.model import Spec
 from qdsl.compiler.spec.source import Span, Text
 from qdsl.core.layout import Line, Slice
@@ -261,7 +261,7 @@ class Program:
     params: Mapping[str, int | str]
     sizes: tuple[str, ...]
     dims: Mapping[str, Index] = field(default_factory=dict)
-    facts: Facts = field(default_factory=Facts)
+    domain: Domain = field(default_factory=Domain)
     fields: tuple[Field, ...] = ()
     where: Mapping[str, Index] = field(default_factory=dict)
     defaults: Mapping[str, Index] = field(default_factory=dict)

@@ -50,7 +50,7 @@ def derive_planar(programs: Sequence[Program]) -> Program | None:
     affine = program.affine
     if affine is None or _obstacle(program):
         return None
-    whole = gcd(*(divisor_of("K", [var.extent for tensor in each.tensors for var in tensor.vars]) for each in programs))
+    whole = gcd(*(divisor_of("K", [var.extent for tensor in other.tensors for var in tensor.vars]) for other in programs))
     code = program.field(affine.code)
     groups = [program.field(name) for name in affine.fields]
     span = program.spec.span
@@ -72,7 +72,7 @@ def why_no_planar(programs: Sequence[Program]) -> str:
 
 def _with_defaults(programs: Sequence[Program]) -> Program:
     """The last program, with the values of fields that some storage of the format does not hold."""
-    missing = {key: value for each in programs for key, value in (*each.where.items(), *each.defaults.items())}
+    missing = {key: value for other in programs for key, value in (*other.where.items(), *other.defaults.items())}
     return replace(programs[-1], defaults=missing)
 
 

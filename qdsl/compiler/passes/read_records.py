@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import gcd, lcm, prod
 
 from qdsl.compiler.ir import index as ix
-from qdsl.compiler.ir.index import Atom, Facts, Index, name
+from qdsl.compiler.ir.index import Atom, Domain, Index, name
 from qdsl.compiler.ir.program import Add, Axis, Field, Placement, Program, Stream, Tensor, Var
 from qdsl.compiler.passes.record_lines import RecordReader, Weights, expanded
 from qdsl.compiler.passes.samples import divisor_of, size_axis
@@ -42,31 +42,31 @@ def read_records(program: Program, problems: Problems) -> Program:
                 problems.add(item.name.span, f"optional tensor '{item.name}' must store one field, not {', '.join(stored)}")
             elif (value := _value(program, program.field(stored[0]), item.optional, problems)) is not None:
                 defaults[stored[0]] = value
-    return replace(program, tensors=tuple(tensors), where=where, defaults=defaults, facts=_facts(program, tensors))
+    return replace(program, tensors=tuple(tensors), where=where, defaults=defaults, domain=_domain(program, tensors))
 
 
-def _facts(program: Program, tensors: list[Tensor]) -> Facts:
+def _domain(program: Program, tensors: list[Tensor]) -> Domain:
     """A size that may be the whole axis (-1) is divided only by what the tensors make the axis a multiple of; quotients by it
     are those of the others.
     """
     extents = [var.extent for tensor in tensors for var in tensor.vars]
     whole = {param.name.value for param in program.spec.params if -1 in param.values}
     divisors = {size: gcd(divisor, divisor_of(size_axis(program, size), extents)) if size in whole else divisor
-                for size, divisor in program.facts.divisors.items()}
-    return Facts(program.facts.bounds, divisors, {size: program.facts.divisors[size] for size in whole & divisors.keys()})
+                for size, divisor in program.domain.divisors.items()}
+    return Domain(program.domain.bounds, divisors, {size: program.domain.divisors[size] for size in whole & divisors.keys()})
 
 
 def _value(program: Program, field: Field, expr: g.Expr, problems: Problems) -> Index | None:
     """What a field is where it is not stored: groups in order for an index field, a constant for any other."""
     names = {"n": name("n"), "k": name("k"), **parameters(program)}
-    value = Scope(names, f"the value of '{field.name}'", problems, program.facts).index(expr)
+    value = Scope(names, f"the value of '{field.name}'", problems, program.domain).index(expr)
     if value is None:
         return None
     if field.table:
         problems.add(expr.span, f"stored table '{field.name}' has no one value that could stand for it where it is not stored")
         return None
     if field.groups is not None and (size := group_size(field.groups)) is not None:
-        if value != ix.div(name("k"), size, program.facts):
+        if value != ix.div(name("k"), size, program.domain):
             problems.add(expr.span, f"index field '{field.name}' has groups in order where it is not stored: k // {size}, "
                                     f"not {value}")
             return None
@@ -190,7 +190,7 @@ class _TensorReader:
     def shaped(self, shape: g.Shape) -> tuple[Number, tuple[Var, ...], tuple[Axis, ...], tuple[Line, ...]] | None:
         element = number_of(self.program, shape.type, self.problems, stored=True)
         scope = Scope({"N": name("N"), "K": name("K"), **self.constants, **self.program.dims},
-                      f"the shape of '{self.item.name}'", self.problems, self.program.facts)
+                      f"the shape of '{self.item.name}'", self.problems, self.program.domain)
         variables: list[Var] = []
         axes: list[Axis] = []
         words = 0

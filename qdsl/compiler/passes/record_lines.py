@@ -141,7 +141,7 @@ class RecordReader:
             self.problems.add(item.field.span,
                               f"unknown field '{item.field.name}' in {self.what}{did_you_mean(item.field.name, self.fields)}")
             return None
-        rows = scope if local else Scope({**scope.names, **self.extents}, self.what, self.problems, self.program.facts)
+        rows = scope if local else Scope({**scope.names, **self.extents}, self.what, self.problems, self.program.domain)
         read = [self.linear(rows, expr, names) for expr in item.index]
         index = [linear[0] if linear is not None else None for linear in read]
         width = field.bits if item.width is None else scope.const(item.width, "a width")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import lcm
 
 from qdsl.compiler.ir import index as ix
-from qdsl.compiler.ir.index import Facts, Index
+from qdsl.compiler.ir.index import Domain, Index
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.source import Problems, Span, did_you_mean
 
@@ -17,11 +17,11 @@ MAX_TERMS = 64
 class Scope:
     """What names mean at one place of a spec.  `what` completes 'unknown name x in ...'."""
 
-    def __init__(self, names: Mapping[str, Index], what: str, problems: Problems, facts: Facts = Facts()) -> None:
+    def __init__(self, names: Mapping[str, Index], what: str, problems: Problems, domain: Domain = Domain()) -> None:
         self.names = names
         self.what = what
         self.problems = problems
-        self.facts = facts
+        self.domain = domain
 
     def index(self, expr: g.Expr) -> Index | None:
         """The expression as an Index; None, with a problem added, where it is not an integer expression of this scope."""
@@ -81,7 +81,7 @@ class Scope:
                                   "write ceil(a / b) to round up, or a // b to round down")
             return ix.exact(left, right)
         if expr.op in ("//", "%"):
-            return (ix.div if expr.op == "//" else ix.mod)(left, right, self.facts)
+            return (ix.div if expr.op == "//" else ix.mod)(left, right, self.domain)
         return left * right if expr.op == "*" else left + right if expr.op == "+" else left - right
 
     def _apply(self, expr: g.Apply) -> Index:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import gcd
 
 from qdsl.compiler.ir import index as ix
-from qdsl.compiler.ir.index import Facts, Index, name
+from qdsl.compiler.ir.index import Domain, Index, name
 from qdsl.compiler.ir.program import Field, Program
 from qdsl.compiler.passes.scope import Scope
 from qdsl.compiler.spec import grammar as g
@@ -23,14 +23,14 @@ AXES = {"n": "N", "k": "K"}
 
 
 def type_fields(program: Program, problems: Problems) -> Program:
-    facts = _facts(program)
+    domain = _domain(program)
     names = {**{axis: name(axis) for axis in ("N", "K")}, **parameters(program)}
     dims: dict[str, Index] = {}
     for dim in program.spec.dims:
-        value = Scope({**names, **dims}, f"dim '{dim.name}'", problems, facts).index(dim.value)
+        value = Scope({**names, **dims}, f"dim '{dim.name}'", problems, domain).index(dim.value)
         if value is not None:
             dims[dim.name.value] = value
-    program = replace(program, dims=dims, facts=facts)
+    program = replace(program, dims=dims, domain=domain)
     fields = tuple(field for item in program.spec.fields if (field := _field(program, item, problems)) is not None)
     for axis in AXES:
         _check_blocks(program, fields, axis, problems)
@@ -100,11 +100,11 @@ def number_of(program: Program, kind: g.Type, problems: Problems, stored: bool =
     return number_type
 
 
-def _facts(program: Program) -> Facts:
+def _domain(program: Program) -> Domain:
     """Size parameters are at least 1 and share the divisor of their positive values."""
     listed = {p.name.value: [v for v in p.values if isinstance(v, int) and v > 0] for p in program.spec.params}
     sizes = {size: listed[size] for size in program.sizes}
-    return Facts(dict.fromkeys(sizes, (1, None)), {size: gcd(*values) for size, values in sizes.items() if values})
+    return Domain(dict.fromkeys(sizes, (1, None)), {size: gcd(*values) for size, values in sizes.items() if values})
 
 
 def _field(program: Program, item: SpecField, problems: Problems) -> Field | None:
@@ -150,7 +150,7 @@ def _field(program: Program, item: SpecField, problems: Problems) -> Field | Non
 def _table(program: Program, item: SpecField) -> tuple[Index, ...] | None:
     """The extents of a stored table, which stand where other fields have subscripts; None for those."""
     scope = Scope({"n": name("n"), "k": name("k"), "N": name("N"), "K": name("K"), **_index_fields(program),
-                   **parameters(program), **program.dims}, "", Problems(), program.facts)
+                   **parameters(program), **program.dims}, "", Problems(), program.domain)
     shape = [scope.index(expr) for expr in item.typed.index]
     extents = tuple(extent for extent in shape if extent is not None and extent.is_const)
     return extents if extents and len(extents) == len(shape) else None
@@ -172,7 +172,7 @@ def _index_fields(program: Program) -> dict[str, Index]:
 def _subscript(program: Program, item: SpecField, expr: g.Expr, problems: Problems) -> Index | None:
     names: Mapping[str, Index] = {"n": name("n"), "k": name("k"), "N": name("N"), "K": name("K"), **_index_fields(program),
                                   **parameters(program), **program.dims}
-    index = Scope(names, f"a subscript of field '{item.name}'", problems, program.facts).index(expr)
+    index = Scope(names, f"a subscript of field '{item.name}'", problems, program.domain).index(expr)
     if index is None:
         return None
     if _is_flat(program, index):

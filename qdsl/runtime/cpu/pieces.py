@@ -348,7 +348,7 @@ def pointwise(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtype
         parts[key] = target(*filled, **kwargs)
     if dtype not in NARROW:
         return Pieces(axes, parts, dtype)
-    bounds = _bounds(target, [next(v for p, v in zip(places, aligned, strict=True) if p == i) if i in places else arg
+    bounds = _result_range(target, [next(v for p, v in zip(places, aligned, strict=True) if p == i) if i in places else arg
                               for i, arg in enumerate(args)])
     return _narrowed(Pieces(axes, parts, dtype, bounds), dtype)
 
@@ -369,7 +369,7 @@ def _part(value: Pieces, axes: Axes, key: tuple[int, ...]) -> Tensor:
     return part
 
 
-def _bounds(target: Any, args: Sequence[Any]) -> tuple[int, int]:
+def _result_range(target: Any, args: Sequence[Any]) -> tuple[int, int]:
     """Between which integers a result lies; those of int32 for what is not known."""
     ranges = [arg.bounds or (-(1 << 31), (1 << 31) - 1) if isinstance(arg, Pieces) else (arg, arg)
               for arg in args if isinstance(arg, Pieces | int)]

@@ -60,7 +60,7 @@ _formats: dict[str, Format] = {}
 _unnamed = count(1)
 
 
-def register(format: Format, digest: str) -> str:
+def register_format(format: Format, digest: str) -> str:
     """What a format is called in operations; without a digest a word that no other format of this process has."""
     key = f"{format.name}@{digest or f'unnamed-{next(_unnamed)}'}"
     _formats[key] = format                                       # another module of the same spec may take its place

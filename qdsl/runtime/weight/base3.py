@@ -14,7 +14,7 @@ from qdsl.runtime.torch.private_apis import FakeTensor
 from qdsl.runtime.weight.packed import FormatError
 
 
-def trit(bytes_: Tensor) -> Tensor:
+def first_trit(bytes_: Tensor) -> Tensor:
     """The first digit of uint8 bytes, uint8 of their shape; of bytes times 3 ** i, modulo 256, it is digit i."""
     if isinstance(bytes_, FakeTensor) or bytes_.device.type != "cpu":
         return (bytes_.to(torch.int16) * 3 >> 8).to(torch.uint8)

@@ -7,13 +7,13 @@ class FormatError(ValueError):
     """Tensors, fields or parameters that do not make a weight of the format; the message says what it needs."""
 
 
-class Misfit(FormatError):
+class UnrepresentableValue(FormatError):
     """A number of a weight that its format cannot hold; {row} in the text is the row, or block of rows, where it is."""
 
     def __init__(self, text: str, row: int) -> None:
         super().__init__(text.format(row=row))
         self.text, self.row = text, row
 
-    def after(self, rows: int) -> Misfit:
+    def after(self, rows: int) -> UnrepresentableValue:
         """The same of a weight with so many more rows, or blocks of them, ahead."""
-        return Misfit(self.text, self.row + rows)
+        return UnrepresentableValue(self.text, self.row + rows)

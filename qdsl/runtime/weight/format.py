@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from qdsl.core.numbers import number
-from qdsl.core.overflowed_zeros import LOST, is_spilled
+from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
 from qdsl.core.shapes import Axis, extents
-from qdsl.core.stored import OF_X, Description, meant
+from qdsl.core.stored import OF_X, Description, resolve_default
 from qdsl.runtime.cpu import int4
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
@@ -85,7 +85,7 @@ class Format:
         self.spec = Spec(name, title, source, formula, self.params, self.storages, self.variants, dict(detect or {}))
         written = next(iter(self.variants.values())).decode.__module__
         self.__module__ = written.rpartition(".")[0] if self.by else written
-        self.key = ops.register(self, digest)
+        self.key = ops.register_format(self, digest)
 
     def __reduce__(self) -> str:
         """A format is copied and pickled as what it is: the FORMAT of its generated module."""
@@ -147,7 +147,7 @@ class Format:
         for key, value in match.params.items():
             others = list(dict.fromkeys(str(other.params[key]) for other in found if other.params[key] != value))
             notes += [f"{key} = {value} by default; the tensors fit {' and '.join(others)} too"] if others else []
-        notes += [f"tensor '{name}': {LOST}" for name in self._spilled(match)]
+        notes += [f"tensor '{name}': {OVERFLOWED_ZEROS}" for name in self._spilled(match)]
         names = {name: keys[0] for name, keys in given.items() if keys[0] != name}
         empty = self.unfilled(match)
         notes += [f"tensor '{name}' has one value for all columns and tells no groups apart: taken for missing" for name in empty]
@@ -190,7 +190,7 @@ class Format:
         found = {name: rule[name] for rule in self.spec.detect.get("spills", []) if rule.get("storage") == match.storage
                  for name in rule if name in match.tensors and not match.tensors[name].is_meta}
         return [name for name, bits in found.items()
-                if is_spilled(match.tensors[name].cpu().contiguous().numpy().tobytes(), int(match.params[bits]))]
+                if has_overflowed_zeros(match.tensors[name].cpu().contiguous().numpy().tobytes(), int(match.params[bits]))]
 
     def _choose(self, found: Sequence[Match]) -> Match:
         """The only match; of several of one storage and shape the one with default parameters where they are open."""
@@ -204,7 +204,7 @@ class Format:
             listed = " or ".join(f"{list(shape)} with {params}" for shape, params in reversed(shapes.items()))
             raise FormatError(f"{self.name}: the tensors fit {listed}; give parameters or shape=(N, K)")
         fits = {name: list(dict.fromkeys(match.params[name] for match in found)) for name in self.params}
-        wanted = {name: meant(fit, self.params[name][0]) for name, fit in fits.items()}
+        wanted = {name: resolve_default(fit, self.params[name][0]) for name, fit in fits.items()}
         for match in found:
             if match.params == wanted:
                 return match

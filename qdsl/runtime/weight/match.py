@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from qdsl.core.stored import Given, Misfit, element_dtype, field_dtype, fits
+from qdsl.core.stored import LayoutMismatch, TensorInfo, element_dtype, field_dtype, fits
 from qdsl.runtime.weight.errors import FormatError
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ def matches(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int
             raise FormatError(f"'{name}' is a {str(tensor.layout)[6:]} tensor, whose elements do not all lie in memory")
     says = {name for storages in format.description.variants.values() for layout in storages.values()
             for name, stored in layout.items() if stored.dtype == "shape"}
-    known = {name: Given(str(tensor.dtype)[6:], tuple(tensor.shape), _values(tensor) if name in says else ())
+    known = {name: TensorInfo(str(tensor.dtype)[6:], tuple(tensor.shape), _values(tensor) if name in says else ())
              for name, tensor in tensors.items()}
     try:
         found = fits(format.description, known, shape, storage, given)
-    except Misfit as miss:
+    except LayoutMismatch as miss:
         raise FormatError(str(miss)) from None
     return [Match(fit.storage, fit.params, fit.shape,
                   {name: _viewed(tensors[use.name], use.dtype).reshape(use.shape) for name, use in fit.tensors.items()})

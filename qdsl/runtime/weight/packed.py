@@ -16,7 +16,7 @@ from qdsl.runtime.gpu.triton import on_device, runs_kernels
 from qdsl.runtime.weight import algebra, streams
 from qdsl.runtime.weight.device_dtypes import dtype_on, moved
 from qdsl.runtime.weight.errors import FormatError as FormatError
-from qdsl.runtime.weight.errors import Misfit as Misfit
+from qdsl.runtime.weight.errors import UnrepresentableValue as UnrepresentableValue
 from qdsl.runtime.weight.finite import are_codes_finite
 from qdsl.runtime.weight.match import stored_dtype
 from qdsl.runtime.weight.pickling import picklable, unpickled

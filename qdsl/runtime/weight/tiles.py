@@ -12,7 +12,7 @@ from torch import Tensor
 from qdsl.core.shapes import axis, granule
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.layout import Field, Variant
-from qdsl.runtime.weight.packed import FormatError, Misfit, PackedWeight
+from qdsl.runtime.weight.packed import FormatError, PackedWeight, UnrepresentableValue
 
 TILE = 1 << 20                                                   # weights per tile: few enough for a cache, many enough per call
 
@@ -100,7 +100,7 @@ def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], opti
         _check_finite(part, start)
         try:
             fields = dict(variant.encode(part, **options))
-        except Misfit as error:
+        except UnrepresentableValue as error:
             if any(field.axes and field.axes[0].dim == "N*K" for field in chosen):
                 variant.encode(weight, **options)                # blocks of the flat position: it says which
             raise error.after(start // max(blocks)) from None    # what does not fit is of the blocks of most rows, the scale's

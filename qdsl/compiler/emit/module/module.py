@@ -94,12 +94,12 @@ def _parts(programs: Sequence[Program]) -> tuple[tuple[str, ...], list[Part]]:
             choices.append((program.params, [program]))
         else:
             group.append(program)
-    made = [Part(params, tuple(group), tuple(_body(group)), decode(group)) for params, group in choices]
+    variants = [Part(params, tuple(group), tuple(_body(group)), decode(group)) for params, group in choices]
     by = tuple(key for key in programs[0].params if any(
-        a.body != b.body for a in made for b in made
+        a.body != b.body for a in variants for b in variants
         if all(a.params[other] == b.params[other] for other in a.params if other != key)))
     parts: dict[tuple[int | str, ...], Part] = {}
-    for part in made:
+    for part in variants:
         parts.setdefault(tuple(part.params[key] for key in by), part)
     return by, list(parts.values())
 

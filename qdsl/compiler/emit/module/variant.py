@@ -14,8 +14,9 @@ from qdsl.compiler.emit.tensors import is_plain
 from qdsl.compiler.emit.torch.decode import Decode
 from qdsl.compiler.emit.torch.reference import pack_extents, unpack_extents
 from qdsl.compiler.emit.triton.kernel import tile
-from qdsl.compiler.emit.triton.lanes import constants, plan
+from qdsl.compiler.emit.triton.lanes import constants
 from qdsl.compiler.emit.triton.pairs import paired
+from qdsl.compiler.emit.triton.plan import lane_plan
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Placement, Program, Stream, Tensor
 from qdsl.compiler.passes.derive_planar import order_name
@@ -38,18 +39,18 @@ def variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
         always = [name for name in defaults if name not in program.unstored]
         lines += indent(_storage(program, len(programs) > 1, always), 2)
     lines.append("    },")
-    told = ["decode=decode", *(_encode(first) if first.encode is not None else [])]
+    arguments = ["decode=decode", *(_encode(first) if first.encode is not None else [])]
     if defaults:
-        told.append("defaults={" + ", ".join(f'"{name}": {value}' for name, value in defaults.items()) + "}")
+        arguments.append("defaults={" + ", ".join(f'"{name}": {value}' for name, value in defaults.items()) + "}")
     if decoded.scattered:
-        told.append('cuts=("1", "1")')
+        arguments.append('cuts=("1", "1")')
     elif [str(cut) for cut in decoded.cuts] != ["1", "1"]:
         shown = [dim if str(cut) == "1" else axis_text(cut) if "K" in cut.names() else f"ceil({dim}/{cut})"
                  for dim, cut in zip("NK", decoded.cuts, strict=True)]
-        told.append(f"cuts={tupled(shown)}")
+        arguments.append(f"cuts={tupled(shown)}")
     if decoded.copies:
-        told.append(f'copies="{decoded.copies}"')
-    return [*lines, *indent(wrapped("", told, ",", level=1)), ")"]
+        arguments.append(f'copies="{decoded.copies}"')
+    return [*lines, *indent(wrapped("", arguments, ",", level=1)), ")"]
 
 
 def _encode(program: Program) -> list[str]:
@@ -60,17 +61,17 @@ def _encode(program: Program) -> list[str]:
     assert code is not None
     words = {option: map(literal, SCHEMES[encode.scheme].words(option, code)) for option in encode.open}
     options = ", ".join(f"{quoted(option)}: ({', '.join(allowed)})" for option, allowed in words.items())
-    told = ["encode=encode", "importance=True" if encode.importance else "", f"options={{{options}}}" if options else ""]
-    return [each for each in told if each]
+    arguments = ["encode=encode", "importance=True" if encode.importance else "", f"options={{{options}}}" if options else ""]
+    return [argument for argument in arguments if argument]
 
 
 def _defaults(programs: Sequence[Program]) -> dict[str, str]:
     """Fields that may be missing: an integer, or None for an index in order."""
-    found: dict[str, str] = {}
+    defaults: dict[str, str] = {}
     for program in programs:
         for name, value in program.unstored.items():
-            found[name] = "None" if program.field(name).number is None else str(value)
-    return found
+            defaults[name] = "None" if program.field(name).number is None else str(value)
+    return defaults
 
 
 def _storage(program: Program, several: bool, always: Sequence[str]) -> list[str]:
@@ -83,22 +84,22 @@ def _storage(program: Program, several: bool, always: Sequence[str]) -> list[str
     order, shape = order_name(program), _authored(program).shape
     lines += [f'        "{order}": Stored("i32", "K", optional="{order}"),'] if order else []
     lines += [f'        "{shape}": Stored("shape", "2"),'] if shape else []
-    facts = [f"unpack=unpack_{program.storage}", f"pack=pack_{program.storage}", *_facts(program, always)]
+    arguments = [f"unpack=unpack_{program.storage}", f"pack=pack_{program.storage}", *_more_arguments(program, always)]
     kernels = indent(wrapped("kernels=Kernels(", _kernels(program), "),", level=1))
-    return [*lines, "    },", *indent(wrapped("", facts, ",", level=1)), *kernels, "),"]
+    return [*lines, "    },", *indent(wrapped("", arguments, ",", level=1)), *kernels, "),"]
 
 
 def _stored(program: Program, tensor: Tensor, several: bool) -> str:
     kind, axes = _typed(program, tensor)
-    told = [quoted(kind), *map(quoted, axes)]
-    told += [f"aliases={tupled(tensor.aliases)}"] if tensor.aliases else []
-    told += [f'optional="{tensor.placements[0].field}"'] if tensor.optional else []
-    told += [f"seen={tupled([axis.value for axis in tensor.seen])}"] if tensor.seen else []
+    arguments = [quoted(kind), *map(quoted, axes)]
+    arguments += [f"aliases={tupled(tensor.aliases)}"] if tensor.aliases else []
+    arguments += [f'optional="{tensor.placements[0].field}"'] if tensor.optional else []
+    arguments += [f"seen={tupled([axis.value for axis in tensor.seen])}"] if tensor.seen else []
     bits = bits_texts(program, tensor) if several else []
-    told += [f"bits={tupled(bits)}"] if bits else []
+    arguments += [f"bits={tupled(bits)}"] if bits else []
     adds = tensor.stored.amount if several and tensor.stored is not None and tensor.stored.field is None else 0
-    told += [f"adds={adds:#x}"] if adds else []
-    return f"Stored({', '.join(told)})"
+    arguments += [f"adds={adds:#x}"] if adds else []
+    return f"Stored({', '.join(arguments)})"
 
 
 def _typed(program: Program, tensor: Tensor) -> tuple[str, list[str]]:
@@ -111,15 +112,15 @@ def _kernels(program: Program) -> list[str]:
     """The kernels of a storage, and into what tiles they cut a weight."""
     at = tile(program)
     sums = prod(lane.extent for lane in at.lanes if lane.axis == "n")
-    found = [f"_decode_{program.storage}", f'rows="{axis_text(at.row_count)}"',
+    arguments = [f"_decode_{program.storage}", f'rows="{axis_text(at.row_count)}"',
              f'units="{axis_text(at.unit_count)}"', f'last="{at.last}"', *([f"sums={sums}"] if sums > 1 else [])]
-    found += ["divides=True"] if _divides(program) else []
-    found += [f"tables=({', '.join(map(constant, tables(program)))},)"] if tables(program) else []
-    if (made := plan(program)) is not None:
-        found.append(f"lanes=Lanes({', '.join(constants(made))})")
+    arguments += ["divides=True"] if _divides(program) else []
+    arguments += [f"tables=({', '.join(map(constant, tables(program)))},)"] if tables(program) else []
+    if (plan := lane_plan(program)) is not None:
+        arguments.append(f"lanes=Lanes({', '.join(constants(plan))})")
     if (two := paired(program)) is not None:
-        found.append(f'pairs=Pairs(_pairs_{program.storage}, "{two.type}", "{two.stream}", {two.at}, "{two.rest}")')
-    return found
+        arguments.append(f'pairs=Pairs(_pairs_{program.storage}, "{two.type}", "{two.stream}", {two.at}, "{two.uncoded}")')
+    return arguments
 
 
 def _divides(program: Program) -> bool:
@@ -135,26 +136,26 @@ def _option(word: str) -> str:
     return word if is_number(word) else literal(word)
 
 
-def _facts(program: Program, always: Sequence[str]) -> list[str]:
-    """What a storage holds besides, and what it takes to read and to write it."""
+def _more_arguments(program: Program, always: Sequence[str]) -> list[str]:
+    """The optional arguments of a storage's description."""
     authored, order = _authored(program), order_name(program)
     omitted = [tensor.placements[0].field for tensor in program.tensors if tensor.omitted]
     fewest = [f"{quoted(axis_text(program.dims[key.value]))}: {extent}" for key, extent in authored.least]
-    given = [f"{quoted(key.value)}: {_option(word.value)}" for key, word in authored.options]
+    options = [f"{quoted(key.value)}: {_option(word.value)}" for key, word in authored.options]
     reads, extents = unpack_extents(program), pack_extents(program)
     streams = [f"{quoted(tensor.name)}: {_stream(program, tensor, tensor.stream)}" for tensor in program.tensors if tensor.stream]
-    told = [f"where={tupled(list(program.where))}" if program.where else "",
+    arguments = [f"where={tupled(list(program.where))}" if program.where else "",
             f"always={tupled(always)}" if always else "",
             f"omits={tupled(omitted)}" if omitted else "",
             f"least={{{', '.join(fewest)}}}" if fewest else "",
-            f"options={{{', '.join(given)}}}" if given else "",
+            f"options={{{', '.join(options)}}}" if options else "",
             f"reads={tupled(reads)}" if reads else "",
             f"extents={tupled(extents)}" if extents else "",
             "whole=True" if _is_whole(program) else "",
             f'order="{order}"' if order else "",
             f"streams={{{', '.join(streams)}}}" if streams else "",
             f'shape="{authored.shape}"' if authored.shape else ""]
-    return [each for each in told if each]
+    return [argument for argument in arguments if argument]
 
 
 def _is_whole(program: Program) -> bool:
@@ -173,9 +174,9 @@ def _by_rows(tensor: Tensor, placement: Placement) -> bool:
 def _stream(program: Program, tensor: Tensor, stream: Stream) -> str:
     """What an entropy code holds, and its tensors by role."""
     kind, axes = _typed(program, tensor)
-    held = ", ".join(map(quoted, (kind, *axes)))
+    stored = ", ".join(map(quoted, (kind, *axes)))
     named = "".join(f', {role}="{name}"' for role, name in stream.tensors.items())
-    return f'Stream("{stream.coding}", Stored({held}){named})'
+    return f'Stream("{stream.coding}", Stored({stored}){named})'
 
 
 def _coded(stream: Stream) -> list[str]:

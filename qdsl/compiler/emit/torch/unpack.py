@@ -218,7 +218,7 @@ def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[
     texts = [_extract(sources[lane.skip].text, lane, cuts) for lane in cuts.lanes]
     narrow = ".to(torch.uint8)" if cuts.container > 1 and field.bits <= 8 else ""
     if len(texts) == 1:
-        return Chain(f"{'trit' if cuts.part.places else ''}({texts[0]}){narrow}", one.labels)
+        return Chain(f"{'first_trit' if cuts.part.places else ''}({texts[0]}){narrow}", one.labels)
     place = _place(one.labels[:-1] if is_transposed else one.labels, cuts.bits[0])
     listed = ", ".join(texts)
     text = sources[cuts.skips[0]].text
@@ -227,7 +227,7 @@ def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[
     elif len(texts) > 2 and len(cuts.bits) == 1 and len(sources) == 1 and not cuts.part.places:
         listed = f"{text} >> {cuts.shift} & {(1 << cuts.part.width) - 1} for i in range({len(texts)})"
     text = f"torch.stack([{listed}], {place - len(one.labels) - 1}){narrow}"
-    stacked = Chain(f"trit({text})" if cuts.part.places else text, (*one.labels[:place], BYTES, *one.labels[place:]))
+    stacked = Chain(f"first_trit({text})" if cuts.part.places else text, (*one.labels[:place], BYTES, *one.labels[place:]))
     return stacked.unflatten(place, cuts.bits, [d.extent for d in cuts.bits])
 
 

@@ -33,12 +33,13 @@ class Body:
 
     def sees(self, variable: str, guard: str) -> bool:
         """Whether a variable is set wherever these conditions hold."""
-        return any(other == variable and _terms(held) <= _terms(guard) for other, held in self.at)
+        return any(other == variable and _terms(condition) <= _terms(guard) for other, condition in self.at)
 
     def level(self, variable: str, guard: str | None = None) -> int:
         """The innermost loop in which a variable is set: where these conditions hold, or (None) under any."""
         if guard is not None and self.sees(variable, guard):
-            return max(at for (other, held), at in self.at.items() if other == variable and _terms(held) <= _terms(guard))
+            return max(at for (other, condition), at in self.at.items()
+                       if other == variable and _terms(condition) <= _terms(guard))
         return max((at for (other, _), at in self.at.items() if other == variable), default=0)
 
 
@@ -71,12 +72,12 @@ def guarded(rows: list[tuple[str, str]]) -> list[str]:
     """Lines with the conditions under which they hold; opposite conditions that follow one another become if and else."""
     lines: list[str] = []
     for tensor, group in groupby(rows, key=lambda row: row[0].split(" ")[0]):
-        held = [(*guard.partition(AND)[::2], line) for guard, line in group]
+        split_rows = [(*guard.partition(AND)[::2], line) for guard, line in group]
         if not tensor:
-            lines += [line for _, _, line in held]
+            lines += [line for _, _, line in split_rows]
             continue
-        first = held[0][0]
-        lines += [f"if {first}:", *indent(guarded([(rest, line) for guard, rest, line in held if guard == first]))]
-        other = guarded([(rest, line) for guard, rest, line in held if guard != first])
+        first = split_rows[0][0]
+        lines += [f"if {first}:", *indent(guarded([(inner, line) for guard, inner, line in split_rows if guard == first]))]
+        other = guarded([(inner, line) for guard, inner, line in split_rows if guard != first])
         lines += ["else:", *indent(other)] if other else []
     return lines

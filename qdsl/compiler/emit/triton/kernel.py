@@ -15,7 +15,7 @@ from qdsl.compiler.emit.formula import TRITON, formula, integer_fields, step_nam
 from qdsl.compiler.emit.tensors import is_read_by_dtype
 from qdsl.compiler.emit.triton.body import Body, both
 from qdsl.compiler.ir import index as ix
-from qdsl.compiler.ir.index import Facts, Index, name
+from qdsl.compiler.ir.index import Domain, Index, name
 from qdsl.compiler.ir.program import Field, Lane, Placement, Program, Tensor, Units, Value
 from qdsl.core.layout import Layout, Slice, split
 
@@ -37,7 +37,7 @@ class Tile:
     row_count: Index
     unit_count: Index
     ragged: bool
-    facts: Facts
+    domain: Domain
 
 
 def tile(program: Program) -> Tile:
@@ -63,14 +63,14 @@ def tile(program: Program) -> Tile:
             digits.append((digit, f"{unit} // {below} % {extent}" if below > 1 else f"{unit} % {extent}"))
     bounds: dict[str, tuple[int, int | None]] = {lane.name: (0, lane.extent - 1) for lane in lanes}
     bounds |= {digit: (0, (extent or 1) - 1) for digit, (_, _, extent) in zip(names[1:], units.digits[1:], strict=True)}
-    facts = replace(program.facts, bounds={**program.facts.bounds, **bounds})
+    domain = replace(program.domain, bounds={**program.domain.bounds, **bounds})
     k = _sum([(name(digit), weight) for digit, (_, weight, _) in zip(names, units.digits, strict=True)]
              + [(name(lane.name), lane.weight) for lane in column_lanes])
     n = _sum([(name(rows), units.tiles["n"])] + [(name(lane.name), lane.weight) for lane in rows_lanes])
     row_count, row_exact = _records(program, units, "n")
     records, exact = _records(program, units, "k")
     return Tile(units.last, rows, unit, n, k, tuple(digits), lanes, row_count,
-                _units_per(records, per_record), not (exact and row_exact), facts)
+                _units_per(records, per_record), not (exact and row_exact), domain)
 
 
 def arguments(program: Program) -> list[str]:
@@ -145,7 +145,7 @@ class Decoder:
 
     def column(self, columns: int) -> str:
         """A variable that holds k modulo the length of a table's row."""
-        index = ix.mod(self.coordinate("k"), columns, self.tile.facts)
+        index = ix.mod(self.coordinate("k"), columns, self.tile.domain)
         return self.body.add(self.level(index), "column", shown(index))
 
     def entry(self, value: Value, names: Mapping[str, str]) -> str:
@@ -181,33 +181,33 @@ class Decoder:
         coordinates: dict[str, Index] = {"n": self.coordinate("n"), "k": self.coordinate("k")}
         gathers = [str(index) for index in field.index if str(index) not in ("n", "k") and index.terms[0][0].op == "name"]
         if field.name in program.where:
-            default = ix.substitute(program.where[field.name], coordinates, self.tile.facts)
+            default = ix.substitute(program.where[field.name], coordinates, self.tile.domain)
             return self.body.add(self.level(default), field.name, shown(default))
         stored = {p.field: t for t in program.tensors for p in t.placements}
-        given = ""
+        alternative = ""
         if field.name in program.defaults:
             tensor = stored[field.name].name
-            default = ix.substitute(program.defaults[field.name], coordinates, self.tile.facts)
+            default = ix.substitute(program.defaults[field.name], coordinates, self.tile.domain)
             self.body.add(self.level(default), field.name, shown(default), f"{tensor} is None")
-            given = f"{tensor} is not None"
+            alternative = f"{tensor} is not None"
         if not gathers:
-            return self.load_field(field, coordinates, given)
+            return self.load_field(field, coordinates, alternative)
         index = gathers[0]
         if index in program.where:
-            known = self.group(index, program.where[index], coordinates, "")
-            return self.load_field(field, coordinates | {index: known}, given)
+            gathered = self.group(index, program.where[index], coordinates, "")
+            return self.load_field(field, coordinates | {index: gathered}, alternative)
         guard = ""
         if index in program.defaults:
             tensor = stored[index].name
             guard = f"{tensor} is not None"
-            known = self.group(index, program.defaults[index], coordinates, f"{tensor} is None")
-            self.load_field(field, coordinates | {index: known}, both(given, f"{tensor} is None"))
+            gathered = self.group(index, program.defaults[index], coordinates, f"{tensor} is None")
+            self.load_field(field, coordinates | {index: gathered}, both(alternative, f"{tensor} is None"))
         stored_group = name(self.load_field(program.field(index), coordinates, guard))
-        return self.load_field(field, coordinates | {index: stored_group}, both(given, guard))
+        return self.load_field(field, coordinates | {index: stored_group}, both(alternative, guard))
 
     def group(self, index: str, value: Index, coordinates: Mapping[str, Index], guard: str) -> Index:
         """The group of a column, where it is not stored but computed."""
-        text = ix.substitute(value, coordinates, self.tile.facts)
+        text = ix.substitute(value, coordinates, self.tile.domain)
         return name(self.body.add(self.level(text), index, shown(text), guard))
 
     def load_field(self, field: Field, coordinates: Mapping[str, Index], guard: str) -> str:
@@ -249,7 +249,7 @@ class Decoder:
             return f"device.{number.name}({text})"
         call = text if text.endswith(")") and text.startswith(("tl.load(", "device.")) else f"({text})"
         is_whole = self.elements(field) <= {f"i{number.bits}", f"u{number.bits}"} and not any(
-            tensor.stored and field.name in [each.field for each in tensor.placements] for tensor in self.program.tensors)
+            tensor.stored and field.name in [placed.field for placed in tensor.placements] for tensor in self.program.tensors)
         if number.kind == "signed" and not joined and is_whole:
             text = f"{call}.to(tl.int{number.bits}, bitcast=True)" if f"u{number.bits}" in self.elements(field) else text
             call = text
@@ -268,21 +268,21 @@ class Decoder:
         if atom is not None and atom.op == "div":
             whole = ix.exact(name("K"), atom.args[1])
             if any(var.extent == whole for tensor in self.program.tensors for var in tensor.vars):
-                return coordinates["n"] * whole + ix.div(coordinates["k"], atom.args[1], self.tile.facts)
-        return ix.substitute(index, coordinates, self.tile.facts)
+                return coordinates["n"] * whole + ix.div(coordinates["k"], atom.args[1], self.tile.domain)
+        return ix.substitute(index, coordinates, self.tile.domain)
 
     # -- slices -------------------------------------------------------------------------------------------------------
 
     def slice(self, field: Field, tensor: Tensor, placement: Placement, ranges: Sequence[Slice], index: list[Index],
               guard: str) -> tuple[int, str]:
         """(loop, text) of a slice's bits, or digit; `ranges` are the slices of the same bits for all ranges of elements."""
-        facts = self.tile.facts
+        domain = self.tile.domain
         records: dict[str, Index] = {}
         local: list[Index] = []
         for i, digits, size in zip(index, placement.digits, placement.extents, strict=True):
-            found = _digits(i, [tensor.var(digit).extent if digit else Index(size) for digit in digits], facts)
-            records |= {digit: each for digit, each in zip(digits, found, strict=True) if digit}
-            local.append(found[digits.index("")])
+            positions = _digits(i, [tensor.var(digit).extent if digit else Index(size) for digit in digits], domain)
+            records |= {digit: position for digit, position in zip(digits, positions, strict=True) if digit}
+            local.append(positions[digits.index("")])
         if not ranges[0].places:
             return self.cut_bits(field, tensor, ranges, records, local, guard)
         whole = [replace(part, width=part.room, places=()) for part in ranges]
@@ -294,13 +294,13 @@ class Decoder:
 
     def chosen(self, target: str, ranges: Sequence[Slice], local: Sequence[Index], guard: str) -> Index:
         """Where the element lies by the slice in whose range it is, as an expression or a variable."""
-        found = [self.bit(part, [*local[:-1], *(each - part.start for each in local[-1:])]) for part in ranges]
-        if all(each == found[0] for each in found):
-            return found[0]
-        text = shown(found[-1])
-        for part, each in reversed(list(zip(ranges[1:], found, strict=False))):
-            text = f"tl.where({shown(local[-1])} < {part.start}, {shown(each)}, {text})"
-        return name(self.body.add(self.level(*found, *local[-1:], guard=guard), target, text, guard))
+        bits = [self.bit(part, [*local[:-1], *(index - part.start for index in local[-1:])]) for part in ranges]
+        if all(bit == bits[0] for bit in bits):
+            return bits[0]
+        text = shown(bits[-1])
+        for part, bit in reversed(list(zip(ranges[1:], bits, strict=False))):
+            text = f"tl.where({shown(local[-1])} < {part.start}, {shown(bit)}, {text})"
+        return name(self.body.add(self.level(*bits, *local[-1:], guard=guard), target, text, guard))
 
     def cut_bits(self, field: Field, tensor: Tensor, ranges: Sequence[Slice], records: Mapping[str, Index], local: list[Index],
                  guard: str) -> tuple[int, str]:
@@ -345,8 +345,8 @@ class Decoder:
         weight = 1
         for extent, stride in layout.modes:
             if stride:
-                digit = ix.div(index, weight, self.tile.facts)
-                total = total + (ix.mod(digit, extent, self.tile.facts) if weight * extent < layout.size else digit) * stride
+                digit = ix.div(index, weight, self.tile.domain)
+                total = total + (ix.mod(digit, extent, self.tile.domain) if weight * extent < layout.size else digit) * stride
             weight *= extent
         return total
 
@@ -379,8 +379,8 @@ class Decoder:
             level = self.level(*records.values(), guard=guard)
             words = [self.body.add(level, f"{field.name}_{i}", self.load(tensor, records, Index(i), guard), guard)
                      for i in range(tensor.words)]
-            held = self.body.add(level, f"{field.name}_words", f"({', '.join(words)})", guard)
-            return self.level(bit), self.stored_field(tensor, field, f"device.bits({held}, {shown(bit)}, {part.width})")
+            words_name = self.body.add(level, f"{field.name}_words", f"({', '.join(words)})", guard)
+            return self.level(bit), self.stored_field(tensor, field, f"device.bits({words_name}, {shown(bit)}, {part.width})")
         self.base(tensor, records)
         level = self.level(*records.values(), bit, guard=guard)
         start = self.offset(tensor, records, Index(0), 1)
@@ -457,18 +457,18 @@ class Decoder:
         return second - first
 
 
-def _digits(index: Index, extents: Sequence[Index], facts: Facts) -> list[Index]:
+def _digits(index: Index, extents: Sequence[Index], domain: Domain) -> list[Index]:
     """The digits of a number, slowest first, that have these extents; the slowest has no other bound than its own."""
-    found: list[Index] = []
+    digits: list[Index] = []
     for extent in reversed(extents[1:]):
         high = Index(0, tuple((atom, c) for atom, c in index.terms if atom.op == "mul" and extent in atom.args))
         if high.terms and not extent.is_const:                   # a multiple of the extent, and what is below it
-            found.insert(0, index - high)
+            digits.insert(0, index - high)
             index = ix.combine([(other, c) for atom, c in high.terms for other in [atom.args[1 - atom.args.index(extent)]]])
         else:
-            found.insert(0, ix.mod(index, extent, facts))
-            index = ix.div(index, extent, facts)
-    return [index, *found]
+            digits.insert(0, ix.mod(index, extent, domain))
+            index = ix.div(index, extent, domain)
+    return [index, *digits]
 
 
 def _is_in_integer(field: Field, tensor: Tensor) -> bool:

@@ -29,7 +29,7 @@ def _decode(program: Program) -> list[str]:
     body.levels[1] += [("", f"{digit} = {text}") for digit, text in at.digits]
     _masks(at, body)
     decoder = Decoder(program, at, body)
-    row = substitute(at.n, {at.rows: Index(0)}, at.facts)
+    row = substitute(at.n, {at.rows: Index(0)}, at.domain)
     handed = ["state", "k" if at.unit == "k" else shown(at.k), decoder.weight(), decoder.mask(len(at.lanes) + 1),
               *([shown(row)] if row != Index(0) else [])]
     count = prod(lane.extent for lane in at.lanes)
@@ -45,7 +45,7 @@ def _masks(at: Tile, body: Body) -> None:
     Records may hang over by many units, which have nothing in other tensors: then a unit lives if its first column does.
     """
     if at.ragged and at.digits:
-        first = substitute(at.k, {lane.name: Index(0) for lane in at.lanes}, at.facts)
+        first = substitute(at.k, {lane.name: Index(0) for lane in at.lanes}, at.domain)
         body.levels[1].append(("", f"live = live & ({shown(first)} < K)"))
     if at.ragged and at.lanes:
         row = f" & ({shown(at.n)} < N)" if any(lane.axis == "n" for lane in at.lanes) else ""

@@ -18,12 +18,12 @@ COLUMNS, WORD, HALF = 8, 32, 16
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """type: of the weights.  stream, rest: the tensors.  at: the bit of the field at which symbols begin."""
+    """type: of the weights.  stream, uncoded: the tensors.  at: the bit of the field at which symbols begin."""
 
     type: str
     stream: str
     at: int
-    rest: str
+    uncoded: str
     lines: tuple[str, ...]
 
 
@@ -35,17 +35,17 @@ def paired(program: Program) -> Paired | None:
     others = [tensor for tensor in program.tensors if tensor.stream is None]
     if len(coded) != 1 or len(others) != 1:
         return None
-    symbols, rest = coded[0], others[0]
+    symbols, uncoded = coded[0], others[0]
     parts = [part for placement in symbols.placements for part in placement.slices]
-    if len(parts) != 1 or parts[0].width != symbols.element.bits or not _is_eight(rest):
+    if len(parts) != 1 or parts[0].width != symbols.element.bits or not _is_eight(uncoded):
         return None
-    placement = rest.placements[0]
-    words = [_pair(placement, rest.name, 2 * j) for j in range(COLUMNS // 2)]
+    placement = uncoded.placements[0]
+    words = [_pair(placement, uncoded.name, 2 * j) for j in range(COLUMNS // 2)]
     if None in words:
         return None
-    lines = render("pairs", storage=program.storage, field=program.values[0].name, stream=symbols.name, rest=rest.name,
+    lines = render("pairs", storage=program.storage, field=program.values[0].name, stream=symbols.name, rest=uncoded.name,
                    at=parts[0].lo, words=words)
-    return Paired(program.field(program.values[0].name).kind, symbols.name, parts[0].lo, rest.name, tuple(lines))
+    return Paired(program.field(program.values[0].name).kind, symbols.name, parts[0].lo, uncoded.name, tuple(lines))
 
 
 def _is_eight(tensor: Tensor) -> bool:

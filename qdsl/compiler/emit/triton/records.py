@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 
 from qdsl.compiler.ir import index as ix
-from qdsl.compiler.ir.index import Facts, Index, name
+from qdsl.compiler.ir.index import Domain, Index, name
 from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
 from qdsl.compiler.passes.derive_planar import coordinate, is_code
 from qdsl.core.layout import Layout, Slice, factor
@@ -70,16 +70,16 @@ def record(program: Program) -> Record | None:
         return None
     if code.index != (name("n"), name("k")) or code.bits != 4 or not is_code(code.number):
         return None
-    found = _codes(placed[code.name])
-    if found is None:
+    runs = _codes(placed[code.name])
+    if runs is None:
         return None
-    first, starts = found
+    first, starts = runs
     fields = {field: _parts(program, program.field(field), placed[field], starts) for field in affine.fields}
-    held = {field: parts for field, parts in fields.items() if parts is not None}
+    parts_of = {field: parts for field, parts in fields.items() if parts is not None}
     layout = factor(starts)
-    if layout is None or len(held) < len(fields):
+    if layout is None or len(parts_of) < len(fields):
         return None
-    return Record(tensor.name, tensor.record_bits // WORD, first // WORD, layout, held)
+    return Record(tensor.name, tensor.record_bits // WORD, first // WORD, layout, parts_of)
 
 
 def _holds_rows(tensor: Tensor) -> bool:
@@ -200,18 +200,18 @@ def _words(record: Record, part: Part, half: int, lower: Sequence[int]) -> str:
 
 def _pick(texts: Sequence[str]) -> str:
     """What each of the four lanes has, as one expression."""
-    found = texts[-1]
+    choice = texts[-1]
     for lane, (text, after) in reversed(list(enumerate(pairwise(texts), 1))):
         if text != after:
-            found = f"tl.where(lane < {lane}, {text}, {found})"
-    return found
+            choice = f"tl.where(lane < {lane}, {text}, {choice})"
+    return choice
 
 
 def _strided(layout: Layout, variable: str, count: int) -> Index:
     """A layout at a variable that is less than `count`."""
-    facts = Facts({variable: (0, count - 1)})
+    domain = Domain({variable: (0, count - 1)})
     parts, weight = [(Index(layout.offset), 1)], 1
     for extent, stride in layout.modes:
-        parts.append((ix.mod(ix.div(name(variable), weight, facts), extent, facts), stride))
+        parts.append((ix.mod(ix.div(name(variable), weight, domain), extent, domain), stride))
         weight *= extent
     return ix.combine(parts)

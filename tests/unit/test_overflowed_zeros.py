@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdsl.core.overflowed_zeros import TOLD, is_spilled
+from qdsl.core.overflowed_zeros import MIN_BITS, has_overflowed_zeros
 
 
 def stream(fields: list[int], bits: int, spills: bool) -> bytes:
@@ -29,9 +29,9 @@ def test_only_what_was_written_over_is_told(bits: int, data: st.DataObject) -> N
     each = 32 // bits
     words = [fields[start:start + each] for start in range(0, len(fields), each)]
     over = sum(bits * (each - 1 - word.index(0)) for word in words if 0 in word)
-    assert is_spilled(stream(fields, bits, True), bits) == (over >= TOLD)
-    assert not is_spilled(stream(fields, bits, False), bits)
-    assert not is_spilled(stream([max(1, field) for field in fields], bits, True), bits)
+    assert has_overflowed_zeros(stream(fields, bits, True), bits) == (over >= MIN_BITS)
+    assert not has_overflowed_zeros(stream(fields, bits, False), bits)
+    assert not has_overflowed_zeros(stream([max(1, field) for field in fields], bits, True), bits)
 
 
 def test_three_bits_cross_words() -> None:
@@ -39,5 +39,5 @@ def test_three_bits_cross_words() -> None:
     held = sum((field - 1 & 7) << 3 * place for place, field in enumerate([4] * 32))
     clean = held.to_bytes(12, "little")
     lost = (held | 0xFFFFFFFF & -1 << 6).to_bytes(12, "little")              # field 2 of the first word was 0
-    assert not is_spilled(clean * 8, 3) and is_spilled(lost * 2 + clean[:4], 3)
-    assert not is_spilled(b"", 3) and not is_spilled(clean[:8], 3)
+    assert not has_overflowed_zeros(clean * 8, 3) and has_overflowed_zeros(lost * 2 + clean[:4], 3)
+    assert not has_overflowed_zeros(b"", 3) and not has_overflowed_zeros(clean[:8], 3)

@@ -1,0 +1,288 @@
+"""What the kernels for matrix units need to know of a storage: where codes and numbers of groups lie, and how sums are scaled.
+
+emit/triton/lanes.py prints the functions that a plan asks for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from qdsl.compiler.emit.tensors import is_read_by_dtype
+from qdsl.compiler.emit.triton import records
+from qdsl.compiler.emit.triton.codebook import Codebook, codebook
+from qdsl.compiler.emit.triton.records import Record
+from qdsl.compiler.ir import index as ix
+from qdsl.compiler.ir.program import Affine, Field, Program, Tensor
+from qdsl.compiler.passes.derive_planar import PLANAR, PLANES, coordinate, coordinates, is_code
+from qdsl.core.numbers import Number
+
+CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
+LOCALS = frozenset((
+    "tensors", "row", "K", "chunk", "more", "words", "half", "i", "digit", "to", "flip", "F", "code", "g", "N", "at", "field",
+    "SIZES", "BASE", "fields", "sum", "ones", "head", "lane", "both", "low", "high", "lanes", "codebook", "records", "tl"))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A field of groups as a kernel reads it: blocks of rows and columns as text ('1' none, '' not subscripted).
+
+    kind: how its numbers are stored, as lanes.number takes it.
+    """
+
+    name: str
+    tensor: str
+    rows: str
+    columns: str
+    kind: str
+    optional: str | None
+
+    @property
+    def varies(self) -> bool:
+        """Whether it has several values along K."""
+        return self.columns != ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the kernels of a planar program do."""
+
+    program: Program
+    affine: Affine
+    code: Number
+    groups: tuple[Group, ...]
+    stored: str = ""                                             # the tensor of a storage whose rows are codes of 8 bits
+    book: Codebook | None = None                                 # the numbers that codes are looked up in
+    record: Record | None = None                                 # of a storage whose records hold codes and groups
+
+    @property
+    def planes(self) -> list[tuple[str, int, int]]:
+        """Name, width and lowest bit of each plane."""
+        if self.stored:
+            return [(argument(self.stored), 8, 0)]
+        widths = PLANES[self.code.bits]
+        lows = [sum(widths[:i]) for i in range(len(widths))]
+        name = argument(self.affine.code)
+        names = [name if len(widths) == 1 else f"{name}_{i}" for i in range(len(widths))]
+        return list(zip(names, widths, lows, strict=True))
+
+    @cached_property
+    def blocks(self) -> list[str]:
+        """Blocks of columns of the groups that vary along K."""
+        return [group.columns for group in self.groups if group.varies]
+
+    @cached_property
+    def sizes(self) -> dict[str, list[int]]:
+        """Every value that a block can have, by its text; -1, the whole axis, as many as there are."""
+        values = {p.name.value: [int(v) for v in p.values if isinstance(v, int)] for p in self.program.spec.params}
+        return {b: [int(b)] if b.isdigit() else [v if v > 0 else 1 << 30 for v in values[b]] for b in self.blocks}
+
+    @property
+    def smallest(self) -> int:
+        return min((v for sizes in self.sizes.values() for v in sizes if v >= self.least), default=1 << 30)
+
+    @property
+    def size(self) -> int:
+        """Columns of a chunk that share one sum where a group has fewer than the chunk: 32, or 16."""
+        return CHUNK if self.stored or self.smallest >= CHUNK else min(32, self.smallest)
+
+    @property
+    def supported(self) -> bool:
+        every = [v for sizes in self.sizes.values() for v in sizes if v >= self.least]
+        return all(max(sizes) >= self.least for sizes in self.sizes.values()) and \
+            all(v in (16, 32, 64) or v % CHUNK == 0 for v in every)
+
+    @property
+    def least(self) -> int:
+        """The smallest block that the kernels serve: lanes of rows as they are stored hold columns of all groups of a chunk."""
+        return CHUNK if self.stored else 16
+
+    @property
+    def integer(self) -> bool:
+        """Whether float16's operands count from 0."""
+        return self.book.is_int if self.book else not self.code.is_float
+
+    @property
+    def lies(self) -> tuple[int, int]:
+        """Width of a plane, and bits of codes that are operands where they lie in words; 0 bits where operands are made."""
+        return (self.planes[0][1], self.code.bits) if self.integer and not self.book else (8, 0)
+
+    @property
+    def special(self) -> int:
+        """Bits that all are set in codes that are no finite number; 0 where there are none."""
+        return {"e4m3": 0x7F, "e5m2": 0x7C}.get(self.code.name, 0)
+
+    @property
+    def base(self) -> tuple[int, int]:
+        """What operands have more than codes: with float16, and with bfloat16."""
+        if not self.integer:
+            return 0, 0
+        if self.book:
+            return self.book.base, 0
+        sign = 1 << (self.code.bits - 1) if self.code.kind == "signed" else 0
+        return sign, sign + (128 * 17 if self.code.bits == 8 else 128)
+
+    @property
+    def unit(self) -> tuple[float, float]:
+        """What sums are multiplied with in the end: with float16, and with bfloat16."""
+        if self.integer:
+            return 2.0 ** 24, 1.0
+        if self.book:
+            return float(self.book.unit), 1.0
+        return 2.0 ** (15 - ((1 << (self.exponent - 1)) - 1)), 1.0
+
+    @property
+    def exponent(self) -> int:
+        return int(self.code.name[1])
+
+    @property
+    def mantissa(self) -> int:
+        return int(self.code.name[3])
+
+    @cached_property
+    def outer(self) -> list[Group]:
+        """Factors of scale and offset that are the same all along K."""
+        products = [{argument(f.removeprefix("/")) for f in product}
+                    for _, product in (*self.affine.scale, *self.affine.offset)]
+        return [g for g in self.groups if not g.varies and all(g.name in product for product in products)]
+
+    @property
+    def divisors(self) -> set[str]:
+        """Names of the groups that sums are divided by."""
+        terms = (*self.affine.scale, *self.affine.zero, *self.affine.offset)
+        return {argument(f[1:]) for _, product in terms for f in product if f[0] == "/"}
+
+    @property
+    def has_few(self) -> bool:
+        return self.record is None
+
+    @property
+    def has_row(self) -> bool:
+        return not self.stored and not self.late
+
+    @property
+    def has_tile_gemm(self) -> bool:
+        return self.has_few and not self.stored and self.smallest >= 32
+
+    @property
+    def tall(self) -> bool:
+        """Whether `tile_gemm` has registers for sums of 128 rows of x: one plane of 4-bit codes, sums scaled at most."""
+        large = all(max(sizes) >= CHUNK for sizes in self.sizes.values())
+        return large and self.integer and self.code.bits == 4 and self.exact_zero is not None and not self.affine.offset
+
+    @property
+    def narrow(self) -> str:
+        """The type in which 8 bits of x meet codes of 8 bits; '' where there is no such kernel.
+
+        Zeros and offsets ask for sums of x, which are made for whole rows.
+        """
+        simple = self.late or not (self.affine.zero or self.affine.offset)
+        return self.code.name if self.stored and simple and self.code.name in ("e4m3", "i8") else ""
+
+    @property
+    def takes_sums(self) -> bool:
+        """Whether something is added to codes, or to weights."""
+        return bool(self.affine.zero or self.affine.offset)
+
+    @property
+    def exact_zero(self) -> int | None:
+        """The zero, where it is an integer that operands can have on top of codes."""
+        zero = self.affine.zero
+        if not zero:
+            return 0
+        value = zero[0][0]
+        simple = [p for _, p in zero] == [()] and value == int(value) and abs(value) < 256
+        return int(value) if self.integer and not self.book and simple else None
+
+    @property
+    def point(self) -> Group | None:
+        """The zero point, where operands can have it taken off their codes: an unsigned integer per group, of few bits."""
+        zero = self.affine.zero
+        if not self.has_tile_gemm or self.code.kind != "unsigned" or self.code.bits == 8 or self.book:
+            return None
+        if [(c, len(fields)) for c, fields in zero] != [(-1.0, 1)]:
+            return None
+        group = next(g for g in self.groups if g.name == argument(zero[0][1][0]))
+        number = self.program.field(zero[0][1][0]).number
+        return group if group.varies and not group.optional and number is not None and number.kind == "unsigned" else None
+
+    @property
+    def sums_in_tile_gemm(self) -> bool:
+        return (self.exact_zero is None and self.point is None) or bool(self.affine.offset)
+
+    @property
+    def late(self) -> bool:
+        """Whether nothing varies along K, so that sums are scaled once, in the end."""
+        return not self.blocks
+
+
+def argument(name: str) -> str:
+    """What a kernel calls a tensor."""
+    return f"{name}_" if name in LOCALS or name.endswith("_g") else name
+
+
+def lane_plan(program: Program) -> Plan | None:
+    """The plan of a storage; None where codes lie otherwise, or groups are not runs of 16, 32, 64 or m * 128 columns.
+
+    Besides the planar one that is every storage in which codes of 8 bits and the numbers of groups lie row by row, or codes
+    of 4 bits and the numbers of groups in records.
+    """
+    affine = program.affine
+    if affine is None:
+        return None
+    code = program.field(affine.code).number
+    record = records.record(program)
+    if record is not None and code is not None:
+        groups = tuple(_group(program, program.field(name), record.tensor) for name in affine.fields)
+        return Plan(program, affine, code, groups, record=record)
+    tensors = {name: _tensor_holding_only(program, name) for name in (affine.code, *affine.fields)}
+    if program.storage == PLANAR:
+        tensors[affine.code] = ""
+    elif not is_code(code) or code is None or code.bits != 8 or affine.table:
+        return None
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if code is None or len(present) < len(tensors):
+        return None
+    groups = tuple(_group(program, program.field(name), present[name]) for name in affine.fields)
+    book = codebook(program, affine.table) if affine.table else None
+    plan = Plan(program, affine, code, groups, present[affine.code], book)
+    return plan if plan.supported and (book is not None or not affine.table) else None
+
+
+def _tensor_holding_only(program: Program, name: str) -> str | None:
+    """The tensor whose elements, row by row, are all bits of a field and nothing else."""
+    field = program.field(name)
+    bits = 32 if field.number is None else field.number.bits
+    for tensor in program.tensors:
+        order = [digit for axis in tensor.axes for digit in axis.digits]
+        names = list(tensor.placements[0].vars) if tensor.placements else []
+        if [p.field for p in tensor.placements] == [name] and tensor.words == 1 and [d for d in order if d in names] == names \
+                and tensor.stored is None and all(tile == 1 for tile in tensor.placements[0].extents) \
+                and not tensor.placements[0].flat and sum(part.width for part in tensor.placements[0].slices) == bits \
+                and _is_by_rows(program, tensor, field):
+            return tensor.name
+    return None
+
+
+def _is_by_rows(program: Program, tensor: Tensor, field: Field) -> bool:
+    """Whether a tensor of single elements has them by rows and blocks of columns."""
+    if any(ix.flat_of(index) is not None for index in field.index):
+        return coordinates(program, field) is not None and len(tensor.placements[0].vars) == 2
+    return all(coordinate(program, i) or str(i) == "k" for i in field.index)
+
+
+def _group(program: Program, field: Field, tensor: str) -> Group:
+    assert field.number is not None
+    blocks = dict(coordinates(program, field) or [])
+    default = program.defaults.get(field.name)
+    default = default if default is not None else program.where.get(field.name)
+    return Group(argument(field.name), argument(tensor), blocks.get("n", ""), blocks.get("k", ""),
+                 _kind(program, field), None if default is None else str(default))
+
+
+def _kind(program: Program, field: Field) -> str:
+    """The width of an integer, the name of a float of 8 bits, or 0 for one that Triton has and one that its dtype tells."""
+    assert field.number is not None
+    if not field.number.is_float:
+        return str(field.number.bits)
+    return f'"{field.number.name}"' if field.number.bits == 8 and not is_read_by_dtype(program, field) else "0"
