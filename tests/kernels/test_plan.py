@@ -75,7 +75,7 @@ def test_more_rows_are_no_cliff() -> None:
     """Programs that share K: int4, 4096 x 4096, on an H200."""
     int4 = int_group.FORMAT.empty((4096, 4096), "planar", "meta", bits=4)
     times = {m: choice_for(int4, m, GPUS["h200"]).options[0].seconds for m in (1, 9, 16, 64)}
-    assert times[9] <= times[16] <= 1.41 * times[1] and times[64] <= 2.25 * times[1]
+    assert times[9] <= times[16] <= 1.4 * times[1] and times[64] <= 2 * times[1]
 
 
 def test_candidates_are_launches() -> None:
