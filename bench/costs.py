@@ -14,7 +14,6 @@ from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
-import triton
 
 from qdsl.analyze import AnalyzeError, report
 from qdsl.analyze.gpus import ARCHS as EVERY_ARCH
@@ -24,6 +23,7 @@ from qdsl.core import places
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch, plan
 from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.gpu.triton import triton
 from qdsl.runtime.weight import streams
 
 SHAPE = (4096, 8192)                                             # several trips of every loop
@@ -84,7 +84,7 @@ def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:
     if kind != "tile_gemm":
         yield from ({"R": r, "WN": 1, "WK": 4, "EVEN": True} for r in (1, 2))
         return
-    for bm in (16, configure.most_columns(packed)):
+    for bm in sorted({16, 32, configure.most_columns(packed)}):
         stages = 3 if bm < 128 else 2
         yield from ({"R": r, "W": 4, "BM": bm, "STAGES": stages, "UNROLL": 1, "WHOLE": 0, "SPLIT": 1} for r in (1, 2))
 

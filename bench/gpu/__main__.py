@@ -15,6 +15,7 @@ from bench.gpu import answers, checks, clock, peers, plan, predicted, report, ti
 from bench.gpu.ahead import Ahead
 from bench.gpu.budget import Budget
 from bench.gpu.device import device_info
+from qdsl.runtime.gpu.triton import MissingTriton, require
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PARTS = ("checks", "answers", "times")
@@ -25,6 +26,11 @@ MINUTES, QUICK_MINUTES = 8.0, 1.0
 def main() -> int:
     """0 where every check that was made is right, 1 where one is wrong, 2 where there is nothing to run on."""
     options = _options()
+    try:
+        require()
+    except MissingTriton as missing:
+        print(f"bench.gpu: {missing}", file=sys.stderr)
+        return 2
     command = shlex.join(["python", "-m", "bench.gpu", *sys.argv[1:]])
     if options.predict:
         report.keep(options.json or RESULTS / predicted.NAME, predicted.results(command))

@@ -20,11 +20,13 @@ from bench.weights import format_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import launch, plan
 from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.gpu.costs import Candidate
 
 Answer = dict[str, Any]
 SCHEDULERS = 4                                                   # of a multiprocessor
 TRIPS = 400                                                      # of the loops; a launch takes some tenths of a millisecond
 ROUNDS = 5
+SPLITS = (1, 2, 4, 8)                                            # programs that share K
 LEAD = "q4_0.planar"                                             # whose kernel for one row is asked about
 GROUPED = "int_group.planar"                                     # with 4 bits and groups of 128: whose kernel for many rows is
 
@@ -213,6 +215,24 @@ def overlap(asked: Asked) -> Answer:
     return {"values": values, "answer": f"two programs per multiprocessor take, of one's time, {', '.join(ratios)}"}
 
 
+def parts(asked: Asked) -> Answer:
+    """How many programs should share K in the kernel for many rows, 4096 x 4096 at 4 bits."""
+    held = large(weight((4096, 4096), GROUPED), "cuda")
+    copies = clones(held, clock.copies(held.nbytes, asked.info.l2))
+    values: dict[str, float] = {}
+    for rows in (16, 64):
+        x, out = (torch.randn(rows, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        chosen = plan.fused(held, rows, x.dtype, x.device)
+        rule = next(each for each in plan.candidates(held, rows, x.dtype, x.device) if each.kind == "tile_gemm")
+        ways = [chosen, *(Candidate("tile_gemm", {**rule.config, "SPLIT": split}) for split in SPLITS)]
+        graphs = [clock.Graph([call.run for each in copies for call in launch.linear_calls(x, each, None, out, candidate=way)])
+                  for way in ways]
+        names = [f"M {rows}, {chosen.kind} as chosen us", *(f"M {rows}, SPLIT {split} us" for split in SPLITS)]
+        for name, samples in zip(names, clock.sides(graphs, ROUNDS), strict=True):
+            values[name] = _short(median(samples) * 1e6)
+    return {"values": values, "answer": ", ".join(f"{name[:-3]} {found} us" for name, found in values.items())}
+
+
 def launches(asked: Asked) -> Answer:
     """What a launch costs: the same product eagerly, launched by hand, and in a CUDA graph."""
     packed = large(weight((4096, 4096)), "cuda")
@@ -258,4 +278,4 @@ def executed(asked: Asked) -> Answer:
 
 
 QUESTIONS: dict[int, Callable[[Asked], Answer]] = {1: subnormals, 5: warps, 4: patterns, 6: overlap, 2: conversions, 3: products,
-                                                   7: launches, 8: executed}
+                                                   7: launches, 9: parts, 8: executed}

@@ -1,9 +1,7 @@
 """Small kernels that ask the device a question each.  Their loops hold what is asked about and little else."""
 
-import triton
-import triton.language as tl
-
 from qdsl.runtime.gpu.kernels import lanes
+from qdsl.runtime.gpu.triton import tl, triton
 
 
 @triton.jit

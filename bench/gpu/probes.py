@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from bench.gpu import probe_kernels as kernels
+from bench.gpu import regimes
 from bench.gpu.plan import product_calls
 from bench.gpu.weights import DTYPES, Weight
 from qdsl.runtime.gpu.call import Call
@@ -107,7 +108,10 @@ class Launched:
     stages: tuple[tuple[int, int], ...] = ()
 
     def calls(self) -> Iterator[Call]:
-        launches = list(product_calls(self.weight.meta(), self.rows, DTYPES[self.x]))
+        packed = self.weight.meta()
+        x = torch.empty(self.rows, packed.shape[1], dtype=DTYPES[self.x], device="meta")
+        candidate = regimes.candidate(x, packed) if self.stages else None
+        launches = list(product_calls(packed, self.rows, x.dtype, candidate=candidate))
         yield from launches
         yield from (along_k(launches[0], warps) for warps in self.warps)
         yield from (staged(launches[0], stages, r) for stages, r in self.stages)

@@ -81,8 +81,8 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
     is compared with the checksums that qdsl wrote with it.
     """
     from qdsl.checkpoint.report import verify as verifying
+    from qdsl.host.processes import affordable, needed
     from qdsl.host.progress import progress
-    from qdsl.host.system import processors
 
     if b is None:
         if decoded or tolerance:
@@ -99,7 +99,7 @@ def verify(a: Annotated[Path, input_argument("A folder of safetensors files, one
         return
     with reported():
         total = verifying.size(a)
-        jobs = jobs or min(processors(), 1 + total // verifying.WORTH)
+        jobs = jobs or min(affordable(needed(verifying.PIECE)), 1 + total // verifying.WORTH)
         with progress(total, "B") as tell:
             if decoded:
                 from qdsl.checkpoint.report.verify_decoded import decoded_differences

@@ -52,7 +52,6 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
     from qdsl.checkpoint.detect.shaped import shaped_layers
     from qdsl.checkpoint.files.folder import Folder
     from qdsl.host.progress import progress
-    from qdsl.host.system import processors
     from qdsl.jobs.convert import run
     from qdsl.jobs.convert.aim import aimed
 
@@ -65,7 +64,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
                     keep_misfits=keep_misfits)
     with reported(), exit_on_sigterm(), Folder(folder) as source:
         detected = shaped_layers(source, layer_shapes)
-        report = run.convert(source, detected, aim, out, jobs=jobs or processors(), part=part, force=force,
+        report = run.convert(source, detected, aim, out, jobs=jobs, part=part, force=force,
                              tell=partial(progress, unit="B"))
     print_converted(report, as_json, "" if part is None else f"part {shard} of ")
 

@@ -150,7 +150,6 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
 
     from qdsl.host.files import check_output, write_text
     from qdsl.host.progress import progress
-    from qdsl.host.system import processors
     from qdsl.jobs.convert import run
     from qdsl.jobs.convert.aim import aimed
     from qdsl.jobs.gguf import quality
@@ -164,7 +163,7 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     with reported(), exit_on_sigterm():
         if svg is not None:
             check_output(svg, path, force=force)
-        report = run.quantize(path, aim, out, jobs=jobs or processors(), part=part, force=force,
+        report = run.quantize(path, aim, out, jobs=jobs, part=part, force=force,
                               tell=partial(progress, unit="B"))
         if svg is not None:
             rows = [{**row, "type": to} for row in report["quantized"]]

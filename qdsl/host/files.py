@@ -126,17 +126,22 @@ def check_output(out: str | os.PathLike[str], *inputs: str | os.PathLike[str], f
     for path in inputs:
         source = Path(os.path.realpath(path))
         files = source.rglob("*") if source.is_dir() else [source]
-        if target == source or (target.is_file() and any(file.is_file() and file.samefile(target) for file in files)):
+        if _is_same(target, source) or (target.is_file() and any(file.is_file() and file.samefile(target) for file in files)):
             raise OutputError(f"{out}: the output is the input, or links to it")
-        if source in target.parents:
+        if any(_is_same(parent, source) for parent in target.parents):
             raise OutputError(f"{out}: the output lies in {path}, which is an input")
-        if target in source.parents:
+        if any(_is_same(parent, target) for parent in source.parents):
             raise OutputError(f"{out}: the output is a folder that holds the input {path}")
     if target.is_file() and not force:
         raise OutputError(f"{out} exists already; --force replaces it")
     nearest = next(folder for folder in target.parents if folder.exists())
     if not nearest.is_dir():
         raise OutputError(f"{out} cannot be written: {nearest} is no folder")
+
+
+def _is_same(a: Path, b: Path) -> bool:
+    """Whether two paths lead to one file or folder, as Model and model do where names have no case."""
+    return a == b or (a.exists() and b.exists() and a.samefile(b))
 
 
 def regular_file(path: str | os.PathLike[str]) -> Path:

@@ -68,6 +68,11 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def needed(nbytes: int) -> int:
+    """Bytes of memory of a process with torch, for matrices of so many that are held together."""
+    return 5 * nbytes // 2 + 160_000_000                         # torch's own, beside the libraries that processes share
+
+
 def affordable(nbytes: int) -> int:
     """As many processes as there are processors, and memory where each holds so many bytes; one at least."""
     return max(1, min(system.processors(), system.free_memory() // max(1, nbytes)))

@@ -21,7 +21,7 @@ import qdsl
 from bench.launch import stubbed
 from qdsl.generated import iq4_nl, q4_0
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.gpu import plan, product
+from qdsl.runtime.gpu import plan, product, scratch
 from qdsl.runtime.torch import ops
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -30,7 +30,9 @@ CASES = (
     ("q4_0", "planar", (1, 256), BF16, None, 0), ("q4_0", "planar", (1, 256), BF16, BF16, 0),
     ("q4_0", "planar", (1, 256), BF16, None, 1), ("q4_0", "planar", (5, 256), BF16, None, 0),
     ("q4_0", "planar", (16, 256), BF16, None, 0), ("q4_0", "planar", (4, 4, 256), BF16, F16, 0),
-    ("q4_0", "planar", (17, 256), BF16, None, 0), ("q4_0", "gguf", (6, 256), F16, F16, 0),
+    ("q4_0", "planar", (17, 256), BF16, None, 0), ("q4_0", "planar", (18, 256), BF16, None, 0),
+    ("q4_0", "gguf", (6, 256), F16, F16, 0),
+    ("q4_0", "planar", (64, 2048), BF16, BF16, 0),               # programs share K of a larger weight
     ("iq4_nl", "gguf", (1, 256), BF16, None, 0), ("q4_0", "gguf", (4, 256), F16, BF16, 1),
 )
 QDSL = Path(qdsl.__file__).parent
@@ -44,8 +46,8 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.
     return memory[start:start + torch.Size(shape).numel()].view(shape)
 
 
-def weight(name: str, storage: str) -> PackedWeight:
-    return MODULES[name].FORMAT.empty((64, 256), storage, "cpu").apply(lambda tensor: tensor.clone())
+def weight(name: str, storage: str, k: int = 256) -> PackedWeight:
+    return MODULES[name].FORMAT.empty((64 if k == 256 else 2048, k), storage, "cpu").apply(lambda tensor: tensor.clone())
 
 
 def shown(launched: tuple[Any, ...], names: dict[int, str]) -> list[Any]:
@@ -69,27 +71,27 @@ def is_prepared(calls: list[tuple[Any, ...]]) -> bool:
     return sum(isinstance(value, torch.Tensor) for call in calls for value in flat(call[9:])) <= len(calls)
 
 
-def every() -> Iterator[dict[str, Any]]:
-    launched: list[tuple[Any, ...]] = []
-    stubbed(launched)
+def every(launched: list[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
     for name, storage, shape, dtype, bias_type, offset in CASES:
         runs, weights = [], []                                   # a plan lives as long as a weight that has it
         for _ in range(3):                                       # the weight's tensors are new every time
-            packed = weight(name, storage)
+            packed = weight(name, storage, shape[-1])
             weights.append(packed)
-            x, bias = drawn(shape, dtype, offset), None if bias_type is None else drawn((64,), bias_type)
+            x, bias = drawn(shape, dtype, offset), None if bias_type is None else drawn(packed.shape[:1], bias_type)
             plan.plan_of(packed)
             launched.clear()
             ops.linear(x, packed, bias)
             runs.append([*launched])
-        flat = x.view(-1, 256)
+        flat = x.view(-1, shape[-1])
         candidate = plan.best(packed, len(flat), dtype, x.device, offset == 0)
         launched.clear()
         product.by(candidate, flat, packed, bias)
         tensors = [*packed.tensors.values(), x, *([] if bias is None else [bias])]
         names = {tensor.data_ptr(): f"tensor {i}" for i, tensor in enumerate(tensors)}
+        names[scratch.counters.take(1, x.device).data_ptr()] = "counters"
         prepared, triton_own = ([shown(value, names) for value in calls] for calls in (runs[-1], launched))
         yield {"case": f"{name}.{storage} {shape} {dtype} {bias_type} {offset}", "kind": candidate.kind,
+               "split": candidate.config.get("SPLIT", 1),
                "prepared": [is_prepared(calls) for calls in runs], "kernel": prepared[0][4], "launches": len(launched),
                "same": prepared == triton_own}
     yield from hooks(launched)
@@ -137,6 +139,8 @@ def functions() -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    for row in every():
-        print(json.dumps(row), flush=True)
-    print(json.dumps(functions()), flush=True)
+    launched: list[tuple[Any, ...]] = []
+    with stubbed(launched):
+        for row in every(launched):
+            print(json.dumps(row), flush=True)
+        print(json.dumps(functions()), flush=True)

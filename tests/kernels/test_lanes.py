@@ -265,7 +265,7 @@ def test_records_where_they_lie(case: Case) -> None:
     part = packed.cut("N", 5, 40)
     assert kernels_of(one, part) == {"gemv_records"} and torch.equal(product(one, part), whole[:, 5:40])
     (name, tensor), = packed.tensors.items()
-    for offset, kernel in ((16, "gemv_records"), (4, "matvec"), (1, "linear")):
+    for offset, kernel in ((16, "gemv_records"), (4, "matvec"), (1, "matvec")):
         held = torch.empty(tensor.numel() + 32, dtype=torch.uint8, device=DEVICE)
         start = -held.data_ptr() % 16 + offset
         moved = packed.derive({name: held[start:start + tensor.numel()].view_as(tensor).copy_(tensor)})

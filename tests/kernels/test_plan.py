@@ -89,7 +89,7 @@ def test_more_rows_are_no_cliff() -> None:
     """Programs that share K: int4, 4096 x 4096, on an H200."""
     int4 = int_group.FORMAT.empty((4096, 4096), "planar", "meta", bits=4)
     times = {m: choice_for(int4, m, GPUS["h200"]).options[0].seconds for m in (1, 9, 16, 64)}
-    assert times[9] <= times[16] <= 1.41 * times[1] and times[64] <= 2.25 * times[1]
+    assert times[9] <= times[16] <= 1.4 * times[1] and times[64] <= 2 * times[1]
 
 
 def test_candidates_are_launches() -> None:
@@ -223,10 +223,11 @@ def test_prepared_launches() -> None:
     for row in rows:
         is_aligned = row["case"].endswith(" 0")
         assert row["same"] and row["launches"] == 1 and row["prepared"] == [False, is_aligned, is_aligned], row
-    assert {row["kind"] for row in rows} >= {"gemv", "skinny", "matvec", "decode"}
+    assert {row["kind"] for row in rows} >= {"gemv", "skinny", "tile_gemm", "matvec", "decode"}
+    assert any(row["split"] > 1 for row in rows)
     kernel = {row["case"]: row["kernel"] for row in rows}
-    five, sixteen, seventeen = (kernel[f"q4_0.planar ({m}, 256) torch.bfloat16 None 0"] for m in (5, 16, 17))
-    assert five == seventeen != sixteen                          # 16 divides M: Triton compiles another kernel
+    eighteen, sixteen, seventeen = (kernel[f"q4_0.planar ({m}, 256) torch.bfloat16 None 0"] for m in (18, 16, 17))
+    assert eighteen == seventeen != sixteen                      # 16 divides M: Triton compiles another kernel
     assert without == {"case": "hook False", "prepared": [True], "hook": False}
     assert all(len(functions) <= 12 for functions in called.values()), called
     assert with_hook == {"case": "hook True", "prepared": [False], "hook": True}

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+import bench.gpu.__main__ as bench_gpu
 from qdsl.generated import q4_0
 from qdsl.runtime.gpu import launch, tune
 from qdsl.runtime.gpu.triton import MissingTriton, is_installed, missing, on_device, runs_kernels
@@ -36,9 +37,11 @@ def test_a_format(case: Case) -> None:
 
 
 @without_triton
-def test_what_needs_kernels_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_kernels_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     result = command("analyze", "q4_0")
     assert result.exit_code == 1 and "GPU kernels need Triton, which is not installed: pip install triton" in result.output
+    monkeypatch.setattr(sys, "argv", ["bench.gpu"])
+    assert bench_gpu.main() == 2 and "bench.gpu: GPU kernels need Triton" in capsys.readouterr().err
     packed = q4_0.quantize(torch.ones(32, 32))
     with pytest.raises(MissingTriton, match="GPU kernels need Triton"):
         tune.tune(packed)

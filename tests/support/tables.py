@@ -212,7 +212,13 @@ def public() -> list[str]:
     return rows(public_figures.HEADS, public_figures.lines())
 
 
+def matrix() -> list[str]:
+    return rows(["Python", "torch", "Triton", "numpy", "core tests", "CPU seconds"], (
+        [row.get(key, "") for key in ("python", "torch", "triton", "numpy", "result", "seconds")]
+        for row in json.loads((FOLDER / "matrix.json").read_text()) if row))
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     function.__name__: function for function in (
         keys, tensor_keys, floats, schemes, streams, limits, reserved, passes, formats, no_planar, figures, missed, speeds,
-        gguf_maps, quality, compatibility, public)}
+        gguf_maps, quality, compatibility, public, matrix)}

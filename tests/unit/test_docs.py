@@ -349,6 +349,13 @@ def test_blocks_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     run_page(ROOT / name)
 
 
+def test_every_format_has_a_family() -> None:
+    """The README's table of families has every format once."""
+    text = (ROOT / "README.md").read_text()
+    families = re.findall(r"`(\w+)`", text[text.index("## Formats"):text.index("## Guarantees")])
+    assert sorted(families) == sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))
+
+
 def test_every_page_with_python_runs() -> None:
     """A page runs in the test above, or in one of its own that reads it by its name."""
     tests = Path(__file__).read_text()

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
+from qdsl.compiler.emit.module.build import files_of
 from qdsl.host import files, system
-from qdsl.host.files import OutputError, cache_folder, locked, make_cache_folder, replacing, write_text
-from qdsl.host.processes import affordable
+from qdsl.host.files import OutputError, cache_folder, check_output, locked, make_cache_folder, replacing, write_text
+from qdsl.host.processes import affordable, needed
 from qdsl.runtime.gpu.triton import use_writable_cache
 from tests.support.paths import ROOT
 
@@ -128,6 +129,42 @@ def test_a_mapped_file_is_not_replaced_on_windows(windows: Msvcrt, monkeypatch: 
     with pytest.raises(PermissionError, match=r"must close it first: '.*x'"):
         write_text(tmp_path / "x", "new")
     assert (tmp_path / "x").read_bytes() == b"old" and os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("out", ["MODEL", "MODEL/out", "."])
+def test_an_output_is_no_input_where_names_have_no_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: str) -> None:
+    """macOS resolves links and not case, so two names of one folder stay: here a link that is not resolved."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "MODEL").symlink_to("model")
+    monkeypatch.setattr(os.path, "realpath", os.path.abspath)
+    with pytest.raises(OutputError, match=r"the output (is the input|lies in|is a folder that holds)"):
+        check_output(tmp_path / out, tmp_path / "model")
+
+
+def test_names_and_paths_as_long_as_the_system_has_them(tmp_path: Path) -> None:
+    """Unfinished files have short names, whatever the output is called."""
+    folder = tmp_path.joinpath(*["f" * 200] * 10)
+    folder.mkdir(parents=True)
+    write_text(folder / ("x" * 255), "text")
+    assert os.listdir(folder) == ["x" * 255]
+    with pytest.raises(OSError, match=r"File name too long: .*x{256}'"):
+        write_text(folder / ("x" * 256), "text")
+
+
+def test_a_spec_with_the_line_ends_of_windows(tmp_path: Path) -> None:
+    text = (ROOT / "specs" / "nf4.yaml").read_bytes()
+    for name, data in (("unix", text), ("windows", text.replace(b"\n", b"\r\n"))):
+        (tmp_path / f"{name}.yaml").write_bytes(data)
+    assert b"\r\n" in (tmp_path / "windows.yaml").read_bytes()
+    assert files_of(tmp_path / "windows.yaml", "nf4.yaml") == files_of(tmp_path / "unix.yaml", "nf4.yaml")
+
+
+def test_jobs_take_the_memory_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 GB are room for some processes with small layers, and for one with a large one."""
+    monkeypatch.setattr(system, "processors", lambda: 64)
+    monkeypatch.setattr(system, "free_memory", lambda: 4 << 30)
+    assert 8 < affordable(needed(2 * 4096 * 4096)) < 20
+    assert affordable(needed(2 * 128256 * 16384)) == 1
 
 
 @pytest.mark.parametrize("free, fits", [(1000, True), (999, False)])

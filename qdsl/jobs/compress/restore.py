@@ -16,11 +16,10 @@ from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Header
 from qdsl.host.files import check_output, digest, identity
-from qdsl.host.processes import affordable
+from qdsl.host.processes import affordable, needed
 from qdsl.jobs.compress.model import Model, Shapes, decoded, lasting
 from qdsl.jobs.compress.original import ORIGINAL
 from qdsl.jobs.compress.tensors import Bytes, Coded, Part, octets
-from qdsl.jobs.compress.units import needed
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
 from qdsl.jobs.engine.shards import Copy, Shard, Step, in_order, share

@@ -15,12 +15,12 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Entry, shown
 from qdsl.codecs.lookup import StreamError
 from qdsl.host.files import check_output, identity
-from qdsl.host.processes import affordable, results
+from qdsl.host.processes import affordable, needed, results
 from qdsl.jobs.compress import codecs, pieces, plan
 from qdsl.jobs.compress.model import Model, Shapes, decoded, lasting, plain
 from qdsl.jobs.compress.pieces import Complete, Piece
 from qdsl.jobs.compress.tensors import Bytes, Reader, placed
-from qdsl.jobs.compress.units import FORMATS, THREAD_COUNTS, Aim, left, needed, units
+from qdsl.jobs.compress.units import FORMATS, THREAD_COUNTS, Aim, left, units
 from qdsl.jobs.engine import RewriteError, stage
 from qdsl.jobs.engine.complete import complete
 from qdsl.jobs.engine.shards import Copy, Shard, share

@@ -128,8 +128,3 @@ def left(models: Mapping[str, Model], aim: Aim, encoded: Iterable[Unit]) -> list
                  f"{sum(sizes)} bytes: {plain if dtype == 'BF16' else 'not bfloat16'}"
                  for (own, dtype, axes), sizes in sums.items())
     return [*others, *described]
-
-
-def needed(nbytes: int) -> int:
-    """Bytes of memory that a process needs for units of `nbytes`."""
-    return 5 * nbytes // 2 + 100_000_000

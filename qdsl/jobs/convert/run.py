@@ -22,7 +22,7 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.checkpoint.report import worker
 from qdsl.host.files import check_output
-from qdsl.host.processes import results
+from qdsl.host.processes import affordable, needed, results
 from qdsl.jobs.convert import encoded
 from qdsl.jobs.convert.aim import Aim, aimed
 from qdsl.jobs.convert.config import readers, rewritten, stale
@@ -50,13 +50,14 @@ class _Model:
     left: Mapping[str, str] = field(default_factory=dict)
 
 
-def convert(folder: Folder, detected: Layers, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int, int] | None = None,
+def convert(folder: Folder, detected: Layers, aim: Aim, out: Path, *, jobs: int | None = 1, part: tuple[int, int] | None = None,
             force: bool = False, tell: Telling = quiet) -> dict[str, Any]:
     """Write a checkpoint with its quantized layers converted to the target, and everything else unchanged.
 
     part: (i, n), from 1: write only the i-th of n parts of the shards; `merge` completes the checkpoint.
     force: replace a checkpoint in `out`.
     A repeated call resumes, if files and version are the same; the written bytes do not depend on jobs, parts or interruptions.
+    jobs: processes; None: as many as processors and memory allow.
     tell: progress in bytes of tensors.
     Memory: per process twice the largest tensor, and torch; to requantize also some float32 copies of the largest weight.
     Raises RewriteError, CheckpointError and OSError.
@@ -65,7 +66,7 @@ def convert(folder: Folder, detected: Layers, aim: Aim, out: Path, *, jobs: int 
     return _rewrite(folder.path, [_Model("", folder, detected, plan(folder, detected, aim))], aim, out, jobs, part, force, tell)
 
 
-def quantize(path: Path, aim: Aim, out: Path, *, jobs: int = 1, part: tuple[int, int] | None = None, force: bool = False,
+def quantize(path: Path, aim: Aim, out: Path, *, jobs: int | None = 1, part: tuple[int, int] | None = None, force: bool = False,
              tell: Telling = quiet) -> dict[str, Any]:
     """Write a checkpoint with its plain Linear layers quantized, and everything else unchanged.
 
@@ -104,9 +105,10 @@ def _quantized(path: Path, models: Mapping[str, Folder], aim: Aim) -> list[_Mode
     return quantized
 
 
-def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: int, part: tuple[int, int] | None, force: bool,
-             tell: Telling) -> dict[str, Any]:
+def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: int | None,
+             part: tuple[int, int] | None, force: bool, tell: Telling) -> dict[str, Any]:
     shards = [shard for model in models for shard in model.plan.shards]
+    jobs = jobs or _default_jobs(shards)
     what = f"a quantization to {aim.label}" if aim.is_from_plain else f"a conversion to {aim.label}"
     request = {"command": "convert", "work": what, "from": str(path.resolve()), **aim.data()}
     if stage.was_ended(out, request):
@@ -125,6 +127,12 @@ def _rewrite(path: Path, models: Sequence[_Model], aim: Aim, out: Path, jobs: in
     costs = stage.reports(mine, out)
     notes = [] if part else _complete(path, models, shards, out)
     return _report(models, aim, out, mine, written, notes, costs)
+
+
+def _default_jobs(shards: Sequence[Shard]) -> int:
+    """As many processes as there are processors, and memory for the largest layer in each."""
+    weights = (math.prod(step.layer.shape) for shard in shards for step in shard.steps if isinstance(step, Change))
+    return affordable(needed(2 * max(weights, default=0)))
 
 
 def _encode(pieces: Sequence[Piece], jobs: int, models: Sequence[_Model], tell: Telling) -> None:

@@ -20,8 +20,7 @@ from qdsl.checkpoint.files.gguf_write import NewTensor, write
 from qdsl.checkpoint.files.resume import Resume
 from qdsl.checkpoint.files.safetensors import Buffer, bytes_of, shown
 from qdsl.host.files import check_output, digest, identity
-from qdsl.host.processes import results
-from qdsl.host.system import processors
+from qdsl.host.processes import affordable, needed, results
 from qdsl.jobs.gguf import QuantizeError
 from qdsl.jobs.gguf.imatrix import Imatrix
 from qdsl.jobs.gguf.mixes import IMATRIX_POWERS, Options
@@ -203,6 +202,6 @@ def _check_finite(weight: Tensor, source: Weights, name: str, start: int, where:
 
 
 def default_jobs(plan: Plan) -> int:
-    """The number of processes: that of processors, but fewer for a few seconds of work."""
+    """The number of processes: what processors and memory allow, but fewer for a few seconds of work."""
     work = sum(step.weights for step in plan.steps if not step.copied)
-    return max(1, min(processors(), work >> 26))
+    return max(1, min(affordable(needed(16 * CHUNK)), work >> 26))

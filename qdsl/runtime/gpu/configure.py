@@ -118,7 +118,8 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
         rule, *others = _tall(m, n, k, device)
     elif kind == "tile_gemm":
         rule = _many(min(m, most_columns(packed)), n, device)
-        others = [{**rule, "R": r, "STAGES": stages} for r in (1, 2) for stages in (2, 3, 4)]
+        others = [{**rule, "R": r, "BM": bm, "STAGES": stages} for bm in dict.fromkeys((rule["BM"], min(32, rule["BM"])))
+                  for r in (1, 2) for stages in (2, 3, 4)]
         others += [{**rule, "STAGES": 2, "UNROLL": 2}] if is_tall(packed) else []
     else:
         found = packed.layout.kernels.lanes
