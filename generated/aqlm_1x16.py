@@ -9,7 +9,7 @@
 
     aqlm: 2.00403 bits per weight
 
-Built from the spec aqlm_1x16 (sha256 38ccddf79e48b346) by qdsl 0.1.0.
+Built from the spec aqlm_1x16 (sha256 57253af2c45fb12e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -93,9 +93,7 @@ FORMAT = Format(
     source="aqlm checkpoints (QuantizedLinear, _dequantize_weight)", formula="cb[q, k % 8] * s",
     variants={(): VARIANT},
     params={"real": ("f16", "bf16")},
-    detect={"config": {"quant_method": "aqlm", "num_codebooks": 1, "nbits_per_codebook": 16, "in_group_size": 8,
-        "out_group_size": 1}},
-    digest="38ccddf79e48b346",
+    digest="57253af2c45fb12e",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

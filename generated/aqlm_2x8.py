@@ -10,7 +10,7 @@
 
     aqlm: 2.00024 bits per weight
 
-Built from the spec aqlm_2x8 (sha256 2b7f1fb3813b36fd) by qdsl 0.1.0.
+Built from the spec aqlm_2x8 (sha256 4e6ca38beb1bd978) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -107,9 +107,7 @@ FORMAT = Format(
     source="aqlm checkpoints (QuantizedLinear, _dequantize_weight)", formula="(cb[0, a, k % 8] + cb[1, b, k % 8]) * s",
     variants={(): VARIANT},
     params={"real": ("f16", "bf16")},
-    detect={"config": {"quant_method": "aqlm", "num_codebooks": 2, "nbits_per_codebook": 8, "in_group_size": 8,
-        "out_group_size": 1}},
-    digest="2b7f1fb3813b36fd",
+    digest="4e6ca38beb1bd978",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

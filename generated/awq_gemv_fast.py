@@ -10,7 +10,7 @@
     gemv_fast: 4.25 bits per weight with group = 128
     planar: 4.25 bits per weight with group = 128
 
-Built from the spec awq_gemv_fast (sha256 1343c4a93de71dff) by qdsl 0.1.0.
+Built from the spec awq_gemv_fast (sha256 41cab56e65a1d72b) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -210,9 +210,7 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"group": (128, 64, 32)},
     sizes={"group": "K"},
-    detect={"config": {"quant_method": "awq", "version": "gemv_fast", "bits": 4, "group_size": "group",
-        "with": {"zero_point": True}}},
-    digest="1343c4a93de71dff",
+    digest="41cab56e65a1d72b",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

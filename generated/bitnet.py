@@ -9,7 +9,7 @@
     transformers: 2 bits per weight
     planar: 2 bits per weight
 
-Built from the spec bitnet (sha256 8ee4965ae5db632d) by qdsl 0.1.0.
+Built from the spec bitnet (sha256 0fc28cfbff78079d) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -179,9 +179,7 @@ FORMAT = Format(
     source="transformers integrations/bitnet.py pack_weights, BitLinear", formula="(q - 1) / s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f16", "f32")},
-    detect={"config": {"quant_method": "bitnet", "linear_class": ["bitlinear", "null"], "storage": "transformers",
-        "with": {"quantization_mode": "offline"}}},
-    digest="8ee4965ae5db632d",
+    digest="0fc28cfbff78079d",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

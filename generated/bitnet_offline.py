@@ -9,7 +9,7 @@
     transformers: 2 bits per weight
     planar: 2 bits per weight
 
-Built from the spec bitnet_offline (sha256 67e142fdd0e78df6) by qdsl 0.1.0.
+Built from the spec bitnet_offline (sha256 91e2bbdd22d8d6db) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -177,9 +177,7 @@ FORMAT = Format(
     source="transformers integrations/bitnet.py pack_weights, AutoBitLinear", formula="(q - 1) * s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f16", "f32")},
-    detect={"config": {"quant_method": "bitnet", "linear_class": "autobitlinear",
-        "quantization_mode": ["offline", "null"], "storage": "transformers"}},
-    digest="67e142fdd0e78df6",
+    digest="91e2bbdd22d8d6db",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

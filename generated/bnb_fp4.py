@@ -9,7 +9,7 @@
     bitsandbytes: 4.5 bits per weight with block = 64
     planar: 4.5 bits per weight with block = 64
 
-Built from the spec bnb_fp4 (sha256 c24d696eb6f86499) by qdsl 0.1.0.
+Built from the spec bnb_fp4 (sha256 f6e807da7da3e3b0) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -201,14 +201,10 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"block": (64, 32, 128, 256, 512, 1024, 2048, 4096)},
     sizes={"block": "K"},
-    detect={"config": [{"quant_method": "bitsandbytes", "load_in_4bit": [True, "null"], "bnb_4bit_quant_type": "fp4",
-        "bnb_4bit_use_double_quant": [False, "null"]},
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "null",
-        "bnb_4bit_use_double_quant": [False, "null"]}],
-        "tensors": {"weight.quant_map": "levels",
+    detect={"tensors": {"weight.quant_map": "levels",
         "weight.quant_state.bitsandbytes__fp4": {"quant_type": "fp4", "blocksize": "block",
         "dtype": ["bfloat16", "float16", "float32", "null"], "shape": ["N", "K"]}}},
-    digest="c24d696eb6f86499",
+    digest="f6e807da7da3e3b0",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -10,7 +10,7 @@
 
     bitsandbytes: 4.12695 bits per weight with block = 64
 
-Built from the spec bnb_fp4_nested (sha256 40f688fe89b9f7bb) by qdsl 0.1.0.
+Built from the spec bnb_fp4_nested (sha256 4f7d8c70c6f070e4) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -180,15 +180,11 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"block": (64, 32, 128, 256, 512, 1024, 2048, 4096)},
     sizes={"block": "K"},
-    detect={"config": [{"quant_method": "bitsandbytes", "load_in_4bit": [True, "null"], "bnb_4bit_quant_type": "fp4",
-        "bnb_4bit_use_double_quant": [True, "null"]},
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "null",
-        "bnb_4bit_use_double_quant": [True, "null"]}],
-        "tensors": {"weight.quant_map": "levels", "weight.nested_quant_map": "steps",
+    detect={"tensors": {"weight.quant_map": "levels", "weight.nested_quant_map": "steps",
         "weight.quant_state.bitsandbytes__fp4": {"quant_type": "fp4", "blocksize": "block",
         "dtype": ["bfloat16", "float16", "float32", "null"], "shape": ["N", "K"], "nested_blocksize": 256,
         "nested_dtype": "float32", "nested_offset": "weight_nested_offset"}}},
-    digest="40f688fe89b9f7bb",
+    digest="4f7d8c70c6f070e4",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -8,7 +8,7 @@
 
     bitsandbytes: 8.00195 bits per weight
 
-Built from the spec bnb_int8 (sha256 3df96d24b983f2c6) by qdsl 0.1.0.
+Built from the spec bnb_int8 (sha256 d99377216098498a) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -92,8 +92,8 @@ FORMAT = Format(
     name="bnb_int8", title="LLM.int8 of bitsandbytes, codes of 8 bits in 127ths of the largest weight of a row",
     source="bitsandbytes functional.py int8_vectorwise_quant, nn Linear8bitLt", formula="q * s / 127",
     variants={(): VARIANT},
-    detect={"config": {"quant_method": "bitsandbytes", "load_in_8bit": True}, "tensors": {"weight_format": 0}},
-    digest="3df96d24b983f2c6",
+    detect={"tensors": {"weight_format": 0}},
+    digest="d99377216098498a",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

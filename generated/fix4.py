@@ -7,7 +7,7 @@
 
     fix4: 12 bits per weight
 
-Built from the spec fix4 (sha256 aefbded7411acbd0) by qdsl 0.1.0.
+Built from the spec fix4 (sha256 cdfbeb3808b84152) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -122,8 +122,7 @@ FORMAT = Format(
     name="fix4", title="bfloat16 without loss, exponents in 4 bits from a base, and a list of those that are further away",
     source="this project; the code is described in qdsl/codecs/window/reference.py", formula="v",
     variants={(): VARIANT},
-    detect={"config": {"quant_method": "qdsl", "format": "fix4", "version": 1}},
-    digest="aefbded7411acbd0",
+    digest="cdfbeb3808b84152",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -12,7 +12,7 @@
     fp8_lane: 6.80098 bits per weight where weights are normal
     planar: 8.00098 bits per weight
 
-Built from the spec fp8_channel (sha256 8c46dd3581e42d0a) by qdsl 0.1.0.
+Built from the spec fp8_channel (sha256 72dfc31be592abc9) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -394,20 +394,7 @@ FORMAT = Format(
     formula="q * s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16", "e8m0")},
-    detect={"config": [{"quant_method": "qdsl", "format": "fp8_channel", "version": 1, "storage": "fp8_lane"},
-        {"quant_method": "compressed-tensors", "format": ["float-quantized", "naive-quantized", "null"],
-        "type": "float", "num_bits": 8, "strategy": "channel", "storage": "safetensors"},
-        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "storage": "safetensors"},
-        {"quant_method": "fbgemm_fp8", "storage": "safetensors"},
-        {"quant_method": "quark", "global_quant_config.weight.dtype": "fp8_e4m3",
-        "global_quant_config.weight.qscheme": "per_channel", "storage": "safetensors"},
-        {"quant_method": "torchao", "storage": "torchao",
-        "with": {"quant_type": {"default": {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": {}}}}}],
-        "header": [{"_type": "Float8Tensor", "_data.block_size": [1, "K"], "storage": "torchao",
-        "with": {"_data": {"mm_config": "null", "act_quant_kwargs": "null",
-        "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
-        "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}}]},
-    digest="8c46dd3581e42d0a",
+    digest="72dfc31be592abc9",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -10,7 +10,7 @@
     torchao: 8 bits per weight
     planar: 8 bits per weight
 
-Built from the spec fp8_tensor (sha256 964da0d0c0b08248) by qdsl 0.1.0.
+Built from the spec fp8_tensor (sha256 de6f2c8fa605928c) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -290,20 +290,7 @@ FORMAT = Format(
     formula="q * s",
     variants={(): VARIANT},
     params={"scale_type": ("f32", "bf16", "f16", "e8m0")},
-    detect={"config": [{"quant_method": "compressed-tensors", "format": ["float-quantized", "naive-quantized", "null"],
-        "type": "float", "num_bits": 8, "strategy": "tensor", "storage": "safetensors"},
-        {"quant_method": "fp8", "weight_block_size": "null", "storage": "safetensors"},
-        {"quant_method": "modelopt", "quant_algo": "FP8", "storage": "safetensors"},
-        {"quant_method": "quark", "global_quant_config.weight.dtype": "fp8_e4m3",
-        "global_quant_config.weight.qscheme": "per_tensor", "storage": "safetensors"},
-        {"quant_method": "torchao", "storage": "torchao",
-        "with": {"quant_type": {"default": {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": {}}}}}],
-        "header": [{"format": "float8_e4m3fn", "storage": "safetensors"},
-        {"_type": "Float8Tensor", "_data.block_size": ["N", "K"], "storage": "torchao",
-        "with": {"_data": {"mm_config": "null", "act_quant_kwargs": "null",
-        "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
-        "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}}]},
-    digest="964da0d0c0b08248",
+    digest="de6f2c8fa605928c",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

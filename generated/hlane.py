@@ -7,7 +7,7 @@
 
     hlane: 10.8 bits per weight where weights are normal
 
-Built from the spec hlane (sha256 df8f82558972e871) by qdsl 0.1.0.
+Built from the spec hlane (sha256 c42618a77bfd7560) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -120,8 +120,7 @@ FORMAT = Format(
     name="hlane", title="bfloat16 without loss, exponents in a Huffman code of at most 8 bits, in lanes that are decoded side by side",
     source="this project; the code is described in qdsl/codecs/huffman_lanes/reference.py", formula="v",
     variants={(): VARIANT},
-    detect={"config": {"quant_method": "qdsl", "format": "hlane", "version": 1}},
-    digest="df8f82558972e871",
+    digest="c42618a77bfd7560",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

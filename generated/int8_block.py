@@ -9,7 +9,7 @@
     safetensors: 8.00195 bits per weight with bn = 128, bk = 128
     planar: 8.00195 bits per weight with bn = 128, bk = 128
 
-Built from the spec int8_block (sha256 b6ac32975f4ff40b) by qdsl 0.1.0.
+Built from the spec int8_block (sha256 77b6285b5d3c6834) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -230,8 +230,7 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"bn": (128, 64, 32), "bk": (128, 64, 32), "scale_type": ("f32", "bf16", "f16")},
     sizes={"bn": "N", "bk": "K"},
-    detect={"config": {"quant_method": "blockwise_int8", "weight_block_size": ["bn", "bk"]}},
-    digest="b6ac32975f4ff40b",
+    digest="77b6285b5d3c6834",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -13,7 +13,7 @@
     eetq: 8 bits per weight
     planar: 8.00098 bits per weight
 
-Built from the spec int8_channel (sha256 d445c3632e5af87c) by qdsl 0.1.0.
+Built from the spec int8_channel (sha256 4573b2f277bacaa3) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -408,20 +408,7 @@ FORMAT = Format(
     formula="(q - z) * s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16")},
-    detect={"config": [{"quant_method": "compressed-tensors", "format": ["int-quantized", "naive-quantized", "null"],
-        "type": "int", "num_bits": 8, "strategy": "channel", "symmetric": {"weight_zero_point": [False, True]},
-        "storage": "safetensors",
-        "with": {"input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token",
-        "dynamic": True}}}, {"quant_method": "eetq", "storage": "eetq", "with": {"weights": "int8"}},
-        {"quant_method": "quark", "global_quant_config.weight.dtype": "int8",
-        "global_quant_config.weight.qscheme": "per_channel", "storage": "safetensors"},
-        {"quant_method": "torchao", "storage": "torchao",
-        "with": {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}}}],
-        "header": [{"_type": "Int8Tensor", "_data.block_size": [1, "K"], "storage": "torchao",
-        "with": {"_data": {"act_quant_kwargs": "null", "reduce_range": False,
-        "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}},
-        {"_type": "IntxUnpackedToInt8Tensor", "_data.block_size": [1, "K"], "storage": "torchao"}]},
-    digest="d445c3632e5af87c",
+    digest="4573b2f277bacaa3",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -11,7 +11,7 @@
     torchao: 8 bits per weight
     planar: 8 bits per weight
 
-Built from the spec int8_tensor (sha256 5daf76922e87c30a) by qdsl 0.1.0.
+Built from the spec int8_tensor (sha256 cc9f384997f4a8ad) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -319,19 +319,7 @@ FORMAT = Format(
     source="compressed-tensors int-quantized (tensor)", formula="(q - z) * s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16")},
-    detect={"config": [{"quant_method": "compressed-tensors", "format": ["int-quantized", "naive-quantized", "null"],
-        "type": "int", "num_bits": 8, "strategy": "tensor", "symmetric": {"weight_zero_point": [False, True]},
-        "storage": "safetensors",
-        "with": {"input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token",
-        "dynamic": True}}},
-        {"quant_method": "quark", "global_quant_config.weight.dtype": "int8",
-        "global_quant_config.weight.qscheme": "per_tensor", "storage": "safetensors"},
-        {"quant_method": "torchao", "storage": "torchao",
-        "with": {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}}}],
-        "header": [{"_type": "Int8Tensor", "_data.block_size": ["N", "K"], "storage": "torchao",
-        "with": {"_data": {"act_quant_kwargs": "null", "reduce_range": False,
-        "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}, "_tensor_data_names": "tensors"}}]},
-    digest="5daf76922e87c30a",
+    digest="cc9f384997f4a8ad",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -9,7 +9,7 @@
     bitsandbytes: 4.5 bits per weight with block = 64
     planar: 4.5 bits per weight with block = 64
 
-Built from the spec nf4 (sha256 367780612437c908) by qdsl 0.1.0.
+Built from the spec nf4 (sha256 c9f14513e0669b18) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -201,14 +201,10 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"block": (64, 32, 128, 256, 512, 1024, 2048, 4096)},
     sizes={"block": "K"},
-    detect={"config": [{"quant_method": "bitsandbytes", "load_in_4bit": [True, "null"], "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": [False, "null"]},
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "null",
-        "bnb_4bit_use_double_quant": [False, "null"]}],
-        "tensors": {"weight.quant_map": "levels",
+    detect={"tensors": {"weight.quant_map": "levels",
         "weight.quant_state.bitsandbytes__nf4": {"quant_type": "nf4", "blocksize": "block",
         "dtype": ["bfloat16", "float16", "float32", "null"], "shape": ["N", "K"]}}},
-    digest="367780612437c908",
+    digest="c9f14513e0669b18",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

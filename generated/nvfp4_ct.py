@@ -10,7 +10,7 @@
     compressed_tensors: 4.5 bits per weight
     planar: 4.5 bits per weight
 
-Built from the spec nvfp4_ct (sha256 005890991ff390c6) by qdsl 0.1.0.
+Built from the spec nvfp4_ct (sha256 15dce39d350484bc) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -207,11 +207,7 @@ FORMAT = Format(
     name="nvfp4_ct", title="NVFP4, 4-bit floats with an 8-bit float per 16 divided by a scale of the whole weight",
     source="compressed-tensors nvfp4-pack-quantized (weight_global_scale)", formula="s / g * q",
     variants={(): VARIANT},
-    detect={"config": [{"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
-        "storage": "compressed_tensors",
-        "with": {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16,
-        "dynamic": False, "scale_dtype": "torch.float8_e4m3fn"}}]},
-    digest="005890991ff390c6",
+    digest="15dce39d350484bc",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -13,7 +13,7 @@
     mlx: 4.5 bits per weight
     planar: 4.5 bits per weight
 
-Built from the spec nvfp4_modelopt (sha256 8606534c0c19b995) by qdsl 0.1.0.
+Built from the spec nvfp4_modelopt (sha256 57bc089ff7ee8846) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -376,21 +376,7 @@ FORMAT = Format(
     name="nvfp4_modelopt", title="NVFP4, 4-bit floats with an 8-bit float per 16 times a scale of the whole weight",
     source="ModelOpt NVFP4 (weight_scale_2), torchao NVFP4Tensor (per_tensor_scale)", formula="s * g * q",
     variants={(): VARIANT},
-    detect={"config": [{"quant_method": "modelopt", "quant_algo": "NVFP4", "storage": "modelopt"},
-        {"quant_method": "torchao", "storage": "torchao",
-        "with": {"quant_type": {"default": {"_type": "NVFP4WeightOnlyConfig", "_version": 1, "_data": {}}}}},
-        {"quant_method": "torchao", "storage": "torchao_swizzled",
-        "with": {"quant_type": {"default": {"_type": "NVFP4WeightOnlyConfig", "_version": 1, "_data": {}}}}},
-        {"quant_method": "mlx", "mode": "nvfp4", "storage": "mlx", "with": {"group_size": 16, "bits": 4}}],
-        "header": [{"_type": "NVFP4Tensor", "_data.block_size": 16, "_data.is_swizzled_scales": False,
-        "storage": "torchao",
-        "with": {"_data": {"orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "use_triton_kernel": False,
-        "act_quant_kwargs": "null"}, "_tensor_data_names": "tensors"}},
-        {"_type": "NVFP4Tensor", "_data.block_size": 16, "_data.is_swizzled_scales": True,
-        "storage": "torchao_swizzled",
-        "with": {"_data": {"orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "use_triton_kernel": False,
-        "act_quant_kwargs": "null"}, "_tensor_data_names": "tensors"}}]},
-    digest="8606534c0c19b995",
+    digest="57bc089ff7ee8846",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -15,7 +15,7 @@
     mlx: 4.25 bits per weight
     planar: 4.25 bits per weight
 
-Built from the spec ocp_mxfp4 (sha256 1aa44ac5037fd5d9) by qdsl 0.1.0.
+Built from the spec ocp_mxfp4 (sha256 4b272c8ccfc17b5e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -447,32 +447,7 @@ FORMAT = Format(
     source="OCP Microscaling Formats 1.0; compressed-tensors, ModelOpt, gpt-oss, DeepSeek-V4, torchao MXTensor",
     formula="e * q",
     variants={(): VARIANT},
-    detect={"config": [{"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized",
-        "storage": "compressed_tensors",
-        "with": {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32,
-        "dynamic": False, "scale_dtype": "torch.uint8"}}, {"quant_method": "mxfp4", "storage": "gpt_oss"},
-        {"quant_method": "modelopt", "quant_algo": ["MXFP4", "W4A8_MXFP4_FP8"], "storage": "modelopt"},
-        {"quant_method": "quark", "global_quant_config.weight.dtype": "fp4",
-        "global_quant_config.weight.qscheme": "per_group", "storage": "modelopt"},
-        {"quant_method": "fp8", "expert_dtype": "fp4", "storage": "deepseek"},
-        {"quant_method": "torchao", "storage": "torchao",
-        "with": {"quant_type": {"default": {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1,
-        "_data": {}}}}},
-        {"quant_method": "torchao", "storage": "torchao_swizzled",
-        "with": {"quant_type": {"default": {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1,
-        "_data": {}}}}},
-        {"quant_method": "mlx", "mode": "mxfp4", "storage": "mlx", "with": {"group_size": 32, "bits": 4}}],
-        "header": [{"_type": "MXTensor", "_data.elem_dtype._data": "float4_e2m1fn_x2", "_data.block_size": 32,
-        "_data.is_swizzled_scales": False, "storage": "torchao",
-        "with": {"_data": {"elem_dtype": {"_type": "torch.dtype"},
-        "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
-        "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}},
-        {"_type": "MXTensor", "_data.elem_dtype._data": "float4_e2m1fn_x2", "_data.block_size": 32,
-        "_data.is_swizzled_scales": True, "storage": "torchao_swizzled",
-        "with": {"_data": {"elem_dtype": {"_type": "torch.dtype"},
-        "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"}, "act_quant_kwargs": "null",
-        "kernel_preference": {"_type": "KernelPreference", "_data": "EMULATED"}}, "_tensor_data_names": "tensors"}}]},
-    digest="1aa44ac5037fd5d9",
+    digest="4b272c8ccfc17b5e",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -18,7 +18,7 @@
     planar at bits = 1: 1.5 bits per weight with group = 64
     planar at bits = 3: 3.5 bits per weight with group = 64
 
-Built from the spec hqq (sha256 fc2930ea6f684a44) by qdsl 0.1.0.
+Built from the spec hqq (sha256 e54490e5412cd2f0) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -39,9 +39,8 @@ FORMAT = Format(
     },
     params={"bits": (4, 8, 3, 2, 1), "group": (64, 128, 32, 16), "scale_type": ("f16", "bf16", "f32")},
     sizes={"group": "K"},
-    detect={"config": {"quant_method": "hqq"},
-        "tensors": {"axis": 1, "nbits": "bits", "group_size": "group", "shape": ["N", "K"]}},
-    digest="fc2930ea6f684a44",
+    detect={"tensors": {"axis": 1, "nbits": "bits", "group_size": "group", "shape": ["N", "K"]}},
+    digest="e54490e5412cd2f0",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

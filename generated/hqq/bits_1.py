@@ -10,7 +10,7 @@
     hqq: 1.5 bits per weight with group = 64
     planar: 1.5 bits per weight with group = 64
 
-Built from the spec hqq (sha256 fc2930ea6f684a44) by qdsl 0.1.0.
+Built from the spec hqq (sha256 e54490e5412cd2f0) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

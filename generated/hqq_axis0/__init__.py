@@ -13,7 +13,7 @@
     hqq at bits = 1: 1.5 bits per weight with group = 64
     hqq_3bit at bits = 3: 4 bits per weight with group = 64
 
-Built from the spec hqq_axis0 (sha256 d7e20ab6d139bd36) by qdsl 0.1.0.
+Built from the spec hqq_axis0 (sha256 8baca3eaa3180335) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -34,9 +34,8 @@ FORMAT = Format(
     },
     params={"bits": (4, 8, 3, 2, 1), "group": (64, 128, 32, 16), "scale_type": ("f16", "bf16", "f32")},
     sizes={"group": "K"},
-    detect={"config": {"quant_method": "hqq"},
-        "tensors": {"axis": 0, "nbits": "bits", "group_size": "group", "shape": ["N", "K"]}},
-    digest="d7e20ab6d139bd36",
+    detect={"tensors": {"axis": 0, "nbits": "bits", "group_size": "group", "shape": ["N", "K"]}},
+    digest="8baca3eaa3180335",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

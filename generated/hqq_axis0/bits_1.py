@@ -9,7 +9,7 @@
 
     hqq: 1.5 bits per weight with group = 64
 
-Built from the spec hqq_axis0 (sha256 d7e20ab6d139bd36) by qdsl 0.1.0.
+Built from the spec hqq_axis0 (sha256 8baca3eaa3180335) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

@@ -22,7 +22,7 @@
     planar at scale_type = bf16: 4.25 bits per weight with group = 128
     planar at scale_type = f32: 4.5 bits per weight with group = 128
 
-Built from the spec int4pack (sha256 e79954bc41986a69) by qdsl 0.1.0.
+Built from the spec int4pack (sha256 4c5af078cde936ea) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -41,15 +41,7 @@ FORMAT = Format(
     },
     params={"group": (128, 32, 64, 256), "scale_type": ("bf16", "f32")},
     sizes={"group": "K"},
-    detect={"config": [{"quant_method": "torchao", "storage": "torchao",
-        "with": {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {}}}}},
-        {"quant_method": "torchao", "storage": "tile_packed",
-        "with": {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {}}}}}],
-        "header": [{"_type": "Int4Tensor", "_data.block_size": [1, "group"], "_data.shape": ["N", "K"],
-        "storage": "torchao", "with": {"_tensor_data_names": "tensors"}},
-        {"_type": "Int4TilePackedTo4dTensor", "_data.block_size": [1, "group"], "_data.shape": ["N", "K"],
-        "storage": "tile_packed", "with": {"_tensor_data_names": "tensors"}}]},
-    digest="e79954bc41986a69",
+    digest="4c5af078cde936ea",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

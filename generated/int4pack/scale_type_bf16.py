@@ -17,7 +17,7 @@
     cpu_rest: 4.25 bits per weight with group = 128
     planar: 4.25 bits per weight with group = 128
 
-Built from the spec int4pack (sha256 e79954bc41986a69) by qdsl 0.1.0.
+Built from the spec int4pack (sha256 4c5af078cde936ea) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

@@ -13,7 +13,7 @@
     pack_quantized_0_17: 5.45834 bits per weight with group = 128
     planar: 5.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 3bdcc208fbe491f8) by qdsl 0.1.0.
+Built from the spec int_group (sha256 06e1a033b41e5caa) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

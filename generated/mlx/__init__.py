@@ -20,7 +20,7 @@
     planar at bits = 5: 5.5 bits per weight with group = 64
     planar at bits = 6: 6.5 bits per weight with group = 64
 
-Built from the spec mlx (sha256 e4537dc472b2d4fd) by qdsl 0.1.0.
+Built from the spec mlx (sha256 5f5a2374b16e8d33) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -42,9 +42,7 @@ FORMAT = Format(
     },
     params={"bits": (4, 8, 2, 3, 5, 6), "group": (64, 32, 128), "scale_type": ("bf16", "f16", "f32")},
     sizes={"group": "K"},
-    detect={"config": {"quant_method": "mlx", "mode": ["affine", "null"], "bits": "bits", "group_size": "group",
-        "storage": "mlx"}},
-    digest="e4537dc472b2d4fd",
+    digest="5f5a2374b16e8d33",
 )
 SPEC = FORMAT.spec
 wrap = FORMAT.wrap

@@ -10,7 +10,7 @@
     mlx: 8.5 bits per weight with group = 64
     planar: 8.5 bits per weight with group = 64
 
-Built from the spec mlx (sha256 e4537dc472b2d4fd) by qdsl 0.1.0.
+Built from the spec mlx (sha256 5f5a2374b16e8d33) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

@@ -10,7 +10,7 @@
     torchao: 8.25 bits per weight
     torchao_swizzled: 8.25 bits per weight
 
-Built from the spec ocp_mxfp6 (sha256 aa6cba390ea4ef37) by qdsl 0.1.0.
+Built from the spec ocp_mxfp6 (sha256 16e577bbc8f11d5f) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

@@ -11,7 +11,7 @@
     torchao_swizzled: 8.25 bits per weight
     planar: 8.25 bits per weight
 
-Built from the spec ocp_mxfp8 (sha256 93c43500cf6cd093) by qdsl 0.1.0.
+Built from the spec ocp_mxfp8 (sha256 d0752f9324ca002d) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdsl.checkpoint.detect.groups import Group
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.sources import FolderSource, GgufSource, Shapes, Source
 from qdsl.checkpoint.files import checksums, components
 from qdsl.checkpoint.files.folder import Folder

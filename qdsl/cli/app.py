@@ -109,13 +109,14 @@ def reported(code: int = 1) -> Iterator[None]:
     from qdsl.checkpoint.files.safetensors import CheckpointError
     from qdsl.compiler.spec.source import SpecError
     from qdsl.core.places import UnknownSpec
+    from qdsl.core.producer import ProducerError
     from qdsl.host.files import OutputError
     from qdsl.jobs.engine import RewriteError
     from qdsl.jobs.gguf import QuantizeError
 
     try:
         yield
-    except (UnknownSpec, OutputError) as error:
+    except (UnknownSpec, OutputError, ProducerError) as error:
         fail(f"{error}", 2)
     except SpecError as error:
         count = len(error.problems)

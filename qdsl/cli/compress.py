@@ -54,7 +54,7 @@ def compress(folder: Annotated[Path, input_argument("A folder of safetensors fil
                                                                         "the dfloat11 package's.", show_default=False)],
              out: OutFolder,
              jobs: Jobs = None, shard: Shard = None, force: Force = False,
-             check: Annotated[bool, typer.Option("--check", help="Decode what was written, and compare it, before it takes its "
+             check: Annotated[bool, typer.Option("--check", help="Decode and compare the written tensors before they take their "
                                                                  "place.")] = False,
              component: Annotated[list[str] | None, typer.Option("--component", help="A model of several, such as transformer, "
                                   "that is compressed; by default all but autoencoders.")] = None,

@@ -86,6 +86,8 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
                          for w in builder.put(files, folder, write=not verify)]
             except builder.BuildError as error:
                 fail(f"{error}")
+        if every:
+            rows += _producer_rows(out or places.generated(), verify)
     changed = [row for row in rows if row["change"] != "same"]
     if as_json:
         typer.echo(json.dumps({"schema": 1, "files": rows}))
@@ -97,6 +99,23 @@ def build(specs: Annotated[list[str] | None, typer.Argument(help="Spec files, or
     if verify and changed:
         again = ["--all"] if every else [*(specs or []), *(["--out", str(out)] if out else [])]
         fail(f"generated modules are not what their specs say: run `qdsl build {shlex.join(again)}`")
+
+
+def _producer_rows(folder: Path, verify: bool) -> list[dict[str, str]]:
+    """What building all producers changes; fails for one that is wrong, or that speaks of what no format has."""
+    from qdsl.checkpoint.detect.descriptions import descriptions
+    from qdsl.compiler.emit.module import build as builder
+    from qdsl.core import places
+    from qdsl.core.producer import ProducerError
+
+    source = places.specs() / builder.PRODUCERS
+    try:
+        written = builder.put(builder.producer_files(source), folder, write=not verify)
+        rows = [{"spec": str(source), "path": _short(file.path), "change": file.change} for file in written]
+        descriptions()
+    except (builder.BuildError, ProducerError) as error:
+        fail(f"{error}")
+    return rows
 
 
 def _short(path: Path) -> str:

@@ -8,11 +8,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from qdsl.cli.app import Force, Json, Params, app, fail, print_table, read_param, refuse_options, reported
+
+if TYPE_CHECKING:
+    from qdsl.models.language import Generation, LanguageModel
 
 Model = Annotated[str, typer.Argument(help="A folder, a repository, or a GGUF file.", show_default=False)]
 Device = Annotated[str | None, typer.Option("--device", help="Such as cpu or cuda:1; by default a GPU where there is one.")]
@@ -77,6 +80,11 @@ def generate(context: typer.Context,
         loaded = language.load_language_model(model, format, device, dtype, params)
         write = None if as_json else lambda text: typer.echo(text, nl=False)
         result = language.generate(loaded, prompt, max_new_tokens, temperature, seed, chat, write)
+    _print_generation(loaded, result, as_json)
+
+
+def _print_generation(loaded: LanguageModel, result: Generation, as_json: bool) -> None:
+    """Print the figures of a generated text, or with --json the text too."""
     if as_json:
         typer.echo(json.dumps({"schema": 1, "model": loaded.name, "load_seconds": loaded.seconds, **asdict(result)}))
         return

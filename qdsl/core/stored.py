@@ -7,6 +7,7 @@ called as in torch: 'float8_e4m3fn'.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -75,6 +76,12 @@ class Stored:
         object.__setattr__(self, "padding", padding)
         object.__setattr__(self, "seen", tuple(map(axis, seen)))
 
+    def called(self, aliases: Sequence[str]) -> Stored:
+        """The same tensor with further aliases."""
+        tensor = copy(self)
+        object.__setattr__(tensor, "aliases", (*self.aliases, *aliases))
+        return tensor
+
     @property
     def text(self) -> str:
         """The axes as a text: 'N, 18*K/32'."""
@@ -86,9 +93,9 @@ class Description:
     """A format as readers of tensors need it: values of parameters, the default first, and the tensors of its storages.
 
     sizes: parameters that are block lengths, and the axis each divides.  variants: the tensors by storage, for each choice of
-    the parameters named in `by`.  detect: the spec's rules for checkpoints.  tables: the numbers that small tensors beside a
-    weight repeat, as those rules say.  fields: their axes by the same choices, of variants whose blocks are runs of weights.
-    planar: the choices that have the storage `planar`.
+    the parameters named in `by`.  detect: the rules of the spec and of producers for checkpoints.  tables: the numbers that
+    small tensors of a weight repeat, as those rules say.  fields: their axes by the same choices, of variants whose blocks are
+    runs of weights.  planar: the choices that have the storage `planar`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The tensors of a model with packed weights, under the names and in the storages of its checkpoint."""
+"""Collects the tensors of a model with packed weights, under the names and in the storages of its checkpoint, to save them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import module_of
-from qdsl.checkpoint.detect.layers import Layer
 from qdsl.checkpoint.detect.rules import numbers, says_numbers
 from qdsl.checkpoint.files.safetensors import shown, torch_dtypes
-from qdsl.jobs.convert.plan import beside, full_name
+from qdsl.jobs.convert.plan import full_name, small_tensors
 from qdsl.jobs.engine import RewriteError
 from qdsl.models.experts import Experts
 from qdsl.models.origin import Origin
@@ -34,7 +34,7 @@ class SaveError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor to be written.  read: gives its elements when its turn comes."""
+    """A tensor to be written.  read: returns its elements when it is written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -42,11 +42,12 @@ class Stored:
 
     @property
     def kind(self) -> tuple[str, tuple[int, ...]]:
-        """The dtype as safetensors calls it, and the shape."""
+        """The safetensors dtype, and the shape."""
         return next(name for name, dtype in torch_dtypes().items() if dtype == self.dtype), self.shape
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -59,7 +60,7 @@ class _Rows:
     stop: int | None = None
 
     def weight(self) -> PackedWeight:
-        """These rows as a packed weight, in the storage that the module runs."""
+        """These rows as a packed weight, in the storage that the module computes with."""
         whole = self.module.checkpoint_weight()
         return whole.shard("N", self.start, whole.shape[0] if self.stop is None else self.stop)
 
@@ -83,6 +84,7 @@ class Collector:
         self._kinds = origin.kinds()
 
     def collect(self) -> None:
+        """Collect all tensors.  Raises SaveError for a model that cannot be saved."""
         experts = {name: module for name, module in self.model.named_modules() if isinstance(module, Experts)}
         for name, stack in experts.items():
             self._add_experts(name, stack)
@@ -93,6 +95,14 @@ class Collector:
             block = self.model.get_submodule(name)
             for full in group.tensors.values():
                 self._add_plain(full, full, block.get_parameter(full.rpartition(".")[2]))
+        self._add_unpacked()
+        for full, tensor in self.origin.unused.items():
+            self._add(full, tensor.dtype, tuple(tensor.shape), tensor.detach)
+        every = self.origin.layers.keys() | self.origin.stacks.keys() | self.origin.decoded.keys()
+        self.changed |= self.origin.changed or bool(every - self._recorded)
+
+    def _add_unpacked(self) -> None:
+        """Add parameters and buffers that hold plain numbers, under the names of the checkpoint."""
         transient = {f"{name}.{own}".lstrip(".") for name, module in self.model.named_modules()
                      for own in non_persistent_buffers(module)}
         plain: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
@@ -110,10 +120,6 @@ class Collector:
                 others[name] = tensor
         for full, tensor in (self.origin.revert(self.model, others) if self.origin.revert and others else {}).items():
             self._add_plain(full, full, tensor)
-        for full, tensor in self.origin.unused.items():
-            self._add(full, tensor.dtype, tuple(tensor.shape), tensor.detach)
-        every = self.origin.layers.keys() | self.origin.stacks.keys() | self.origin.decoded.keys()
-        self.changed |= self.origin.changed or bool(every - self._recorded)
 
     def _add_packed(self, name: str, module: PackedModule) -> None:
         parameters = {id(parameter) for parameter in module._held().values()}
@@ -123,7 +129,7 @@ class Collector:
         self._add_layer(name, _Rows(module), self.origin.layers.get(name))
 
     def _add_layer(self, name: str, rows: _Rows, record: Layer | None) -> None:
-        """A layer by itself.  record: what the checkpoint has, None for a layer that it has not."""
+        """Add a layer.  record: the checkpoint's layer, None for one that it does not have."""
         layer, storage = self._record(name, rows.weight(), record)
         weight = self._as_stored(name, rows, storage, record)
         for tensor, value in weight.tensors.items():
@@ -153,21 +159,22 @@ class Collector:
         weight = self._convert(name, first, storage, record)
         for tensor, value in weight.tensors.items():
             full = self._full_name(layer, weight, tensor)
-            own = (stack.experts, *(value.t().shape if layer.turned else value.shape))
+            own = (stack.experts, *(value.t().shape if layer.transposed else value.shape))
             shape = self._stored_shape(full, value.dtype, own)
-            self._add(full, value.dtype, shape, partial(self._stacked, name, stack, tensor, layer.turned, storage, shape))
+            self._add(full, value.dtype, shape, partial(self._stacked, name, stack, tensor, layer.transposed, storage, shape))
         self._add_settings(layer, weight)
 
-    def _stacked(self, name: str, stack: Experts, tensor: str, turned: bool, storage: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of all experts in the shape that files have; of one number for all, that."""
+    def _stacked(self, name: str, stack: Experts, tensor: str, is_transposed: bool, storage: str,
+                 shape: tuple[int, ...]) -> Tensor:
+        """A tensor of all experts in the shape of files; a single number that they share."""
         record = self.origin.layers.get(name)
         parts = [self._convert(name, stack.weight(expert), storage, record).tensors[tensor] for expert in range(stack.experts)]
         if math.prod(shape) == parts[0].numel() != stack.experts * parts[0].numel():
             return parts[0]
-        return torch.stack([part.t() if turned and part.dim() == 2 else part for part in parts])
+        return torch.stack([part.t() if is_transposed and part.dim() == 2 else part for part in parts])
 
     def _add_pieces(self, name: str, stack: Experts, layers: Sequence[Layer]) -> None:
-        """The layers of experts that the checkpoint has one by one: weights that stayed apart, or rows of the joined one."""
+        """Add experts that the checkpoint stores one by one: separate weights, or rows of the joined one."""
         modules = list(stack.parts) if len(stack.parts) == len(layers) else [stack.parts[0]] * len(layers)
         start = 0
         for layer, module in zip(layers, modules, strict=True):
@@ -176,15 +183,15 @@ class Collector:
             start = stop
 
     def _add_biases(self, name: str, bias: Tensor) -> None:
-        """The biases of experts that the checkpoint has one by one."""
+        """Add biases of experts that the checkpoint stores one by one."""
         rows = self.origin.biases[name]
         for full, part in zip(rows, torch.split(bias.flatten(), list(rows.values())), strict=True):
             self._add_plain(name, full, part)
         self._written.add(id(bias))
 
     def _record(self, name: str, weight: PackedWeight, record: Layer | None) -> tuple[Layer, str]:
-        """What the checkpoint calls a layer, and the storage that it has there.  record: the checkpoint's layer, if any."""
-        known = record
+        """A layer under the name and in the storage of the checkpoint.  record: the checkpoint's layer, if any."""
+        original = record
         if record is not None and (record.format, dict(record.params)) == (weight.format.name, weight.params):
             self._recorded.add(name)
             storage = record.storage
@@ -193,14 +200,14 @@ class Collector:
             storage = weight.storage if weight.storage != PLANAR else next(iter(weight.variant.storages))
             own = self.origin.plain.get(f"{name}.weight".lstrip("."), name).removesuffix(".weight")
             record = Layer(record.name if record else own, weight.format.name, storage, weight.params, weight.shape)
-        if record is not known and "parts" in _description(weight).detect:
+        if record is not original and "parts" in _description(weight).detect:
             raise SaveError(f"layer {shown(name)}: files hold {weight.format.name} in groups of weights, and this is a layer by "
                             f"itself; `qdsl compress --format {weight.format.name}` writes them")
         self.settings[record.name] = {"format": weight.format.name, "storage": storage, **weight.params}
         return record, storage
 
     def _as_stored(self, name: str, rows: _Rows, storage: str, record: Layer | None) -> PackedWeight:
-        """A weight in the storage that files have; the last one that was converted is kept."""
+        """A weight in the storage of files; the last converted one is cached."""
         if self._converted is None or self._converted[0] != rows:
             self._converted = None
             self._converted = rows, self._convert(name, rows.weight(), storage, record)
@@ -210,7 +217,9 @@ class Collector:
         return self._as_stored(name, rows, storage, record).tensors[tensor]
 
     def _convert(self, name: str, weight: PackedWeight, storage: str, record: Layer | None) -> PackedWeight:
-        """A weight in the storage of files, with tensors of defaults, such as columns in order, where the files had them."""
+        """A weight in the storage of files, with default tensors, such as an index of columns in order, where the files had
+        them.
+        """
         try:
             stored = weight.format.convert(weight, storage)
         except FormatError as error:
@@ -218,8 +227,8 @@ class Collector:
                             ) from None
         dtypes = stored.dtypes                                   # a device may hold bytes in place of 8-bit floats
         stored = stored.derive({own: as_stored(tensor, dtypes[own]) for own, tensor in stored.tensors.items()})
-        lost = [] if record is None else [key for key in record.tensors if key not in stored.tensors]
-        return stored.derive({**stored.tensors, **default_tensors(stored, lost)}) if lost else stored
+        absent = [] if record is None else [key for key in record.tensors if key not in stored.tensors]
+        return stored.derive({**stored.tensors, **default_tensors(stored, absent)}) if absent else stored
 
     def _full_name(self, layer: Layer, weight: PackedWeight, name: str) -> str:
         if name in layer.tensors:
@@ -234,19 +243,19 @@ class Collector:
             return full_name(Layer(layer.name), name, aliases)
 
     def _add_settings(self, layer: Layer, weight: PackedWeight) -> None:
-        """The small tensors that belong to a layer's files."""
+        """Add the small tensors that files store with a layer."""
         kept = {full: self.origin.settings[full] for full in layer.settings if full in self.origin.settings}
         if not kept and not (layer.experts is not None and says_numbers(_description(weight))):
-            known = numbers(_description(weight))
-            values = {name: float(weight.tensors[name]) for name in known if name in weight.tensors}
-            small = beside(layer, weight.format, weight.params, {}, values)
+            names = numbers(_description(weight))
+            values = {name: float(weight.tensors[name]) for name in names if name in weight.tensors}
+            small = small_tensors(layer, weight.format, weight.params, {}, values)
             kept = {full_name(layer, name): torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
                     for name, (dtype, shape, data) in small.items()}
         for full, tensor in kept.items():
             self._add(full, tensor.dtype, tuple(tensor.shape), tensor.detach)
 
     def _add_encoded(self, name: str, tensor: Tensor) -> bool:
-        """Encode a layer again that the checkpoint holds without loss and the model in plain numbers; False where it did not."""
+        """Encode a layer again that the checkpoint stores without loss and the model as plain numbers; False where it cannot."""
         layer = self.origin.decoded.get(name)
         format = module_of(layer).FORMAT if layer is not None and layer.experts is None else None
         if layer is None or format is None or not format.variant(layer.params).copies or tensor.numel() != math.prod(layer.shape):
@@ -267,7 +276,7 @@ class Collector:
         return True
 
     def _add_plain(self, name: str, full: str, tensor: Tensor) -> None:
-        """A plain tensor, in the dtype that the checkpoint has where that holds its numbers."""
+        """Add a plain tensor, in the dtype of the checkpoint where that represents its numbers exactly."""
         if tensor.is_meta:
             raise SaveError(f"{shown(name)} is on meta: fill the model before it is saved")
         self._written.add(id(tensor))
@@ -281,17 +290,17 @@ class Collector:
     def _add(self, full: str, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[], Tensor]) -> None:
         if full in self.tensors:
             raise SaveError(f"two tensors of the model are called {shown(full)}")
-        known = self._stored_shape(full, dtype, shape)
-        self.tensors[full] = Stored(dtype, known if math.prod(known) == math.prod(shape) else shape, read)
+        stored_shape = self._stored_shape(full, dtype, shape)
+        self.tensors[full] = Stored(dtype, stored_shape if math.prod(stored_shape) == math.prod(shape) else shape, read)
 
     def _stored_shape(self, full: str, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that the checkpoint has of a tensor in this dtype, else `shape`: one that was plain had other axes."""
-        known, stored = self._kinds.get(full, (dtype, shape))
-        return stored if known == dtype else shape
+        """The shape of a tensor in the checkpoint, if it has this dtype there; else `shape`."""
+        stored_dtype, stored = self._kinds.get(full, (dtype, shape))
+        return stored if stored_dtype == dtype else shape
 
 
 def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a dtype holds the numbers of a tensor."""
+    """Whether a dtype represents the numbers of a tensor exactly."""
     if not dtype.is_floating_point or not tensor.is_floating_point():
         return False
     same = tensor.to(dtype).to(tensor.dtype)
@@ -299,4 +308,4 @@ def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _description(weight: PackedWeight) -> Any:
-    return next(each for each in descriptions() if each.name == weight.format.name)
+    return next(format for format in descriptions() if format.name == weight.format.name)

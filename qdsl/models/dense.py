@@ -1,4 +1,4 @@
-"""A model whose packed weights become plain numbers."""
+"""Decodes the packed weights of a model to plain numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def embeddings(model: Any) -> list[nn.Module]:
-    """The input embedding and the head of a model of transformers; none of a model without text, which refuses to name them."""
+    """The input embedding and the output head of a model of transformers; [] for a model that has none."""
     try:
         ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     except NotImplementedError:
@@ -43,7 +43,7 @@ def embeddings(model: Any) -> list[nn.Module]:
 
 def _replace(model: nn.Module, name: str, module: Any, dtype: torch.dtype | None, shared: dict[tuple[int, ...], nn.Parameter],
              ) -> None:
-    """Put a dense layer in place of a packed one, with its bias, mode and hooks."""
+    """Replace a packed layer with a dense one, with its bias, mode and hooks."""
     key = tuple(id(tensor) for tensor in module._held().values())
     dense = module.dense(dtype)
     dense.weight = shared.setdefault(key, dense.weight.requires_grad_())
@@ -53,12 +53,12 @@ def _replace(model: nn.Module, name: str, module: Any, dtype: torch.dtype | None
 
 
 def _groups(module: nn.Module) -> list[GroupedBlock]:
-    """The groups that a module's hidden weights belong to."""
+    """The groups of a module's hidden weights."""
     return [value._group for value in vars(module).values() if isinstance(value, HiddenWeight)]
 
 
 def _decode_group(group: GroupedBlock, dtype: torch.dtype | None) -> None:
-    """Give the modules of a group their weights for good."""
+    """Decode the weights of a group into parameters."""
     row: Tensor = group.decode()
     for member in group.members:
         weight = member.weight(row)

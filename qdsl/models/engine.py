@@ -1,4 +1,4 @@
-"""What the plug-ins of engines share: their settings, the layers of a checkpoint, and linear layers of packed weights."""
+"""Shared code of the plug-ins for vLLM and SGLang: settings, the layers of a checkpoint, and linear layers of packed weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.ignored import SKIPPED, is_skipped
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.report.shards import Piece, ShardError, is_plain, merged_pieces, piece, row_piece, unservable
@@ -41,13 +41,13 @@ class EngineConfig:
     """Serves packed checkpoints of any producer, and quantizes plain ones on the way.
 
     A folder whose config names `quant_method: qdsl` is served without an option, all others with `--quantization qdsl`.
-    settings: the config's `quantization_config`.  Of those of qdsl, `format` and its options say in what plain Linear layers are
-    quantized, `ignore` which stay plain, by patterns, `quantize_x` that products take x in 8 bits, `gguf_model` names a GGUF
-    file, and `verify` has files compared with their checksums.
+    settings: the config's `quantization_config`.  Keys of qdsl: `format` and its options, to quantize plain Linear layers;
+    `ignore`, patterns of layers that stay plain; `quantize_x`, to quantize x to 8 bits in matmuls; `gguf_model`, a GGUF file;
+    `verify`, to compare files with their checksums.
 
-    layers: the packed layers by the names that the engine has for their modules, those to be encoded among them.  plain: matrices
-    of numbers, which may be parts of a layer whose other parts are packed.  served: the names of layers that modules have asked
-    for.  encoded: layers that are plain in the checkpoint, by its names for them, and packed once they are loaded.
+    layers: the packed layers by the engine's module names, those to be quantized included.  plain: unquantized matrices, which
+    may be parts of a layer whose other parts are packed.  served: names of layers that modules have asked for.
+    encoded: names of plain layers of the checkpoint that are quantized while they are loaded.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
@@ -69,44 +69,49 @@ class EngineConfig:
         self.has_packed_embedding = False
 
     def get_name(self) -> str:
+        """The name of the quantization method, 'qdsl'."""
         return OWN
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """The dtypes of activations that layers support."""
         return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
     def get_min_capability(cls) -> int:
+        """The lowest compute capability of CUDA GPUs, times ten."""
         return 75
 
     @staticmethod
     def get_config_filenames() -> list[str]:
+        """[], as settings are in config.json."""
         return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
+        """The config of a checkpoint's `quantization_config`."""
         return cls(config)
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None,
                                      ) -> str | None:
-        """'qdsl' for a folder of qdsl, and for one of any producer where the user asks for it."""
+        """'qdsl' for a checkpoint of qdsl, and for one of any producer where the user asks for it."""
         return OWN if user_quant == OWN or hf_quant_cfg.get("quant_method") == OWN else None
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a row of x gives the same bits whatever rows are beside it."""
+        """Whether a row of x gives the same bits whatever the other rows are."""
         return False
 
     def verified(self, path: Path) -> Path:
-        """The same file or folder; with `verify`, CheckpointError where a tensor does not fit the checksum that qdsl wrote."""
+        """The same path; with `verify`, CheckpointError where a tensor does not match its checksum."""
         if self.verify:
             checksums.check(path, is_optional=True)
         return path
 
     def plan(self, checkpoint: Served, model: str) -> None:
-        """Take a checkpoint's layers, and choose those to be encoded.  model: its name.
+        """Take a checkpoint's layers, and choose those to be quantized.  model: its name, for messages.
 
-        Raises ShardError for none of both, and for settings that exclude one another.
+        Raises ShardError for a checkpoint without packed layers where no format is set, and for contradictory settings.
         """
         if self.batch_invariant and self.quantize_x and self.quantize_x != AUTO:
             raise ShardError(f"{model}: products that take x in 8 bits are not batch-invariant; leave \"quantize_x\" out of the "
@@ -122,12 +127,13 @@ class EngineConfig:
         self.encoded = {name for name, layer in self.layers.items() if is_plain(layer)}
 
     def unserved(self) -> list[Layer]:
-        """The packed layers that no module has asked for, once the model is built."""
+        """The packed layers that no module has asked for, after the model is built."""
         return [layer for name, layer in self.layers.items() if name not in self.served and layer.name not in self.encoded]
 
     def assembled(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a checkpoint as the modules take them; decoded for those that take plain numbers alone, such as the
-        embedding of Llama."""
+        """The tensors of a checkpoint under the names that modules expect; decoded for modules that take only plain numbers,
+        such as Llama's embedding.
+        """
         decoded = [decoding(layer, torch.get_default_dtype()) for layer in self.unserved()]
         for name, tensor in assembled(assembled(weights, self.checkpoint.assemblies), decoded):
             for pattern, replacement in RENAMED:
@@ -135,15 +141,16 @@ class EngineConfig:
             yield name, tensor
 
     def collector(self, layer: Layer, pieces: Sequence[Piece]) -> Collector:
-        """What takes the tensors of a layer; one of plain numbers that is to be packed is encoded."""
+        """A collector of a layer's tensors, which quantizes a plain layer that is to be packed."""
         if layer.name not in self.encoded:
             return Collector(layer, pieces)
         module = import_module(f"qdsl.generated.{self.format or LOSSLESS}")
         return Collector(layer, pieces, partial(module.quantize, **self.options))
 
     def narrowed(self, part: Part, collector: Collector) -> Part:
-        """A part whose products take x in 8 bits: where settings say so, FormatError if its weight has no rows of 8 bits; with
-        'auto' where the checkpoint does."""
+        """A part whose matmuls quantize x to 8 bits: where settings say so (FormatError if its weight is not 8-bit), or with
+        'auto' where the checkpoint does.
+        """
         if self.quantize_x == AUTO:
             is_asked = collector.layer.name in self.checkpoint.narrow and not self.batch_invariant
             is_narrow = is_asked and eight.is_possible(part.weight)
@@ -152,7 +159,7 @@ class EngineConfig:
         return replace(part, quantize_x=is_narrow, input_scale=collector.input_scale if is_narrow else None)
 
     def parts(self, prefix: str) -> list[Layer]:
-        """The layers of the checkpoint that a module consists of, none where all are plain.  Raises ShardError."""
+        """The layers of the checkpoint that a module consists of, [] where all are plain.  Raises ShardError."""
         if prefix in self.layers:
             self.served.add(prefix)
             return [self.layers[prefix]]
@@ -168,15 +175,15 @@ class EngineConfig:
 
 
 def register_counters(layer: nn.Module, collectors: Sequence[Collector], load: Callable[..., Any], stem: str = "") -> None:
-    """Register a parameter for every name under which vLLM's loader brings tensors of a module; `load` takes them.
+    """Register a parameter for every tensor name that vLLM's loader brings for a module; `load` takes the tensors.
 
-    It counts the tensors that have come, one element for each; the weights are registered once all are there.
+    The parameter has one element for each tensor, so that the loader counts them; weights are registered once all have come.
     """
     counts: Counter[str] = Counter()
     dtypes: dict[str, torch.dtype] = {}                          # vLLM warns of others
     for collector in collectors:
-        counts.update((*collector.leaves, *collector.unused))
-        dtypes |= {leaf: collector.dtype(leaf) for leaf in collector.leaves}
+        counts.update((*collector.storage_names, *collector.unused))
+        dtypes |= {leaf: collector.dtype(leaf) for leaf in collector.storage_names}
     for leaf, count in counts.items():
         counter = nn.Parameter(torch.zeros(count, dtype=dtypes.get(leaf, torch.uint8)), requires_grad=False)
         counter.leaf, counter.weight_loader = leaf, load         # type: ignore[attr-defined]
@@ -184,18 +191,18 @@ def register_counters(layer: nn.Module, collectors: Sequence[Collector], load: C
 
 
 def take(collector: Collector, counter: nn.Parameter, tensor: Tensor) -> bool:
-    """Hand a tensor of the checkpoint to a collector, and say whether it was the last one of its layer."""
+    """Pass a tensor of the checkpoint to a collector; returns whether it was the last one of its layer."""
     mark = counter.data[:1]
     mark.copy_(mark.clone())                                     # when vLLM reloads weights, it counts what is copied
     leaf = counter.leaf                                          # type: ignore[attr-defined]
     if counter.is_meta:
         return False
     collector.take(leaf, tensor)
-    return collector.is_complete and leaf in collector.leaves
+    return collector.is_complete and leaf in collector.storage_names
 
 
 def remove_counters(layer: nn.Module) -> torch.device | None:
-    """Remove the parameters that count tensors, and return their device; None where there are none."""
+    """Remove the counting parameters; returns their device, None where there are none."""
     device = None
     for name, param in list(layer.named_parameters(recurse=False)):
         if hasattr(param, "leaf"):
@@ -205,7 +212,7 @@ def remove_counters(layer: nn.Module) -> torch.device | None:
 
 
 class PackedLinear:
-    """A linear layer, an embedding or a head of packed layers of the checkpoint, whose rows follow one another.
+    """A linear layer, an embedding or a head that consists of the rows of one or more packed layers.
 
     The packed tensors are parameters of the module, so that the engine can move, count and reload them.
     """
@@ -220,7 +227,7 @@ class PackedLinear:
 
     def create_weights(self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
                        output_size: int, params_dtype: torch.dtype, **extra: Any) -> None:
-        """Plan what the rank holds.  Raises ShardError, before anything is loaded."""
+        """Plan the rank's part.  Raises ShardError, before anything is loaded."""
         self.rows, self.dtype = sum(output_partition_sizes), params_dtype
         pieces = self._pieces(layer, input_size_per_partition, output_partition_sizes, input_size) if self.layers else []
         self.collectors = [self.config.collector(own, [piece for piece in pieces if piece.layer is own]) for own in self.layers]
@@ -228,11 +235,11 @@ class PackedLinear:
         register_counters(layer, self.collectors, self.load)
 
     def ranks(self, layer: Any) -> tuple[int, int]:
-        """The number of ranks that share a module, and this one."""
+        """The number of ranks that share a module, and the number of this one."""
         return layer.tp_size, layer.tp_rank
 
     def _pieces(self, layer: Any, columns: int, rows: Sequence[int], all_columns: int) -> list[Piece]:
-        """What the rank holds.  columns, rows: of the rank, rows of every part.  Raises ShardError."""
+        """The rank's pieces.  columns, rows: of the rank, rows by part.  Raises ShardError."""
         name = getattr(layer, "prefix", self.layers[0].name)
         first, vocabulary = self.layers[0], getattr(layer, "shard_indices", None)
         for own in self.layers:
@@ -247,14 +254,15 @@ class PackedLinear:
         return merged_pieces(name, self.layers, list(zip(rows, whole, strict=True)), *self.ranks(layer))
 
     def load(self, param: nn.Parameter, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
-        """Take a tensor of the checkpoint; with the last one of a layer the rank's part is cut and the tensors are let go."""
+        """Take a tensor of the checkpoint; with the last one of a layer, the rank's part is cut out and the tensors are dropped.
+        """
         shard = loaded_shard_id[0] if isinstance(loaded_shard_id, tuple) else loaded_shard_id
         number = self.places[HEADS.get(shard, shard) or 0]
         if take(self.collectors[number], param, loaded_weight):
             self.loaded[number] = self.collectors[number].parts(param.device)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Register the rank's weights; of a model loaded without weights, zeros.  Raises ShardError for missing tensors."""
+        """Register the rank's weights; zeros for a model loaded without weights.  Raises ShardError for missing tensors."""
         device = remove_counters(layer)
         if device is None:
             return
@@ -271,13 +279,13 @@ class PackedLinear:
                 layer.register_parameter(f"qdsl_{number}_{name}", nn.Parameter(tensor, requires_grad=False))
 
     def current(self, layer: Any) -> list[Part]:
-        """The parts, of the tensors that the module has now."""
+        """The parts, with the tensors that the module has now."""
         return [replace(part, weight=part.weight.derive({name: getattr(layer, f"qdsl_{number}_{name}")
                                                          for name in part.weight.tensors}))
                 for number, part in enumerate(self.parts)]
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x times the transpose of a rank's weight, as wide as vLLM has the layer; a vocabulary is padded with zeros."""
+        """The matmul of x with the rank's weight, as wide as vLLM expects; rows of a padded vocabulary give zeros."""
         product = linear(x, self.current(layer), self.config.batch_invariant)
         missing = self.rows - product.shape[-1]
         if missing:
@@ -285,10 +293,11 @@ class PackedLinear:
         return product if bias is None else product + bias
 
     def dequantize_weight(self, layer: Any) -> Tensor:
-        """A rank's weight, dense, for vLLM to quantize anew."""
+        """The rank's dense weight, for vLLM to quantize again."""
         return torch.cat([part.dequantize(self.dtype) for part in self.current(layer)])
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
+        """The rows of the weight with the numbers `input_`."""
         part, = self.current(layer)
         if part.weight.shape[0] == 0:                            # a rank without rows of the vocabulary
             return torch.zeros(*input_.shape, part.weight.shape[1], dtype=self.dtype, device=input_.device)
@@ -296,12 +305,12 @@ class PackedLinear:
         return rows
 
     def tie_weights(self, layer: Any, embed_tokens: nn.Module) -> nn.Module:
-        """The embedding itself, which serves as the head, too."""
+        """The embedding itself, which also serves as the head."""
         return embed_tokens
 
 
 def _rows(layer: Any) -> list[int]:
-    """The rows of every part of a merged layer, of all ranks, each head once."""
+    """The rows of each part of a merged layer, of all ranks."""
     if hasattr(layer, "total_num_kv_heads"):
         return [layer.total_num_heads * layer.head_size, layer.total_num_kv_heads * layer.head_size,
                 layer.total_num_kv_heads * layer.v_head_size]

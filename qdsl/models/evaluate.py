@@ -1,7 +1,7 @@
-"""What quantizing cost a language model: perplexity, divergence from another model, and signal to noise of its layers.
+"""Evaluates quantized language models: perplexity, divergence from another model, and signal to noise of layers.
 
-Perplexity and divergence are those of llama-perplexity: the text is cut into chunks of `context` tokens that know nothing of each
-other, and the second half of each chunk is scored.
+Perplexity and divergence are those of llama-perplexity: the text is cut into independent chunks of `context` tokens, and the
+second half of each chunk is scored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_KEPT = 2 << 30                                              # bytes of a ba
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A model's figures on a text.
+    """The figures of a model on a text.
 
     packed: how many of its layers hold packed weights.  tokens: how many were scored.  perplexity: with its standard error.
     divergence: mean of KL(base || model) over tokens, in nats; percentile: that which 99 % of tokens do not exceed; agreement:
@@ -48,13 +48,13 @@ class Evaluation:
 
 @dataclass(slots=True)
 class Base:
-    """A model that others are compared with, and its log-probabilities of the chunks that were scored, up to MOST_KEPT bytes."""
+    """A model that others are compared with, and its cached log-probabilities, up to MOST_KEPT bytes."""
 
     language: LanguageModel
     kept: dict[int, Tensor] = field(default_factory=dict)
 
     def log_probabilities(self, number: int, chunk: Tensor) -> Tensor:
-        """Log-probabilities [tokens, vocabulary] of a chunk, by its number; computed once where they are kept."""
+        """Log-probabilities [tokens, vocabulary] of a chunk, by its number, from the cache if possible."""
         if number in self.kept:
             return self.kept[number]
         result = _log_probabilities(self.language.model, chunk)
@@ -88,9 +88,9 @@ def evaluate(language: LanguageModel, chunks: Sequence[Tensor], base: Base | Non
 
 
 def chunks(tokenizer: Any, content: str, context: int) -> list[Tensor]:
-    """Cut a text into chunks of tokens [context]; each begins with the token for a beginning where the tokenizer puts one.
+    """Divides a text into chunks of tokens [context]; each begins with the BOS token if the tokenizer adds one.
 
-    What is left at the end is not scored.  Raises LoadError for a text shorter than one chunk.
+    An incomplete last chunk is not scored.  Raises LoadError for a text shorter than one chunk.
     """
     tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"])
     if len(tokens) < context:
@@ -104,7 +104,7 @@ def chunks(tokenizer: Any, content: str, context: int) -> list[Tensor]:
 
 @torch.no_grad()
 def _log_probabilities(model: Any, chunk: Tensor) -> Tensor:
-    """Logarithms of probabilities [tokens, vocabulary] that a model gives the successors in the second half of a chunk."""
+    """Log-probabilities [tokens, vocabulary] of the tokens in the second half of a chunk."""
     logits = model(chunk[None].to(model.device), use_cache=False).logits[0, len(chunk) // 2:-1]
     probabilities: Tensor = logits.float().log_softmax(1)
     return probabilities
@@ -131,21 +131,22 @@ def _dense(other: Any) -> Tensor | None:
 
 
 def table(evaluations: Sequence[Evaluation]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows: a model each, the one of most bits first."""
+    """Headings and rows: one model each, most bits first."""
     heads = ["model", "bits/weight", "packed", "perplexity", "KL mean", "KL 99 %", "same top token", "least SNR"]
     rows = []
-    for each in sorted(evaluations, key=lambda each: -each.bits_per_weight):
-        least = min(each.snr.values(), default=None)
-        rows.append([each.name, f"{each.bits_per_weight:.2f}", str(each.packed),
-                     f"{each.perplexity:.4f} ± {each.perplexity_error:.4f}",
-                     *("" if value is None else f"{value:.6f}" for value in (each.divergence, each.percentile)),
-                     "" if each.agreement is None else f"{each.agreement:.2%}", "" if least is None else f"{least:.1f} dB"])
+    for evaluation in sorted(evaluations, key=lambda evaluation: -evaluation.bits_per_weight):
+        least = min(evaluation.snr.values(), default=None)
+        rows.append([evaluation.name, f"{evaluation.bits_per_weight:.2f}", str(evaluation.packed),
+                     f"{evaluation.perplexity:.4f} ± {evaluation.perplexity_error:.4f}",
+                     *("" if value is None else f"{value:.6f}" for value in (evaluation.divergence, evaluation.percentile)),
+                     "" if evaluation.agreement is None else f"{evaluation.agreement:.2%}",
+                     "" if least is None else f"{least:.1f} dB"])
     return heads, rows
 
 
 def svg(title: str, evaluations: Sequence[Evaluation]) -> str:
     """A point for each model: mean divergence over bits per weight, on a logarithmic scale whose bottom is LEAST."""
-    points = [(each.bits_per_weight, max(each.divergence or 0.0, LEAST), each.name) for each in evaluations]
+    points = [(one.bits_per_weight, max(one.divergence or 0.0, LEAST), one.name) for one in evaluations]
     most_bits = max(bits for bits, _, _ in points) * 1.1
     low, high = math.log10(LEAST), max(math.log10(most) for _, most, _ in points) + 0.5
     left, top, width, height = 70, 40, 640, 400

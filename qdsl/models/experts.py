@@ -1,4 +1,4 @@
-"""A stack of experts' weights [E, N, K], packed, in place of the parameter that held it."""
+"""A stack of packed experts' weights [E, N, K] as a module that also behaves like the dense tensor."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 def routed_sum(x: Tensor, run: Callable[[Tensor, Tensor, Tensor | None], Tensor], experts: int, topk_weights: Tensor,
                topk_ids: Tensor, expert_map: Tensor | None = None, is_input_weighted: bool = False) -> Tensor:
-    """The weighted sums of what a router's experts make of tokens x [T, K]: [T, N] in x's dtype.
+    """The weighted sums of the outputs of a router's experts for tokens x [T, K]: [T, N] in x's dtype.
 
-    run: takes x, the E + 1 offsets of experts' rows, and which row of x each row is (None: they are the rows of x), sorted by
-    expert; it returns as many rows.  Those behind the last offset count as 0.  topk_weights, topk_ids: [T, k].  expert_map: the
-    number of each expert among the `experts` that are here, -1 for others.  is_input_weighted: rows of x are weighted, not
-    results.  The sums' order is that of the ids.
+    run: computes experts' outputs from x, the E + 1 offsets of experts' rows, and the row of x of each row, sorted by expert
+    (None: the rows of x in order).  Outputs behind the last offset count as 0.  topk_weights, topk_ids: [T, k].  expert_map: the
+    local number of each expert among `experts`, -1 for experts of other ranks.  is_input_weighted: weight rows of x instead of
+    outputs.  Sums are in the order of the ids.
     """
     ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
     ids, order = torch.sort(torch.where(ids < 0, experts, ids).reshape(-1), stable=True)
@@ -75,16 +75,20 @@ class Experts(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """The device of the packed weights."""
         return self._linears()[0].packed.device
 
     @property
     def ndim(self) -> int:
+        """Number of dimensions, 3."""
         return 3
 
     def size(self, dim: int | None = None) -> Any:
+        """The shape, or the size of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
+        """Number of dimensions, 3."""
         return 3
 
     def __len__(self) -> int:
@@ -95,7 +99,7 @@ class Experts(nn.Module):
         return PackedWeight.join(self.weights(expert))
 
     def weights(self, expert: int) -> list[PackedWeight]:
-        """The packed weights whose rows, one after the other, are those of one expert: a single one unless they stayed apart."""
+        """The packed weights whose rows together are those of one expert: usually one."""
         if not -self.experts <= expert < self.experts:
             raise IndexError(f"expert {expert} of {self.experts}")
         expert %= self.experts
@@ -113,7 +117,7 @@ class Experts(nn.Module):
         return dense.transpose(1, 2) if self.transposed else dense
 
     def __getitem__(self, index: Any) -> Tensor:
-        """The dense weights that an index of the first axis chooses: one expert, a slice, or a tensor of experts."""
+        """The dense weights of an index of the first axis: one expert, a slice, or a tensor of experts."""
         if isinstance(index, tuple):
             return self[index[0]][(Ellipsis, *index[1:]) if index[0] is Ellipsis else index[1:]]
         if index is Ellipsis:
@@ -156,13 +160,13 @@ class Experts(nn.Module):
         return torch.cat([*results, x.new_zeros(len(x) - borders[-1], n)])
 
     def _apart(self, expert: int, dtype: torch.dtype) -> Tensor:
-        """The dense rows [N, K] of one expert, of weights that stayed apart."""
+        """The dense rows [N, K] of one expert, of weights that are not joined."""
         parts = self._linears_of(expert)
         with onloaded_by_hooks(parts):
             return torch.cat([part.format.dequantize(part.packed, dtype) for part in parts])
 
     def _product(self, x: Tensor, expert: int, bias: Tensor | None) -> Tensor:
-        """x [M, K] times the transpose of one expert's weights, which stayed apart, plus bias [N]: [M, N]."""
+        """The matmul of x [M, K] with one expert's weights that are not joined, plus bias [N]: [M, N]."""
         parts = self._linears_of(expert)
         biases = [None] * len(parts) if bias is None else torch.split(bias, [part.out_features for part in parts])
         with onloaded_by_hooks(parts):
@@ -186,13 +190,14 @@ class Experts(nn.Module):
         return function(*map(dense, args), **{name: dense(value) for name, value in (kwargs or {}).items()})
 
     def extra_repr(self) -> str:
+        """The arguments, for the printed module."""
         return f"shape={list(self.shape)}, transposed={self.transposed}"
 
     def _linears(self) -> list[QuantizedLinear]:
         return list(self.parts)  # type: ignore[arg-type]
 
     def _linears_of(self, expert: int) -> list[QuantizedLinear]:
-        """The layers of one expert, of weights that stayed apart."""
+        """The layers of one expert, of weights that are not joined."""
         pieces = len(self.parts) // self.experts
         return self._linears()[expert * pieces:(expert + 1) * pieces]
 

@@ -1,4 +1,4 @@
-"""Linear layers over int4 weights that torch's own fused operations multiply, on a CPU and on an XPU."""
+"""Linear layers over int4 weights for torch's fused operations, on a CPU and on an XPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CODES = "qweight"                                                # the parameter
 
 
 def _parts(packed: PackedWeight, operation: Int4Operation) -> list[PackedWeight]:
-    """The weight as the operation reads it: whole tiles of rows, and what is left behind them.  Raises FormatError."""
+    """The weight in the operation's storage: whole tiles of rows, and the remaining rows.  Raises FormatError."""
     format, storage, n = format_of(operation), native_storage(operation), packed.shape[0]
     if n % operation.rows:
         raise FormatError(f"N = {n} is no multiple of {operation.rows}, which aten::{operation.name} needs")
@@ -41,7 +41,7 @@ def _parts(packed: PackedWeight, operation: Int4Operation) -> list[PackedWeight]
 
 
 class FusedLinear(QuantizedLinear):
-    """A linear layer over an int4 weight that one of torch's own operations multiplies.
+    """A linear layer over an int4 weight that runs one of torch's own fused operations.
 
     Its parameters are the tensors that the operation takes: `qweight` as torch packs it, scales, and `ret_idx` where columns are
     stored by groups (act-order).  `checkpoint_weight()` converts them back, bit for bit, to the weight it was made of.
@@ -85,11 +85,11 @@ class FusedLinear(QuantizedLinear):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def parts(self) -> list[PackedWeight]:
-        """The rows of the weight in whole tiles, and those behind them: views, with the terms of scales added."""
+        """The rows of the weight in whole tiles, and the remaining rows: views, with the terms of scales added."""
         return self._views(self._held())
 
     def _is_split(self, name: str) -> bool:
-        """Whether a tensor is held as terms [terms, ...]."""
+        """Whether a tensor is stored as terms [terms, ...]."""
         return self.operation.split and name in self.operation.arguments[1:]
 
     def _views(self, tensors: Mapping[str, Tensor]) -> list[PackedWeight]:
@@ -106,36 +106,36 @@ class FusedLinear(QuantizedLinear):
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight in the operation's format; rows behind whole tiles make it a copy, in the storage that has no tiles."""
+        """The weight in the operation's format; a copy, in the storage without tiles, if N is not a multiple of a tile."""
         parts = self.parts()
         if len(parts) == 1:
             return parts[0]
         return PackedWeight.join([part.format.convert(part, self.operation.tail) for part in parts])
 
     def checkpoint_weight(self) -> PackedWeight:
-        """The weight in the format, storage and parameters that it had before it was fused: a copy."""
+        """A copy of the weight in its original format, storage and parameters."""
         source = self._source
         weight = source.format.convert(self.packed, source.storage, **source.params)
         tensors = {**weight.tensors, **default_tensors(weight, source.tensors.keys() - weight.tensors.keys())}
         return source.derive({name: tensors[name] for name in weight.layout.tensors if name in tensors})
 
-    def _note(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors, checked.  Raises FormatError for those that are no weight."""
-        for part in self._views(held):
+    def _note(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors, after a check.  Raises FormatError where they are not a valid weight."""
+        for part in self._views(tensors):
             part.format.checked(part)
-        return dict(held)
+        return dict(tensors)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
                               missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
         """Load tensors of the same operation, or report what does not fit and load nothing; no dtype is converted."""
-        held = self._held()
+        current = self._held()
         loaded = {name: state_dict[prefix + own] for name, own in self._names.items() if prefix + own in state_dict}
         wrong = [f"mismatch for {prefix}{self._names[name]}: the state_dict has {str(tensor.dtype)[6:]} {list(tensor.shape)}, "
-                 f"the layer {str(held[name].dtype)[6:]} {list(held[name].shape)}" for name, tensor in loaded.items()
-                 if (tensor.dtype, tensor.shape) != (held[name].dtype, held[name].shape)]
+                 f"the layer {str(current[name].dtype)[6:]} {list(current[name].shape)}" for name, tensor in loaded.items()
+                 if (tensor.dtype, tensor.shape) != (current[name].dtype, current[name].shape)]
         try:
-            if not wrong and not any(tensor.is_meta for tensor in (*held.values(), *loaded.values())):
-                self._note({**held, **loaded})
+            if not wrong and not any(tensor.is_meta for tensor in (*current.values(), *loaded.values())):
+                self._note({**current, **loaded})
         except FormatError as error:
             wrong.append(f"{prefix[:-1] or type(self).__name__}: {error}")
         if wrong:
@@ -147,12 +147,13 @@ class FusedLinear(QuantizedLinear):
     # -- products -----------------------------------------------------------------------------------------------------
 
     def forward(self, input: Tensor) -> Tensor:
+        """The linear layer: the fused operation where it supports x, else the format's own `linear`."""
         check_x(input, self.bias, self._packed.shape, self.get_parameter(CODES).device)
         x = autocast(input)
         return self._fused(x) if self._takes(x) else self._ordinary(x)
 
     def _takes(self, x: Tensor) -> bool:
-        """Whether the operation multiplies x; it has no derivatives and no batching rules."""
+        """Whether the operation supports x; it has no derivatives and no batching rules."""
         if self.batch_invariant or x.dtype not in self.operation.dtypes or x.device.type != self.device_type or not x.numel():
             return False
         if torch.is_grad_enabled() and x.requires_grad:
@@ -173,7 +174,7 @@ class FusedLinear(QuantizedLinear):
         return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def _ordinary(self, x: Tensor) -> Tensor:
-        """The product by the format's own `linear`, differentiable."""
+        """The format's own `linear`, which is differentiable."""
         parts = self.parts()
         rows = [part.shape[0] for part in parts]
         biases = [None] * len(parts) if self.bias is None else torch.split(self.bias, rows)
@@ -181,16 +182,17 @@ class FusedLinear(QuantizedLinear):
                           for part, bias in zip(parts, biases, strict=True)], -1)
 
     def extra_repr(self) -> str:
+        """The arguments, for the printed module."""
         return f"{super().extra_repr()}, operation={self.operation.name}"
 
 
 def _rows_axis(weight: PackedWeight, name: str) -> int:
-    """The axis of a tensor that runs along rows of the weight."""
+    """The axis of a tensor along the rows of the weight."""
     return next(place for place, axis in enumerate(weight.layout.tensors[name].axes) if axis.dim == "N")
 
 
 def _joined(parts: Sequence[PackedWeight], name: str, is_codes: bool) -> Tensor:
-    """A tensor of all parts as the operation takes it: codes [N, ...] one part after the other, scales along their rows."""
+    """A tensor of all parts as the operation takes it: codes [N, ...] concatenated, scales along their rows."""
     tensors = [part.tensors[name] for part in parts]
     if is_codes:
         rows = [tensor.reshape(part.shape[0], -1) for part, tensor in zip(parts, tensors, strict=True)]
@@ -201,7 +203,7 @@ def _joined(parts: Sequence[PackedWeight], name: str, is_codes: bool) -> Tensor:
 
 
 def _terms(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Tensors [terms, ...] in a narrower dtype whose sum is exactly `scales`.  Raises FormatError where there are none."""
+    """Tensors [terms, ...] in a narrower dtype that sum exactly to `scales`.  Raises FormatError where there are none."""
     terms, left = [scales.to(dtype)], scales - scales.to(dtype)
     while bool((left != 0).any()) and len(terms) < TERMS:
         terms.append(left.to(dtype))
@@ -212,7 +214,7 @@ def _terms(scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _sum(terms: Sequence[Tensor] | Tensor) -> Tensor:
-    """The sum in float32 of tensors, or along the first axis of a tensor, the first two first."""
+    """The sum in float32 of tensors, or over the first axis of a tensor, in order."""
     total = terms[0].float()
     for term in terms[1:]:
         total = total + term.float()
@@ -220,7 +222,7 @@ def _sum(terms: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def _different(before: PackedWeight, after: PackedWeight) -> str:
-    """The first tensor that is not the same bits; '' where there is none."""
+    """The first tensor that differs in bits; '' where there is none."""
     for name in {**before.tensors, **after.tensors}:
         pair = [weight.tensors[name].contiguous() for weight in (before, after) if name in weight.tensors]
         if len(pair) < 2 or (pair[0].dtype, pair[0].shape) != (pair[1].dtype, pair[1].shape) \
@@ -233,7 +235,7 @@ def _different(before: PackedWeight, after: PackedWeight) -> str:
 
 
 def fuse_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None) -> Report:
-    """Put FusedLinear layers in place of a model's quantized linear layers; `qdsl.fuse_` explains the arguments."""
+    """Replace a model's quantized linear layers with FusedLinear layers; `qdsl.fuse_` explains the arguments."""
     stacked = {id(part) for module in model.modules() if isinstance(module, Experts) for part in module.parts}
     owners = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values())
 

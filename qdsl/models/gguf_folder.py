@@ -1,6 +1,6 @@
-"""A folder of a language model as the tensors and the metadata of a GGUF file, as llama.cpp's converter writes them.
+"""A folder of a language model as the source of a GGUF file: its tensors and metadata, as llama.cpp's converter writes them.
 
-Tensors come by the recorded maps, the other way round; settings by gguf_settings.json, which has the converter's rules.
+The recorded maps, inverted, give the tensors; gguf_settings.json, with the converter's rules, the settings.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WORDS = dict(zip(gguf.GGUFValueType, TYPES, strict=True))
 
 @dataclass(frozen=True)
 class Assembly:
-    """Of which rows a tensor of the file consists.
+    """The rows that a tensor of the GGUF file consists of.
 
     parts: tensors of the folder that follow one another as a parameter of the model.  shape: of that parameter.  rule: its rule
     in the map.  place: which source of the rule the tensor is.  first, last: its rows among those of all sources.
@@ -60,7 +60,7 @@ class Assembly:
 class LanguageFolder:
     """A language model of transformers, to be written as a GGUF file: a `Source` of qdsl.jobs.gguf.
 
-    Nothing but headers, config and tokenizer is read before `rows`.  Raises QuantizeError for what cannot be written exactly.
+    Only headers, config and tokenizer are read before `rows`.  Raises QuantizeError for models that cannot be written exactly.
     """
 
     def __init__(self, path: Path) -> None:
@@ -89,7 +89,7 @@ class LanguageFolder:
         self._cache: dict[str, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs to read rows: neither transformers nor the mapped files."""
+        """What another process needs to read rows, without transformers and the mapped files."""
         return {key: value for key, value in vars(self).items() if key not in ("folder", "metadata", "_cache")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -98,7 +98,7 @@ class LanguageFolder:
     # -- what is refused ----------------------------------------------------------------------------------------------
 
     def _settings(self, config: Any) -> Mapping[str, Any]:
-        """The rules of the model type.  Raises QuantizeError for a config of which not all is known."""
+        """The rules of the model type.  Raises QuantizeError for a config with unsupported settings."""
         rules, place = json_of(SETTINGS), self.path / "config.json"
         if config.model_type not in rules["models"]:
             raise QuantizeError(f"{place}: model type {config.model_type!r} is not written as a GGUF file yet, those are "
@@ -118,7 +118,7 @@ class LanguageFolder:
     # -- tensors ------------------------------------------------------------------------------------------------------
 
     def _assemblies(self, config: Any, own: GgufMap) -> dict[str, Assembly]:
-        """Of every tensor of the file, what it consists of.  Raises QuantizeError for tensors without a place."""
+        """The rows of every tensor of the GGUF file.  Raises QuantizeError for tensors without a place in it."""
         from transformers import AutoModelForCausalLM
         from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -149,7 +149,7 @@ class LanguageFolder:
         return assemblies
 
     def _parts(self, names: Conversions, own: GgufMap) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-        """The tensors of the folder of which parameters consist; and those that have no place."""
+        """The folder's tensors by model parameter, and the tensors that no parameter takes."""
         stored = [name for name in self.folder.names() if not name.endswith(UNUSED)]
         targets = {name: names.target(name) for name in stored}
         joined = {name.removesuffix(".weight"): self.folder.entry(name).shape for name in stored if targets[name][1] is not None}
@@ -163,7 +163,7 @@ class LanguageFolder:
         return parts, unknown
 
     def _shapes(self, assembly: Assembly) -> list[tuple[int, ...]]:
-        """The shapes of all sources of a rule."""
+        """The shapes of all source tensors of a rule."""
         meta = torch.empty(assembly.shape, device="meta")
         return [tuple(tensor.shape) for tensor in source_tensors(assembly.rule, meta, self.axes)]
 
@@ -176,6 +176,7 @@ class LanguageFolder:
         return "F32" if is_plain or len(stored) > 1 else stored.pop()
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of a tensor of the GGUF file as numbers [stop - start, columns]."""
         shape = self.tensors[name].shape
         if name in self.generated:
             return self.generated[name].view(-1, shape[-1])[start:stop]
@@ -191,7 +192,7 @@ class LanguageFolder:
         return self._gathered(assembly.parts, order, columns).view(-1, shape[-1])
 
     def _cached(self, name: str, assembly: Assembly) -> Tensor:
-        """The order of the rows of all sources; of a rule that is not by rows, the tensor.  The last one is kept."""
+        """The row order of all sources, or the tensor for a rule that does not work by rows; the last one is cached."""
         if name not in self._cache:
             rule, shape = assembly.rule, assembly.shape
             if is_row_wise(rule):
@@ -203,7 +204,7 @@ class LanguageFolder:
         return self._cache[name]
 
     def _gathered(self, parts: Sequence[str], order: Tensor, columns: int) -> Tensor:
-        """Rows of tensors of the folder that follow one another, in an order."""
+        """Rows of concatenated tensors of the folder, in an order."""
         entries = [self.folder.entry(part) for part in parts]
         counts = torch.tensor([math.prod(entry.shape) // columns for entry in entries])
         ends = counts.cumsum(0)
@@ -219,10 +220,12 @@ class LanguageFolder:
         return result
 
     def stored(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of a tensor in the type that it has in an unquantized GGUF file."""
         rows = self.rows(name, start, stop)
         return rows.float() if self.tensors[name].type == "F32" else rows
 
     def choices(self, options: mixes.Options) -> dict[str, mixes.Choice]:
+        """The type of every tensor, in the order in which they are written.  Raises QuantizeError."""
         if options.mix.default is None:
             raise QuantizeError(f"{self.path}: only GGUF files are copied; give BF16 or F16 as the type")
         return mixes.choose(model_of(self.metadata, self.path), self.tensors.values(), options)
@@ -252,14 +255,14 @@ class LanguageFolder:
 
 
 def _entry(config: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The first of some entries that a config has; a/b, the quotient of two, where that is None."""
+    """The first of some entries that a config has; for 'a/b' the quotient of two entries, where that is None."""
     value = next((config[name] for name in names if name in config), None)
     quotient = next((name.split("/") for name in names if "/" in name), None)
     return config[quotient[0]] // config[quotient[1]] if value is None and quotient else value
 
 
 def _scaling(config: Mapping[str, Any], own: GgufMap, path: Path) -> dict[str, tuple[str, Any]]:
-    """The settings of rotary embeddings.  Raises QuantizeError for a kind of scaling that is not written."""
+    """The settings of rotary embeddings.  Raises QuantizeError for an unsupported kind of scaling."""
     rope = config.get("rope_parameters") or {}
     kind, factor, theta = rope.get("rope_type", "default"), rope.get("factor"), rope.get("rope_theta", config.get("rope_theta"))
     result: dict[str, tuple[str, Any]] = {} if theta is None else {"freq_base": ("FLOAT32", theta)}
@@ -280,7 +283,7 @@ def _scaling(config: Mapping[str, Any], own: GgufMap, path: Path) -> dict[str, t
 
 
 def _frequencies(config: Mapping[str, Any], own: GgufMap, path: Path) -> dict[str, Tensor]:
-    """The divisors of the frequencies of rotary embeddings, as Llama 3.1 has them: float32 [head width / 2]; {} for others."""
+    """The divisors of the frequencies of rotary embeddings in Llama 3.1: float32 [head width / 2]; {} for other models."""
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") != "llama3" or FREQUENCIES not in own.unused:
         return {}
@@ -298,14 +301,14 @@ def _frequencies(config: Mapping[str, Any], own: GgufMap, path: Path) -> dict[st
 
 
 def _axes(config: Any, assemblies: Any) -> dict[str, int]:
-    """The numbers of a config that the rules name, and those of latent attention."""
+    """The numbers of a config that rules refer to, and those of latent attention."""
     words = {word for assembly in assemblies for word in assembly.rule.rows.replace(":", "").replace("*", " ").split()}
     words |= {"num_attention_heads", "qk_nope_head_dim"}
     return {word: value for word in words if isinstance(value := getattr(config, word, None), int)}
 
 
 def _value(entry: Any) -> Value:
-    """A value of the package gguf as it is stored."""
+    """The metadata value of a value of the package gguf."""
     if entry.type is not gguf.GGUFValueType.ARRAY:
         return Value.of(WORDS[entry.type], entry.value)
     element = entry.sub_type or gguf.GGUFValueType.get_type(entry.value[0])

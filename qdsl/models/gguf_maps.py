@@ -42,7 +42,7 @@ INVERSE: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorRule:
-    """How a parameter consists of tensors of a GGUF file.
+    """How a model parameter is assembled from tensors of a GGUF file.
 
     sources: names of tensors, whose rows follow one another.  rows: the order in which they are taken, '' for as they are;
     or LATENT, for keys [heads, rank, n] and values [heads, m, rank] of which each head has n + m rows.
@@ -58,7 +58,7 @@ class TensorRule:
 
     @classmethod
     def of(cls, record: str | Mapping[str, Any]) -> TensorRule:
-        """The rule of a JSON record: the name of a tensor that is the parameter, or a mapping."""
+        """The rule of a JSON record: the name of an equal tensor, or a mapping."""
         if isinstance(record, str):
             return cls((record,))
         sources = record["from"]
@@ -66,7 +66,7 @@ class TensorRule:
                    record.get("elements", False), record.get("transposed", False), record.get("values", ""))
 
     def record(self) -> str | dict[str, Any]:
-        """The rule as JSON has it."""
+        """The rule as a JSON record."""
         record: dict[str, Any] = {"from": self.sources[0] if len(self.sources) == 1 else list(self.sources)}
         record |= {key: value for key in ("rows", "elements", "transposed", "values") if (value := getattr(self, key))}
         return str(record["from"]) if len(record) == 1 and len(self.sources) == 1 else record
@@ -74,7 +74,7 @@ class TensorRule:
 
 @dataclass(frozen=True, slots=True)
 class GgufMap:
-    """The map of one model type.
+    """The map between a GGUF file and the parameters of one model type.
 
     architecture: as `general.architecture` of files names it.  model_class: the class of transformers whose parameters the names
     are.  recorded: the release of llama.cpp's converter.  rules: by the names of parameters, with {block} for the number of a
@@ -92,20 +92,20 @@ class GgufMap:
 
     @classmethod
     def read(cls, path: Path) -> GgufMap:
-        """The map of a JSON file."""
+        """Reads the map of a JSON file."""
         record = json.loads(path.read_text())
         rules = {name: TensorRule.of(rule) for name, rule in record["tensors"].items()}
         return cls(path.stem, record["architecture"], record["class"], record["recorded"], rules, tuple(record["unused"]),
                    record["reads_config"])
 
     def text(self) -> str:
-        """The JSON file of the map."""
+        """The map as JSON text."""
         rules = {name: rule.record() for name, rule in self.rules.items()}
         return json.dumps({"architecture": self.architecture, "class": self.model_class, "recorded": self.recorded,
                            "reads_config": self.reads_config, "tensors": rules, "unused": list(self.unused)}, indent=1) + "\n"
 
     def rule(self, name: str) -> TensorRule | None:
-        """The rule of a parameter, its sources with the number of its layer; None where none is recorded."""
+        """The rule of a parameter, with the number of its layer in the source names; None where none is recorded."""
         pattern, block = pattern_of(name)
         rule = self.rules.get(pattern)
         if rule is None:
@@ -121,7 +121,7 @@ class GgufMap:
 
 @cache
 def model_types() -> tuple[str, ...]:
-    """The model types of transformers that have a recorded map."""
+    """The model types of transformers with a recorded map."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
@@ -144,7 +144,7 @@ def pattern_of(name: str) -> tuple[str, str]:
 
 
 def row_order(rows: str, config: object, count: int) -> Tensor:
-    """The numbers int64 [count] of the rows that a rule takes, one after the other.
+    """The row numbers int64 [count] that a rule takes, in order.
 
     Raises LoadError where the axes of the rule do not divide `count` rows.
     """
@@ -154,19 +154,19 @@ def row_order(rows: str, config: object, count: int) -> Tensor:
         return torch.cat([torch.arange(*map(int, span.split(":"))) for span in rows.split()])
     left, right = (side.split() for side in rows.split(" -> "))
     sizes = [_axis(axis, config) for axis in left]
-    known = math.prod(size for size in sizes if size > 0)
-    if count % known or (-1 not in sizes and count != known):
+    product = math.prod(size for size in sizes if size > 0)
+    if count % product or (-1 not in sizes and count != product):
         raise LoadError(f"{count} rows do not divide by '{rows}', whose axes are {sizes} in the config")
     return torch.arange(count).view(sizes).permute([left.index(axis) for axis in right]).flatten()
 
 
 def are_spans(rows: str) -> bool:
-    """Whether a rule takes rows by their numbers."""
+    """Whether a rule states row numbers."""
     return ":" in rows and not rows.startswith(GROUPED)
 
 
 def _grouped_order(rows: str, config: object, count: int) -> Tensor:
-    """The same of a rule of sections that are divided among groups."""
+    """`row_order` of a rule with sections that are divided among groups."""
     groups, *sections = (_axis(axis, config) for axis in rows.removeprefix(GROUPED).replace(":", "").split())
     unit, left = divmod(count, sum(sections))
     if left or any(section * unit % groups for section in sections):
@@ -189,22 +189,22 @@ def _axis(axis: str, config: object) -> int:
 
 
 def joined_shape(shapes: Sequence[tuple[int, ...]], elements: bool) -> tuple[int, int]:
-    """(rows, columns) of tensors whose rows follow one another; of single numbers, or vectors, one column."""
+    """(rows, columns) of concatenated tensors; one column for single numbers and vectors."""
     columns = 1 if elements or len(shapes[0]) < 2 else shapes[0][-1]
     return sum(math.prod(shape) for shape in shapes) // columns, columns
 
 
 
-# -- the other way round: tensors of files of parameters -----------------------------------------------------------------
+# -- the inverse: tensors of files from parameters -----------------------------------------------------------------------
 
 
 def is_row_wise(rule: TensorRule) -> bool:
-    """Whether every row of the file's tensors is a row of the parameter, unchanged."""
+    """Whether every row of the file's tensors is an unchanged row of the parameter."""
     return not (rule.elements or rule.transposed or rule.values or rule.rows == LATENT)
 
 
 def source_tensors(rule: TensorRule, tensor: Tensor, config: object) -> list[Tensor]:
-    """The tensors of the file for a parameter, one for each source of its rule.  On meta rows keep their order."""
+    """The tensors of the file for a parameter, one for each source of its rule.  On meta the order of rows is unchanged."""
     if rule.rows == LATENT:
         return list(latent_parts(config, tensor))
     rows = rows_of(tensor, rule)
@@ -218,9 +218,9 @@ def source_tensors(rule: TensorRule, tensor: Tensor, config: object) -> list[Ten
 
 
 def rows_of(tensor: Tensor, rule: TensorRule) -> Tensor:
-    """A parameter's rows as files have them, in the parameter's order: [rows, K]."""
-    turned = tensor.transpose(-1, -2) if rule.transposed else tensor
-    return turned.reshape(-1, turned.shape[-1] if turned.dim() > 1 and not rule.elements else 1)
+    """A parameter's rows as files store them, in the parameter's order: [rows, K]."""
+    transposed = tensor.transpose(-1, -2) if rule.transposed else tensor
+    return transposed.reshape(-1, transposed.shape[-1] if transposed.dim() > 1 and not rule.elements else 1)
 
 
 def latent_parts(config: Any, tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,7 +231,7 @@ def latent_parts(config: Any, tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def source_rows(rule: TensorRule, config: Any, count: int) -> list[int]:
-    """How many of a parameter's rows each source has: all as many, or, of groups, the last one section."""
+    """How many of a parameter's rows each source has: equal shares, or for groups, one section in the last."""
     if not rule.rows.startswith(GROUPED) or len(rule.sources) == 1:
         return [count // len(rule.sources)] * len(rule.sources)
     sizes = [_axis(section, config) for section in rule.rows.split(": ")[1].split()]

@@ -1,4 +1,4 @@
-"""The vocabulary of a folder's tokenizer as the metadata of a GGUF file, by the rules of llama.cpp's converter.
+"""Writes the vocabulary of a folder's tokenizer into the metadata of a GGUF file, by the rules of llama.cpp's converter.
 
 gguf_tokenizers.json has the converter's table: how llama.cpp splits text, by the SHA-256 of the numbers of a text's tokens.
 The package gguf has older rules of special tokens than the converter, so they stand here.
@@ -63,7 +63,7 @@ def add_vocabulary(writer: GGUFWriter, folder: Path, kinds: Sequence[str], confi
 
 
 def _kind(folder: Path, kinds: Sequence[str]) -> str:
-    """Which of some kinds of tokenizers a folder has.  Raises QuantizeError for none."""
+    """The kind of tokenizer that a folder has.  Raises QuantizeError for an unsupported one."""
     if "sentencepiece" in kinds and (folder / "tokenizer.model").is_file():
         return "sentencepiece"
     if not (folder / "tokenizer.json").is_file():
@@ -76,7 +76,8 @@ def _kind(folder: Path, kinds: Sequence[str]) -> str:
 
 
 def pre_tokenizer(tokenizer: Any, folder: Path) -> str:
-    """llama.cpp's name of how a tokenizer splits text, by what it makes of one text.  Raises QuantizeError for an unknown one."""
+    """llama.cpp's name for how a tokenizer splits text, by its tokens of a test text.  Raises QuantizeError for an unknown one.
+    """
     table = json_of(TABLE)
     key = hashlib.sha256(str(tokenizer.encode(table["text"])).encode()).hexdigest()
     if key not in table["hashes"]:
@@ -108,13 +109,13 @@ def _bpe(tokenizer: Any, folder: Path, config: Mapping[str, Any]) -> Vocabulary:
 
 
 def _added(token: str, special: bool) -> tuple[str, TokenType]:
-    """An added token as it is written, and its type."""
+    """The text and type of an added token."""
     looks_special = token in CONTROL or any(token.startswith(start) and token.endswith(end) for start, end in BRACKETS)
     return (token, TokenType.CONTROL) if special or looks_special else (token.replace(SPACE, " "), TokenType.USER_DEFINED)
 
 
 def _llama(folder: Path) -> Vocabulary:
-    """The vocabulary of a tokenizer.json that was made of a SentencePiece model."""
+    """The vocabulary of a tokenizer.json that was converted from a SentencePiece model."""
     try:
         entries = list(LlamaHfVocab(folder).all_tokens())
     except (FileNotFoundError, TypeError) as error:
@@ -124,7 +125,7 @@ def _llama(folder: Path) -> Vocabulary:
 
 
 def _sentencepiece(folder: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> Vocabulary:
-    """The vocabulary of tokenizer.model, with the tokens that were added to it."""
+    """The vocabulary of tokenizer.model, with added tokens."""
     try:
         from sentencepiece import SentencePieceProcessor
     except ImportError:
@@ -167,16 +168,8 @@ def _add_special(writer: GGUFWriter, folder: Path, settings: Mapping[str, Any], 
         raise QuantizeError(f"{folder}: no tokenizer_config.json, which names the special tokens")
     kinds, flags = list(SPECIAL), _flags(tokenizer, entries, folder)
     kinds += ["eot"] if entries.get("eot_token") is not settings.get("eot_token") else []
-    numbers: dict[str, int] = {}
-    for kind in kinds:
-        if isinstance(flag := entries.get(f"add_{kind}_token"), bool):
-            flags.setdefault(kind, flag)
-        token = entries.get(f"{kind}_token")
-        text = token.get("content") if isinstance(token, Mapping) else token
-        ids = (own.get("id") for own in tokenizer.get("added_tokens", ()) if own.get("content") == text)
-        for number in (next(ids, None) if text is not None else None, json_of(folder / "config.json").get(f"{kind}_token_id")):
-            if isinstance(number, int) and kind not in numbers and (limit is None or number < limit):
-                numbers[kind] = number
+    flags |= {kind: flag for kind in kinds if isinstance(flag := entries.get(f"add_{kind}_token"), bool) and kind not in flags}
+    numbers = _special_numbers(kinds, tokenizer, entries, json_of(folder / "config.json"), limit)
     for name, values in (("add_{}_token_id", numbers), ("add_add_{}_token", flags)):
         for kind, value in values.items():
             if (add := getattr(writer, name.format(kind), None)) is not None:
@@ -185,12 +178,30 @@ def _add_special(writer: GGUFWriter, folder: Path, settings: Mapping[str, Any], 
         writer.add_chat_template(template)
 
 
+def _special_numbers(kinds: Sequence[str], tokenizer: Mapping[str, Any], entries: Mapping[str, Any], config: Mapping[str, Any],
+                     limit: int | None) -> dict[str, int]:
+    """The token numbers of kinds of special tokens, from tokenizer.json, else from config.json."""
+    numbers: dict[str, int] = {}
+    for kind in kinds:
+        for number in (_added_id(tokenizer, entries.get(f"{kind}_token")), config.get(f"{kind}_token_id")):
+            if isinstance(number, int) and kind not in numbers and (limit is None or number < limit):
+                numbers[kind] = number
+    return numbers
+
+
+def _added_id(tokenizer: Mapping[str, Any], token: Any) -> Any:
+    """The number of a special token among the added tokens of tokenizer.json; None without one."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    ids = (own.get("id") for own in tokenizer.get("added_tokens", ()) if own.get("content") == text)
+    return None if text is None else next(ids, None)
+
+
 def _normalizers(normalizer: Mapping[str, Any]) -> set[str]:
     return {str(normalizer.get("type"))}.union(*map(_normalizers, normalizer.get("normalizers", ())))
 
 
 def _chat_template(folder: Path) -> Any:
-    """The chat template that stands in a file of its own, or several by name; None where there is none."""
+    """The chat template of a separate file, or several by name; None without one."""
     path = folder / "chat_template.jinja"
     if not path.is_file():
         return json_of(folder / "chat_template.json").get("chat_template")
@@ -201,7 +212,7 @@ def _chat_template(folder: Path) -> Any:
 
 
 def _flags(tokenizer: Mapping[str, Any], entries: dict[str, Any], folder: Path) -> dict[str, bool]:
-    """Which special tokens are added to a text, by the post-processor of tokenizer.json.  Missing entries are filled in."""
+    """Which special tokens are added to a text, by the post-processor of tokenizer.json.  Fills in missing entries."""
     if not tokenizer:
         return {}
     for kind, other in (("bos_token", "cls_token"), ("eos_token", "sep_token")):
@@ -221,7 +232,7 @@ def _flags(tokenizer: Mapping[str, Any], entries: dict[str, Any], folder: Path) 
 
 
 def _template_flags(template: Mapping[str, Any], entries: dict[str, Any], flags: dict[str, bool]) -> None:
-    """The flags of a template of one text and of two, as the converter reads it."""
+    """Sets the flags from the templates of one text and of two, as the converter reads them."""
     single, pair = template.get("single", []), template.get("pair", [])
     first, last = (_special_of(single[place]) if len(single) > 1 else None for place in (0, -1))
     if first:
@@ -244,13 +255,13 @@ def _template_flags(template: Mapping[str, Any], entries: dict[str, Any], flags:
 
 
 def _special_of(entry: Mapping[str, Any]) -> str | None:
-    """The special token of an entry of a template; None for another entry."""
+    """The special token of a template's entry; None for another entry."""
     token: str | None = entry.get("SpecialToken", {}).get("id")
     return token
 
 
 def json_of(path: Path) -> dict[str, Any]:
-    """The object of a JSON file; {} where there is no such file.  Raises QuantizeError for what is none."""
+    """The object of a JSON file; {} where the file does not exist.  Raises QuantizeError for invalid JSON."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:

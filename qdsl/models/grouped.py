@@ -1,4 +1,4 @@
-"""Weights that are entropy-coded together, decoded for a block of a model each time that it runs."""
+"""Weights that are entropy-coded as a group (DF11), decoded for a block of a model each time it runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ DTYPE = "decoded_dtype"                                          # a buffer with
 
 
 class HiddenWeight(NoWeight):
-    """A weight whose block is not running: torch functions that read it decode its group, each time for itself.
+    """A weight while its block is not running: torch functions that read it decode its group.
 
-    So a layer that is called outside of its block, or again for gradients, gets its numbers; what would change them is an error.
+    So a layer works outside of its block, and when it is recomputed for gradients.  Writing to the weight is an error.
     """
 
     def __init__(self, group: GroupedBlock, member: Member) -> None:
@@ -31,14 +31,17 @@ class HiddenWeight(NoWeight):
 
     @property
     def shape(self) -> torch.Size:
+        """The shape of the decoded weight."""
         return self._member.shape
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the decoded weight."""
         return self._group.dtype
 
     @property
     def device(self) -> torch.device:
+        """The device of the encoded tensors."""
         return self._group.block.get_buffer(DTYPE).device
 
     @property
@@ -47,7 +50,7 @@ class HiddenWeight(NoWeight):
         return self._group.packed.format.name
 
     def decoded(self) -> Tensor:
-        """The numbers, in memory of their own."""
+        """The decoded weight, in memory of its own."""
         return self._member.weight(self._group.decode())
 
     def __getitem__(self, index: Any) -> Tensor:  # type: ignore[override]
@@ -77,7 +80,7 @@ class HiddenWeight(NoWeight):
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter of a module that is part of a group.
+    """A parameter of a module whose numbers are part of a group.
 
     spans: the parts of the group's row that are its numbers, in their order; several where experts lie apart in the row.
     """
@@ -88,29 +91,29 @@ class Member:
     spans: tuple[slice, ...]
 
     def weight(self, row: Tensor) -> Tensor:
-        """The weight in the group's decoded row: a view of it, unless it lies in several places."""
+        """The weight in the group's decoded row: a view, unless its numbers lie in several places."""
         parts = [row[span] for span in self.spans]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.shape)
 
     def hide(self, group: GroupedBlock) -> None:
-        """Leave the module without its numbers: a tensor on meta would not do, as some of torch's kernels compute with it."""
+        """Replace the module's weight with a HiddenWeight: with a tensor on meta, some of torch's kernels would compute."""
         self.module._parameters.pop(self.parameter, None)
         setattr(self.module, self.parameter, HiddenWeight(group, self))
 
     def show(self, row: Tensor) -> None:
-        """Give the module its weight in the group's decoded row."""
+        """Set the module's weight to its part of the group's decoded row."""
         setattr(self.module, self.parameter, self.weight(row))
 
 
 class Decoder(Protocol):
-    """What decodes blocks in the order in which they run."""
+    """Decodes blocks in the order in which they run."""
 
     def row(self, block: GroupedBlock) -> Tensor:
         """All numbers of a block that runs now, in one row."""
 
 
 class GroupedBlock:
-    """Decodes weights that are coded together before a module runs; torch's allocator has the memory back when it has run.
+    """Decodes the weights of a group before a module runs, and frees their memory afterwards.
 
     block: the module that runs with the decoded weights, and whose parameters are the group's tensors (see `hold_group`).
     names: of these parameters, by the format's.  ahead: decodes the next block while this one runs (see `prefetch_`).
@@ -125,19 +128,19 @@ class GroupedBlock:
 
     @property
     def packed(self) -> PackedWeight:
-        """The group as one weight of one row after the other."""
+        """The group as one packed weight [1, numbers]."""
         tensors: dict[str, Any] = {name: self.block._parameters[own] for name, own in self.names.items()}
         return self._packed.derive({name: tensor.data for name, tensor in tensors.items()})
 
     @staticmethod
     def of(module: nn.Module) -> GroupedBlock | None:
-        """The group that a module decodes; None for one without."""
+        """The group that a module decodes; None without one."""
         own = getattr(vars(module).get("forward"), "__self__", None)
         return own if isinstance(own, GroupedBlock) else None
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of decoded weights."""
+        """The dtype of decoded weights."""
         return compute_dtype(self.block)
 
     def install(self) -> None:
@@ -149,7 +152,7 @@ class GroupedBlock:
         self.block.forward = self.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the block computes."""
+        """Runs the block with decoded weights."""
         row = self.decode() if self.ahead is None else self.ahead.row(self)
         for member in self.members:
             member.show(row)
@@ -171,7 +174,7 @@ class GroupedBlock:
 
 
 def hold_group(holder: nn.Module, tensors: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
-    """Make a group's tensors parameters of a module.  dtype: of decoded weights, until the module is cast."""
+    """Register a group's tensors as parameters of a module.  dtype: of decoded weights, until the module is cast."""
     for name, tensor in tensors.items():
         holder.register_parameter(name, tensor)
     setattr(holder, GROUP, tuple(tensors))
@@ -180,5 +183,5 @@ def hold_group(holder: nn.Module, tensors: Mapping[str, nn.Parameter], dtype: to
 
 
 def compute_dtype(holder: nn.Module) -> torch.dtype:
-    """The dtype of a group's decoded weights: that to which the module was last cast."""
+    """The dtype of a group's decoded weights: the one that the module was last cast to."""
     return holder.get_buffer(DTYPE).dtype

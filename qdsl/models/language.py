@@ -1,4 +1,4 @@
-"""A language model with its tokenizer, loaded by one name, and the text that it generates."""
+"""Loads language models with their tokenizers by name, and generates text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qdsl.runtime.torch.module import PackedModule
 
 @dataclass
 class LanguageModel:
-    """A model of transformers.  name: how it was asked for.  path: its folder, repository or file.  seconds: to load it."""
+    """A model of transformers.  name: as the user named it.  path: its folder, repository or file.  seconds: of loading."""
 
     name: str
     path: str
@@ -32,7 +32,7 @@ class LanguageModel:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Its tokenizer; transformers takes seconds to make one of a GGUF file."""
+        """Its tokenizer, loaded on first use."""
         try:
             if self.path.endswith(".gguf"):
                 return plugin.tokenizer(self.path)
@@ -42,13 +42,13 @@ class LanguageModel:
 
     @property
     def packed_layers(self) -> int:
-        """How many layers hold packed weights."""
+        """The number of layers with packed weights."""
         report = getattr(getattr(self.model, "hf_quantizer", None), "report", None)
         return 0 if report is None else len(report.packed)
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits of all parameters for each of their numbers; plain numbers count as those of a folder are stored."""
+        """Stored bits of all parameters per number; plain numbers count in the dtype of the files."""
         report = getattr(getattr(self.model, "hf_quantizer", None), "report", None)
         dtype = self.model.dtype
         plain = dtype if self.path.endswith(".gguf") else transformers.AutoConfig.from_pretrained(self.path).dtype or dtype
@@ -131,7 +131,7 @@ def generate(language: LanguageModel, prompt: str, max_new_tokens: int = 128, te
 
 
 class _Writer(transformers.TextStreamer):
-    """Hands text on as it is generated, without the prompt."""
+    """Passes on generated text, without the prompt."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], Any]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -142,7 +142,7 @@ class _Writer(transformers.TextStreamer):
 
 
 def _is_packed(path: Path) -> bool:
-    """Whether a folder holds packed weights; a repository is asked for its config alone, by transformers."""
+    """Whether a folder has packed weights; of a repository only the config is read, by transformers."""
     if not path.exists():
         config = transformers.AutoConfig.from_pretrained(str(path))
         return getattr(config, "quantization_config", None) is not None

@@ -1,4 +1,4 @@
-"""Filling a model with a checkpoint's weights, as they are packed, a tensor at a time."""
+"""Fills a model with a checkpoint's packed weights, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from qdsl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qdsl.checkpoint.detect.descriptions import descriptions
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.core.stored import OF_X
@@ -36,7 +36,7 @@ SMALL = 1 << 20                                                  # bytes of a pl
 
 @dataclass(slots=True)
 class LoadReport:
-    """What became of a model's layers and of a checkpoint's tensors.
+    """What happened to a model's layers and a checkpoint's tensors.
 
     packed: 'format.storage' of each layer that holds its weight packed.  dense: Linear and Embedding layers, and packed weights
     of the checkpoint, that became plain numbers, and why.  unused: tensors of the checkpoint that have no place in the model.
@@ -78,7 +78,7 @@ def load_weights(model: nn.Module, path: Path, rename: Rename | None = None, dev
 def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None = None, device: torch.device | str | None = None,
                dtype: torch.dtype | None = None, verify: bool = False, copy: bool = False, format: str | None = None,
                skip: Sequence[str] | None = None, plain: bool = True, stacks: Stacks | None = None, **options: Any) -> LoadReport:
-    """Fill a model with the weights of an open checkpoint; as `load_weights`.
+    """Fill a model with the weights of an open checkpoint, as `load_weights` does.
 
     plain: False leaves plain tensors, other than those that are quantized, to a library that loads them after this.
     stacks: parameters [E, N, K] or [E, K, N] of the model -> for every expert, the layers of the checkpoint whose rows follow one
@@ -92,7 +92,8 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
     _know_shapes(checkpoint, names, rename, stacks)
     plan = plan_load(names, checkpoint.source, rename, format, skip, plain, stacks)
     if plan.problems:
-        raise LoadError("\n".join([f"{checkpoint.path} does not fill the model:", *(f"  {each}" for each in plan.problems)]))
+        problems = [f"  {problem}" for problem in plan.problems]
+        raise LoadError("\n".join([f"{checkpoint.path} does not fill the model:", *problems]))
     weights = _read_weights(checkpoint, plan, verify)
     loader = _Loader(model, names, checkpoint, plan, weights, device, dtype, copy)
     loader.fill_plain(format, options, plain)
@@ -106,7 +107,7 @@ def fill_model(model: nn.Module, checkpoint: Checkpoint, rename: Rename | None =
 
 
 def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None, stacks: Stacks) -> None:
-    """Give a checkpoint the shapes that the model has, for layers that do not state their own."""
+    """Pass the model's shapes to a checkpoint, for layers that do not state their own."""
     pieces = piece_shapes(names.parameters, stacks)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, layer in checkpoint.layers.items():
@@ -115,7 +116,7 @@ def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None, st
             continue
         own = renamed(name, rename)
         tensors = [] if own is None else [names.tensor(key) for key in (f"{own}.weight".lstrip("."), own)]
-        tensor = next((each for each in tensors if each is not None), None)
+        tensor = next((candidate for candidate in tensors if candidate is not None), None)
         numbers = math.prod(layer.shape) * (layer.experts or 1)
         if tensor is not None and tensor.dim() in (2, 3) and (layer.why or numbers != tensor.numel()):
             shapes[name] = tuple(tensor.shape)
@@ -125,7 +126,7 @@ def _know_shapes(checkpoint: Checkpoint, names: Names, rename: Rename | None, st
 
 def _check_arguments(device: torch.device | str | None, dtype: torch.dtype | None, format: str | None, skip: Sequence[str] | None,
                      options: Mapping[str, Any]) -> None:
-    """Raises LoadError, and FormatError for options that a format does not have."""
+    """Raise LoadError for wrong arguments, and FormatError for unknown options of a format."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise LoadError(f"dtype is that of plain numbers and of products: a torch dtype of floats, not {dtype!r}")
     if isinstance(skip, str):
@@ -141,9 +142,9 @@ def _check_arguments(device: torch.device | str | None, dtype: torch.dtype | Non
         raise LoadError(f"device {str(device)!r} cannot be used: {error}") from None
     if format is None and options:
         raise LoadError(f"{', '.join(options)}: options of a quantizer need format=")
-    known = [each.name for each in descriptions()]
-    if format is not None and format not in known:
-        raise LoadError(f"no format {format!r}; there are {', '.join(known)}")
+    names = [form.name for form in descriptions()]
+    if format is not None and format not in names:
+        raise LoadError(f"no format {format!r}; there are {', '.join(names)}")
     if format is not None:
         import_module(f"qdsl.generated.{format}").FORMAT.chosen(options)
 
@@ -172,7 +173,7 @@ def _read_weights(checkpoint: Checkpoint, plan: LoadPlan, verify: bool) -> dict[
 
 
 class _Loader:
-    """Places weights in a model, one after the other."""
+    """Places weights in a model."""
 
     def __init__(self, model: nn.Module, names: Names, checkpoint: Checkpoint, plan: LoadPlan,
                  weights: Mapping[str, list[PackedWeight]], device: torch.device | str | None, dtype: torch.dtype | None,
@@ -186,7 +187,7 @@ class _Loader:
         self.report = LoadReport(dense=dict(plan.dense), unused=list(plan.unused), bytes_before=_dense_bytes(names, dtype))
 
     def finished(self) -> LoadReport:
-        sizes = held_bytes(self.model)
+        sizes = bytes_by_device(self.model)
         self.report.device_bytes, self.report.bytes_after = sizes, sum(sizes.values())
         self.report.resident_bytes = resident_bytes()
         return self.report
@@ -213,14 +214,14 @@ class _Loader:
                     self._fill_experts(name, tensors)
 
     def fill_biases(self) -> None:
-        """Fill parameters [E, N] with the biases of experts that the checkpoint has one by one."""
+        """Fill parameters [E, N] with biases of experts that the checkpoint stores one by one."""
         for name, biases in self.plan.biases.items():
             joined = torch.cat([self.source.tensor(full) for full in biases])
             self._fill(name, joined.view(self.names.parameters[name].shape))
             self.origin.biases[name] = biases
 
     def _fill(self, name: str, tensor: Tensor) -> None:
-        """Set a parameter or buffer under all its names: numbers into memory that is there, a new tensor in place of meta."""
+        """Set a parameter or buffer under all its names: in place, or with a new tensor where it is on meta."""
         old = self.names.tensor(name)
         assert old is not None
         device, dtype = self._device(old), self._dtype(old) if tensor.is_floating_point() else tensor.dtype
@@ -258,7 +259,7 @@ class _Loader:
         return self.dtype or (old.dtype if old.is_floating_point() else torch.get_default_dtype())
 
     def _quantize(self, name: str, full: str, format: str, options: Mapping[str, Any]) -> None:
-        """Put a Linear of a format in place of a dense one, or leave it dense with the reason."""
+        """Replace a dense Linear with one of a format, or leave it dense and report the reason."""
         old = self.names.modules[name]
         assert isinstance(old, nn.Linear)
         module = import_module(f"qdsl.generated.{format}")
@@ -272,7 +273,7 @@ class _Loader:
         self._replace(name, weight, self._dtype(old.weight))
 
     def _quantize_experts(self, name: str, tensors: Sequence[str], format: str, options: Mapping[str, Any]) -> None:
-        """Put quantized experts in place of a parameter, expert by expert.  Raises FormatError, with the model unchanged."""
+        """Replace a parameter with quantized experts.  Raises FormatError, with the model unchanged."""
         old = self.names.parameters[name]
         transposed = is_transposed(self.names.modules[name.rpartition(".")[0]], old)
         module, layers = import_module(f"qdsl.generated.{format}"), []
@@ -298,11 +299,11 @@ class _Loader:
         """Fill a parameter of experts with plain numbers."""
         old, owner = self.names.parameters[name], self.names.modules[name.rpartition(".")[0]]
         rows = torch.cat([self.source.tensor(full) for full in tensors])
-        is_turned = len(tensors) > 1 and is_transposed(owner, old)
-        self._fill(name, rows.view(old.shape[0], -1, rows.shape[-1]).transpose(1, 2) if is_turned else rows)
+        needs_transpose = len(tensors) > 1 and is_transposed(owner, old)
+        self._fill(name, rows.view(old.shape[0], -1, rows.shape[-1]).transpose(1, 2) if needs_transpose else rows)
 
     def _hold_experts(self, name: str, experts: Experts) -> None:
-        """Put experts in place of a parameter."""
+        """Replace a parameter with experts."""
         parent, _, leaf = name.rpartition(".")
         owner = self.names.modules[parent]
         del owner._parameters[leaf]
@@ -333,7 +334,7 @@ class _Loader:
         self._keep_settings(step)
 
     def _replace(self, name: str, weight: PackedWeight, dtype: torch.dtype) -> None:
-        """Put packed modules in place of a dense one and of all that share its weight; they share the packed tensors."""
+        """Replace a dense module, and all that share its weight, with packed ones that share the packed tensors."""
         old = self.names.modules[name]
         shared = [other.rpartition(".")[0] for other in self.names.tied(f"{name}.weight".lstrip("."))]
         new = first = self._packed_module(name, old, weight, dtype)
@@ -371,7 +372,7 @@ class _Loader:
         self._keep_settings(step)
 
     def _expert_weights(self, step: PackedStep, device: torch.device) -> list[PackedWeight]:
-        """The weights of experts: one of all rows where their tensors can be joined, else as files have them."""
+        """The weights of experts, joined where their tensors allow it."""
         if not step.parts:
             try:
                 return [self._owned(self.source.stacked(step.layer), device)]
@@ -407,7 +408,7 @@ class _Loader:
         return weight.apply(lambda tensor: self._moved(tensor, device, tensor.dtype))
 
     def _keep_settings(self, step: PackedStep) -> None:
-        """Tensors of a layer that no module holds, as bitsandbytes' quant_state and scales that nothing uses, for saving."""
+        """Record tensors that no module stores, such as bitsandbytes' quant_state and unused scales, for saving."""
         unused = set(self.plan.unused)
         for layer in step.layers:
             for full in layer.settings:
@@ -428,7 +429,7 @@ class _Loader:
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def place_group(self, step: GroupStep) -> None:
-        """Have a block decode its group whenever it runs; or decode the weights for good."""
+        """Make a block decode its group whenever it runs; or decode the weights permanently."""
         if step.dense:
             self._decode_group(step)
             return
@@ -467,17 +468,19 @@ class _Loader:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """A small tensor in memory of its own unless it lies at a multiple of 16 bytes, on which bits of torch's products depend."""
+    """A copy of a small tensor whose address is no multiple of 16, because bits of torch's matmul depend on that; else the
+    tensor.
+    """
     is_small = tensor.device.type == "cpu" and tensor.nbytes <= SMALL
     return tensor.clone() if is_small and tensor.data_ptr() % 16 else tensor
 
 
-def held_bytes(model: nn.Module) -> dict[str, int]:
+def bytes_by_device(model: nn.Module) -> dict[str, int]:
     """Bytes of a model's parameters and buffers by device, shared ones once."""
     sizes: dict[str, dict[tuple[int, int], int]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         sizes.setdefault(str(tensor.device), {})[tensor.data_ptr(), tensor.nbytes] = tensor.nbytes
-    return {device: sum(each.values()) for device, each in sizes.items()}
+    return {device: sum(per_tensor.values()) for device, per_tensor in sizes.items()}
 
 
 def _dense_bytes(names: Names, dtype: torch.dtype | None) -> int:

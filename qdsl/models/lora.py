@@ -1,7 +1,7 @@
-"""LoRA layers of the peft package over packed weights: peft makes these once this module is imported.
+"""LoRA layers of the peft package over packed weights, which peft creates once this module is imported.
 
-Plain LoRA trains without them.  DoRA and MiCA read the base weight, which these layers decode for them; options that change the
-base weight, and merging in place, become errors that name the remedy.
+Plain LoRA needs none of them.  For DoRA and MiCA these layers decode the base weight.  Options that change the base weight, and
+merging in place, raise errors that name the remedy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class AdapterError(ValueError):
 
 
 def is_packed(layer: Any) -> bool:
-    """Whether a layer's weight is packed, alone or together with others of its block."""
+    """Whether a layer's weight is packed, alone or in a group of its block."""
     return isinstance(layer, PackedModule) or type(getattr(layer, "weight", None)) is HiddenWeight
 
 
@@ -53,35 +53,37 @@ def dense_copy(layer: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class DecodedLayer:
-    """A layer's decoded weight and its bias, which is what DoRA reads of a layer."""
+    """A layer's decoded weight and its bias, which DoRA reads."""
 
     weight: Tensor
     bias: Tensor | None
 
 
 def decoded_layer(layer: Any) -> DecodedLayer:
-    """The numbers of a layer in the dtype of a dense model; a weight of a block that is running is decoded already."""
+    """The decoded weight of a layer in the dtype of a dense model, and its bias."""
     weight = layer.dequantize(layer.compute_dtype) if isinstance(layer, PackedModule) else layer.weight
     weight = weight.decoded() if isinstance(weight, HiddenWeight) else weight
     return DecodedLayer(weight, getattr(layer, "bias", None))
 
 
 class PackedDoraLinear(DoraLinearLayer):
-    """The magnitudes of a DoRA over a packed nn.Linear, which is decoded at each use."""
+    """The magnitudes of a DoRA over a packed nn.Linear, whose weight is decoded at each use."""
 
     def forward(self, x: Tensor, *, base_layer: nn.Module, **kwargs: Any) -> Any:
+        """DoRA's addition to the layer's output."""
         return super().forward(x, base_layer=decoded_layer(base_layer), **kwargs)  # type: ignore[no-untyped-call]
 
 
 class PackedDoraEmbedding(DoraEmbeddingLayer):
-    """The magnitudes of a DoRA over a packed nn.Embedding, which is decoded at each use."""
+    """The magnitudes of a DoRA over a packed nn.Embedding, whose weight is decoded at each use."""
 
     def forward(self, x: Tensor, *, base_layer: nn.Module, **kwargs: Any) -> Any:
+        """DoRA's addition to the layer's output."""
         return super().forward(x, base_layer=decoded_layer(base_layer), **kwargs)  # type: ignore[no-untyped-call]
 
 
 class PackedLoraLayer(nn.Module, LoraLayer):
-    """LoRA over a packed layer: whoever reads the base weight gets it decoded, and nobody changes it."""
+    """LoRA over a packed layer, whose base weight is decoded for readers and never changed."""
 
     dora: type[DoraLinearLayer]
 
@@ -109,7 +111,7 @@ class PackedLoraLayer(nn.Module, LoraLayer):
 
     @contextmanager
     def _dense_base(self) -> Iterator[None]:
-        """Have a dense layer in place of the packed one while an adapter is initialised."""
+        """Puts a dense layer in place of the packed one while an adapter is initialised."""
         packed: Any = self.base_layer
         self.base_layer = dense_copy(packed)
         try:
@@ -139,7 +141,7 @@ class PackedLoraEmbedding(PackedLoraLayer, Embedding):
 
 
 def register() -> None:
-    """Have peft make these layers for packed ones, and refuse what packed weights cannot do; once for each process."""
+    """Make peft create these layers for packed ones, and refuse what packed weights do not support; once per process."""
     create: Any = LoraModel._create_new_module
     place: Any = LoraModel._create_and_replace
     start: Any = AuxiliaryTrainingWrapper.__init__
@@ -148,6 +150,13 @@ def register() -> None:
     if "config" not in inspect.signature(Linear.update_layer).parameters:
         raise ImportError(f"qdsl.models.peft needs peft 0.19 or newer, and this is {peft.__version__}")
 
+    setattr(LoraModel, "_create_and_replace", _checking_experts(place))  # noqa: B010
+    setattr(LoraModel, "_create_new_module", staticmethod(_creating_packed(create)))  # noqa: B010
+    setattr(AuxiliaryTrainingWrapper, "__init__", _refusing_packed(start))  # noqa: B010
+
+
+def _creating_packed(create: Any) -> Any:
+    """peft's maker of LoRA layers, which for packed layers makes those of this module."""
     @wraps(create)
     def create_new_module(lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> Any:
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
@@ -160,6 +169,11 @@ def register() -> None:
         lora_config.fan_in_fan_out = False                       # as peft does for nn.Linear
         return kind(target, adapter_name, config=lora_config, **kwargs)
 
+    return create_new_module
+
+
+def _checking_experts(place: Any) -> Any:
+    """peft's function that adds an adapter to a layer, with an AdapterError for an expert of a stack."""
     @wraps(place)
     def create_and_replace(self: LoraModel, lora_config: LoraConfig, adapter_name: str, target: nn.Module, target_name: str,
                            parent: nn.Module, current_key: str, **kwargs: Any) -> None:
@@ -169,6 +183,11 @@ def register() -> None:
                                "leave them out, with exclude_modules=r'.*\\.parts\\.\\d+'")
         place(self, lora_config, adapter_name, target, target_name, parent, current_key, **kwargs)
 
+    return create_and_replace
+
+
+def _refusing_packed(start: Any) -> Any:
+    """The constructor of peft's trained copies of modules, with an AdapterError for packed ones."""
     @wraps(start)
     def init(self: AuxiliaryTrainingWrapper, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         for part in module.modules():
@@ -178,6 +197,4 @@ def register() -> None:
                                    "target it with LoRA")
         start(self, module, *args, **kwargs)
 
-    setattr(LoraModel, "_create_and_replace", create_and_replace)  # noqa: B010
-    setattr(LoraModel, "_create_new_module", staticmethod(create_new_module))  # noqa: B010
-    setattr(AuxiliaryTrainingWrapper, "__init__", init)  # noqa: B010
+    return init

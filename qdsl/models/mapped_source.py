@@ -1,4 +1,4 @@
-"""The tensors of a file under the names of a model of a library, as rules combine them."""
+"""Presents the tensors of a file under the names and shapes of a library's model, combined by rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.checkpoint.detect.groups import Group
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.sources import GgufSource, Shapes, Source
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.core.stored import OF_X
@@ -29,12 +29,12 @@ RUNS = 4                                                         # runs of conse
 class MappedSource:
     """A file as a checkpoint with the names and shapes of a model: a `Source`.
 
-    file: a GGUF file, or safetensors.  rules: by the names of the model's parameters and buffers.  origin: who recorded the
-    rules, for messages.  unused: tensors of the file that the model does not take.  has_experts: whether tensors [E, N, K] are
-    those of experts.
+    file: a GGUF file, or safetensors.  rules: by the names of the model's parameters and buffers.  origin: the source of the
+    rules, for messages.  unused: tensors of the file that the model does not use.  has_experts: whether tensors [E, N, K] are
+    experts' weights.
 
-    Layers whose rows come as they are stay mapped from the file; others are gathered when they are read.  Raises LoadError,
-    which lists all problems, for parameters without a tensor and sizes that differ.
+    Layers with unchanged rows stay mapped from the file; rows of others are gathered on access.  Raises LoadError, which lists
+    all problems, for parameters without a tensor and for different sizes.
     """
 
     def __init__(self, file: Source, rules: Mapping[str, TensorRule], model: nn.Module, config: object = None, *,
@@ -59,13 +59,13 @@ class MappedSource:
     # -- what fits ----------------------------------------------------------------------------------------------------
 
     def _missing(self, names: Names) -> list[str]:
-        """Parameters and buffers that no tensor fills, nor one that they share their numbers with."""
+        """Problems with parameters and buffers that no tensor fills."""
         filled = {own for name in self.rules for own in (name, *names.tied(name))}
         missing = [name for name in self._shapes if name not in filled]
         return [f"{len(missing)} parameters have no tensor in the file: {listed(missing)}"] if missing else []
 
     def _misfits(self) -> list[str]:
-        """Parameters of another size than their tensors."""
+        """Problems with parameters whose tensors have another size."""
         problems = []
         for name, rule in self.rules.items():
             shapes = {source: logical_shape(self.file, source, self.names[source]) for source in rule.sources
@@ -85,6 +85,7 @@ class MappedSource:
 
     @cached_property
     def layers(self) -> Mapping[str, Layer]:
+        """The packed layers by module name."""
         packed = [layer for name, rule in self.rules.items() if (layer := self._layer(name, rule)) is not None]
         return {layer.name: layer for layer in packed}
 
@@ -114,6 +115,7 @@ class MappedSource:
         return self.rules.get(layer.name) or self.rules[f"{layer.name}.weight"]
 
     def weights(self, layer: Layer) -> list[PackedWeight]:
+        """The weights of a layer, one per expert.  Raises CheckpointError for an unrecognised layer."""
         if layer.why:
             raise CheckpointError(f"{self.path}: layer {shown(layer.name)}: {layer.why}")
         if layer.experts is None:
@@ -126,6 +128,7 @@ class MappedSource:
         return [whole.shard("N", expert * layer.shape[0], (expert + 1) * layer.shape[0]) for expert in range(layer.experts)]
 
     def stacked(self, layer: Layer) -> PackedWeight:
+        """The weight of a layer, all experts in one."""
         parts, order = self._parts(layer)
         if not self._rule(layer).rows:
             return PackedWeight.join(parts)
@@ -134,14 +137,14 @@ class MappedSource:
         return PackedWeight.join(parts).rows(order) if joined is None else joined
 
     def _parts(self, layer: Layer) -> tuple[list[PackedWeight], Tensor]:
-        """The weights of the file, and the order in which their rows are taken."""
+        """The weights of the file, and the order of their rows."""
         rule = self._rule(layer)
         parts = [self.file.stacked(own) for source in rule.sources if (own := self.names[source]) is not None]
         count = sum(part.shape[0] for part in parts)
         return parts, row_order(rule.rows, self.config, count) if rule.rows else torch.arange(count)
 
     def _cuts(self, parts: Sequence[PackedWeight], rows: Tensor) -> list[PackedWeight]:
-        """Runs of consecutive rows of the parts, mapped; none where there are many, or where blocks go over their ends."""
+        """Runs of consecutive rows of the parts, as views; [] where there are too many, or where blocks cross their ends."""
         starts = [0, *(torch.nonzero(rows.diff() != 1).flatten() + 1).tolist(), len(rows)]
         if len(starts) - 1 > RUNS:
             return []
@@ -163,16 +166,20 @@ class MappedSource:
 
     @property
     def plain(self) -> Sequence[str]:
+        """Names of parameters that take plain numbers."""
         filled = [name for name in self.rules if name not in self.layers and name.removesuffix(".weight") not in self.layers]
         return [*filled, *self.unused]
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a parameter."""
         return self._shapes[name] if name in self.rules else self.file.shape(self._scales.get(name, name))
 
     def nbytes(self, name: str) -> int:
+        """Bytes of a parameter's tensors in the file."""
         return sum(map(self.file.nbytes, self.rules[name].sources if name in self.rules else (self._scales.get(name, name),)))
 
     def tensor(self, name: str) -> Tensor:
+        """A parameter as plain numbers, decoded where the file has it packed."""
         if name not in self.rules:
             return self.file.tensor(self._scales.get(name, name))
         rule, shape = self.rules[name], self._shapes[name]
@@ -189,7 +196,7 @@ class MappedSource:
         return (VALUES[rule.values](tensor.float()) if rule.values else tensor).reshape(shape)
 
     def _numbers(self, source: str) -> Tensor:
-        """A tensor of the file in plain numbers: decoded to float32 where it is packed."""
+        """A tensor of the file as plain numbers: decoded to float32 where it is packed."""
         layer = self.names[source]
         if layer is None:
             return self.file.tensor(source)
@@ -202,20 +209,23 @@ class MappedSource:
     # -- what such a file has not -------------------------------------------------------------------------------------
 
     def group_weight(self, group: Group) -> PackedWeight:
+        """The packed weight of a group."""
         return self.file.group_weight(group)
 
     def decoded(self, group: Group) -> dict[str, Tensor]:
+        """The decoded weights of a group."""
         return self.file.decoded(group)
 
     def use_shapes(self, shapes: Shapes) -> None:
-        """Blocks state their shapes."""
+        """Does nothing: the file's blocks state their shapes."""
 
     def close(self) -> None:
+        """Close the file."""
         self.file.close()
 
 
 def gguf_source(path: Path, map: GgufMap, model: nn.Module, config: object) -> MappedSource:
-    """A GGUF file of a language model with the names of a model's parameters, which may be on meta.
+    """A GGUF file of a language model under the names of a model's parameters, which may be on meta.
 
     Raises LoadError where it does not fit, CheckpointError for damage.
     """
@@ -233,7 +243,7 @@ def gguf_source(path: Path, map: GgufMap, model: nn.Module, config: object) -> M
 
 
 def tensor_names(file: Source) -> dict[str, Layer | None]:
-    """The tensors of a file by their names without regard to packing: the layer of each, None for plain ones."""
+    """The names of a file's tensors as if nothing were packed, with the packed layer of each, None for plain ones."""
     names: dict[str, Layer | None] = dict.fromkeys(file.plain)
     for layer in file.layers.values():
         own = (*layer.tensors.values(), *layer.others.values())
@@ -243,9 +253,9 @@ def tensor_names(file: Source) -> dict[str, Layer | None]:
 
 
 def logical_shape(file: Source, name: str, layer: Layer | None) -> tuple[int, ...]:
-    """The shape of a tensor's numbers: that which the file states, unless it is one of codes."""
+    """The shape of a tensor's numbers: the one that the file states, unless that is of codes."""
     if layer is None or layer.why:
         return file.shape(name)
     own = layer.shape if layer.experts is None else (layer.experts, *layer.shape)
-    stated = file.shape(name) if name in layer.tensors.values() else own
-    return stated if math.prod(stated) == math.prod(own) else own
+    stored = file.shape(name) if name in layer.tensors.values() else own
+    return stored if math.prod(stored) == math.prod(own) else own

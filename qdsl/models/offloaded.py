@@ -1,4 +1,4 @@
-"""Models whose weights accelerate keeps elsewhere until a layer runs."""
+"""Access to weights that accelerate offloads until a layer runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qdsl.models.private_apis import hook_of
 
 @contextmanager
 def onloaded(model: nn.Module) -> Iterator[None]:
-    """Have offloaded tensors in their modules for a while, as they lie in memory or in files, without a copy."""
+    """Puts offloaded tensors into their modules for a while, from memory or files, without a copy."""
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in model.modules():
         weights = _offloaded_weights(module)
@@ -32,7 +32,7 @@ def onloaded(model: nn.Module) -> Iterator[None]:
 
 
 def onloaded_by_hooks(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
-    """Have accelerate's hooks load modules whose weights are used without a call of the modules themselves."""
+    """Runs accelerate's hooks of modules whose weights are used without a call of the modules."""
     hooked = [(module, hook) for module in modules if (hook := hook_of(module)) is not None]
     return _hooks_run(hooked) if hooked else nullcontext()
 
@@ -49,7 +49,7 @@ def _hooks_run(hooked: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
 
 
 def _offloaded_weights(module: nn.Module) -> Any:
-    """The tensors that a hook of accelerate loads before a module runs, by name; None where there is none."""
+    """The tensors that a hook of accelerate loads before a module runs, by name; None without a hook."""
     hook = hook_of(module)
     hooks = [hook, *getattr(hook, "hooks", ())]
     return next((own.weights_map for own in hooks if getattr(own, "weights_map", None) is not None), None)

@@ -1,4 +1,4 @@
-"""What a model remembers of the checkpoint that filled it, so that it can be saved as the same files."""
+"""What a model records about the checkpoint that filled it, so that it can be saved as the same files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.checkpoint.detect.groups import Group
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.sources import FolderSource, GgufSource
 from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf_metadata import Value
@@ -26,7 +26,7 @@ ATTRIBUTE = "_qdsl_origin"                                       # of the model
 
 @dataclass(frozen=True, slots=True)
 class GgufOrigin:
-    """A GGUF file: its metadata, and of each tensor its type and the shape that is stored, in order."""
+    """A GGUF file: its metadata, and the type and stored shape of each tensor, in order."""
 
     metadata: Mapping[str, Value]
     tensors: Mapping[str, tuple[GgmlType, tuple[int, ...]]]
@@ -36,13 +36,12 @@ class GgufOrigin:
 class Origin:
     """The checkpoint that filled a model.
 
-    files: of each safetensors file its bytes before the tensors, and what those state.  config: the text of config.json, None
-    where there is none.  index: the name of the index and its text, None where there is none.  layers, groups: by the names of
-    modules.  stacks: layers of experts that the checkpoint has one by one, by the parameters that they filled.  plain: tensors of
-    the checkpoint by the parameters and buffers that they filled.  biases: as in LoadPlan.  settings: small tensors that
-    belong to layers, and that no module holds; unused: those for which the model has no use.  decoded: packed layers that
-    became plain numbers, by their parameters; changed: others did, too.  revert: gives the tensors of files for plain tensors
-    of the model that a library made of several, or cut; both by name.
+    files: the bytes before the tensors and the header of each safetensors file.  config: the text of config.json, or None.
+    index: the name of the index and its text, or None.  layers, groups: by module name.  stacks: single experts of the
+    checkpoint by the parameter that they filled.  plain: tensors of the checkpoint by the parameter or buffer that they filled.
+    biases: as in LoadPlan.  settings: small tensors of layers that no module stores.  unused: tensors that the model does not
+    use.  decoded: packed layers that were decoded, by parameter; changed: whether others were decoded too.  revert: a function
+    that restores the tensors of files from plain tensors of the model that a library merged or divided; both by name.
     """
 
     path: Path
@@ -73,7 +72,7 @@ class Origin:
 
 
 def origin_of(source: Source) -> Origin:
-    """What is known of a checkpoint before a model takes its weights."""
+    """The origin of a checkpoint, before a model takes its weights."""
     origin = Origin(source.path)
     if isinstance(source, GgufSource):
         tensors = {name: (entry.type, entry.shape) for name, entry in source.file.tensors.items()}
@@ -93,11 +92,11 @@ def _text(path: Path) -> str | None:
 
 
 def remember(model: nn.Module, origin: Origin) -> None:
-    """Keep a model's origin with it."""
+    """Store a model's origin in it."""
     setattr(model, ATTRIBUTE, origin)
 
 
 def origin_in(model: nn.Module) -> Origin | None:
-    """The checkpoint that filled a model; None for one that was filled otherwise."""
+    """The checkpoint that filled a model; None for a model filled in another way."""
     origin = getattr(model, ATTRIBUTE, None)
     return origin if isinstance(origin, Origin) else None

@@ -35,7 +35,7 @@ register()
 
 @dataclass(frozen=True, slots=True)
 class MergeReport:
-    """What `merge` did.
+    """The result of `merge`.
 
     model: the base model, without peft's layers.  into: "dense" or "same".  errors: of each merged packed layer, how far the
     stored weight is from the base weight plus adapters in float32.  dense: layers that were dense before, which peft merged.
@@ -80,7 +80,7 @@ def merge(model: nn.Module, into: str = "dense", dtype: torch.dtype | None = Non
 
 
 def _adapted_layers(model: nn.Module) -> dict[Any, list[str]]:
-    """The layers that peft put into a model, those inside of others left out, with all their names."""
+    """The layers that peft has wrapped, outermost only, with all their names."""
     places: dict[Any, list[str]] = {}
     names: set[str] = set()                                      # of these layers and all inside of them
     for name, module in model.named_modules(remove_duplicate=False):
@@ -93,7 +93,7 @@ def _adapted_layers(model: nn.Module) -> dict[Any, list[str]]:
 
 
 def _merged(name: str, layer: Any, into: str, dtype: torch.dtype | None, report: MergeReport) -> nn.Module:
-    """The layer that takes the place of one of peft's layers."""
+    """The merged layer that replaces one of peft's layers."""
     base: Any = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
     if not isinstance(base, PackedModule):
         report.dense.append(name)
@@ -121,7 +121,7 @@ def _merged(name: str, layer: Any, into: str, dtype: torch.dtype | None, report:
 
 
 def _merged_by_peft(name: str, layer: Any) -> nn.Module:
-    """A copy of one of peft's layers over a dense one, merged."""
+    """A copy of one of peft's layers over a dense base layer, merged."""
     if isinstance(layer, BaseTunerLayer) and is_packed(layer.get_base_layer()):
         raise AdapterError(f"{name}: its weight is coded together with others of its block; run `qdsl decompress` on the "
                            "checkpoint, and merge the adapter into the model that it writes")
@@ -136,7 +136,7 @@ def _merged_by_peft(name: str, layer: Any) -> nn.Module:
 
 
 def _merged_weight(name: str, layer: Any, base: Any) -> tuple[Tensor, Tensor | None]:
-    """The base weight with all active adapters in float32, and the bias where adapters change it."""
+    """The base weight with all active adapters added in float32, and the bias if adapters change it."""
     weight, bias = base.dequantize(torch.float32), None
     for adapter in [adapter for adapter in layer.active_adapters if adapter in layer.r]:
         variant = type(layer.lora_variant.get(adapter)).__name__
@@ -160,7 +160,7 @@ def _merged_weight(name: str, layer: Any, base: Any) -> tuple[Tensor, Tensor | N
 
 
 def _requantized(weight: Tensor, packed: PackedWeight) -> PackedWeight:
-    """A float weight in the format, storage and parameters of a packed one, and symmetric where that is."""
+    """A float weight quantized to the format, storage and parameters of a packed one; symmetric if that one is."""
     options: dict[str, Any] = dict(packed.params)
     has_choice = "symmetric" in packed.variant.options
     quantized = packed.format.quantize(weight, packed.storage, **options | ({"symmetric": True} if has_choice else {}))
@@ -171,14 +171,14 @@ def _requantized(weight: Tensor, packed: PackedWeight) -> PackedWeight:
 
 
 def _has_zeros_of(packed: PackedWeight, symmetric: PackedWeight) -> bool:
-    """Whether a weight has the zero points of a symmetric one: none, or integers that are all equal."""
+    """Whether a weight has the zero points of a symmetric one: none, or all equal."""
     before, after = (weight.format.unpack(weight) for weight in (packed, symmetric))
     zeros = [key for key, field in after.items() if not field.is_floating_point() and bool((field == field.flatten()[0]).all())]
     return before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in zeros)
 
 
 def _layer_of(packed: PackedWeight, base: Any) -> nn.Module:
-    """A packed layer with the settings of another one."""
+    """A packed layer of a weight, with the settings of another layer."""
     if isinstance(base, QuantizedEmbedding):
         return packed.format.Embedding(packed, base.padding_idx, base.compute_dtype, base.max_norm, base.norm_type,
                                        base.scale_grad_by_freq, base.sparse)
@@ -188,7 +188,7 @@ def _layer_of(packed: PackedWeight, base: Any) -> nn.Module:
 
 
 def _forget_adapters(model: Any, report: MergeReport) -> None:
-    """Remove what peft and transformers note in a model with adapters; state where a head is no longer tied."""
+    """Remove the records of peft and transformers about adapters; report a head that is no longer tied."""
     vars(model).pop("peft_config", None)
     forget_adapters(model)
     config: Any = getattr(model, "config", None)

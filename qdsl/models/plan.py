@@ -1,4 +1,4 @@
-"""Where each weight of a checkpoint goes in a model, decided from names and shapes before anything is read or changed."""
+"""Plans where each weight of a checkpoint goes in a model, from names and shapes, before anything is read or changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.ignored import SKIPPED, is_skipped
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.sources import Source
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core.stored import OF_X
@@ -26,12 +26,12 @@ SKIP = "left out by a pattern"
 
 
 class LoadError(ValueError):
-    """A model and a checkpoint that do not fit together; the message lists what is wrong, and the model is unchanged."""
+    """A model and a checkpoint that do not match; the message lists the problems, and the model is unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """A packed layer, and where it goes.
+    """A packed layer, and its place in the model.
 
     kind: 'linear', 'embedding', 'experts', or 'dense' for a place that takes plain numbers, and why.  name: of the module, or of
     the parameter.  shape: of the parameter it replaces.  experts: how many lie in the layer, one after the other; None for a
@@ -50,12 +50,12 @@ class PackedStep:
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """The layers of the checkpoint that it places."""
+        """The layers of the checkpoint that the step places."""
         return self.parts or (self.layer,)
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The shape of the layers together: [N, K], or [E, N, K]."""
+        """The shape of the layers, joined: [N, K], or [E, N, K]."""
         n, k = sum(layer.shape[0] for layer in self.layers), self.layer.shape[1]
         if self.experts is None:
             return n, k
@@ -64,7 +64,7 @@ class PackedStep:
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """A group of weights coded together, and the module that it belongs to.  dense: why its weights are decoded for good."""
+    """A group (DF11) of weights, and the module that it belongs to.  dense: why its weights are decoded permanently."""
 
     group: Group
     name: str
@@ -72,7 +72,7 @@ class GroupStep:
     dense: str = ""
 
     def spans(self) -> dict[str, slice]:
-        """Where each weight of the checkpoint lies in the group's row."""
+        """The range of each weight of the checkpoint in the group's row."""
         spans, start = {}, 0
         for part, count in self.group.parts.items():
             spans[part] = slice(start, start + count)
@@ -103,7 +103,7 @@ class LoadPlan:
 
 
 class Names:
-    """A model's modules, parameters and buffers by all their names, and which names share one parameter."""
+    """A model's modules, parameters and buffers by all their names, and which names share a parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules(remove_duplicate=False))
@@ -122,7 +122,7 @@ class Names:
         return self.parameters.get(name, self.buffers.get(name))
 
     def tied(self, name: str) -> list[str]:
-        """All names of a parameter, the given one first, without those that have a weight of their own in the checkpoint.
+        """All names of a parameter, this one first, without those with a weight of their own in the checkpoint.
 
         Where several have one, the others share that of the first.
         """
@@ -137,7 +137,7 @@ class Names:
 
 def plan_load(names: Names, source: Source, rename: Rename | None, format: str | None = None,
               skip: Sequence[str] | None = None, plain: bool = True, stacks: Stacks | None = None) -> LoadPlan:
-    """Where each weight goes; parameters with a weight of their own are untied.
+    """The plan that fills a model; parameters with a weight of their own are untied.
 
     format: that in which plain Linear layers are quantized, None for none.  skip: patterns of layers that become dense; None
     for those of SKIPPED, which concern only layers that are quantized here.  plain: False where plain tensors are loaded by
@@ -163,7 +163,7 @@ def plan_load(names: Names, source: Source, rename: Rename | None, format: str |
 
 
 def renamed(name: str, rename: Rename | None) -> str | None:
-    """What the model calls a weight of the checkpoint; None for one to be left out.
+    """The model's name for a weight of the checkpoint; None for one to leave out.
 
     A mapping holds prefixes, of which the longest that fits is replaced; a prefix ends where a part of the name does.
     """
@@ -216,7 +216,7 @@ class _Planner:
             self._add_other(name, leaf, full, step)
 
     def _step(self, layer: Layer, name: str, module: nn.Module | None, weight: str | None) -> PackedStep | None:
-        """What a layer becomes; None, with a problem, where shapes differ."""
+        """The step for a layer; None, with a problem, where shapes differ."""
         tensor = self.names.tensor(str(weight))
         packed_shape = module._packed.shape if isinstance(module, PackedModule) else ()
         shape = packed_shape if tensor is None or packed_shape else tuple(tensor.shape)
@@ -242,9 +242,9 @@ class _Planner:
         return PackedStep(layer, str(weight), "dense", shape, f"{kind} takes plain numbers", experts)
 
     def add_stack(self, name: str, experts: Sequence[Sequence[str]]) -> None:
-        """Fill a parameter with the layers of experts that the checkpoint has one by one; not if all of them are plain."""
-        known = [layer for pieces in experts for piece in pieces if (layer := self.source.layers.get(piece)) is not None]
-        if not known:
+        """Plan a parameter filled from experts that the checkpoint stores one by one, unless all of them are plain."""
+        packed = [layer for pieces in experts for piece in pieces if (layer := self.source.layers.get(piece)) is not None]
+        if not packed:
             self._add_plain_stack(name, tuple(f"{piece}.weight" for pieces in experts for piece in pieces))
             return
         self._fill(name)
@@ -252,18 +252,18 @@ class _Planner:
             self.plan.problems.append(f"{shown(name)}: {why}")
             return
         shape = tuple(self.names.parameters[name].shape)
-        scaled = next((leaf for layer in known for leaf in layer.others if leaf in OF_X), None)
+        scaled = next((leaf for layer in packed for leaf in layer.others if leaf in OF_X), None)
         why = f"'{scaled}' multiplies its input" if scaled is not None else SKIP if is_skipped(name, self.skip) else ""
         self.names.untied.add(name)
-        self.plan.packed.append(PackedStep(known[0], name, "dense" if why else "experts", shape, why, len(experts),
-                                           parts=tuple(known)))
-        self._add_biases(f"{name}_bias", known)
-        for layer in known:
+        self.plan.packed.append(PackedStep(packed[0], name, "dense" if why else "experts", shape, why, len(experts),
+                                           parts=tuple(packed)))
+        self._add_biases(f"{name}_bias", packed)
+        for layer in packed:
             self.plan.unused += [full for leaf, full in layer.others.items() if leaf not in OF_X and not (
                 leaf == "bias" and f"{name}_bias" in self.plan.biases)]
 
     def _add_plain_stack(self, name: str, tensors: tuple[str, ...]) -> None:
-        """Quantize experts that the checkpoint has one by one, where all others are quantized, too."""
+        """Plan experts that the checkpoint stores one by one to be quantized, if all of them are."""
         parameter = self.names.parameters.get(name)
         is_whole = parameter is not None and set(tensors) <= set(self.source.plain) and parameter.numel() == sum(
             math.prod(self.source.shape(full)) for full in tensors)
@@ -273,7 +273,7 @@ class _Planner:
             self._fill(name)
 
     def _add_biases(self, name: str, layers: Sequence[Layer]) -> None:
-        """Fill a parameter [E, N] with the biases of experts, where the model has it and the checkpoint has them."""
+        """Plan a parameter [E, N] filled with biases of experts, where model and checkpoint have them."""
         biases = {full: layer.shape[0] for layer in layers if (full := layer.others.get("bias")) is not None}
         if not biases or name not in self.names.parameters:
             return
@@ -288,11 +288,11 @@ class _Planner:
                                       f"rows{', unlike ' if wrong else ''}{listed(wrong)}")
 
     def orient_experts(self) -> None:
-        """Stacks of a square shape lie as the others of their module do, as files have them where none tells."""
+        """Set the orientation of square stacks: that of others in the module, else that of files."""
         parents = {step.name.rpartition(".")[0] for step in self.plan.packed
                    if step.experts is not None and step.shape == _swapped(step.stored) != step.stored}
         self.plan.packed = [replace(step, transposed=step.experts is not None and step.shape == _swapped(step.stored) and (
-            step.shape != step.stored or step.layer.turned or step.name.rpartition(".")[0] in parents))
+            step.shape != step.stored or step.layer.transposed or step.name.rpartition(".")[0] in parents))
             for step in self.plan.packed]
 
     def _parameters(self, name: str, module: nn.Module | None, weight: str | None) -> list[str]:
@@ -302,7 +302,7 @@ class _Planner:
         return [str(weight)]
 
     def _add_other(self, name: str, leaf: str, full: str, step: PackedStep) -> None:
-        """A tensor next to a layer's weight: a bias, a scale of activations, or one that nothing takes."""
+        """Plan a tensor next to a layer's weight: a bias, a scale of activations, or an unused one."""
         own = renamed(full, self.rename)
         for key in (own, f"{name}.{leaf}".lstrip(".")):
             if key is not None and self.names.tensor(key) is not None:
@@ -329,7 +329,7 @@ class _Planner:
             elif tensor.numel() != numbers:
                 wrong.append(f"{shown(own)} is {list(tensor.shape)} in the model, and has {numbers} numbers here")
         if wrong:
-            self.plan.problems += [f"group {shown(group.name)}: {each}" for each in wrong]
+            self.plan.problems += [f"group {shown(group.name)}: {problem}" for problem in wrong]
         others = [own for own in members if not self._is_inside(name, own)]
         why = f"{shown(others[0])} is not decoded when the module {shown(name)} runs" if others else ""
         self.plan.groups.append(GroupStep(group, name, members, why))
@@ -347,7 +347,7 @@ class _Planner:
         return members | {renamed(part, self.rename) or part: (part,) for part in group.parts if part not in stacked}
 
     def _is_inside(self, block: str, weight: str) -> bool:
-        """Whether a parameter is that of a module inside of a block, which decodes it before it runs."""
+        """Whether a parameter belongs to a module inside a block, which decodes it before it runs."""
         runs = not isinstance(self.names.modules.get(block), NonDynamicallyQuantizableLinear | type(None))
         return runs and weight in self.names.parameters and (not block or weight.startswith(f"{block}."))
 
@@ -370,7 +370,7 @@ class _Planner:
         self._fill(name)
 
     def sort_plain(self, format: str | None, skip: Sequence[str]) -> None:
-        """Which plain layers are quantized and which stay dense; a contradiction where layers are packed in another format."""
+        """Plan which plain layers are quantized and which stay dense; a problem where layers are packed in another format."""
         for name in self.plan.plain:
             module, _, leaf = name.rpartition(".")
             owner = self.names.modules[module]
@@ -392,7 +392,7 @@ class _Planner:
                                       "load it without format=, or convert it with `qdsl convert --requantize`")
 
     def _is_stack(self, name: str) -> bool:
-        """Whether a parameter is that of all experts: of three axes, in a module that is called so."""
+        """Whether a parameter has the weights of all experts: three axes, in a module 'experts'."""
         return name in self.names.parameters and self.names.parameters[name].dim() == 3 and name.split(".")[-2:-1] == ["experts"]
 
     def _why_dense(self, name: str, owner: nn.Module, format: str | None, skip: Sequence[str]) -> str:
@@ -414,7 +414,7 @@ class _Planner:
             self.filled.update(self.names.tied(name))
 
     def check_complete(self) -> None:
-        """Every parameter has a weight, and no buffer stays on meta."""
+        """Report parameters without a weight, and buffers that stay on meta."""
         missing = [name for name in self.names.parameters if name not in self.filled]
         for module, packed in self.names.modules.items():
             stored = {f"{module}.{own}" for own in packed._names.values()} if isinstance(packed, PackedModule) else set()
@@ -434,7 +434,7 @@ class _Planner:
                 "build the model with parameters alone on meta, as accelerate.init_empty_weights() does")
 
     def _stack_hint(self, missing: Sequence[str]) -> str:
-        """Where the checkpoint has experts one by one, and the model in one parameter."""
+        """A hint where the checkpoint stores experts one by one, and the model in one parameter."""
         for name in missing:
             first = f"{name.rpartition('.')[0]}.0."
             apart = next((other for other in self.plan.unused if other.startswith(first)), None)
@@ -445,7 +445,7 @@ class _Planner:
         return ""
 
     def _prefix_hint(self, missing: Sequence[str]) -> str:
-        """A rename that would help, where names differ in a prefix alone."""
+        """A rename that would help, where names differ only in a prefix."""
         unused = [*self.plan.unused, *self.source.layers]
         for name in missing[:SHOWN]:
             for other in unused:
@@ -458,13 +458,13 @@ class _Planner:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Some names in one line."""
+    """Some names as text."""
     more = [f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
     return ", ".join([*names[:SHOWN], *more])
 
 
 def _is_kind(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether a module computes as one of torch's kinds does: no subclass with a forward of its own, nor one that never runs.
+    """Whether a module computes as a torch class does: no subclass with a forward of its own, and not one that never runs.
 
     MultiheadAttention multiplies by the weight of its projection itself, which torch marks by a class of its own.
     """
@@ -474,10 +474,10 @@ def _is_kind(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 
 def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[E, K, N] of [E, N, K]; a matrix unchanged."""
+    """The shape [E, K, N] of [E, N, K]; that of a matrix unchanged."""
     return (shape[0], shape[2], shape[1]) if len(shape) == 3 else shape
 
 
 def _is_flattened(shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:
-    """Whether a parameter's shape is a weight's but for axes that run together, as those of convolutions do."""
+    """Whether a parameter's shape equals a weight's after joining axes, as of convolutions."""
     return len(shape) != len(stored) and math.prod(shape) == math.prod(stored)

@@ -1,4 +1,4 @@
-"""What the plug-ins of transformers and diffusers have in common."""
+"""Shared code of the plug-ins for transformers and diffusers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qdsl.models.plan import LoadError
 
 
 def missing_part(used: Mapping[Any, str]) -> str:
-    """What a library has not of that which a plug-in uses; '' where it has all.
+    """The first part of a library that a plug-in uses and that is missing; '' where all are present.
 
     used: by module or class, names of attributes, with parameters that a function among them must have.
     """
@@ -27,14 +27,14 @@ def missing_part(used: Mapping[Any, str]) -> str:
         for name, *parameters in map(str.split, attributes.split(", ")):
             if not hasattr(owner, name):
                 return f"has no {owner.__name__}.{name}"
-            known = inspect.signature(getattr(owner, name)).parameters if parameters else {}
-            if missing := [own for own in parameters if own not in known]:
+            accepted = inspect.signature(getattr(owner, name)).parameters if parameters else {}
+            if missing := [own for own in parameters if own not in accepted]:
                 return f"has {owner.__name__}.{name} without {', '.join(missing)}"
     return ""
 
 
 def open_files(files: Sequence[Path], verify: bool = False) -> Checkpoint:
-    """The checkpoint of the files that a library has resolved.  Raises LoadError for files of another kind.
+    """Opens the checkpoint of the files that a library has resolved.  Raises LoadError for other kinds of files.
 
     verify: compare files with the checksums that qdsl wrote with them.  Raises CheckpointError for damaged ones.
     """
@@ -54,14 +54,14 @@ def check_format(checkpoint: Checkpoint, format: str | None) -> None:
 
 
 def without_disk(device_map: Any) -> Any:
-    """The same map with the CPU in place of the disk: mapped weights lie there anyway."""
+    """The device map with the CPU in place of the disk: mapped weights lie on the disk anyway."""
     if isinstance(device_map, Mapping):
         return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
     return device_map
 
 
 def usable_device(device: str | None = None) -> str:
-    """A device by its name, by default a GPU where there is one.  Raises LoadError for one that this machine does not have."""
+    """A device by name, by default a GPU if there is one.  Raises LoadError for a device that this machine lacks."""
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -72,12 +72,12 @@ def usable_device(device: str | None = None) -> str:
 
 
 def single_device(device_map: Any) -> Any:
-    """The device of a map that names one for the whole model; None for others."""
+    """The device of a map with one for the whole model; None for other maps."""
     return device_map[""] if isinstance(device_map, Mapping) and list(device_map) == [""] else None
 
 
 def move(model: nn.Module, names: Iterable[str], device_map: Mapping[str, Any]) -> None:
-    """Move tensors to the devices of a map; those of the CPU stay mapped."""
+    """Move tensors to the devices of a map; those on the CPU stay mapped."""
     for name in {name.rpartition(".")[0] for name in names}:
         key = max((key for key in device_map if not key or f"{name}.".startswith(f"{key}.")), key=len, default=None)
         device = "cpu" if key is None else device_map[key]
@@ -87,7 +87,7 @@ def move(model: nn.Module, names: Iterable[str], device_map: Mapping[str, Any]) 
 
 
 def saving(save_pretrained: Any, quantizer: Any, is_others: Callable[[Any], bool], refused: Mapping[str, Any]) -> Any:
-    """`save_pretrained` that writes a model with packed weights as the files it was loaded from, and others as before.
+    """Wraps `save_pretrained`, so that models with packed weights are saved as the files they were loaded from.
 
     quantizer: the plug-in's class, which has `save(model, folder)`.  is_others: models that the library saves nevertheless.
     refused: arguments that have no effect on such files, and the values with which they are accepted.

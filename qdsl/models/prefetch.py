@@ -1,7 +1,7 @@
-"""Blocks of weights that are coded together, decoded one block ahead on a second stream of a GPU.
+"""Decodes blocks of grouped weights (DF11) one block ahead, on a second stream of a GPU.
 
-The order of blocks is learned as they run.  Two buffers take turns: one has the weights of the block that runs, the other those
-of the next one.  Speed has not been measured yet.
+The order of blocks is recorded while they run.  Of two buffers, one has the weights of the running block, the other those of the
+next one.  Speed has not been measured yet.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from qdsl.models.private_apis import HOOKS
 
 
 class Side(Protocol):
-    """A second queue of work, beside that of the stream which computes."""
+    """A second work queue, next to the stream that computes."""
 
     def run(self, work: Callable[[], object], tensors: Iterable[Tensor]) -> None:
-        """Queue work on tensors, to begin when all work so far is done."""
+        """Queue work on tensors, which begins after all work so far."""
 
     def join(self) -> None:
-        """Have the stream that computes wait for all that was queued here."""
+        """Make the computing stream wait for all work queued here."""
 
 
 class SideStream:
@@ -36,18 +36,20 @@ class SideStream:
         self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(self, work: Callable[[], object], tensors: Iterable[Tensor]) -> None:
+        """Queue work on tensors, which begins after all work so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work()
         for tensor in tensors:
-            tensor.record_stream(self._stream)                   # their memory is taken by nobody before this is done
+            tensor.record_stream(self._stream)                   # keeps their memory until the work is done
 
     def join(self) -> None:
+        """Make the computing stream wait for all work queued here."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 def prefetch_(*models: nn.Module) -> Prefetch:
-    """Have blocks of coded weights (DF11) on a GPU decoded while the block before them runs; `close()` ends that.
+    """Decode blocks of coded weights (DF11) on a GPU while the block before them runs; `close()` ends that.
 
     It takes memory for a second decoded block.  Models of one pipeline share both buffers if they are given together.  Blocks
     whose tensors another library loads decode their weights themselves, and so do all blocks where gradients flow.
@@ -65,7 +67,7 @@ def prefetch_(*models: nn.Module) -> Prefetch:
 
 
 class Prefetch:
-    """The order of blocks, the two buffers, and the block that is being decoded ahead.  side: makes the second queue."""
+    """The order of blocks, two buffers, and the block that is being decoded ahead.  side: creates the second queue."""
 
     def __init__(self, side: Callable[[torch.device], Side] = SideStream, kind: str = "cuda") -> None:
         self.blocks: list[GroupedBlock] = []
@@ -81,14 +83,14 @@ class Prefetch:
         return type(None), ()                                    # copies of a model decode for themselves
 
     def close(self) -> None:
-        """Let blocks decode for themselves again, and give the buffers back."""
+        """Let blocks decode their own weights again, and free the buffers."""
         for block in self.blocks:
             block.ahead = None
         self._join()
         self._buffers = [None, None]
 
     def row(self, block: GroupedBlock) -> Tensor:
-        """The decoded weights of a block that runs now; those of the block that followed it last time are queued."""
+        """The decoded weights of a block that runs now; the block that followed it last time is queued."""
         pending = self._join()
         if not self._is_possible(block):
             self._last = None                                    # it is no block's next one
@@ -114,14 +116,14 @@ class Prefetch:
         self._pending = out.view(-1), _state(block)
 
     def _join(self) -> tuple[Tensor, object] | None:
-        """What was decoded ahead and the state of its block, once that is done; it is returned once."""
+        """The row that was decoded ahead and the state of its block, after waiting for it; returned once."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._sides[pending[0].device].join()
         return pending
 
     def _is_possible(self, block: GroupedBlock) -> bool:
-        """Whether a block's tensors lie on a GPU for good, and nobody keeps what is decoded."""
+        """Whether a block's tensors stay on a GPU, and nobody keeps the decoded weights."""
         device = block.packed.device
         if device.type != self._kind or torch.is_grad_enabled() or torch.compiler.is_compiling() or any(
                 hasattr(block.block, hook) for hook in HOOKS):
@@ -133,7 +135,7 @@ class Prefetch:
         return True
 
     def _buffer(self, block: GroupedBlock) -> Tensor:
-        """Memory for a block's decoded weights: not that of the block before it."""
+        """Memory for a block's decoded weights, other than that of the block before it."""
         self._turn = 1 - self._turn
         packed, dtype = block.packed, block.dtype
         size, buffer = math.prod(packed.shape) * dtype.itemsize, self._buffers[self._turn]
@@ -143,6 +145,6 @@ class Prefetch:
 
 
 def _state(block: GroupedBlock) -> object:
-    """What no other block has, and what changes when a block's tensors or its dtype do."""
+    """A value that identifies a block, and changes with its tensors or dtype."""
     tensors = [block.block._parameters[name] for name in block.names.values()]
     return block.dtype, [(tensor.data_ptr(), tensor._version) for tensor in tensors if tensor is not None]

@@ -1,4 +1,4 @@
-"""What qdsl.models uses of transformers, diffusers and accelerate beyond their documented interfaces; no other module names it.
+"""The undocumented APIs of transformers, diffusers and accelerate that qdsl.models uses; no other module names them.
 
 tests/unit/test_private_names.py checks what each name is relied on for.  Names of engines and of PEFT stand in their one module.
 """
@@ -21,24 +21,24 @@ def hook_of(module: nn.Module) -> Any:
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether transformers or diffusers have loaded adapters into a model of theirs."""
+    """Whether transformers or diffusers have loaded adapters into a model."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def forget_adapters(model: Any) -> None:
-    """Have the library take a model for one without adapters."""
+    """Make the library treat a model as one without adapters."""
     if has_adapters(model):
         model._hf_peft_config_loaded = False
 
 
 def float32_modules(model: Any) -> tuple[str, ...]:
-    """Names of modules that a model, or its class, keeps in float32."""
+    """Names of modules that a model or its class keeps in float32."""
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     return tuple(module for name in names for module in getattr(model, name, None) or ())
 
 
 def mark_initialized(tensor: Tensor) -> None:
-    """Have transformers leave a parameter's numbers as they are."""
+    """Make transformers leave a parameter's values unchanged."""
     tensor._is_hf_initialized = True                             # type: ignore[attr-defined]
 
 
@@ -48,17 +48,17 @@ def may_be_missing(model: Any) -> Sequence[str]:
 
 
 def uncast_patterns(model: Any) -> Sequence[str]:
-    """Patterns of modules that a model of diffusers leaves out of casting layer by layer."""
+    """Patterns of modules that a model of diffusers excludes from layerwise casting."""
     return tuple(getattr(model, "_skip_layerwise_casting_patterns", None) or ())
 
 
 def set_config(model: Any, config: Mapping[str, Any]) -> None:
-    """Replace the config of a model of diffusers, which `register_to_config` only adds to."""
+    """Replace the config of a model of diffusers; `register_to_config` only adds to it."""
     model._internal_dict = type(model.config)(config)
 
 
 def single_file_class(cls: Any) -> str | None:
-    """The name under which diffusers has a converter of single files for a class: its own, or that of a class it extends."""
+    """The class name under which diffusers has a converter of single files: that of the class or of a base class."""
     from diffusers.loaders import single_file_model
 
     name: str | None = single_file_model._get_single_file_loadable_mapping_class(cls)

@@ -1,4 +1,4 @@
-"""Entry points of plug-ins, which engines call in all of their processes, for every model: light, and they raise nothing."""
+"""Entry points of plug-ins.  Engines call them in all their processes, so they are light and raise nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import import_module
 
 
 def install(module: str, engine: str) -> None:
-    """Call `install` of a plug-in's module; with a warning, an engine that lacks what it takes is left alone."""
+    """Call `install` of a plug-in's module; warn where the engine lacks something that it needs."""
     try:
         import_module(module).install()
     except Exception as error:

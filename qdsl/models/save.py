@@ -1,4 +1,4 @@
-"""Saving a model with packed weights as a checkpoint: the names, storages and files that it was loaded from."""
+"""Saves a model with packed weights as a checkpoint, with the names, storages and files that it was loaded from."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STAGE = ".qdsl-save.part"                                        # a folder's fi
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """The files of a saved model.  exact: config and weights are byte for byte those of the checkpoint, which is still there.
+    """The files of a saved model.  exact: whether config and weights are byte for byte those of the checkpoint.
 
     notes: what else to know.
     """
@@ -48,7 +48,7 @@ class SaveReport:
 
 
 def save(model: nn.Module, folder: Path, config: Mapping[str, Any] | None = None, stem: str = "model") -> SaveReport:
-    """Write a model's weights, its config and what lies next to them; `qdsl.save_model` explains the arguments.
+    """Write a model's weights, config and other files; `qdsl.save_model` explains the arguments.
 
     stem: what names of files of weights begin with, where no checkpoint has named them.
     """
@@ -83,7 +83,7 @@ def save(model: nn.Module, folder: Path, config: Mapping[str, Any] | None = None
 
 
 def _is_same(folder: Path, origin: Origin | None, name: str) -> bool:
-    """Whether a file that was written has the bytes of the checkpoint's; False where that is gone."""
+    """Whether a written file has the bytes of the checkpoint's file; False where that does not exist any more."""
     if origin is None:
         return False
     old = (origin.path if origin.path.is_dir() else origin.path.parent) / name
@@ -91,7 +91,7 @@ def _is_same(folder: Path, origin: Origin | None, name: str) -> bool:
 
 
 def _check_target(folder: Path, origin: Origin | None) -> None:
-    """Raises SaveError for a folder that holds weights, those that the model is mapped from among them."""
+    """Raises SaveError for a folder that has weights, such as those that the model is mapped from."""
     if folder.exists() and not folder.is_dir():
         raise SaveError(f"{folder}: is a file; give a folder")
     if origin is not None and folder.exists() and origin.path.exists() and folder.samefile(
@@ -158,7 +158,7 @@ def _bytes(tensor: Stored) -> Iterator[Buffer]:
 
 def _texts(model: nn.Module, origin: Origin | None, config: Mapping[str, Any] | None, collected: Collector,
            files: Mapping[str, tuple[bytes, Header]], exact: bool, stem: str) -> dict[str, str]:
-    """config.json and the index."""
+    """The texts of config.json and the index."""
     texts: dict[str, str] = {}
     if origin is not None and not collected.changed and config is None:
         texts |= {} if origin.config is None else {CONFIG: origin.config}
@@ -186,7 +186,7 @@ def _texts(model: nn.Module, origin: Origin | None, config: Mapping[str, Any] | 
 
 
 def _config_of(model: nn.Module, origin: Origin | None) -> dict[str, Any]:
-    """The config of the checkpoint, else that which the model has, as those of transformers and diffusers do."""
+    """The config of the checkpoint, else that of the model."""
     if origin is not None and origin.config is not None:
         config: dict[str, Any] = json.loads(origin.config)
         return config
@@ -196,7 +196,7 @@ def _config_of(model: nn.Module, origin: Origin | None) -> dict[str, Any]:
 
 
 def _copy_others(source: Path, stage: Path, texts: Mapping[str, str]) -> None:
-    """Copy the tokenizer and whatever else of the checkpoint holds no weights."""
+    """Copy the tokenizer and all other files of the checkpoint without weights."""
     for path in regular_files(source):
         name = path.relative_to(source)
         if not path.name.endswith((*WEIGHTS, *INDICES, crc.FILE)) and str(name) not in texts:
@@ -205,7 +205,7 @@ def _copy_others(source: Path, stage: Path, texts: Mapping[str, str]) -> None:
 
 
 def _put_in_place(stage: Path, folder: Path, weights: Sequence[str]) -> None:
-    """Move files into a folder, those of weights last: a folder without them is no checkpoint."""
+    """Move files into a folder, weights last: a folder without weights is no checkpoint."""
     others = [path.relative_to(stage) for path in regular_files(stage)]
     for name in [*(name for name in others if str(name) not in weights), *map(Path, weights)]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -214,7 +214,7 @@ def _put_in_place(stage: Path, folder: Path, weights: Sequence[str]) -> None:
 
 
 def _save_gguf(folder: Path, origin: Origin, tensors: Mapping[str, Stored]) -> SaveReport:
-    """The tensors of a GGUF file, in its order and types, as one file."""
+    """Write the tensors of a GGUF file, in its order and types, as one file."""
     assert origin.gguf is not None
     path = folder / origin.path.name
     new = []

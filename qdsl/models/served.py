@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint as engines take them, weight by weight.
+"""The tensors of a checkpoint as serving engines take them, one weight at a time.
 
-Files may have them otherwise: experts in a stack, weights that are coded together, blocks of a GGUF file.
+Files may store them in other ways: experts in a stack, weights in DF11 groups, blocks of a GGUF file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from qdsl.checkpoint.detect import layer_weights
 from qdsl.checkpoint.detect.groups import Group
-from qdsl.checkpoint.detect.layers import Layer, layers
+from qdsl.checkpoint.detect.layer import Layer
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.detect.quantization import quantizations
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.gguf import GgufFile
@@ -32,19 +33,20 @@ from qdsl.runtime.weight.packed import PackedWeight
 
 
 class Arrived(dict[str, Tensor]):
-    """Tensors that a loader has brought, by their names in the checkpoint."""
+    """Tensors that a loader has brought so far, by their names in the checkpoint."""
 
     path = Path("the loader")
 
     def tensor(self, name: str) -> Tensor:
+        """A tensor by name."""
         return self[name]
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Tensors of a checkpoint of which others are made once all of them have come.
+    """Tensors of a checkpoint that are converted to others once all of them have been loaded.
 
-    names: theirs.  make: the others, with their names.  unused: names of tensors of which nothing is made.
+    names: of the loaded tensors.  make: returns the converted ones, with their names.  unused: names of tensors to drop.
     """
 
     names: frozenset[str]
@@ -54,11 +56,11 @@ class Assembly:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The layers of a checkpoint as engines hold them, known before weights are read.
+    """The layers of a checkpoint under the names of engines, read from headers.
 
-    packed: by name; those of weights that are coded together are of plain numbers, to be encoded by themselves.  plain: other
-    matrices of numbers.  assemblies: how tensors of the files become those of the layers.  narrow: names of layers of which the
-    checkpoint states that products take x in 8 bits, by its settings or by a static scale.
+    packed: by name; weights of groups (DF11) are plain layers here, to be quantized one by one.  plain: other unquantized
+    matrices.  assemblies: how tensors of the files are converted to those of the layers.  narrow: names of layers whose x the
+    checkpoint wants quantized to 8 bits, by its settings or by a static scale.
     """
 
     packed: dict[str, Layer] = field(default_factory=dict)
@@ -92,7 +94,7 @@ class Served:
 
 
 def assembled(weights: Iterable[tuple[str, Tensor]], assemblies: Iterable[Assembly]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a checkpoint, and in place of those of each assembly the ones that are made of them."""
+    """Tensors of a checkpoint, with those of each assembly replaced by the converted ones."""
     by_name: dict[str, tuple[Assembly, Arrived]] = {}
     for assembly in assemblies:
         by_name |= dict.fromkeys(assembly.names | assembly.unused, (assembly, Arrived()))
@@ -109,7 +111,7 @@ def assembled(weights: Iterable[tuple[str, Tensor]], assemblies: Iterable[Assemb
 
 
 def decoding(layer: Layer, dtype: torch.dtype) -> Assembly:
-    """The tensors of a packed layer, which become `NAME.weight` in plain numbers."""
+    """An assembly that decodes the tensors of a packed layer to `NAME.weight`."""
     unused = {full for leaf, full in layer.others.items() if leaf != "bias"} | set(layer.settings)
     return Assembly(frozenset(layer.tensors.values()), partial(_decoded, layer, dtype), frozenset(unused))
 
@@ -129,7 +131,7 @@ def _unstacked(layer: Layer, is_streamed: bool, arrived: Arrived) -> Iterator[tu
 
 
 def _shapes_of(group: Group, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
-    """The (N, K) of a group's weights.  Raises ShardError for a group that cannot be read, and a weight that is no matrix."""
+    """The (N, K) of a group's weights.  Raises ShardError for an unreadable group, and for a weight that is no matrix."""
     own = {name: shapes.get(name, ()) for name in group.parts}
     wrong = [f"{shown(name)} has {count} numbers, and is {list(own[name])} in the model" for name, count in group.parts.items()
              if len(own[name]) != 2 or math.prod(own[name]) != count]
@@ -147,7 +149,7 @@ def _decoded_group(group: Group, shapes: Mapping[str, tuple[int, int]], arrived:
 
 
 def open_gguf(path: Path, config: Any) -> MappedSource:
-    """A GGUF file of a language model with the names of transformers.  config: the model's, of transformers.
+    """A GGUF file of a language model under the names of transformers.  config: the model's, of transformers.
 
     Raises LoadError for a model without a recorded map, and for a file that does not fit; CheckpointError for damage.
     """
@@ -161,7 +163,7 @@ def open_gguf(path: Path, config: Any) -> MappedSource:
 
 
 def source_tensors(source: MappedSource) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a GGUF file by the names that `Served.of_gguf` has for them."""
+    """The tensors of a GGUF file under the names of `Served.of_gguf`."""
     for name in source.plain:
         yield name, source.tensor(name)
     for layer in source.layers.values():
@@ -176,18 +178,18 @@ def source_tensors(source: MappedSource) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_parameter(source: MappedSource, layer: Layer) -> bool:
-    """Whether a layer is a parameter of no module of its own, such as a token for padding, which takes plain numbers."""
+    """Whether a layer is a parameter of a larger module, such as a padding token, and takes plain numbers."""
     return layer.experts is None and layer.name in source.rules
 
 
 def _singles(layer: Layer) -> list[Layer]:
-    """The layer, or its experts, with names for the tensors of its storage."""
+    """The layer, or its experts, with tensors named as in its storage."""
     named = {own: f"{layer.name}.{own}" for own in layer_weights.layout_of(layer)} if not layer.why else {}
     return single_experts(replace(layer, tensors=named))
 
 
 def gguf_path(model: str | Path, ref: str | None = None) -> Path | None:
-    """The GGUF file of a model's weights, downloaded where it is on a server; None for a folder of safetensors.
+    """The local GGUF file of a model's weights, downloaded if remote; None for a folder of safetensors.
 
     ref: to the file, as `qdsl.open` takes it; without one the model is the file, or a folder that has one.  Raises
     CheckpointError for a folder that has several, and what `local_path` raises.

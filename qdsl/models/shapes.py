@@ -1,4 +1,4 @@
-"""The shapes of a model's parameters, from the class that its config names: DF11's files do not state them."""
+"""The shapes of a model's parameters, from the class that its config names.  DF11 files do not state them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qdsl.models.stacks import piece_shapes, usual_stacks
 
 
 def model_shapes(folder: Folder) -> dict[str, tuple[int, ...]]:
-    """The shapes of all parameters, and of experts that the folder has one by one, by the names of files.
+    """The shapes of all parameters, and of single experts' weights where the folder stores these, by tensor name.
 
     Names are those of the class, with and without the prefix of its base model.  Raises RewriteError for a config that names no
     class of diffusers or transformers, and where the library is not installed.
@@ -36,7 +36,7 @@ def model_shapes(folder: Folder) -> dict[str, tuple[int, ...]]:
 
 
 def _on_meta(folder: Folder) -> Any:
-    """The model of a folder's config, without numbers."""
+    """The model of a folder's config, on meta."""
     config = {key: value for key, value in unguarded(folder.config).items() if key not in QUANTIZATION}
     library = "diffusers" if CLASS in config else "transformers"
     names = [config.get(CLASS)] if library == "diffusers" else config.get("architectures") or []

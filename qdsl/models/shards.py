@@ -1,4 +1,4 @@
-"""A rank's packed weights of layers that several ranks share, made of a checkpoint's tensors as a loader brings them."""
+"""Builds a rank's packed weights from a checkpoint's tensors, in the order in which a loader brings them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import as_stored, layout_of, module_of, wrapped
-from qdsl.checkpoint.detect.layers import Layer
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.checkpoint.report.shards import Piece, ShardError
 from qdsl.core.borders import Span
@@ -25,7 +25,7 @@ INPUT_SCALE = "input_scale"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A packed weight that a rank holds, and the rows or columns of it that belong to the rank.
+    """A packed weight that a rank stores, and which of its rows or columns belong to the rank.
 
     quantize_x, input_scale: as `linear` of the format takes them.
     """
@@ -36,7 +36,7 @@ class Part:
     input_scale: float | None = None
 
     def linear(self, x: Tensor, batch_invariant: bool = False) -> Tensor:
-        """x [..., K of the rank] times the transpose of the rank's rows and columns: [..., N of the rank]."""
+        """The matmul of x [..., K of the rank] with the rank's rows and columns: [..., N of the rank]."""
         (before, after), is_cut = self.span.padding, self.span.is_padded
         if self.span.dim == "K" and is_cut:
             x, is_cut = functional.pad(x, (before, after)), False
@@ -44,13 +44,13 @@ class Part:
         return product.narrow(-1, before, self.span.stop - self.span.start) if is_cut else product
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The rank's rows and columns, dense."""
+        """The rank's rows and columns as a dense tensor."""
         dense = self.weight.format.dequantize(self.weight, dtype)
         return dense.narrow(int(self.span.dim == "K"), self.span.padding[0], self.span.stop - self.span.start)
 
 
 class Collector:
-    """Takes the tensors of one layer of a checkpoint in any order, and makes the rank's parts of them once all are there.
+    """Takes the tensors of one layer of a checkpoint in any order, and builds the rank's parts when all have come.
 
     encode: packs a rank's part of a layer of plain numbers; a part that it cannot hold (FormatError) stays plain.
     """
@@ -61,41 +61,43 @@ class Collector:
         self._tensors: dict[str, Tensor] = {}
 
     @property
-    def leaves(self) -> dict[str, str]:
-        """The storage's names of the tensors by what follows the layer's name in the checkpoint, such as 'weight_scale'."""
+    def storage_names(self) -> dict[str, str]:
+        """The storage's tensor names, by the suffix that follows the layer's name in the checkpoint, such as 'weight_scale'."""
         return {full[len(self.layer.name) + 1:]: name for name, full in self.layer.tensors.items()}
 
     @property
     def unused(self) -> list[str]:
-        """What follows the layer's name in the names of tensors that no weight is made of, such as scales of x; not the bias."""
+        """Suffixes of tensors that are not part of the weight, such as scales of x; without the bias."""
         others = [full[len(self.layer.name) + 1:] for full in (*self.layer.others.values(), *self.layer.settings)]
         return [leaf for leaf in others if leaf != "bias"]
 
     def dtype(self, leaf: str) -> torch.dtype:
-        """The dtype of a tensor of the storage, by what follows the layer's name."""
-        layout = layout_of(self.layer)[self.leaves[leaf]]
+        """The dtype of a tensor of the storage, by its suffix."""
+        layout = layout_of(self.layer)[self.storage_names[leaf]]
         dtype: torch.dtype = getattr(torch, element_dtype(str(self.layer.params.get(layout.dtype, layout.dtype))))
         return dtype
 
     def take(self, leaf: str, tensor: Tensor) -> None:
-        """Keep a whole tensor of the checkpoint, by what follows the layer's name; of those that are unused the scale of x."""
+        """Store a whole tensor of the checkpoint, by its suffix; of the unused ones only the scale of x."""
         if leaf == INPUT_SCALE and tensor.numel() == 1:
             self.input_scale = float(tensor)
-        if leaf not in self.leaves:
+        if leaf not in self.storage_names:
             return
-        name = self.leaves[leaf]
+        name = self.storage_names[leaf]
         self._tensors[name] = as_stored(self.layer, name, tensor)
 
     @property
     def has_begun(self) -> bool:
+        """Whether any tensor has come."""
         return bool(self._tensors)
 
     @property
     def is_complete(self) -> bool:
+        """Whether all tensors have come."""
         return self._tensors.keys() == self.layer.tensors.keys()
 
     def parts(self, device: torch.device | None = None) -> list[Part]:
-        """The rank's parts, copied to a device; the tensors taken are let go.  Raises ShardError where they do not fit."""
+        """The rank's parts, copied to a device; the collected tensors are dropped.  Raises ShardError where they do not fit."""
         if missing := self.layer.tensors.keys() - self._tensors.keys():
             raise ShardError(f"{shown(self.layer.name)}: the loader did not bring {', '.join(sorted(missing))}")
         tensors, self._tensors = self._tensors, {}
@@ -108,7 +110,7 @@ class Collector:
                 for weight, piece in zip(weights, self.pieces, strict=True)]
 
     def zeros(self, device: torch.device | None = None) -> list[Part]:
-        """The rank's parts of zeros, as a model has them that is loaded without weights.  Raises FormatError."""
+        """The rank's parts with zeros, for a model that is loaded without weights.  Raises FormatError."""
         parts = []
         for piece in self.pieces:
             size, layer = piece.span.last - piece.span.first, self.layer
@@ -125,7 +127,7 @@ class Collector:
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Parts whose rows follow one another, those of the beginning as one weight where their tensors can be joined.
+    """Parts with consecutive rows, joined to one weight where their tensors allow it.
 
     Weights of different formats, with a scale or an index of columns for all rows, entropy-coded ones, and those of differing
     static scales of x stay by themselves.
@@ -139,12 +141,12 @@ def joined(parts: Sequence[Part]) -> list[Part]:
 
 
 def linear(x: Tensor, parts: Sequence[Part], batch_invariant: bool = False) -> Tensor:
-    """x [..., K] times the transposes of parts whose rows follow one another: [..., N]."""
+    """The matmul of x [..., K] with parts of consecutive rows: [..., N]."""
     products = [part.linear(x, batch_invariant) for part in parts]
     return products[0] if len(products) == 1 else torch.cat(products, -1)
 
 
 def _own(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """A contiguous copy on a device, which keeps no whole tensor of a file alive."""
+    """A contiguous copy on a device, which does not keep the whole tensor of a file alive."""
     moved = tensor.to(device or tensor.device)
     return moved if moved.device != tensor.device else moved.clone(memory_format=torch.contiguous_format)

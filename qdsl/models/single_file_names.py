@@ -1,4 +1,4 @@
-"""The names of diffusers for the tensors of one file, which has those of a model's authors or of ComfyUI."""
+"""Maps the tensor names of a single file (the authors' or ComfyUI's) to those of diffusers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accelerate import init_empty_weights
 from diffusers.loaders import single_file_model
 
 from qdsl.checkpoint.detect.guard import unguarded
-from qdsl.checkpoint.detect.layers import MARKER
+from qdsl.checkpoint.detect.header_claims import scale_markers
 from qdsl.checkpoint.detect.sources import Source
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.models.gguf_maps import TensorRule
@@ -27,7 +27,7 @@ PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")    # of names in f
 
 
 def built(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
-    """A model of a config, with its parameters on meta."""
+    """A model with a config, with its parameters on meta."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype or torch.float32)
     try:
@@ -38,7 +38,7 @@ def built(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None) -> Any
 
 
 def mapped(cls: Any, model: Any, file: Source, config: Mapping[str, Any]) -> MappedSource:
-    """A file under the names of a model: as they are, or as the library's converter for the class has them."""
+    """A file under the names of a model: its own names, or those that the library's converter for the class gives."""
     names, sizes = set(model.state_dict()), shapes(file)
     errors: list[LoadError] = []
     candidates: list[dict[str, TensorRule]] = []
@@ -60,12 +60,13 @@ def mapped(cls: Any, model: Any, file: Source, config: Mapping[str, Any]) -> Map
     rules = max(candidates, key=len)
     used = {source for rule in rules.values() for source in rule.sources}
     origin = f"the converter of diffusers {diffusers.__version__}"
-    unused = [name for name in file.plain if name not in used and not name.endswith(MARKER)]
+    markers = tuple(scale_markers())
+    unused = [name for name in file.plain if name not in used and not name.endswith(markers)]
     return MappedSource(file, rules, model, origin=origin, unused=unused, has_experts=False)
 
 
 def _rules(cls: Any, names: set[str], shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> dict[str, TensorRule]:
-    """The rules of a model's tensors.  Raises LoadError where the library's converter cannot be followed."""
+    """The rules of a model's tensors.  Raises LoadError where the library's converter cannot be traced."""
     loadable = single_file_class(cls)
     if names <= shapes.keys() or loadable is None:
         return {name: TensorRule((name,)) for name in shapes}
@@ -76,10 +77,10 @@ def _rules(cls: Any, names: set[str], shapes: Mapping[str, tuple[int, ...]], con
 
 
 def shapes(file: Source) -> dict[str, tuple[int, ...]]:
-    """The shapes of a file's tensors; without those of layers that nobody recognises and that state none, and markers."""
-    sizes = {}
+    """The shapes of a file's tensors, without markers and layers of unknown shapes."""
+    sizes, markers = {}, tuple(scale_markers())
     for name, layer in tensor_names(file).items():
-        if name.endswith(MARKER):
+        if name.endswith(markers):
             continue
         try:
             sizes[name] = logical_shape(file, name, layer)

@@ -1,4 +1,4 @@
-"""Experts that a checkpoint has one by one, in a model that holds them in one parameter [E, N, K]."""
+"""Fills a model's stacked parameter [E, N, K] from experts that a checkpoint stores one by one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PIECES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj":
 
 def usual_stacks(parameters: Mapping[str, Tensor], source: Source, rename: Callable[[str], str | None],
                  format: str | None = None) -> dict[str, list[list[str]]]:
-    """Stacks of the usual names: for parameters of three axes that nothing fills, the packed weights of experts next to them.
+    """Stacks by the usual names: for unfilled parameters of three axes, the packed experts next to them.
 
     'experts.up' takes 'experts.0.up', 'experts.1.up', ...; 'experts.gate_up_proj' takes gate_proj and up_proj, or w1 and w3.
-    format: that in which plain weights are quantized, too.
+    format: where plain weights are quantized on loading, their format.
     """
     packed = [*source.layers, *(part.removesuffix(".weight") for group in source.groups for part in group.parts)]
     packed += [full.removesuffix(".weight") for full in source.plain if format is not None and full.endswith(".weight")]
@@ -40,17 +40,17 @@ def usual_stacks(parameters: Mapping[str, Tensor], source: Source, rename: Calla
 
 
 def is_transposed(module: nn.Module, parameter: Tensor) -> bool:
-    """Whether a module has the weights of its experts as [E, K, N]: it states so, or the shapes of up and down tell."""
-    stated = getattr(module, "is_transposed", None)              # by transformers' decorator of experts
-    if stated is not None:
-        return bool(stated)
+    """Whether a module stores the weights of its experts as [E, K, N]: it states so, or the shapes of up and down tell."""
+    declared = getattr(module, "is_transposed", None)            # by transformers' decorator of experts
+    if declared is not None:
+        return bool(declared)
     up, down = (next((own for name, own in module.named_parameters(recurse=False) if name in names), parameter)
                 for names in (("gate_up_proj", "up_proj"), ("down_proj",)))
     return up.shape[2] != down.shape[1] and up.shape[1] == down.shape[2]
 
 
 def _layers_of_experts(layers: Mapping[str, str], prefix: str, pieces: Sequence[str], count: int) -> list[list[str]]:
-    """The checkpoint's layers of `count` experts, and of more if it has more; none where it has no layer of these names."""
+    """The checkpoint's layers of at least `count` experts; [] where it has no layer of these names."""
     if not any(f"{prefix}{expert}.{piece}" in layers for expert in range(count) for piece in pieces):
         return []
     while f"{prefix}{count}.{pieces[0]}" in layers:
@@ -60,7 +60,7 @@ def _layers_of_experts(layers: Mapping[str, str], prefix: str, pieces: Sequence[
 
 
 def piece_shapes(parameters: Mapping[str, Tensor], stacks: Stacks) -> dict[str, tuple[int, int]]:
-    """(N, K) by layer, for layers that do not state their own: they divide the rows of a parameter [E, N, K] equally.
+    """(N, K) of layers that do not state their own: equal shares of the rows of a parameter [E, N, K].
 
     None for the layers of a module whose parameters are not [E, N, K]: gate and up have as many columns as down has rows.
     """
@@ -74,7 +74,7 @@ def piece_shapes(parameters: Mapping[str, Tensor], stacks: Stacks) -> dict[str, 
 
 
 def why_no_stack(parameter: Tensor | None, source: Source, experts: Sequence[Sequence[str]]) -> str:
-    """Why layers of experts do not fill a parameter; '' where they do."""
+    """Why layers of experts cannot fill a parameter; '' where they can."""
     if parameter is None or parameter.dim() != 3:
         return "the model has no parameter [E, N, K] of this name, which experts that the checkpoint has one by one would fill"
     if len(experts) != parameter.shape[0]:

@@ -1,4 +1,4 @@
-"""Rules of a library's converter of checkpoints, read off by running it on the numbers of rows instead of weights."""
+"""Derives rules from a library's converter of checkpoints, by running it on row numbers instead of weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERSION = 1                                                      # of rules that
 
 
 def trace(convert: Convert, shapes: Shapes) -> dict[str, TensorRule]:
-    """By the names that a converter gives, which rows of which tensors it takes.
+    """By the names that a converter gives, the rows of the tensors that it takes.
 
     shapes: of a checkpoint's tensors.  The converter gets int64 tensors [N, 1, ...] of row numbers, which all tensors count
     together; it may rename, cut, join and reorder rows, as names and shapes tell it.  Raises LoadError where it computes with
@@ -46,7 +46,7 @@ def trace(convert: Convert, shapes: Shapes) -> dict[str, TensorRule]:
 
 
 def _rule(target: str, tensor: Tensor, names: Sequence[str], starts: Sequence[int], ends: Tensor, shapes: Shapes) -> TensorRule:
-    """The rule of a target, by the rows that it has."""
+    """The rule of a target with these rows."""
     rows = tensor.flatten()
     if tensor.dtype != torch.int64 or not len(rows):
         raise LoadError(f"the library's converter computes {shown(target)}, which no rows of the file are")
@@ -71,7 +71,7 @@ def _rule(target: str, tensor: Tensor, names: Sequence[str], starts: Sequence[in
 
 
 def spans(rows: Tensor) -> str:
-    """Row numbers as a rule states them: 'start:stop' of consecutive ones, 'start:stop:step' of others at equal distances."""
+    """Row numbers in the notation of rules: 'start:stop' for consecutive ones, 'start:stop:step' for equal distances."""
     values, texts, start = rows.tolist(), [], 0
     edges = [0, *(torch.nonzero(rows.diff() != 1).flatten() + 1).tolist(), len(values)]
     if len(edges) <= 64:
@@ -87,7 +87,7 @@ def spans(rows: Tensor) -> str:
 
 
 def kept_trace(convert: Convert, shapes: Shapes, *key: str) -> dict[str, TensorRule]:
-    """As `trace`, from qdsl's cache folder where it has been kept for these shapes and this key.
+    """`trace`, cached in qdsl's cache folder for these shapes and this key.
 
     key: what the result depends on besides, such as the library's release, the converter's name and the model's config.
     """

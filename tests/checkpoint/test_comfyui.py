@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.layer_weights import weights
-from qdsl.checkpoint.detect.layers import Layers, layers
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.checkpoint.report.contents import contents

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
+from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.quantization import quantization
 from qdsl.checkpoint.detect.rules import readings
-from tests.support.formats import SHIPPED, module
 
-MODULES = {path.stem: module(path) for path in SHIPPED}
 CONFIGS: dict[str, tuple[dict[str, Any], str, dict[str, int | str]]] = {
     "DeepSeek-V3": ({"quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
                                              "weight_block_size": [128, 128]}}, "fp8_block", {"bn": 128, "bk": 128}),
@@ -52,7 +51,7 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
 def found(config: dict[str, Any]) -> dict[str, object]:
     """The formats that a config is of, with their parameters."""
     said = settings(config)
-    answers = {name: params_of(m.SPEC.detect, m.SPEC.params, said) for name, m in MODULES.items()}
+    answers = {format.name: params_of(format.detect, format.params, said) for format in descriptions()}
     return {name: params for name, params in answers.items() if params is not None}
 
 

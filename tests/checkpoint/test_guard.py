@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from qdsl.checkpoint.detect.guard import FIELD, REPLACED, SENTENCE, guarded, has_own_settings, unguarded
-from qdsl.checkpoint.detect.layers import Layers, layers
+from qdsl.checkpoint.detect.layer import Layers
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import write
 from qdsl.cli import app

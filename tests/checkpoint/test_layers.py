@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 
 import qdsl
 from qdsl.checkpoint.detect.descriptions import described, descriptions
+from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.detect.layer_weights import weights
-from qdsl.checkpoint.detect.layers import Layer, Layers, layers
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError
 from qdsl.checkpoint.report.contents import contents
@@ -386,7 +387,7 @@ def test_zero_points_of_symmetric_codes(tmp_path: Path, zero: int, rows: int, sa
 def test_numbers_that_a_format_has_for_good(tmp_path: Path, group: int | None, bits: int | None, says: list[str]) -> None:
     rule = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
             "with": {"num_bits": 4, "group_size": 16, "dynamic": False, "type": "float"}}
-    format = replace(next(each for each in descriptions() if each.name == "nvfp4_ct"), detect={"config": rule})
+    format = replace(next(each for each in descriptions() if each.name == "nvfp4_ct"), detect={"config": [rule]})
     config = ct(format="nvfp4-pack-quantized", group_size=group, num_bits=bits, dynamic=True, type="any")
     with Folder(checkpoints.folder(tmp_path, {UP: golden("ct_nvfp4_N64_K128")}, config)) as folder:
         assert one(layers(folder, [format])).problems == tuple(f"config.json: quantization_config says {each}" for each in says)

@@ -12,8 +12,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.detect.layer_weights import module_of, weights
-from qdsl.checkpoint.detect.layers import Layer, Layers, layers
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import read_header, write
 from qdsl.cli import app
@@ -123,7 +124,7 @@ def test_experts_with_rows_for_columns(tmp_path: Path, name: str, inner: int) ->
     first, second = experts(module, storage, 2 * inner, HIDDEN), experts(module, storage, HIDDEN, inner)
     for rows_first, each in ((True, lambda tensors: tensors), (False, turned)):
         found = read(tmp_path, {**stacked(GATE_UP, each(first[0]), whole), **stacked(DOWN, each(second[0]), whole)})
-        assert {layer.name: (layer.format, layer.shape, layer.experts, layer.turned) for layer in found.layers} == {
+        assert {layer.name: (layer.format, layer.shape, layer.experts, layer.transposed) for layer in found.layers} == {
             GATE_UP: (module.FORMAT.name, (2 * inner, HIDDEN), E, not rows_first),
             DOWN: (module.FORMAT.name, (HIDDEN, inner), E, not rows_first)}
         assert same_bits(decoded(tmp_path)[GATE_UP], first[1]) and same_bits(decoded(tmp_path)[DOWN], second[1])
@@ -133,7 +134,7 @@ def test_turned_experts_of_no_format(tmp_path: Path) -> None:
     first, second = experts(nvfp4_modelopt, "modelopt", 2 * INNER, HIDDEN), experts(nvfp4_modelopt, "modelopt", HIDDEN, INNER)
     tensors = {**stacked(GATE_UP, turned(first[0]), True), **stacked(DOWN, turned(second[0]), True)}
     found = read(tmp_path, {**tensors, f"{DOWN}_weight_scale_2": torch.ones(E, 2)})
-    assert {layer.name: (layer.format, layer.turned) for layer in found.layers} == {GATE_UP: ("nvfp4_modelopt", True),
+    assert {layer.name: (layer.format, layer.transposed) for layer in found.layers} == {GATE_UP: ("nvfp4_modelopt", True),
                                                                                     DOWN: ("", False)}
     assert any(layer.why.startswith("experts' weights are [E, K, N], as their extents tell: ") for layer in found.layers)
 
@@ -178,7 +179,7 @@ def test_turned_experts_stay_so(tmp_path: Path) -> None:
     printed = CliRunner().invoke(app, ["inspect", str(tmp_path / "in")]).output
     assert f"{E} x {2 * INNER} x {HIDDEN}, turned" in printed
     layer = converted(tmp_path / "in", tmp_path / "out", "nvfp4_modelopt", requantize=True)
-    assert (layer.format, layer.turned) == ("nvfp4_modelopt", True)
+    assert (layer.format, layer.transposed) == ("nvfp4_modelopt", True)
     assert {full: entry.shape for full, entry in read_header(tmp_path / "out" / "model.safetensors").tensors.items()} == {
         GATE_UP: (E, HIDDEN // 2, 2 * INNER), f"{GATE_UP}_weight_scale": (E, HIDDEN // 16, 2 * INNER),
         f"{GATE_UP}_weight_scale_2": (E,), DOWN: (E, INNER // 2, HIDDEN), f"{DOWN}_weight_scale": (E, INNER // 16, HIDDEN),

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.detect.layer_weights import module_of, weights
-from qdsl.checkpoint.detect.layers import Layer, Layers, layers
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.components import open_models
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, TensorFile, read_header, write

@@ -244,7 +244,7 @@ def test_experts_in_one_tensor(tmp_path: Path, turned: bool) -> None:
     assert report["left"] == {} and report["quantized"][0]["shape"][0] == 3
     with Folder(tmp_path / "out") as folder:
         found = {layer.name: layer for layer in layers(folder).layers}
-        assert {name: layer.turned for name, layer in found.items()} == {
+        assert {name: layer.transposed for name, layer in found.items()} == {
             "mlp.experts.gate_up_proj": turned, "mlp.experts.down_proj": turned, "mlp.up": False}
         for name, end in (("mlp.experts.gate_up_proj", ""), ("mlp.experts.down_proj", "")):
             for expert, values in enumerate(tensors[name]):

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import weights
-from qdsl.checkpoint.detect.layers import Layer, layers
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.generated import int_group
 from qdsl.jobs.convert import aim, run

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import qdsl
 from qdsl.checkpoint.detect.descriptions import descriptions
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.jobs.convert.plan import full_name
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.files.crc import FILE, text
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, write
@@ -27,7 +27,7 @@ from tests.support.producer_folders import Stored, write_files, write_folder
 def collected(layers: Iterable[Layer], weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """The numbers of layers, by name, of tensors as a loader brings them."""
     collectors = {layer.name: Collector(layer, [piece(layer.name, layer, "N", 0, layer.shape[0])]) for layer in layers}
-    places = {f"{name}.{leaf}": (own, leaf) for name, own in collectors.items() for leaf in own.leaves}
+    places = {f"{name}.{leaf}": (own, leaf) for name, own in collectors.items() for leaf in own.storage_names}
     for name, tensor in weights:
         if name in places:
             places[name][0].take(places[name][1], tensor)
@@ -63,7 +63,7 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
     numbers = {}
     for name, layer in served.packed.items():
         collector = Collector(layer, [piece(name, layer, "N", 0, layer.shape[0])])
-        for leaf in collector.leaves:
+        for leaf in collector.storage_names:
             collector.take(leaf, weights[f"{name}_{leaf}"])
         numbers[name] = collector.parts()[0].dequantize(torch.float32)
     wanted = decoded["model.layers.0.mlp.experts.gate_up_proj"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.checkpoint.detect.descriptions import descriptions
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.report.shards import Piece, ShardError, merged_pieces, piece, row_piece, vocabulary_rows
 from qdsl.core.borders import shard_step
 from qdsl.generated import fp8_channel, fp8_tensor, int_group, q4_k, q8_0

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.guard import guarded
-from qdsl.checkpoint.detect.layers import Layer, layers
+from qdsl.checkpoint.detect.layer import Layer
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.detect.rules import numbers
 from qdsl.checkpoint.files.folder import INDEX, Folder
 from qdsl.checkpoint.files.safetensors import write
@@ -24,7 +25,7 @@ from qdsl.jobs.compress.units import Aim as Compression
 from qdsl.jobs.convert import run as conversion
 from qdsl.jobs.convert.aim import aimed
 from qdsl.jobs.convert.config import own_settings
-from qdsl.jobs.convert.plan import beside, full_name
+from qdsl.jobs.convert.plan import full_name, small_tensors
 from qdsl.runtime import PackedWeight
 from tests.support import formats, language_models
 
@@ -297,7 +298,7 @@ def named(layer: str, packed: PackedWeight) -> dict[str, Tensor]:
     known = Layer(layer, packed.format.name, packed.storage, packed.params, packed.shape)
     tensors = {full_name(known, name, packed.layout.tensors[name].aliases): tensor.contiguous()
                for name, tensor in packed.tensors.items() if name not in single}
-    small = beside(known, packed.format, packed.params, {}, {name: float(packed.tensors[name]) for name in single})
+    small = small_tensors(known, packed.format, packed.params, {}, {name: float(packed.tensors[name]) for name in single})
     return tensors | {full_name(known, name): torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
                       for name, (dtype, shape, data) in small.items()}
 

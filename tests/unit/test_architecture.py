@@ -7,6 +7,7 @@ qdsl/__init__.py, which stand above both, bring them together for a user.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -62,7 +63,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Other people's packages, in function bodies too.
 PACKAGES: dict[str, set[str]] = {
-    "compiler/spec": {"yaml"}, "compiler/emit": {"jinja2"}, "codecs": {"numpy"}, "encode": {"torch", "numpy"},
+    "compiler/spec": {"yaml"}, "core": {"yaml"}, "compiler/emit": {"jinja2"}, "codecs": {"numpy"}, "encode": {"torch", "numpy"},
     **{part: {"torch", "numpy", "triton"} for part in RUNTIME},
     "checkpoint/files": {"torch", "numpy", "huggingface_hub"}, "checkpoint/detect": {"torch", "numpy"},
     "checkpoint/report": {"torch", "numpy"}, "checkpoint": {"torch"}, "": {"torch"},
@@ -265,3 +266,23 @@ def test_undocumented_names_of_torch_and_triton_are_in_one_module(path: Path) ->
     words |= {str(node.args[1].value) for node in nodes if isinstance(node, ast.Call) and len(node.args) > 1
               and ast.unparse(node.func) in ("getattr", "hasattr", "setattr") and isinstance(node.args[1], ast.Constant)}
     assert not words & UNDOCUMENTED
+
+
+# Modules of readers and writers that name formats, and how often: recommendations, the demo, and the entropy codes that ship.
+# A number may only fall.
+FORMATS_IN_CODE = {
+    "checkpoint/detect/layer_weights.py": 1, "cli/compress.py": 1, "jobs/compress/codecs.py": 5, "jobs/compress/plan.py": 4,
+    "jobs/compress/units.py": 5, "jobs/convert/capacity.py": 8, "jobs/demo.py": 6, "models/engine.py": 1,
+}
+
+
+def test_code_names_neither_producers_nor_formats() -> None:
+    """specs/producers says what each producer writes; names of plain dtypes, and qdsl's own, are no such names."""
+    producers = [re.findall(r"^producer: (.+)$", path.read_text(), re.MULTILINE)[0]
+                 for path in (ROOT / "specs" / "producers").glob("*.yaml")]
+    names = {*producers, *(path.stem for path in (ROOT / "specs").glob("*.yaml"))} - {"qdsl", "f32", "f16", "bf16"}
+    counts = {str(path.relative_to(PACKAGE)): sum(
+        isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
+        for node in ast.walk(ast.parse(path.read_text())))
+        for path in MODULES if path.relative_to(PACKAGE).parts[0] in ("checkpoint", "jobs", "models", "cli", "core")}
+    assert len(names) > 70 and {name: count for name, count in counts.items() if count} == FORMATS_IN_CODE

@@ -1,27 +1,62 @@
-"""What the formats that ship say of checkpoints: their storages' tensors and their rules for detection, without torch."""
+"""The formats that ship: the tensors of their storages, and the rules of all producers for them, without torch."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import qdsl.generated
+from qdsl.checkpoint.detect.producers import Producers, producers
+from qdsl.core.producer import Producer, check
 from qdsl.core.shapes import axis
 from qdsl.core.stored import Description, Stored
 
+Variants = Mapping[tuple[int | str, ...], Mapping[str, Mapping[str, Stored]]]
+
+
+def descriptions() -> tuple[Description, ...]:
+    """All formats that ship, in the order of their names, with the rules of all producers.
+
+    Raises ProducerError where a producer of QDSL_PRODUCERS speaks of formats or tensors that there are not.
+    """
+    return _with_producers(producers())
+
 
 @cache
-def descriptions() -> tuple[Description, ...]:
-    """All formats that ship, in the order of their names."""
+def _shipped() -> tuple[Description, ...]:
+    """The formats without any producer's rules."""
     paths = {path.stem: path for folder in qdsl.generated.__path__ for path in Path(folder).glob("*.json")}
     return tuple(described(json.loads(paths[name].read_text())) for name in sorted(paths))
 
 
+@cache
+def _with_producers(registry: Producers) -> tuple[Description, ...]:
+    for producer in registry.every:
+        check(producer, _shipped())
+    return tuple(replace(format, detect={**registry.rules(format.name), **format.detect},
+                         variants=_renamed(format, registry.every)) for format in _shipped())
+
+
+def _renamed(format: Description, every: Sequence[Producer]) -> Variants:
+    """The variants of a format with producers' names for tensors as further aliases."""
+    names = [producer.tensors[format.name] for producer in every if format.name in producer.tensors]
+    if not names:
+        return format.variants
+
+    def aliases(storage: str, tensor: str) -> list[str]:
+        return [own[storage][tensor] for own in names if tensor in own.get(storage, {})]
+
+    return {key: {storage: {tensor: stored.called(aliases(storage, tensor)) for tensor, stored in layout.items()}
+                  for storage, layout in storages.items()} for key, storages in format.variants.items()}
+
+
 def described(data: dict[str, Any]) -> Description:
     """A description from what `qdsl build` wrote."""
-    variants = {tuple(variant["key"]): {name: {key: _stored(each) for key, each in storage["tensors"].items()}
+    variants = {tuple(variant["key"]): {name: {key: _stored(tensor) for key, tensor in storage["tensors"].items()}
                                         for name, storage in variant["storages"].items()} for variant in data["variants"]}
     params = {name: tuple(values) for name, values in data["params"].items()}
     return Description(data["format"], params, data["sizes"], tuple(data["by"]), variants, data["detect"],

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @cache
 def module_of(type: str) -> ModuleType | None:
     """The generated module whose spec says that it is the format of a ggml type, as Q4_K."""
-    names = [each.name for each in pkgutil.iter_modules(qdsl.generated.__path__)]
+    names = [info.name for info in pkgutil.iter_modules(qdsl.generated.__path__)]
     for name in sorted(names, key=lambda name: (name != type.lower(), name)):    # most are called as their type is
         module = import_module(f"qdsl.generated.{name}")
         if module.SPEC.detect.get("gguf") == type:
@@ -48,7 +48,7 @@ def packed_weight(file: GgufFile, name: str, expert: int | None = None, start: i
             raise CheckpointError(f"{where}: {list(entry.shape)} has no expert {expert}")
         count = entry.shape[1]
         start, stop = start + expert * count, min(count if stop is None else stop, count) + expert * count
-        others = {key: each[expert] if each.shape == entry.shape[:1] else each for key, each in others.items()}
+        others = {key: tensor[expert] if tensor.shape == entry.shape[:1] else tensor for key, tensor in others.items()}
     rows, columns = file.rows(entry.name, start, stop), entry.shape[-1] if entry.shape else 1
     try:
         packed: PackedWeight = module.wrap({_names(module)[0]: rows, **others}, shape=(rows.shape[0], columns),
@@ -63,7 +63,7 @@ def companions(file: GgufFile, entry: GgufTensor) -> dict[str, str]:
     module = None if entry.type.name in TORCH else module_of(entry.type.name)
     others = _names(module)[1:] if module else []
     stem = entry.name.removesuffix(".weight")
-    return {each: f"{stem}.{each}" for each in others if f"{stem}.{each}" in file.tensors}
+    return {leaf: f"{stem}.{leaf}" for leaf in others if f"{stem}.{leaf}" in file.tensors}
 
 
 def _names(module: ModuleType) -> list[str]:

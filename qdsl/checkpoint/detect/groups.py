@@ -54,32 +54,32 @@ class Memory:
 
 def groups(folder: Folder) -> list[Group]:
     """The groups of a checkpoint, in the order of its tensors."""
-    known = [each for each in descriptions() if "parts" in each.detect]
+    grouping = [spec for spec in descriptions() if "parts" in spec.detect]
     modules = folder.layers()
     settings = folder.config.get(CONFIG)
     settings = settings if isinstance(settings, Mapping) else {}
-    found, budget = [], Budget(len(modules))
+    recognised, budget = [], Budget(len(modules))
     with budget:
-        for name, leaves in modules.items():
-            for format in known:
-                tensors = _tensors(format, leaves)
+        for name, tensors_of_module in modules.items():
+            for format in grouping:
+                tensors = _tensors(format, tensors_of_module)
                 if tensors is not None and all(map(folder.__contains__, tensors.values())):
-                    found.append(_group(folder, format, name, tensors, settings, budget))
-    return found
+                    recognised.append(_group(folder, format, name, tensors, settings, budget))
+    return recognised
 
 
-def refuse_groups(folder: Folder, known: Sequence[Group] | None = None) -> None:
-    """Raise CheckpointError, which names the remedy, for a folder whose weights are coded together.  known: its groups."""
-    coded = groups(folder) if known is None else known
+def refuse_groups(folder: Folder, recognised: Sequence[Group] | None = None) -> None:
+    """Raise CheckpointError, which names the remedy, for a folder whose weights are coded together.  recognised: its groups."""
+    coded = groups(folder) if recognised is None else recognised
     if coded:
         raise CheckpointError(f"{folder.path}: weights are coded together, as {coded[0].format}; run `qdsl decompress FOLDER "
                               "--out PLAIN` and use PLAIN")
 
 
-def _tensors(format: Description, leaves: Mapping[str, str]) -> dict[str, str] | None:
+def _tensors(format: Description, names: Mapping[str, str]) -> dict[str, str] | None:
     """Those of the format's one storage and the one that says where weights begin; None where one is missing."""
     wanted = [*_storage(format), str(format.detect["parts"])]
-    return {leaf: leaves[leaf] for leaf in wanted} if all(leaf in leaves for leaf in wanted) else None
+    return {leaf: names[leaf] for leaf in wanted} if all(leaf in names for leaf in wanted) else None
 
 
 def _storage(format: Description) -> Mapping[str, Any]:
@@ -112,8 +112,8 @@ def _group(folder: Folder, format: Description, name: str, tensors: Mapping[str,
         names = [f"{name}[{number}]" for number in range(len(sizes))]
     threads = settings.get("threads_per_block")
     first = threads[0] if isinstance(threads, list) and threads else None
-    known = first if type(first) is int and first in [1 << power for power in range(3, 11)] else None
-    return Group(name, format.name, tensors, dict(zip(names, sizes, strict=True)), known, tuple(problems), unnamed)
+    threads_of_blocks = first if type(first) is int and first in [1 << power for power in range(3, 11)] else None
+    return Group(name, format.name, tensors, dict(zip(names, sizes, strict=True)), threads_of_blocks, tuple(problems), unnamed)
 
 
 def _text(entry: Entry) -> str:
@@ -127,10 +127,10 @@ def _splits(folder: Folder, name: str, count: int) -> list[int]:
     data = folder.file(name).start(name, entry.nbytes)
     if len(data) < entry.nbytes:
         raise CheckpointError(f"{shown(name)} is known by its header alone, and its numbers say where weights begin")
-    found = list(struct.unpack(f"<{entry.shape[0]}q", data))
-    if any(stop < start for start, stop in zip([0, *found], [*found, count], strict=True)):
+    splits = list(struct.unpack(f"<{entry.shape[0]}q", data))
+    if any(stop < start for start, stop in zip([0, *splits], [*splits, count], strict=True)):
         raise CheckpointError(f"{shown(name)} does not rise from 0 to {count}")
-    return found
+    return splits
 
 
 def _names(name: str, count: int, settings: Mapping[str, Any], budget: Budget) -> list[str]:
@@ -139,8 +139,8 @@ def _names(name: str, count: int, settings: Mapping[str, Any], budget: Budget) -
     for pattern, attributes in patterns.items() if isinstance(patterns, Mapping) else ():
         budget.charge(COMPILED)
         if expression(pattern).match(name, whole=True) and isinstance(attributes, list):
-            if attributes and all(isinstance(each, str) for each in attributes) and not (count == 1 < len(attributes)):
-                return [f"{name}.{each}.weight" for each in attributes]
+            if attributes and all(isinstance(attribute, str) for attribute in attributes) and not (count == 1 < len(attributes)):
+                return [f"{name}.{attribute}.weight" for attribute in attributes]
             break
     return [f"{name}.weight"] if count == 1 else []
 

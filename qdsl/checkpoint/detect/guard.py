@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qdsl.checkpoint.detect.quantization import PLACES
+from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.rules import OWN, at, same
+from qdsl.core.producer import CONFIG_FILE
 
 FIELD = "transformers_weights"
 REPLACED = "replaced_transformers_weights"                       # the value that the sentence replaced
@@ -53,7 +54,8 @@ def unguarded(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def has_own_settings(config: Mapping[str, Any]) -> bool:
     """Whether the quantization settings of a config.json, at its top or in a nested model, are those that only qdsl reads."""
-    return any(same(at(config, ".".join((*keys, "quant_method"))), OWN) for file, keys, _ in PLACES if file == "config.json")
+    return any(same(at(config, ".".join((*place.at, "quant_method"))), OWN) for place, _ in producers().places
+               if place.file == CONFIG_FILE)
 
 
 def is_guard(value: object) -> bool:

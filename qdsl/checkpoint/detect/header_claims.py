@@ -1,7 +1,7 @@
 """What the metadata of headers say of single weights: JSON under a weight's name, whose tensors have names of their own.
 
-torchao writes it so: the weight 'mlp.up_proj.weight' lies in 'mlp.up_proj._weight_qdata' and 'mlp.up_proj._weight_scale'.
-ComfyUI writes JSON of all layers under one key, or JSON of a layer in a tensor of its module.
+The weight 'mlp.up_proj.weight' then lies in 'mlp.up_proj._weight_qdata' and 'mlp.up_proj._weight_scale'.  Other producers write
+JSON of all layers under one key, or JSON of a layer in a tensor of its module.  specs/producers has the names of both.
 """
 
 from __future__ import annotations
@@ -9,30 +9,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown, strict_json
+from qdsl.core.producer import Header
 
 TEXT_LIMIT = 1 << 16                                             # characters that say one weight
 DEPTH = 16
 PREFIX = "_weight_"                                                 # what names of a weight's tensors begin with, in aliases
-LAYERS = "_quantization_metadata"                                # ComfyUI's key
-LAYER = "comfy_quant"                                            # and its tensor
-MODEL = ("", "model.diffusion_model.", "diffusion_model.")       # what names of layers under that key may lack
 
 
-class Stated:
+class HeaderClaims:
     """The texts of a folder's files by the names of weights, which are names of no tensor; read when they are asked for."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        self._layers: dict[str, Any] = {}                        # what ComfyUI's key says
+        self._headers = producers().headers
+        self._layers: list[tuple[Header, dict[str, Any]]] = []   # of all layers, under one key
         self._texts: dict[str, tuple[str, str]] = {}
         self._others: dict[str, str] = {}                        # a second file that says something else
         for file in folder.files():
-            if LAYERS in file.header.metadata:
-                where = f"{file.path}: {LAYERS}"
-                layers = strict_json(file.header.metadata[LAYERS].encode(), where, depth=DEPTH)
-                self._layers |= layers.get("layers") or {} if isinstance(layers, Mapping) else {}
+            for header in self._headers:
+                if header.layers and header.layers in file.header.metadata:
+                    where = f"{file.path}: {header.layers}"
+                    layers = strict_json(file.header.metadata[header.layers].encode(), where, depth=DEPTH)
+                    layers = layers.get("layers") if isinstance(layers, Mapping) else None
+                    self._layers += [(header, layers)] if isinstance(layers, dict) else []
             for name, text in file.header.metadata.items():
                 if name in folder or name in folder.missing:
                     continue
@@ -62,7 +64,7 @@ class Stated:
 
         Raises CheckpointError where it is no JSON object, or files differ in it.
         """
-        if (own := self._comfyui(module, tensors)) is not None:
+        if (own := self._of_layer(module, tensors)) is not None:
             return own
         name = self.name(module)
         if name is None or not any(leaf.startswith(PREFIX) for leaf in tensors):
@@ -72,14 +74,24 @@ class Stated:
             raise CheckpointError(f"{where}: {self._others[name]} says something else")
         return _settings(text.encode(), where)
 
-    def _comfyui(self, module: str, tensors: Mapping[str, str]) -> dict[str, Any] | None:
-        """What ComfyUI says of a module: in a tensor, else in the header."""
-        if LAYER in tensors:
-            file = self._folder.file(tensors[LAYER])
-            return _settings(file.start(tensors[LAYER], TEXT_LIMIT), f"{file.path}: tensor {shown(tensors[LAYER])}")
-        layer = next((self._layers[name] for prefix in MODEL if module.startswith(prefix)
-                      and (name := module.removeprefix(prefix)) in self._layers), None)
+    def _of_layer(self, module: str, tensors: Mapping[str, str]) -> dict[str, Any] | None:
+        """The settings of a module in a tensor of its own, else under the key for all layers; None where there are none."""
+        for leaf in (header.tensor for header in self._headers if header.tensor and header.tensor in tensors):
+            file = self._folder.file(tensors[leaf])
+            return _settings(file.start(tensors[leaf], TEXT_LIMIT), f"{file.path}: tensor {shown(tensors[leaf])}")
+        layer = next((layers[name] for header, layers in reversed(self._layers) for prefix in header.prefixes
+                      if module.startswith(prefix) and (name := module.removeprefix(prefix)) in layers), None)
         return dict(layer) if isinstance(layer, Mapping) else None if layer is None else {"format": str(layer)}
+
+
+def layer_tensors() -> list[str]:
+    """The tensors of modules that hold JSON of their quantization, by the last parts of their names."""
+    return [header.tensor for header in producers().headers if header.tensor]
+
+
+def scale_markers() -> list[str]:
+    """The tensors that say that a file's 8-bit floats have scales, by the last parts of their names."""
+    return [header.marker for header in producers().headers if header.marker]
 
 
 def _settings(text: bytes, where: str) -> dict[str, Any]:
@@ -94,7 +106,7 @@ def _settings(text: bytes, where: str) -> dict[str, Any]:
 
 def flat(settings: Mapping[str, Any], head: str = "") -> dict[str, Any]:
     """Settings within settings as one mapping, their names joined by dots."""
-    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for key, value in settings.items():
-        found |= flat(value, f"{head}{key}.") if isinstance(value, Mapping) else {head + key: value}
-    return found
+        joined |= flat(value, f"{head}{key}.") if isinstance(value, Mapping) else {head + key: value}
+    return joined

@@ -8,7 +8,7 @@ Each producer reads its list in its own way, and the same word means different l
     regex        compressed-tensors: the whole name, or after 're:' a regular expression at its start
     glob         modelopt: a name with *, ? and [...]
     dynamic      GPTQ: after '-:' a regular expression at its start
-    quark        regex after 're:', else glob
+    regex_or_glob  Quark: regex after 're:', else glob
     suffix       GPTQ's modules_in_block_to_quantize: the last parts of the names of those that are quantized
 """
 
@@ -149,12 +149,13 @@ class Rules:
 
 def rules(dialect: str, patterns: object, budget: Budget | None = None) -> Rules:
     """The rules of a list in a config, or of one that stands there by itself; whatever else stands there is a problem."""
-    found = patterns if isinstance(patterns, list) else [patterns]
-    names = [each for each in found if isinstance(each, str)]
-    others = [each for each in found if not isinstance(each, str)]
-    own = {name: ("regex" if name.startswith("re:") else "glob") if dialect == "quark" else dialect for name in names if name}
+    listed = patterns if isinstance(patterns, list) else [patterns]
+    names = [pattern for pattern in listed if isinstance(pattern, str)]
+    others = [pattern for pattern in listed if not isinstance(pattern, str)]
+    own = {name: dialect if dialect != "regex_or_glob" else "regex" if name.startswith("re:") else "glob"
+           for name in names if name}
     return Rules([Rule(dialect, name) for name, dialect in own.items()],
-                 [f"{shown(str(each))} stands for the name of a layer, and is none" for each in others], budget or Budget())
+                 [f"{shown(str(pattern))} stands for the name of a layer, and is none" for pattern in others], budget or Budget())
 
 
 def is_skipped(name: str, patterns: Sequence[str]) -> bool:

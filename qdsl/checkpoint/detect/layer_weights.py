@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.groups import Group
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.core.stored import Stored
@@ -43,7 +43,7 @@ def weights(folder: Tensors, layer: Layer) -> list[PackedWeight]:
 
     Raises CheckpointError where its tensors do not fit together.
     """
-    return [_wrapped(folder, layer, each) for each in tensors(folder, layer)]
+    return [_wrapped(folder, layer, one) for one in tensors(folder, layer)]
 
 
 def stacked(folder: Folder, layer: Layer) -> PackedWeight:
@@ -56,7 +56,7 @@ def stacked(folder: Folder, layer: Layer) -> PackedWeight:
     if layer.experts is None:
         return weights(folder, layer)[0]
     n, k = layer.shape
-    if not layer.turned and all(axis.dim in ("N", "N*K") for stored in layout_of(layer).values() for axis in stored.axes[:1]):
+    if not layer.transposed and all(axis.dim in ("N", "N*K") for stored in layout_of(layer).values() for axis in stored.axes[:1]):
         whole = {name: _read(folder, layer, name) for name in layer.tensors} | _numbers(layer)
         with suppress(FormatError):
             weight: PackedWeight = module_of(layer).wrap(whole, (layer.experts * n, k), layer.storage, **layer.params)
@@ -86,19 +86,19 @@ def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
     Raises CheckpointError where they have not.
     """
     stored = layout_of(layer)
-    found = []
-    for each in tensors(folder, layer):
-        known = _wrapped(folder, layer, {name: tensor if stored[name].dtype == "index" else tensor.to("meta")
-                                         for name, tensor in each.items()})
-        found.append(known.derive({name: each[name].view(there.dtype).reshape(there.shape)
-                                   for name, there in known.tensors.items()}))
-    return found
+    unread_weights = []
+    for own in tensors(folder, layer):
+        weight = _wrapped(folder, layer, {name: tensor if stored[name].dtype == "index" else tensor.to("meta")
+                                         for name, tensor in own.items()})
+        unread_weights.append(weight.derive({name: own[name].view(stored_tensor.dtype).reshape(stored_tensor.shape)
+                                   for name, stored_tensor in weight.tensors.items()}))
+    return unread_weights
 
 
 def tensors(folder: Tensors, layer: Layer) -> list[dict[str, Tensor]]:
     """A layer's tensors, named as in its storage, for each of its experts."""
     whole, numbers = {name: _read(folder, layer, name) for name in layer.tensors}, _numbers(layer)
-    if layer.turned:
+    if layer.transposed:
         whole = {name: tensor.transpose(1, 2) if tensor.dim() == 3 else tensor for name, tensor in whole.items()}
     return [{name: _of_one(tensor, layer.experts, expert) for name, tensor in whole.items()} | numbers
             for expert in range(1 if layer.experts is None else layer.experts)]
@@ -178,7 +178,7 @@ def as_stored(layer: Layer, name: str, tensor: Tensor) -> Tensor:
 
 def layout_of(layer: Layer) -> Mapping[str, Stored]:
     """The tensors of a layer's storage."""
-    return next(each for each in descriptions() if each.name == layer.format).layout(layer.storage, layer.params)
+    return next(format for format in descriptions() if format.name == layer.format).layout(layer.storage, layer.params)
 
 
 def wrapped(layer: Layer, tensors: Mapping[str, Tensor]) -> PackedWeight:

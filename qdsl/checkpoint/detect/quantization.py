@@ -4,39 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from qdsl.checkpoint.detect.ignored import Budget, Rule, Rules, rules
-from qdsl.checkpoint.detect.rules import OWN
+from qdsl.checkpoint.detect.producers import ConfigKeys, producers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown, strict_json
+from qdsl.core.producer import INLINE, GroupSettings
 
-MLX = "mlx"                                                      # whose layers have settings under their names, among the others
-# Where settings lie: a file, the keys on the way to them, and whose they are where they do not say so.
-PLACES = (
-    ("config.json", ("quantization",), MLX), ("config.json", ("quantization_config",), ""),
-    ("config.json", ("text_config", "quantization_config"), ""),
-    ("config.json", ("llm_config", "quantization_config"), ""), ("config.json", ("compression_config",), "compressed-tensors"),
-    ("quantize_config.json", (), "gptq"), ("quant_config.json", (), "awq"),
-    ("hf_quant_config.json", ("quantization",), "modelopt"),
-)
-METADATA = "quantization_config"                                 # the key of a safetensors header that may hold them, too
-# What producers call the same setting.
-NAMES = {"gptq": {"format": "checkpoint_format"}, "awq": {"w_bit": "bits", "q_group_size": "group_size"}}
-# How each producer's list of layers that are left alone is read; where readers of it differ, in several ways.
-LISTS = {
-    "modules_to_not_convert": ("transformers", "substring"), "llm_int8_skip_modules": ("transformers",),
-    "skip_modules": ("transformers", "substring"), "ignored_layers": ("exact", "substring"), "ignore": ("regex",),
-    "exclude_modules": ("glob",), "exclude": ("quark",),
-}
-GLOBS = ("modelopt", "modelopt_fp4", "modelopt_mixed")           # whose 'ignore', too, is of wildcards
-QUARK = "quark"                                                  # whose settings of single layers are those of the whole, too
-LAYERS = ("quantized_layers", "extra_config")                    # maps of single layers to their settings: modelopt, auto-round
-WHOLE = (16, 32)                                                 # bits of layers that auto-round leaves as they were
-LINEAR = "Linear"                                                # the class that targets mean by themselves
+METADATA = "quantization_config"                                 # the key of a safetensors header that may hold settings, too
+LEFT_ALONE = "-:"                                                # begins patterns of layers that are left alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +40,21 @@ class Group:
 class Quantization:
     """What a checkpoint says of its quantization, in one place.
 
-    source: the place.  method: the producer's name for it.  settings: those of the whole.  lists: the readings of the list of
-    layers left alone, one for each dialect.  problems: what cannot be read.
+    source: the place.  method: the producer's name for it.  settings: those of the whole.  layers: settings of single layers,
+    None for one that is left alone.  complete: the maps that name every quantized layer.  lists: the readings of the list of
+    layers left alone, one for each dialect.  only: the sole layers that are quantized, `only_key` the setting that lists them.
+    dynamic: patterns, and the settings of the layers that they name, None for those left alone.  problems: what cannot be read.
     """
 
     source: str
     method: str
     settings: dict[str, Any]
     groups: list[Group] = field(default_factory=list)
-    layers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    layers: dict[str, Mapping[str, Any] | None] = field(default_factory=dict)
+    complete: list[str] = field(default_factory=list)
     lists: list[Rules] = field(default_factory=list)
     only: Rules | None = None
+    only_key: str = ""
     dynamic: list[tuple[Rules, Mapping[str, Any] | None]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     budget: Budget = field(default_factory=Budget)
@@ -85,24 +69,22 @@ class Quantization:
             return self._scheme(module)
 
     def _scheme(self, module: str) -> Scheme:
-        ignored = [rule for each in self.lists if (rule := each.first(module)) is not None]
+        ignored = [rule for listed in self.lists if (rule := listed.first(module)) is not None]
         if ignored and len(ignored) == len(self.lists):
             return Scheme(None, str(ignored[0]))
-        for each, overrides in self.dynamic:
-            rule = each.first(module)
+        for patterns, overrides in self.dynamic:
+            rule = patterns.first(module)
             if rule is not None:
                 return Scheme(None if overrides is None else ChainMap(dict(overrides), self.settings), str(rule))
         if self.only is not None and self.only.first(module) is None:
-            return Scheme(None, "not in modules_in_block_to_quantize (suffix)")
+            return Scheme(None, f"not in {self.only_key}")
         if module in self.layers:
-            own = self.layers[module]
-            return Scheme(None if own.get("bits") in WHOLE else own, "its own settings")
+            return Scheme(self.layers[module], "its own settings")
         if not self.groups:
-            mixed = "quantized_layers" in self.settings
-            return Scheme(None, "not in quantized_layers (exact)") if mixed else Scheme(self.settings)
-        found = next((each for each in self._named if each.targets and each.targets.first(module) is not None), None)
-        found = found or next((each for each in self.groups if each.targets is None), None)
-        return Scheme(found.settings, found.name) if found else Scheme(None, "in no group")
+            return Scheme(None, f"not in {self.complete[0]} (exact)") if self.complete else Scheme(self.settings)
+        group = next((group for group in self._named if group.targets and group.targets.first(module) is not None), None)
+        group = group or next((group for group in self.groups if group.targets is None), None)
+        return Scheme(group.settings, group.name) if group else Scheme(None, "in no group")
 
     def has_8_bit_inputs(self, module: str) -> bool:
         """Whether a module's products take x in 8 bits."""
@@ -115,25 +97,26 @@ class Quantization:
     def maybe(self, module: str) -> Rule | None:
         """The rule by which some readers of the list leave a module alone, and others do not."""
         with self.budget:
-            ignored = [rule for each in self.lists if (rule := each.first(module)) is not None]
+            ignored = [rule for listed in self.lists if (rule := listed.first(module)) is not None]
         return ignored[0] if 0 < len(ignored) < len(self.lists) else None
 
 
 def quantizations(folder: Folder) -> list[Quantization]:
-    """What a folder's files say, the first of them in the order of PLACES; several, where they are in several places.
+    """What a folder's files say, the place that is read first in front; several, where settings are in several places.
 
     Raises CheckpointError where settings are none.
     """
-    found, budget = [], Budget(len(folder.names()))
-    for file, keys, method in PLACES:
-        data: Any = folder.json(file)
-        for key in keys:
+    quantized, budget = [], Budget(len(folder.names()))
+    for place, method in producers().places:
+        data: Any = folder.json(place.file)
+        for key in place.at:
             data = data.get(key) if isinstance(data, Mapping) else None
         if data and not isinstance(data, Mapping):
-            raise CheckpointError(f"{folder.root / file}: {'.'.join(keys)} is {shown(str(data))}, no object of settings")
+            where = f"{folder.root / place.file}: {'.'.join(place.at)}"
+            raise CheckpointError(f"{where} is {shown(str(data))}, no object of settings")
         if data:
-            found.append(quantization(data, " ".join([f"{file}:", *keys]).rstrip(": "), method, budget))
-    return [*found, *(quantization(data, source, "", budget) for source, data in in_headers(folder))]
+            quantized.append(quantization(data, " ".join([f"{place.file}:", *place.at]).rstrip(": "), method, budget))
+    return [*quantized, *(quantization(data, source, "", budget) for source, data in in_headers(folder))]
 
 
 def in_headers(folder: Folder) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -154,31 +137,26 @@ def quantization(data: Mapping[str, Any], source: str, method: str, budget: Budg
 
 
 def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Budget) -> Quantization:
-    method = str(data.get("quant_method") or method or _unnamed(data)).lower()
-    names = NAMES.get(method, {})
+    registry = producers()
+    method = str(data.get("quant_method") or method or registry.unnamed(data)).lower()
+    names, keys = registry.of(method).settings, registry.keys(method)
     settings = {names.get(key, key): value for key, value in data.items()} | {"quant_method": method}
-    found = Quantization(source, method, settings, budget=budget)
-    for key in LISTS:
+    read = Quantization(source, method, settings, budget=budget)
+    read.lists = [rules(dialect, settings[key], budget) for key, dialects in keys.skipped.items() if settings.get(key)
+                  for dialect in dialects]
+    read.groups = [group for how in keys.groups.values() for group in _groups(settings, how, keys, budget)]
+    read.layers = _layers(settings, keys)
+    read.complete = [key for key, how in keys.layers.items() if how.complete and key in settings]
+    read.dynamic = list(_dynamic(settings, keys, budget))
+    for key, dialect in keys.only.items():
         if settings.get(key):
-            found.lists += [rules(dialect, settings[key], budget) for dialect in dialects(key, method)]
-    found.groups = _groups(settings, budget)
-    found.layers = _layers(settings)
-    dynamic = settings.get("dynamic")
-    for pattern, overrides in dynamic.items() if isinstance(dynamic, Mapping) else ():
-        found.dynamic.append((rules("dynamic", re.sub(r"\A[-+]:", "", pattern), budget),
-                              None if pattern.startswith("-:") or overrides is False else
-                              overrides if isinstance(overrides, Mapping) else {}))
-    of_layers = settings.get("layer_quant_config") if method == QUARK else None
-    for pattern, own in of_layers.items() if isinstance(of_layers, Mapping) else ():
-        found.dynamic.append((rules("glob", pattern, budget), {"global_quant_config": own}))
-    inside = settings.get("modules_in_block_to_quantize")
-    if inside:
-        found.only = rules("suffix", [name for each in _listed(inside) for name in _listed(each)], budget)
-    read_rules = [*found.lists, *(each for each, _ in found.dynamic), *(each.targets for each in found.groups if each.targets),
-                  *([found.only] if found.only else [])]
-    problems = [*_misplaced(settings), *(problem for each in read_rules for problem in each.problems)]
-    found.problems = list(dict.fromkeys(f"{source}: {problem}" for problem in problems))
-    return found
+            names_inside = [name for part in _listed(settings[key]) for name in _listed(part)]
+            read.only, read.only_key = rules(dialect, names_inside, budget), f"{key} ({dialect})"
+    read_rules = [*read.lists, *(patterns for patterns, _ in read.dynamic),
+                  *(group.targets for group in read.groups if group.targets), *([read.only] if read.only else [])]
+    problems = [*_misplaced(settings, keys), *(problem for listed in read_rules for problem in listed.problems)]
+    read.problems = list(dict.fromkeys(f"{source}: {problem}" for problem in problems))
+    return read
 
 
 def _listed(value: Any) -> list[Any]:
@@ -186,50 +164,60 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _misplaced(settings: Mapping[str, Any]) -> Iterator[str]:
+def _misplaced(settings: Mapping[str, Any], keys: ConfigKeys) -> Iterator[str]:
     """Settings that are of layers, and not the objects that they should be."""
-    for key in ("config_groups", "dynamic", *LAYERS):
+    for key in (*keys.groups, *keys.patterns, *(key for key in keys.layers if key != INLINE)):
         value = settings.get(key)
         if value and not isinstance(value, Mapping):
             yield f"{key} is {shown(str(value))}, no object"
-        for name, each in value.items() if isinstance(value, Mapping) else ():
-            if not (isinstance(each, Mapping) or (key == "dynamic" and (each is False or name.startswith("-:")))):
-                yield f"{key}: {shown(name)} is {shown(str(each))}, no object of settings"
+        for name, own in value.items() if isinstance(value, Mapping) else ():
+            if not (isinstance(own, Mapping) or (key in keys.patterns and (own is False or name.startswith(LEFT_ALONE)))):
+                yield f"{key}: {shown(name)} is {shown(str(own))}, no object of settings"
 
 
-def dialects(key: str, method: str) -> tuple[str, ...]:
+def dialects(key: str, method: str) -> Sequence[str]:
     """How a producer's list of layers that are left alone is read, by its key."""
-    if method == OWN:
-        return ("exact",)                                        # no other loader reads it
-    return ("glob",) if key == "ignore" and method in GLOBS else LISTS[key]
+    return producers().keys(method).skipped[key]
 
 
-def _unnamed(data: Mapping[str, Any]) -> str:
-    """Whose settings are that do not say so."""
-    if data.get("load_in_4bit") or data.get("load_in_8bit"):
-        return "bitsandbytes"
-    return "compressed-tensors" if "config_groups" in data else MLX if {"bits", "group_size"} <= data.keys() else ""
+def _dynamic(settings: Mapping[str, Any], keys: ConfigKeys, budget: Budget,
+             ) -> Iterator[tuple[Rules, Mapping[str, Any] | None]]:
+    """Settings by patterns, None for layers that are left alone."""
+    for key, how in keys.patterns.items():
+        by_pattern = settings.get(key)
+        for pattern, own in by_pattern.items() if isinstance(by_pattern, Mapping) else ():
+            if how.under:
+                yield rules(how.dialect, pattern, budget), {how.under: own}
+                continue
+            left = pattern.startswith(LEFT_ALONE) or own is False
+            yield (rules(how.dialect, re.sub(r"\A[-+]:", "", pattern), budget),
+                   None if left else own if isinstance(own, Mapping) else {})
 
 
-def _groups(settings: Mapping[str, Any], budget: Budget) -> list[Group]:
-    """compressed-tensors' groups of layers."""
-    groups = settings.get("config_groups")
-    rest = {key: value for key, value in settings.items() if key not in ("config_groups", *LAYERS)}
-    found: list[Group] = []
-    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+def _groups(settings: Mapping[str, Any], how: GroupSettings, keys: ConfigKeys, budget: Budget) -> list[Group]:
+    """Groups of layers with settings of their own."""
+    by_name = settings.get(how.key)
+    whole = {key: value for key, value in settings.items() if key != how.key and key not in keys.layers}
+    groups: list[Group] = []
+    for name, group in by_name.items() if isinstance(by_name, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if isinstance(weights, Mapping):
-            own = {"format": group["format"]} if group.get("format") else {}
+            own = {key: group[key] for key in how.repeated if group.get(key)}
             targets = _listed(group.get("targets") or [])
-            every = LINEAR in targets or not targets
-            found.append(Group(name, None if every else rules("regex", targets, budget), ChainMap(own, dict(weights), rest)))
-    return found
+            every = how.every in targets or not targets
+            named = None if every else rules(how.targets, targets, budget)
+            groups.append(Group(name, named, ChainMap(own, dict(weights), whole)))
+    return groups
 
 
-def _layers(settings: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Settings of single layers, by their whole names."""
-    rest = {key: value for key, value in settings.items() if key not in LAYERS}
-    return {name: ChainMap(dict(layer), rest) for key in LAYERS if isinstance(settings.get(key), Mapping)
-            for name, layer in settings[key].items() if isinstance(layer, Mapping)} | \
-        {name: ChainMap(dict(layer), rest) for name, layer in settings.items()
-         if settings["quant_method"] == MLX and isinstance(layer, Mapping)}
+def _layers(settings: Mapping[str, Any], keys: ConfigKeys) -> dict[str, Mapping[str, Any] | None]:
+    """Settings of single layers, by their whole names; None for those that are left alone."""
+    whole = {key: value for key, value in settings.items() if key not in keys.layers}
+    layers: dict[str, Mapping[str, Any] | None] = {}
+    for key, how in keys.layers.items():
+        by_name = settings if key == INLINE else settings.get(key)
+        for name, own in by_name.items() if isinstance(by_name, Mapping) else ():
+            if isinstance(own, Mapping):
+                is_plain = any(own.get(setting) in values for setting, values in how.plain.items())
+                layers[name] = None if is_plain else ChainMap(dict(own), whole)
+    return layers

@@ -1,4 +1,4 @@
-"""What settings mean for a format, by the rules that its spec lists under `detect`.
+"""What settings mean for a format, by the rules of producers for it, and of its spec for small tensors.
 
 Settings are those of a checkpoint's config, of a header's metadata, or numbers in small tensors beside a weight.
 """
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from qdsl.core.producer import ABOUT_RULE
 from qdsl.core.stored import Description
 
 EXTENTS = ("N", "K")
 EXPERTS = "E"                                                    # how many such weights there are, in front of N and K
 OWN = "qdsl"                                                     # the quant_method of settings that are no producer's
-SPOKEN = ("storage", "where", "with")                            # what a rule itself says, no setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Reading:
     as the format does not know.
     weak: the rule took the absence of a setting for one of its words.
     follows: settings and what each follows from: a tensor or a field, and the words where that says something, and where not.
-    facts: numbers that its producer writes beside, which a format has for good.
+    constants: numbers that its producer writes beside, which a format has for good.
     fronts: what lists have in front of what the rule has, the extent of one more axis, of experts; None for those that have
     nothing there, by settings.
     """
@@ -38,7 +38,7 @@ class Reading:
     weak: bool = False
     fronts: Mapping[str, Any] = field(default_factory=dict)
     follows: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
-    facts: Mapping[str, int] = field(default_factory=dict)
+    constants: Mapping[str, int] = field(default_factory=dict)
 
 
 def own_rule(format: Description, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
     fronts: dict[str, Any] = {}
     weak = False
     for key, wanted in rule.items():
-        if key in SPOKEN or isinstance(wanted, Mapping):
+        if key in ABOUT_RULE or isinstance(wanted, Mapping):
             continue
         value = at(settings, key)
         words = wanted if isinstance(wanted, list) else [wanted]
@@ -82,14 +82,14 @@ def _reading(rule: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
             many = many[more:]
         if value is None or isinstance(value, list) != isinstance(wanted, list) or len(many) != len(words):
             return None
-        if not all(word in names or same(each, word) for word, each in zip(words, many, strict=True)):
+        if not all(word in names or same(entry, word) for word, entry in zip(words, many, strict=True)):
             return None
-        given = {word: each for word, each in zip(words, many, strict=True) if word in names}
-        values |= given
-        keys |= dict.fromkeys(given, key)
-    follows = {key: wanted for key, wanted in rule.items() if key not in SPOKEN and isinstance(wanted, Mapping)}
-    facts = {key: word for key, word in rule.get("with", {}).items() if type(word) is int}
-    return Reading(str(rule.get("storage", "")), values, keys, weak, fronts, follows, facts)
+        own = {word: entry for word, entry in zip(words, many, strict=True) if word in names}
+        values |= own
+        keys |= dict.fromkeys(own, key)
+    follows = {key: wanted for key, wanted in rule.items() if key not in ABOUT_RULE and isinstance(wanted, Mapping)}
+    constants = {key: word for key, word in rule.get("with", {}).items() if type(word) is int}
+    return Reading(str(rule.get("storage", "")), values, keys, weak, fronts, follows, constants)
 
 
 def is_block(key: str) -> bool:
@@ -101,9 +101,9 @@ def at(settings: Mapping[str, Any], key: str) -> Any:
     """The setting of a name, or where its dots lead; None where there is none."""
     if key in settings:
         return settings[key]
-    head, _, rest = key.partition(".")
+    head, _, inner_key = key.partition(".")
     inner = settings.get(head)
-    return at(inner, rest) if rest and isinstance(inner, Mapping) else None
+    return at(inner, inner_key) if inner_key and isinstance(inner, Mapping) else None
 
 
 def from_tensors(format: Description, contents: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -113,7 +113,7 @@ def from_tensors(format: Description, contents: Mapping[str, Any]) -> dict[str, 
     contents: of those that are there, JSON where the format's rule for a tensor is a mapping, else numbers.
     """
     names = [*format.params, *EXTENTS, *format.singles]
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, rule in format.detect.get("tensors", {}).items():
         if key not in contents:
             continue
@@ -126,10 +126,10 @@ def from_tensors(format: Description, contents: Mapping[str, Any]) -> dict[str, 
         reading = _reading(rule if isinstance(rule, Mapping) else {key: rule}, names, settings, isinstance(rule, Mapping))
         if reading is None or not isinstance(settings, Mapping):
             return None
-        found |= reading.values
+        values |= reading.values
         for front in reading.fronts.values():
-            found |= {} if front is None else {EXPERTS: front}
-    return found
+            values |= {} if front is None else {EXPERTS: front}
+    return values
 
 
 def saying(format: Description, values: Mapping[str, Any], settings: Mapping[str, Any],
@@ -140,22 +140,22 @@ def saying(format: Description, values: Mapping[str, Any], settings: Mapping[str
     values: of parameters, N and K, and tensors of one number, and E for experts in one tensor.  settings: which of several words
     it is, where they say one of them; else the first.
     """
-    found: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+    small: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     counts = says_numbers(format)
     for key, rule in format.detect.get("tensors", {}).items():
         if isinstance(rule, Mapping):
-            told = {name: _written(wanted, values, settings.get(name)) for name, wanted in rule.items()}
-            data = json.dumps(told).encode()
-            found[key] = "uint8", (len(data),), data
+            json_settings = {name: _written(wanted, values, settings.get(name)) for name, wanted in rule.items()}
+            data = json.dumps(json_settings).encode()
+            small[key] = "uint8", (len(data),), data
         elif isinstance(rule, str) and rule in format.tables:
             numbers = format.tables[rule]
-            found[key] = "float32", (len(numbers),), struct.pack(f"<{len(numbers)}f", *numbers)
+            small[key] = "float32", (len(numbers),), struct.pack(f"<{len(numbers)}f", *numbers)
         elif counts:
             if isinstance(rule, list):                           # extents, which are of 64 bits in torch
-                found[key] = "int64", (len(rule),), struct.pack(f"<{len(rule)}q", *(values.get(word, word) for word in rule))
+                small[key] = "int64", (len(rule),), struct.pack(f"<{len(rule)}q", *(values.get(word, word) for word in rule))
             else:
-                found[key] = "int32", (), struct.pack("<i", values.get(rule, rule))
-    return found
+                small[key] = "int32", (), struct.pack("<i", values.get(rule, rule))
+    return small
 
 
 def says_numbers(format: Description) -> bool:

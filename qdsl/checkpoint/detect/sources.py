@@ -12,7 +12,8 @@ from qdsl.checkpoint.detect import layer_weights
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.gguf_weights import companions, packed_weight
 from qdsl.checkpoint.detect.groups import Group
-from qdsl.checkpoint.detect.layers import Layer, layers
+from qdsl.checkpoint.detect.layer import Layer
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.ggml_types import TORCH
 from qdsl.checkpoint.files.gguf import GgufFile
@@ -142,7 +143,7 @@ class GgufSource:
 
     @cached_property
     def layers(self) -> Mapping[str, Layer]:
-        by_type = {str(each.detect["gguf"]): each for each in descriptions() if "gguf" in each.detect}
+        by_type = {str(spec.detect["gguf"]): spec for spec in descriptions() if "gguf" in spec.detect}
         recognised: dict[str, Layer] = {}
         for name, entry in self.file.tensors.items():
             if entry.type.name in TORCH or name in self._scales:

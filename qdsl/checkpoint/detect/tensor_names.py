@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from qdsl.checkpoint.detect.header_claims import PREFIX, Stated
+from qdsl.checkpoint.detect.header_claims import PREFIX, HeaderClaims
 from qdsl.core.stored import Description
 
 WEIGHT = "weight"                                                # what a module's weight is called, if nothing else
 
 
-class Leaves:
+class TensorNames:
     """The last parts of names by which tensors belong to a module, such as 'weight_scale' or 'weight.absmax'.
 
     names: all.  heads: the first parts of those that have several.  tails: those that begin with '_', the ends of a last part,
@@ -21,11 +21,11 @@ class Leaves:
     firsts: what makes such a weight's own name of it.  ends: what makes the names of those beside it.
     """
 
-    def __init__(self, formats: Iterable[Description], stated: Stated) -> None:
-        self.stated = stated
-        layouts = [layout for each in formats for storages in each.variants.values() for layout in storages.values()]
+    def __init__(self, formats: Iterable[Description], claims: HeaderClaims) -> None:
+        self.claims = claims
+        layouts = [layout for format in formats for storages in format.variants.values() for layout in storages.values()]
         self.names = {name for layout in layouts for key, stored in layout.items() for name in (key, *stored.aliases)}
-        self.names |= {name for each in formats for name in each.detect.get("tensors", {})}
+        self.names |= {name for format in formats for name in format.detect.get("tensors", {})}
         self.heads = {name.partition(".")[0] for name in self.names if "." in name}
         tails = (name for name in self.names if name.startswith("_") and not name.startswith(PREFIX))
         self.tails = tuple(sorted(tails, key=len, reverse=True))
@@ -41,16 +41,16 @@ class Leaves:
         """
         every = dict.fromkeys(names)
         stacks = self._stacks(every)
-        found: dict[str, dict[str, str]] = {}
+        by_module: dict[str, dict[str, str]] = {}
         for name in every:
             module, leaf = self._stacked(name, stacks) or self._cut(name)
-            found.setdefault(module, {})[leaf] = name
-        return found
+            by_module.setdefault(module, {})[leaf] = name
+        return by_module
 
     def _stacks(self, names: Collection[str]) -> set[str]:
         """The weights that have names of their own: there are other tensors whose names are made of theirs."""
-        found = {name.removesuffix(end) for name in names if name.endswith(self.ends) for end in self.ends if name.endswith(end)}
-        return {name for name in found if name.rpartition(".")[2] not in self.names
+        stems = {name.removesuffix(end) for name in names if name.endswith(self.ends) for end in self.ends if name.endswith(end)}
+        return {name for name in stems if name.rpartition(".")[2] not in self.names
                 and any(name + first in names for first in self.firsts)}
 
     def _stacked(self, name: str, stacks: Collection[str]) -> tuple[str, str] | None:
@@ -59,8 +59,8 @@ class Leaves:
             return name, WEIGHT
         for place in [place for place, letter in enumerate(name) if letter in "._"][::-1] if stacks else ():
             if name[:place] in stacks:
-                rest = name[place:]
-                return name[:place], WEIGHT + rest if WEIGHT + rest in self.names else rest[1:]
+                ending = name[place:]
+                return name[:place], WEIGHT + ending if WEIGHT + ending in self.names else ending[1:]
         return None
 
     def _cut(self, name: str) -> tuple[str, str]:
@@ -69,10 +69,10 @@ class Leaves:
             if parts[place] in self.heads:
                 return ".".join(parts[:place]), ".".join(parts[place:])
         module, _, leaf = name.rpartition(".")
-        if (cut := self.stated.cut(module, leaf)) is not None:
+        if (cut := self.claims.cut(module, leaf)) is not None:
             return cut
         is_own = leaf in self.names and leaf.startswith(WEIGHT)    # 'weight_scales' is no tail '_scales' of 'weight'
         if leaf.endswith(self.tails) and leaf not in self.tails and not is_own:
-            tail = next(each for each in self.tails if leaf.endswith(each))
+            tail = next(ending for ending in self.tails if leaf.endswith(ending))
             return name[:-len(tail)], tail
         return module, leaf

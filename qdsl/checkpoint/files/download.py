@@ -82,15 +82,15 @@ def _downloaded(url: str, path: Path) -> Path:
             return path                                          # no server, as where there is no network
         raise
     with answer:
-        is_rest = answer.status == 206
-        start = part.stat().st_size if is_rest else 0
-        if is_rest and not str(answer.headers["Content-Range"]).startswith(f"bytes {start}-"):
+        is_partial = answer.status == 206
+        start = part.stat().st_size if is_partial else 0
+        if is_partial and not str(answer.headers["Content-Range"]).startswith(f"bytes {start}-"):
             raise CheckpointError(f"{shown(url)}: the server sent a different range than requested")
-        if not is_rest:
+        if not is_partial:
             path.unlink(missing_ok=True)
             write_text(tag, _tag(answer.headers))
         length = answer.headers["Content-Length"]
-        with open(part, "ab" if is_rest else "wb") as file:
+        with open(part, "ab" if is_partial else "wb") as file:
             try:
                 shutil.copyfileobj(answer, file, CHUNK)
             except (HTTPException, OSError) as error:

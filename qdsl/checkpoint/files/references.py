@@ -247,7 +247,7 @@ def _hub_errors(ref: str) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, errors.HfHubHTTPError | errors.HFValidationError | errors.EntryNotFoundError |
                           errors.OfflineModeIsEnabled | ConnectionError) and not type(error).__module__.startswith("httpx"):
-            raise                                                # httpx, of which there are several, is the hub's client
+            raise                                                # the hub's client is httpx, of which several versions exist
         lines = [line.strip() for line in str(error).splitlines() if line.strip() and "Request ID" not in line]
         raise CheckpointError(f"no file or folder {shown(ref)}, and the hub says: {next(iter(lines), type(error).__name__)}"
                               ) from error

@@ -6,7 +6,7 @@ import json
 import math
 import re
 
-# A string (to the end of the text if nothing closes it, so that no character is looked at twice) or a bracket.
+# A string (to the end of the text if nothing closes it, so that no character is scanned twice) or a bracket.
 _TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qdsl.checkpoint.detect.groups import groups
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.report.shards import Piece, ShardError, merged_pieces, packed_layers, piece, row_piece, vocabulary_rows
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from qdsl.checkpoint.detect.descriptions import descriptions
-from qdsl.checkpoint.detect.layers import Layer, layers
+from qdsl.checkpoint.detect.layer import Layer
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.core.borders import UNITS, Span, piece_step, shard_step, span, targets
@@ -190,7 +191,7 @@ def single_experts(layer: Layer, is_streamed: bool = False) -> list[Layer]:
     if is_streamed:
         last, suffixes = STREAMED_NAMES[last], dict(zip(layer.tensors, STREAMED_SUFFIXES, strict=False))
     names = [f"{stem}.{expert}.{last}" for expert in range(layer.experts)]
-    return [replace(layer, name=name, experts=None, turned=False,
+    return [replace(layer, name=name, experts=None, transposed=False,
                     tensors={own: name + suffix for own, suffix in suffixes.items()}) for name in names]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.groups import SHARED_MEMORY, Group, memory
-from qdsl.checkpoint.detect.layers import Layer, Layers
+from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.files.folder import Folder
 
 PROBLEMS = 20                                                    # that are shown of a kind
@@ -64,7 +64,7 @@ def _finite(value: Any) -> Any:
 
 def _layer(folder: Folder, layer: Layer) -> dict[str, Any]:
     return {"name": layer.name, "format": layer.format or None, "storage": layer.storage or None, "params": _params_of(layer),
-            "shape": list(layer.shape) if layer.format else None, "experts": layer.experts, "turned": layer.turned,
+            "shape": list(layer.shape) if layer.format else None, "experts": layer.experts, "turned": layer.transposed,
             "bits_per_weight": _bits(folder, layer.tensors.values(), _numbers(layer)), "tensors": dict(layer.tensors),
             "settings": list(layer.settings), "others": dict(layer.others), "by": layer.by,
             **({"why": layer.why} if layer.why else {})}

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qdsl.checkpoint.detect.groups import Group
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import decoded, weights
-from qdsl.checkpoint.detect.layers import Layer, layers
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.checkpoint.report import worker

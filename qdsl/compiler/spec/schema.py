@@ -49,8 +49,6 @@ KEYS = {
 DETECT_KEYS = {
     "gguf": "the name of the GGML type",
     "safetensors": "the dtype of a safetensors file",
-    "config": "settings that a checkpoint's quantization_config must have",
-    "header": "what the JSON that a header's metadata have under a weight's name must say",
     "tensors": "small tensors beside a weight that say its parameters and shape",
     "words": "words that tell storages apart which fit alike",
     "spills": "fields that a producer lost, by the words that it wrote then",
@@ -421,17 +419,13 @@ class _Reader:
         return None if value is None else Stored(when, target, value)
 
     def detection(self, node: Node | None, params: Iterable[Param], storages: Iterable[Storage]) -> None:
-        """Rules of `detect` are mappings, and speak of storages that there are; `words` of parameters and tensors, too, and
-        `spills` of tensors and their fields' bits.
-        """
+        """Rules of `words` and `spills` are mappings, and speak of storages, parameters and tensors that there are."""
         names = [storage.name.value for storage in storages]
         params = list(params)
         tensors = {tensor.name.value for storage in storages for tensor in storage.tensors}
-        spared = {item.field.name for storage in storages for tensor in storage.tensors if tensor.optional is not None
-                  for line in tensor.record for item in line.fields if item.field is not None}
         listed = [(key.value, rule) for key, value in (node.items if isinstance(node, Mapping) else ())
                   for rule in (value.items if isinstance(value, Sequence) else (value,))
-                  if key.value in ("config", "header", "words", "spills")]
+                  if key.value in ("words", "spills")]
         for key, rule in listed:
             if not isinstance(rule, Mapping):
                 self.problems.add(rule.span, f"a rule of '{key}' is a mapping")
@@ -440,10 +434,6 @@ class _Reader:
                 word = value.value if isinstance(value, Text) else ""
                 if name.value == "storage" and word not in names:
                     self.problems.add(value.span, f"there is no storage '{word}'{did_you_mean(word, names)}")
-                elif key in ("config", "header") and name.value == "where":
-                    self.chosen(value, params)
-                elif key in ("config", "header") and name.value != "with" and isinstance(value, Mapping):
-                    self.following(value, tensors | spared)
                 elif key == "words" and name.value in tensors and not _HEX.match(word):
                     self.problems.add(value.span, "a word has 32 bits, as 0x88888888")
                 elif key == "spills" and name.value != "storage":
@@ -452,17 +442,6 @@ class _Reader:
                     near = did_you_mean(name.value, tensors)
                     self.problems.add(name.span, f"'{name}' is neither a parameter nor a tensor{near}")
 
-    def chosen(self, node: Node, params: Iterable[Param]) -> None:
-        """Parameters whose values a rule says by its other words."""
-        values = {param.name.value: param.values for param in params}
-        for name, value in node.items if isinstance(node, Mapping) else ():
-            if name.value not in values:
-                self.problems.add(name.span, f"there is no parameter '{name}'{did_you_mean(name.value, values)}")
-            elif self.plain(value) not in values[name.value]:
-                self.problems.add(value.span, f"'{name}' is one of {', '.join(map(str, values[name.value]))}")
-        if not isinstance(node, Mapping) or not node.items:
-            self.problems.add(node.span, "expected {PARAMETER: value}")
-
     def overflowed(self, name: Text, bits: Node, params: Iterable[Param], tensors: set[str]) -> None:
         """A tensor, and the parameter that is how many bits its fields have."""
         if name.value not in tensors:
@@ -470,14 +449,6 @@ class _Reader:
         widths = [param.name.value for param in params if all(type(value) is int and 1 <= value <= 32 for value in param.values)]
         if not isinstance(bits, Text) or bits.value not in widths:
             self.problems.add(bits.span, "expected the parameter that says how many bits a field has")
-
-    def following(self, rule: Mapping, names: set[str]) -> None:
-        """A setting that follows from a tensor, or a field of an optional one: its word where that is said, and where not."""
-        for name, words in rule.items:
-            if name.value not in names:
-                self.problems.add(name.span, f"there is no tensor or optional field '{name}'{did_you_mean(name.value, names)}")
-            if len(rule.items) != 1 or not isinstance(words, Sequence) or len(words.items) != 2:
-                self.problems.add(name.span, "expected {NAME: [word where it is there, word where it is not]}")
 
     def rules(self, items: dict[str, Node]) -> dict[str, Data]:
         return {key: self.plain(value) for key, value in items.items()}

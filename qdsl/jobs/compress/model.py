@@ -13,7 +13,8 @@ from typing import Any
 
 from qdsl.checkpoint.detect.groups import CONFIG, Group
 from qdsl.checkpoint.detect.guard import CLASS, has_own_settings, unguarded
-from qdsl.checkpoint.detect.layers import Layers, layers
+from qdsl.checkpoint.detect.layer import Layers
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.detect.quantization import quantizations
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.files.folder import Folder
@@ -160,19 +161,19 @@ def _parts(folder: Folder, detected: Layers, kept: Original | None, files: Files
             parts[name] = Part(coded, 0)
         elif not layer.format and kept is None:
             raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: {layer.why}")
-    stated_shapes: Mapping[str, Shape] = {name: entry.shape for name, entry in entries.items()}
+    tensor_shapes: Mapping[str, Shape] = {name: entry.shape for name, entry in entries.items()}
     if detected.groups and not files:
-        stated_shapes = _model_shapes(folder, shapes)
+        tensor_shapes = _model_shapes(folder, shapes)
     for group in detected.groups:
         names = _names(folder, group, kept)
         for name, count in zip(names, group.parts.values(), strict=False):
-            if name not in stated_shapes:
+            if name not in tensor_shapes:
                 raise RewriteError(f"{folder.path}: nothing says the shape of {shown(name)}; --like REF can")
-            if math.prod(stated_shapes[name]) != count:
+            if math.prod(tensor_shapes[name]) != count:
                 raise RewriteError(f"{folder.path}: {shown(name)} has {count} numbers, and not the shape "
-                                   f"{list(stated_shapes[name])}")
+                                   f"{list(tensor_shapes[name])}")
         tensors = {leaf: bytes_of(folder, full) for leaf, full in group.tensors.items()}
-        coded = Coded(str(folder.path), group.format, group.name, tensors, names, tuple(stated_shapes[name] for name in names),
+        coded = Coded(str(folder.path), group.format, group.name, tensors, names, tuple(tensor_shapes[name] for name in names),
                       tuple(map(crc.get, names)), group.threads)
         parts |= {name: Part(coded, number) for number, name in enumerate(names)}
     return parts

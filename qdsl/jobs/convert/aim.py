@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.ignored import is_skipped
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import module_of
-from qdsl.checkpoint.detect.layers import Layer
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core.stored import Description
 from qdsl.jobs.engine import RewriteError
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from qdsl.runtime.weight.format import Format
     from qdsl.runtime.weight.packed import PackedWeight
-
-PACKED = "pack-quantized"                                        # compressed-tensors, whose readers want no zero points
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +60,9 @@ class Aim:
 
     @property
     def options(self) -> dict[str, int | str]:
-        """Options of `quantize`: the parameters, and symmetric codes where readers of the storage support only those."""
-        rules = description(self.format).detect.get("config", [])
-        is_packed = any(rule.get("format") == PACKED and rule.get("storage") == self.storage and rule.get("symmetric")
-                        for rule in (rules if isinstance(rules, list) else [rules]))
-        return {**({"symmetric": True} if is_packed else {}), **self.params}
+        """What weights are quantized with: the parameters, and what readers of the storage need, such as symmetric codes."""
+        rules = [rule for rule in description(self.format).detect.get("config", []) if rule.get("storage") == self.storage]
+        return {**next((rule["quantize"] for rule in rules if "quantize" in rule), {}), **self.params}
 
     def includes(self, layer: Layer) -> bool:
         """Whether a quantized layer is to be converted."""
@@ -87,7 +83,7 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
 
     ignore, only: as of Aim, for plain layers that are quantized.  skip, keep_misfits: for layers that are quantized already.
 
-    Raises RewriteError for a format or parameters that there are not, and for plain numbers in entropy codes.
+    Raises RewriteError for an unknown format or parameter, and for entropy codes of plain numbers.
     """
     if not requantize:
         format, _, storage = to.rpartition(".")
@@ -95,7 +91,7 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
     from qdsl.runtime.weight.packed import FormatError
 
     name, _, storage = to.partition(".")
-    if name not in [known_format.name for known_format in descriptions()]:
+    if name not in [form.name for form in descriptions()]:
         raise RewriteError(f"no format {shown(name)}")
     format = import_module(f"qdsl.generated.{name}").FORMAT
     try:

@@ -115,7 +115,7 @@ def _commands(ref: str, formats: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(commands)
 
 
-def _model(name: str, folder: Folder, is_meant: bool) -> Model:
+def _model(name: str, folder: Folder, is_selected: bool) -> Model:
     entries = {full: folder.entry(full) for full in folder.names()}
     stored = sum(entry.nbytes for entry in entries.values())
     detected = layers(folder)
@@ -125,7 +125,7 @@ def _model(name: str, folder: Folder, is_meant: bool) -> Model:
     owned |= {own for group in detected.groups for own in group.tensors.values()}
     weights = sum(math.prod(entry.shape) for full, entry in entries.items() if full not in owned)
     weights += sum(experts * numbers for experts, numbers in packed) + sum(group.numbers for group in detected.groups)
-    if not is_meant or detected.layers or detected.groups:             # an autoencoder, or quantized already
+    if not is_selected or detected.layers or detected.groups:             # an autoencoder, or quantized already
         decoded = [numbers for _, numbers in packed] + [group.numbers for group in detected.groups]
         return Model(name, weights, {AS_STORED: Need(stored, 2 * max(decoded, default=0))})
     matrix_layers = {layer.name: layer for layer in plain_layers(folder)[0]}

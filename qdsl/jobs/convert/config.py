@@ -1,7 +1,7 @@
-"""What a folder's files say of its quantization, in another storage: by the rules that the format's page lists under `detect`.
+"""What a folder's files say of its quantization, in another storage: by the rules of its producer.
 
-Where no page says how, the settings name the format and the storage as qdsl does, which no other loader takes for its own; the
-config is then guarded, so that loaders without qdsl refuse it.
+Where no producer has words for it, the settings name the format and the storage as qdsl does, and the config is guarded, so that
+loaders without qdsl refuse it.
 """
 
 from __future__ import annotations
@@ -14,42 +14,22 @@ from typing import Any
 
 from qdsl.checkpoint.detect.guard import guarded, has_own_settings, unguarded
 from qdsl.checkpoint.detect.ignored import rules
-from qdsl.checkpoint.detect.layers import Layers
-from qdsl.checkpoint.detect.quantization import MLX, NAMES, PLACES, dialects, in_headers, quantization
-from qdsl.checkpoint.detect.rules import OWN, SPOKEN, same
+from qdsl.checkpoint.detect.layer import Layers
+from qdsl.checkpoint.detect.producers import producers
+from qdsl.checkpoint.detect.quantization import LEFT_ALONE, dialects, in_headers, quantization
+from qdsl.checkpoint.detect.rules import OWN, same
 from qdsl.checkpoint.files.folder import Folder
+from qdsl.core.producer import ABOUT_RULE, Refusal
 from qdsl.core.stored import OF_X, Description
-from qdsl.jobs.convert.aim import PACKED, description
+from qdsl.jobs.convert.aim import description
 from qdsl.jobs.convert.plain import SUFFIX, is_matrix
 from qdsl.jobs.convert.plan import Plan
 
 CONFIG = "config.json"
-NESTED = "compressed-tensors"                                    # whose settings of weights lie in groups
-# What compressed-tensors says of weights, and not of the whole.
-OF_WEIGHTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder", "dynamic",
-              "scale_dtype")
-NOT_OF_WEIGHTS = ("kv_cache_scheme", "kv_cache_quant_algo", "input_activations", "output_activations", "sparsity_config")
 INPUTS = "input_"                                                # how scales of activations begin, beside weights
 MISTRAL = "params.json"                                          # the config of files that Mistral's own programs read
-GPTQ = "gptq"                                                    # which names layers that are left in a map of patterns
-OF_INPUTS = "input_activations"
 WORDS = ("strategy",)                                            # never a parameter's value, though one is called 'group'
-IGNORED = {"awq": "modules_to_not_convert", "fp8": "modules_to_not_convert", NESTED: "ignore", "modelopt": "exclude_modules",
-           "bitsandbytes": "llm_int8_skip_modules", "torchao": "modules_to_not_convert", "mxfp4": "modules_to_not_convert",
-           "bitnet": "modules_to_not_convert", "hqq": "skip_modules", "blockwise_int8": "ignored_layers",
-           "eetq": "modules_to_not_convert",
-           OWN: "modules_to_not_convert"}
-
-# Which packages load a producer's settings; those of models with diffusers' own key know fewer.
-READERS = {"fp8": "transformers, vLLM", NESTED: "compressed-tensors, transformers with it, vLLM", "gptq": "gptqmodel, vLLM",
-           "awq": "gptqmodel, vLLM", "modelopt": "vLLM, TensorRT-LLM", "bitsandbytes": "transformers with bitsandbytes",
-           "torchao": "transformers with torchao, vLLM", "mxfp4": "transformers, vLLM", "bitnet": "transformers",
-           MLX: "mlx-lm", "eetq": "transformers with EETQ's kernels"}
-OF_DIFFUSERS = {"bitsandbytes": "diffusers with bitsandbytes", "torchao": "diffusers with torchao"}
 PROGRAMS, PROGRAMS_OF_DIFFUSERS = ("transformers", "vLLM"), ("diffusers",)        # of which it is said that they do not read it
-# Settings of producers whose other settings vLLM 0.32 loads; tests/data/compatibility.yaml has its errors.
-NOT_OF_VLLM: dict[str, tuple[object, ...]] = {"bits": (2, 3, 5, 6, 7), "quant_algo": ("MXFP4",), "version": ("gemv", "gemv_fast"),
-                                              "format": ("mxfp6-pack-quantized",)}
 DIFFUSERS = "_class_name"
 HEAD, EMBEDDING = "lm_head", "embed_tokens"
 
@@ -62,24 +42,33 @@ def readers(folder: Folder, plan: Plan, layers: Layers) -> tuple[str, dict[str, 
         return ", ".join(["qdsl", *programs]), {}
     settings = _settings(folder, {}, "", plan, layers)[0]
     method = settings.get("quant_method", OWN)
-    others = (OF_DIFFUSERS if of_diffusers else READERS).get(method, "")
+    loading = producers().of(method).readers
+    others = list(loading.diffusers if of_diffusers else loading.programs)
     why = dict.fromkeys(programs, "its own loaders know no settings of qdsl" if method == OWN else
                         f"its loaders know no quant_method {method}")
-    groups = settings.get("config_groups", {}).values()
-    if settings.get("sym") is False:
-        others = others.removesuffix(", vLLM")
-        why["vLLM"] = "it takes GPTQ's symmetric codes alone; --param symmetric=true writes those"
-    wrong = [f"{name} {settings[name]}" for name, values in NOT_OF_VLLM.items() if settings.get(name) in values]
-    if wrong and "vLLM" in others:
-        others = others.replace(", vLLM", "").removeprefix("vLLM, ")
-        why["vLLM"] = f"its loaders know no {method} with {wrong[0]}"
-    if settings.get("format") == PACKED and any(group["weights"].get("symmetric") is False for group in groups):
-        others = "vLLM"
-        why["transformers"] = "compressed-tensors 0.20 expects unpacked zero points; --param symmetric=true writes none"
-    if "gptqmodel" in others:
-        why["transformers"] = "it asks gptqmodel to, where that is installed"
-    reads = ", ".join(["qdsl", *([others] if others else [])]) if others else "qdsl alone"
-    return reads, {program: reason for program, reason in why.items() if program not in others}
+    for refusal in loading.refuses:
+        removed = refusal.removes or (refusal.program,)
+        wrong = _refused(refusal, settings)
+        if wrong and not {*removed}.isdisjoint(others):
+            others = [program for program in others if program not in removed]
+            why[refusal.program] = refusal.why or f"its loaders know no {method} with {wrong}"
+    why |= {program: note for program, note in loading.notes.items() if program in why and others}
+    named = ", ".join(others)
+    return (", ".join(["qdsl", named]) if others else "qdsl alone",
+            {program: reason for program, reason in why.items() if program not in named})
+
+
+def _refused(refusal: Refusal, settings: Mapping[str, Any]) -> str:
+    """The first setting that a program refuses, and its value; '' where some setting is none of those that it refuses.
+
+    Settings of groups count as those of the whole.
+    """
+    groups = [group["weights"] for key in producers().keys(settings["quant_method"]).groups
+              for group in _mappings(settings.get(key)) if isinstance(group.get("weights"), Mapping)]
+    for whole in ([{**settings, **weights} for weights in groups] or [dict(settings)]):
+        if all(any(same(whole.get(key), value) for value in values) for key, values in refusal.when.items()):
+            return next(f"{key} {whole[key]}" for key in refusal.when)
+    return ""
 
 
 def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str | None], list[str]]:
@@ -89,10 +78,11 @@ def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str
     wholes: dict[str, dict[str, Any]] = {}
     touched: list[str] = []
     notes: list[str] = []
-    for file, keys, producer in PLACES:
+    for place, producer in producers().places:
+        file, keys = place.file, place.at
         whole = wholes.setdefault(file, copy.deepcopy(folder.json(file)))
-        place, settings = _at(whole, keys)
-        if place is None:
+        container, settings = _at(whole, keys)
+        if container is None:
             continue
         touched.append(file)
         new, more = _settings(folder, settings, quantization(settings, file, producer).method, plan, layers)
@@ -101,13 +91,13 @@ def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str
         if not keys:
             wholes[file] = new if stays else {}
         elif stays:
-            place[keys[-1]] = new
+            container[keys[-1]] = new
         else:                                                    # a place of a producer that has nothing to say any more
-            del place[keys[-1]]
+            del container[keys[-1]]
             wholes[file] = whole if file == CONFIG else {}
     headers = [settings for _, settings in in_headers(folder)]
-    there = touched or headers or plan.aim.is_from_plain or (folder.root / CONFIG).exists()
-    if there and all(_at(wholes[CONFIG], keys)[0] is None for file, keys, _ in PLACES if file == CONFIG):
+    has_settings = touched or headers or plan.aim.is_from_plain or (folder.root / CONFIG).exists()
+    if has_settings and all(_at(wholes[CONFIG], place.at)[0] is None for place, _ in producers().places if place.file == CONFIG):
         old = headers[0] if headers else {}
         new, more = _settings(folder, old, quantization(old, CONFIG, "").method, plan, layers)
         notes += more
@@ -115,8 +105,9 @@ def rewritten(folder: Folder, plan: Plan, layers: Layers) -> tuple[dict[str, str
         touched += [CONFIG] if new else []
     if wholes[CONFIG]:
         settings = wholes[CONFIG].get("quantization_config", {})
-        if settings.get("quant_method") == MLX:                  # it reads them under another key, and transformers refuse these
-            wholes[CONFIG]["quantization"] = {key: value for key, value in settings.items() if key != "quant_method"}
+        for place in producers().of(settings.get("quant_method")).places:
+            if place.repeat and place.file == CONFIG:
+                wholes[CONFIG][place.at[0]] = {key: value for key, value in settings.items() if key != "quant_method"}
         is_ours = has_own_settings(wholes[CONFIG]) or bool(layers.groups)
         config = (guarded if is_ours else unguarded)(wholes[CONFIG])
         touched += [CONFIG] if config != wholes[CONFIG] else []
@@ -143,24 +134,26 @@ def _settings(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, l
     if "safetensors" in description(plan.format).detect:
         return {}, []
     new, note = _renewed(folder, old, method, plan, layers)
-    lost = [name for name in _not_of_weights(old) if name not in _not_of_weights(new)]
-    lost += ["version"] if method == NESTED and old.get("version") and not new.get("version") else []
-    return new, [*([note] if note else []), *(f"the settings do not say {name} any more" for name in lost)]
+    names = producers().of(method).dropped
+    after = _present(new, names)
+    return new, [*([note] if note else []),
+                 *(f"the settings do not say {name} any more" for name in _present(old, names) if name not in after)]
 
 
-def _not_of_weights(settings: Mapping[str, Any]) -> list[str]:
-    """What settings say of others than weights."""
-    every = [settings, *_mappings(settings.get("config_groups"))]
-    return [name for name in NOT_OF_WEIGHTS if any(each.get(name) for each in every)]
+def _present(settings: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Those names that settings of the whole, or of a group of layers, state."""
+    groups = [group for how in producers().keys("").groups for group in _mappings(settings.get(how))]
+    wholes: list[Mapping[str, Any]] = [settings, *groups]
+    return [name for name in names if any(whole.get(name) for whole in wholes)]
 
 
 def stale(folder: Folder, plan: Plan) -> list[str]:
     """Notes of what was copied and speaks of the weights as they were."""
     scales = [full for layer in plan.changed for leaf, full in layer.others.items() if leaf.startswith(INPUTS)]
-    said = folder.json(MISTRAL).get("quantization") if plan.changed else None
+    old_quantization = folder.json(MISTRAL).get("quantization") if plan.changed else None
     return [*([f"{len(scales)} tensors such as {scales[0]} scale inputs of the old weights, and were copied"]
               if scales else []),
-            *([f"{MISTRAL} says quantization of the old weights, and was copied"] if said else [])]
+            *([f"{MISTRAL} says quantization of the old weights, and was copied"] if old_quantization else [])]
 
 
 def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, layers: Layers) -> tuple[dict[str, Any], str]:
@@ -182,8 +175,9 @@ def _renewed(folder: Folder, old: Mapping[str, Any], method: str, plan: Plan, la
     if _is_own(rule, method, plan):
         return _changed(old, rule, first), ""
     plain, wrong = ignored(folder, layers, rule["quant_method"])
-    note = f"{IGNORED[rule['quant_method']]} of the config cannot name {', '.join(wrong)} to all readers" if wrong else ""
-    return _made(dict(_given(rule, first)), plain), note
+    note = f"{producers().of(rule['quant_method']).skip_list} of the config cannot name {', '.join(wrong)} to all readers" \
+        if wrong else ""
+    return _new_settings(dict(_rule_settings(rule, first)), plain), note
 
 
 def _ours(folder: Folder, plan: Plan, layers: Layers) -> dict[str, Any]:
@@ -202,7 +196,7 @@ def own_settings(layers: Mapping[str, Mapping[str, Any]], plain: Sequence[str]) 
     first = next(iter(layers.values()))
     if any(layer != first for layer in layers.values()):
         return {"quant_method": OWN, "quantized_layers": {name: dict(layer) for name, layer in layers.items()}}
-    return {"quant_method": OWN, **first, **({IGNORED[OWN]: list(plain)} if plain else {})}
+    return {"quant_method": OWN, **first, **({producers().of(OWN).skip_list: list(plain)} if plain else {})}
 
 
 def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:
@@ -210,19 +204,18 @@ def _rules(folder: Folder, plan: Plan, method: str) -> list[dict[str, Any]]:
     if len({*plan.storages}) > 1:
         return []
     format, params = description(plan.format), plan.params[0]
-    rules: Any = format.detect.get("config", [])
+    rules: list[dict[str, Any]] = format.detect.get("config", [])
     only = len({name for storages in format.variants.values() for name in storages}) == 1    # then no rule has to name it
-    fit = [rule for rule in (rules if isinstance(rules, list) else [rules])
-           if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage and "quant_method" in rule
+    fit = [rule for rule in rules if rule.get("storage", plan.aim.storage if only else "") == plan.aim.storage
            and rule.get("where", {}).items() <= params.items()
            and (_is_own(rule, method, plan) or not any("." in key for key in rule))]     # settings in settings are read alone
-    return [found for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, params))
-            if (found := _followed(rule, format, folder, plan, _is_own(rule, method, plan))) is not None]
+    return [full for rule in sorted(fit, key=lambda rule: not _says_blocks(rule, format.sizes, params))
+            if (full := _followed(rule, format, folder, plan, _is_own(rule, method, plan))) is not None]
 
 
 def _says_blocks(rule: Mapping[str, Any], sizes: Iterable[str], params: Mapping[str, int | str]) -> bool:
     """Whether it gives the extents of blocks, and none of those that are whole axes."""
-    named = [word for key, wanted in rule.items() if key not in (*SPOKEN, *WORDS)
+    named = [word for key, wanted in rule.items() if key not in (*ABOUT_RULE, *WORDS)
              for word in (wanted if isinstance(wanted, list) else [wanted])]
     return all((params[size] == -1) != (size in named) for size in sizes)
 
@@ -235,25 +228,27 @@ def _is_own(rule: Mapping[str, Any], method: str, plan: Plan) -> bool:
 def _followed(rule: Mapping[str, Any], format: Description, folder: Folder, plan: Plan, own: bool) -> dict[str, Any] | None:
     """A rule with the words that follow from tensors and fields; None where layers differ in a tensor.
 
-    own: those stay what the settings say; but readers of compressed-tensors want just the tensors that its settings speak of, and
-    a word that is wrong of all layers has the right one beside it.
+    own: those stay what the settings say; but readers of some producers want just the tensors that settings speak of, and a word
+    that is wrong of all layers has the right one beside it.
     """
-    found = dict(rule)
+    full = dict(rule)
+    follows = producers().of(rule["quant_method"]).follows_tensors
     for key, wanted in rule.items():
-        if isinstance(wanted, dict) and key not in SPOKEN:
+        if isinstance(wanted, dict) and key not in ABOUT_RULE:
             [(name, words)] = wanted.items()
-            if own and rule["quant_method"] != NESTED:
-                del found[key]
+            if own and not follows:
+                del full[key]
                 continue
-            there = {_is_told(folder, plan, format, name)} if name in format.spared else {name in names for names in plan.tensors}
-            if len(there) > 1 and not own:
+            stored = {_is_stored(folder, plan, format, name)} if name in format.spared else \
+                {name in names for names in plan.tensors}
+            if len(stored) > 1 and not own:
                 return None
-            right, wrong = words if True in there else words[::-1]
-            found[key] = right if not own else {wrong: right} if len(there) == 1 else {}
-    return found
+            right, wrong = words if True in stored else words[::-1]
+            full[key] = right if not own else {wrong: right} if len(stored) == 1 else {}
+    return full
 
 
-def _is_told(folder: Folder, plan: Plan, format: Description, field: str) -> bool:
+def _is_stored(folder: Folder, plan: Plan, format: Description, field: str) -> bool:
     """Whether some layer has other values of a field than a missing tensor means, or may have them."""
     from qdsl.checkpoint.detect.layer_weights import unread
     from qdsl.runtime.weight.convert import usual
@@ -264,12 +259,12 @@ def _is_told(folder: Folder, plan: Plan, format: Description, field: str) -> boo
                for layer in (*plan.changed, *plan.kept) for weight in unread(folder, layer))
 
 
-def _given(rule: Mapping[str, Any], params: Mapping[str, int | str]) -> Iterator[tuple[str, Any]]:
+def _rule_settings(rule: Mapping[str, Any], params: Mapping[str, int | str]) -> Iterator[tuple[str, Any]]:
     """Settings that make a rule hold: its words, the first of several, and values of parameters; and what `with` says instead."""
     instead = rule.get("with", {})
     for key, wanted in rule.items():
         words = wanted if isinstance(wanted, list) else [wanted]
-        if key in SPOKEN or key in instead or words == ["null"]:
+        if key in ABOUT_RULE or key in instead or words == ["null"]:
             continue
         if all(word in params for word in words) and key not in WORDS:
             yield key, [params[word] for word in words] if isinstance(wanted, list) else params[wanted]
@@ -281,15 +276,15 @@ def _given(rule: Mapping[str, Any], params: Mapping[str, int | str]) -> Iterator
 def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[str, int | str]) -> dict[str, Any]:
     """A producer's settings with the words of another rule of its own; parameters are in every storage what they were."""
     new = copy.deepcopy(dict(old))
-    method = rule["quant_method"]
-    names = {name: NAMES.get(method, {}).get(name, name) for name in new}
-    nested = method == NESTED
-    groups = [each for each in _mappings(new.get("config_groups")) if isinstance(each.get("weights"), dict)] if nested else []
+    own = producers().of(rule["quant_method"])
+    names = {name: own.settings.get(name, name) for name in new}
+    groups = [] if own.groups is None else \
+        [group for group in _mappings(new.get(own.groups.key)) if isinstance(group.get("weights"), dict)]
     for key, wanted in rule.items():
         words = wanted if isinstance(wanted, list) else [*wanted.values()] if isinstance(wanted, dict) else [wanted]
-        if key in (*SPOKEN, *WORDS, *rule.get("with", {})) or all(word in params for word in words):
+        if key in (*ABOUT_RULE, *WORDS, *rule.get("with", {})) or all(word in params for word in words):
             continue
-        if nested and key in OF_WEIGHTS:
+        if own.groups is not None and key in own.groups.weights:
             places = [(group["weights"], [key]) for group in groups]
         else:
             if not any(same(new.get(key), word) for word in words):
@@ -305,7 +300,7 @@ def _changed(old: Mapping[str, Any], rule: Mapping[str, Any], params: Mapping[st
 
 def _mappings(value: object) -> list[dict[str, Any]]:
     """Those in a mapping; none where it is none."""
-    return [each for each in value.values() if isinstance(each, dict)] if isinstance(value, dict) else []
+    return [entry for entry in value.values() if isinstance(entry, dict)] if isinstance(value, dict) else []
 
 
 def _say(settings: dict[str, Any], names: Iterable[str], words: list[Any]) -> None:
@@ -319,19 +314,21 @@ def _say(settings: dict[str, Any], names: Iterable[str], words: list[Any]) -> No
             settings[name] = words[0]
 
 
-def _made(flat: dict[str, Any], plain: list[str]) -> dict[str, Any]:
+def _new_settings(flat: dict[str, Any], plain: list[str]) -> dict[str, Any]:
     """Settings of a producer that the checkpoint had not.  plain: the modules that are not quantized."""
-    method = flat["quant_method"]
-    if method == NESTED:
-        weights = {key: flat.pop(key) for key in OF_WEIGHTS if key in flat}
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": flat.pop(OF_INPUTS, None),
-                 "output_activations": None,
-                 **({"format": flat["format"]} if "format" in flat else {})}
-        return {**flat, "quantization_status": "compressed", "config_groups": {"group_0": group}, "ignore": plain}
-    if method == GPTQ:                                           # which quantizes no head and no embedding by default
-        inside = [name for name in plain if not name.endswith((HEAD, EMBEDDING))]
-        return {**flat, **({"dynamic": {f"-:^{re.escape(name)}$": {} for name in inside}} if inside else {})}
-    return {**flat, **({IGNORED[method]: plain} if method in IGNORED and plain else {})}
+    own = producers().of(flat["quant_method"])
+    if own.skipped_patterns:
+        inside = [name for name in plain if not name.endswith(own.plain_by_default)] if own.plain_by_default else plain
+        patterns: dict[str, Any] = {f"{LEFT_ALONE}^{re.escape(name)}$": {} for name in inside}
+        return {**flat, **own.written, **({own.skipped_patterns: patterns} if inside else {})}
+    skipped = {own.skip_list: plain} if own.skip_list and (plain or own.groups is not None) else {}
+    if own.groups is None:
+        return {**flat, **own.written, **skipped}
+    weights = {key: flat.pop(key) for key in own.groups.weights if key in flat}
+    group = {"targets": [own.groups.every], "weights": weights,
+             **{key: flat.pop(key, default) for key, default in own.groups.defaults.items()},
+             **{key: flat[key] for key in own.groups.repeated if key in flat}}
+    return {**flat, **own.written, own.groups.key: {own.groups.name: group}, **skipped}
 
 
 def ignored(folder: Folder, layers: Layers, method: str) -> tuple[list[str], list[str]]:
@@ -341,13 +338,14 @@ def ignored(folder: Folder, layers: Layers, method: str) -> tuple[list[str], lis
     if any(name.endswith(EMBEDDING) for name in plain) and not any(name.endswith(HEAD) for name in plain):
         plain.append(HEAD)                                       # a head that has the weight of the embedding
     plain = list(dict.fromkeys(plain))
-    if method not in IGNORED:
+    skip_list = producers().of(method).skip_list
+    if not skip_list:
         return plain, []
-    read = dialects(IGNORED[method], method)
+    read = dialects(skip_list, method)
     others = [layer.name for layer in layers.layers]
     text = "\n".join(others)
-    found = {name: _naming(name, read, others if _may_name(name, text) else []) for name in plain}
-    return [word for word, _ in found.values() if word], [name for name, (_, every) in found.items() if not every]
+    words = {name: _naming(name, read, others if _may_name(name, text) else []) for name in plain}
+    return [word for word, _ in words.values() if word], [name for name, (_, every) in words.items() if not every]
 
 
 def _may_name(module: str, text: str) -> bool:
@@ -362,8 +360,8 @@ def _naming(module: str, read: Sequence[str], others: Sequence[str]) -> tuple[st
     To transformers a name may be the end of another: 'head' is 'lm_head' too, where 'head$' is not; to others that is no name.
     """
     for word in (module, f"{re.escape(module)}$"):
-        each = [rules(dialect, word) for dialect in read]
-        named = [rule.first(module) is not None for rule in each]
-        if any(named) and not any(rule.first(other) for rule in each for other in others):
+        readings = [rules(dialect, word) for dialect in read]
+        named = [rule.first(module) is not None for rule in readings]
+        if any(named) and not any(rule.first(other) for rule in readings for other in others):
             return word, all(named)
     return "", False

@@ -7,7 +7,7 @@ from typing import Any
 
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.ignored import SKIPPED, is_skipped
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Entry
 
@@ -49,7 +49,7 @@ def plain_layers(folder: Folder, ignore: Sequence[str] = ()) -> tuple[list[Layer
             n, k = entry.shape[:0:-1] if is_transposed else entry.shape[-2:]
             [(storage, [tensor])] = formats[entry.dtype].variants[()].items()
             layers.append(Layer(module, formats[entry.dtype].name, storage, {}, (n, k), entry.shape[0] if is_stack else None,
-                                {tensor: name}, turned=is_transposed))
+                                {tensor: name}, transposed=is_transposed))
     return layers, left
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from qdsl.checkpoint.detect.groups import refuse_groups
-from qdsl.checkpoint.detect.header_claims import Stated
+from qdsl.checkpoint.detect.header_claims import HeaderClaims
 from qdsl.checkpoint.detect.ignored import is_skipped
+from qdsl.checkpoint.detect.layer import Layer, Layers
 from qdsl.checkpoint.detect.layer_weights import module_of, unread
-from qdsl.checkpoint.detect.layers import Layer, Layers
+from qdsl.checkpoint.detect.producers import producers
 from qdsl.checkpoint.detect.rules import EXPERTS, choices, numbers, saying, says_extents, says_numbers
 from qdsl.checkpoint.detect.tensor_names import WEIGHT
 from qdsl.checkpoint.files.components import within
@@ -39,9 +40,7 @@ if TYPE_CHECKING:
 
 
 _Named = list[tuple[str, str, tuple[str, tuple[int, ...]]]]       # new tensors: names in the storage and in files, dtypes, shapes
-WHOLE = ("modelopt",)                                            # storages with 'down_proj_weight_scale', not 'down_proj_scale'
-OF_LINEARS = "compressed-tensors"                                # whose settings are of Linear modules alone
-SAID = 8                                                         # problems, of those that there are
+MOST_PROBLEMS = 8                                                         # problems, of those that there are
 LONGEST = -1.1754943508222875e-38                                # a float32 with as many letters as any
 
 
@@ -111,23 +110,24 @@ class Plan:
     @property
     def storages(self) -> list[tuple[str, str]]:
         """The format and the storage of all layers, when they have changed."""
-        made = [(self.aim.format if self.aim.requantize else layer.format, self.aim.storage) for layer in self.changed]
-        return [*made, *((layer.format, layer.storage) for layer in self.kept)]
+        changed = [(self.aim.format if self.aim.requantize else layer.format, self.aim.storage) for layer in self.changed]
+        return [*changed, *((layer.format, layer.storage) for layer in self.kept)]
 
     @property
     def params(self) -> list[Mapping[str, int | str]]:
         """Of all layers, when they have changed."""
-        known: dict[str, Mapping[str, int | str]] = {}            # thousands of layers have the same
+        params_by_format: dict[str, Mapping[str, int | str]] = {}    # thousands of layers have the same
         for layer in self.changed:
-            if not self.aim.exact(layer) and self.aim.format not in known:
-                known[self.aim.format] = params_in(layer, self.aim)
-        return [layer.params if self.aim.exact(layer) else known[self.aim.format] for layer in (*self.changed, *self.kept)]
+            if not self.aim.exact(layer) and self.aim.format not in params_by_format:
+                params_by_format[self.aim.format] = params_in(layer, self.aim)
+        return [layer.params if self.aim.exact(layer) else params_by_format[self.aim.format]
+                for layer in (*self.changed, *self.kept)]
 
     @property
     def tensors(self) -> list[Collection[str]]:
         """Their names in the storage, of all layers, when they have changed."""
-        made = [step.to for shard in self.shards for step in shard.steps if isinstance(step, Change)]
-        return [*made, *(layer.tensors for layer in self.kept)]
+        changed_tensors = [step.to for shard in self.shards for step in shard.steps if isinstance(step, Change)]
+        return [*changed_tensors, *(layer.tensors for layer in self.kept)]
 
 
 @dataclass(slots=True)
@@ -146,19 +146,19 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
     Nothing but headers is read, indices of columns, and of each quantized layer some rows, to see that it can be converted.
     Raises RewriteError with every quantized layer that cannot; plain ones are left.
     """
-    known = layers.layers
-    wanted = [layer for layer in known if aim.includes(layer)]
+    every_layer = layers.layers
+    wanted = [layer for layer in every_layer if aim.includes(layer)]
     changed = [layer for layer in wanted if not aim.reached(layer)]
-    _refuse(folder, [(layer, layer.why) for layer in known if not layer.format])
+    _refuse(folder, [(layer, layer.why) for layer in every_layer if not layer.format])
     if not wanted and not aim.is_from_plain:
         refuse_groups(folder, layers.groups)
-        raise RewriteError(f"{folder.path}: no layer of format {aim.format}" if known else
+        raise RewriteError(f"{folder.path}: no layer of format {aim.format}" if every_layer else
                            f"{folder.path}: no quantized layer; `qdsl quantize FOLDER --format FORMAT` quantizes plain ones")
     named: dict[str, _Named] = {}
     problems: list[tuple[Layer, str]] = []
     for layer in changed:
         try:
-            named[layer.name] = _named(folder, layer, aim)
+            named[layer.name] = _named(folder, layer, aim, layers.quantizations[0].method if layers.quantizations else "")
         except RewriteError as error:
             problems.append((layer, str(error)))
     if not aim.is_from_plain and not (aim.keep_misfits and named):
@@ -167,13 +167,15 @@ def plan(folder: Folder, layers: Layers, aim: Aim, model: str = "") -> Plan:
                 *(["--keep-misfits leaves them as they are"] if named else []))
     changed = [layer for layer in changed if layer.name in named]
     files = _files(folder, [(layer, named[layer.name]) for layer in changed])
-    kept = tuple(layer for layer in known if not aim.includes(layer) or aim.reached(layer) or
+    kept = tuple(layer for layer in every_layer if not aim.includes(layer) or aim.reached(layer) or
                  (layer.name not in named and not aim.is_from_plain))
-    said = _stated(folder, files.values(), kept, aim)
+    metadata = _headers_metadata(folder, files.values(), kept, aim)
     sources = {path: identity(path) for path in folder.shards}
     sharing = fused_layers(layer for layer in changed if shares_scale(layer, aim))
-    shards = tuple(_shard(folder, file, said[path], aim, sources, model, sharing) for path, file in files.items() if file.tensors)
-    left = {layer.name: "a pattern names it" for layer in known if not aim.is_from_plain and is_skipped(layer.name, aim.skip)}
+    shards = tuple(_shard(folder, file, metadata[path], aim, sources, model, sharing)
+                   for path, file in files.items() if file.tensors)
+    left = {layer.name: "a pattern names it" for layer in every_layer
+            if not aim.is_from_plain and is_skipped(layer.name, aim.skip)}
     return Plan(aim, shards, tuple(changed), kept, left | {layer.name: why for layer, why in problems}, sources)
 
 
@@ -201,14 +203,15 @@ def _files(folder: Folder, layers: Sequence[tuple[Layer, _Named]]) -> dict[Path,
     return files
 
 
-def _stated(folder: Folder, files: Collection[_File], kept: Sequence[Layer], aim: Aim) -> dict[Path, dict[str, str]]:
+def _headers_metadata(folder: Folder, files: Collection[_File], kept: Sequence[Layer], aim: Aim) -> dict[Path, dict[str, str]]:
     """The metadata of the files, which say in each what all weights are, where producers want that."""
-    changed = {header.weight(layer): header.said(layer, target(layer, aim).name, aim.storage, params_in(layer, aim), list(names))
+    changed = {header.weight(layer): header.weight_json(layer, target(layer, aim).name, aim.storage, params_in(layer, aim),
+                                                        list(names))
                for file in files for layer, names in file.layers}
     ours = {full for layer in kept for full in layer.tensors.values()}
     ours |= {full for file in files for _, names in file.layers for full in names.values()}
     plain = [name for file in files for name in file.tensors if name not in ours]
-    new = header.texts(Stated(folder), changed, kept, plain)
+    new = header.texts(HeaderClaims(folder), changed, kept, plain)
     gone = [*changed, *(layer.name for file in files for layer, _ in file.layers)]
     return {file.old.path: header.renewed(file.old.header.metadata, new, gone, plain) for file in files}
 
@@ -222,31 +225,36 @@ def _refuse(folder: Folder, problems: Sequence[tuple[Layer, str]], *advice: str)
         alike.setdefault(problem, []).append(shown(layer.name))
     lines = [f"{folder.path}: layer {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {problem}"
              for problem, names in alike.items()]
-    more = [f"... and {sum(map(len, list(alike.values())[SAID:]))} layers more"] if len(alike) > SAID else []
-    raise RewriteError("\n".join([*lines[:SAID], *more, *advice]))
+    more = [f"... and {sum(map(len, list(alike.values())[MOST_PROBLEMS:]))} layers more"] if len(alike) > MOST_PROBLEMS else []
+    raise RewriteError("\n".join([*lines[:MOST_PROBLEMS], *more, *advice]))
 
 
-def _named(folder: Folder, layer: Layer, aim: Aim) -> _Named:
+def _named(folder: Folder, layer: Layer, aim: Aim, method: str) -> _Named:
     """A layer's new tensors: their names in the storage and in files, dtypes and shapes.
 
-    Raises RewriteError where the storage cannot hold the layer.
+    method: the quant_method of the folder's settings.  Raises RewriteError where the storage cannot hold the layer.
     """
     dtypes = {dtype: name for name, dtype in torch_dtypes().items()}
     storages = [item for variant in description(target(layer, aim).name).variants.values() for item in variant.items()]
     layouts = [layout for _, layout in sorted(storages, key=lambda item: item[0] == aim.storage)]   # its own names come last
     aliases = {name: stored.aliases for layout in layouts for name, stored in layout.items()}
     format, params = target(layer, aim).name, params_in(layer, aim)
-    stated = header.rule(format, aim.storage, params) is not None
-    if aim.is_from_plain and layer.experts is not None and producer(format, aim.storage) == OF_LINEARS:
-        raise RewriteError(f"{OF_LINEARS} has no names for experts in one tensor")
+    is_in_header = header.rule(format, aim.storage, params) is not None
+    writer = producers().of(producer(format, aim.storage, "" if aim.requantize else method))
+    usual = producers().of(producer(format, aim.storage))
+    if aim.is_from_plain and layer.experts is not None and usual.experts == "none":
+        raise RewriteError(f"{usual.name} has no names for experts in one tensor")
     tensors = tensors_in(folder, layer, aim)
-    if wrong := header.unsaid(layer, format, aim.storage, params, list(tensors)):
+    if wrong := header.unwritable(layer, format, aim.storage, params, list(tensors)):
         raise RewriteError(wrong)
-    named = []
+    named, foreign = [], producers().tensor_names(format)
+    base = layer if layer.stacked else replace(layer, tensors={name: full for name, full in layer.tensors.items()
+                                                               if full.rpartition(".")[2] not in foreign})
     for name, (dtype, shape) in tensors.items():
-        shape = header.seen(format, aim.storage, name, layer.shape, params, shape) or shape
-        full = header.called(layer, format, aim.storage, name) if stated else \
-            full_name(layer, name, aliases.get(name, ()), aim.storage in WHOLE)
+        own = producers().tensor_name(writer.name, format, aim.storage, name)
+        shape = header.file_shape(format, aim.storage, name, layer.shape, params, shape) or shape
+        full = header.tensor_name(layer, format, aim.storage, name) if is_in_header else \
+            full_name(base, own or name, () if own else aliases.get(name, ()), usual.experts == "full")
         named.append((name, full, (dtypes[dtype], shape)))
     return named
 
@@ -260,8 +268,8 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
     from qdsl.runtime.weight.packed import FormatError
 
     format, params = target(layer, aim), params_in(layer, aim)
-    known = description(format.name)
-    written = dict.fromkeys(name for storages in known.variants.values() for name in storages)
+    spec = description(format.name)
+    written = dict.fromkeys(name for storages in spec.variants.values() for name in storages)
     if aim.storage not in written:
         raise RewriteError("it is made when a checkpoint is loaded" if aim.storage in format.storages else
                            f"{format.name} has no such storage; it has {', '.join(written)}")
@@ -273,26 +281,26 @@ def tensors_in(folder: Folder, layer: Layer, aim: Aim) -> dict[str, tuple[torch.
             [_stored(weight, _sample(weight, other, layer, aim), aim.exact(layer)) for weight in unread(folder, layer)]
     except FormatError as error:
         raise RewriteError(str(error)) from None
-    if any(each != stored[0] for each in stored):
+    if any(kinds != stored[0] for kinds in stored):
         raise RewriteError("some of its experts need other tensors there")
-    if layer.turned:
-        _check_turned(stored[0], known, header.rule(format.name, aim.storage, params) is not None)
-    if layer.experts is not None and says_numbers(known):
+    if layer.transposed:
+        _check_transposed(stored[0], spec, header.rule(format.name, aim.storage, params) is not None)
+    if layer.experts is not None and says_numbers(spec):
         raise RewriteError("what tensors of numbers say there beside a weight, none says of experts in one tensor")
-    if layer.experts is not None and not says_extents(known):
-        return {name: (dtype, (layer.experts, *(shape[::-1] if layer.turned else shape)))
+    if layer.experts is not None and not says_extents(spec):
+        return {name: (dtype, (layer.experts, *(shape[::-1] if layer.transposed else shape)))
                 for name, (dtype, shape) in stored[0].items()}
     if layer.experts is not None:
-        _check_flat(layer, other, numbers(known))
-    found = {name: (dtype, shape if layer.experts is None else (layer.experts * shape[0], *shape[1:]))
-             for name, (dtype, shape) in stored[0].items() if name not in numbers(known)}
-    return found | {name: (dtype, small) for name, (dtype, small, _)
-                    in beside(layer, format, params, _settings(folder, format)).items()}
+        _check_flat(layer, other, numbers(spec))
+    flat = {name: (dtype, shape if layer.experts is None else (layer.experts * shape[0], *shape[1:]))
+            for name, (dtype, shape) in stored[0].items() if name not in numbers(spec)}
+    return flat | {name: (dtype, small) for name, (dtype, small, _)
+                   in small_tensors(layer, format, params, _settings(folder, format)).items()}
 
 
-def _check_turned(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], known: Description, stated: bool) -> None:
+def _check_transposed(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], spec: Description, is_in_header: bool) -> None:
     """Raises RewriteError where experts' weights cannot be [E, K, N], as the model has them."""
-    if stated or says_extents(known) or any(len(shape) > 2 for _, shape in tensors.values()):
+    if is_in_header or says_extents(spec) or any(len(shape) > 2 for _, shape in tensors.values()):
         raise RewriteError("its experts are [E, K, N], and there they are [E, N, K]")
 
 
@@ -307,11 +315,11 @@ def _check_flat(layer: Layer, other: PackedWeight, numbers: Sequence[str]) -> No
         raise RewriteError(f"experts of {layer.shape[0]} rows would share blocks, which begin every {step} rows")
 
 
-def producer(format: str, storage: str) -> str:
-    """Whose settings state a storage, '' where no page knows any."""
-    rules = description(format).detect.get("config", [])
-    return next((rule["quant_method"] for rule in (rules if isinstance(rules, list) else [rules])
-                 if rule.get("storage", storage) == storage and "quant_method" in rule), "")
+def producer(format: str, storage: str, method: str = "") -> str:
+    """Whose settings are written for a storage: those of `method` where it has words for it, '' where no producer has."""
+    names = [rule["quant_method"] for rule in description(format).detect.get("config", [])
+             if rule.get("storage", storage) == storage]
+    return method if method in names else next(iter(names), "")
 
 
 def _settings(folder: Folder, format: Format) -> dict[str, Any]:
@@ -319,18 +327,18 @@ def _settings(folder: Folder, format: Format) -> dict[str, Any]:
     return {name: folder.config[name] for name in choices(description(format.name)) if name in folder.config}
 
 
-def beside(layer: Layer, format: Format, params: Mapping[str, int | str], settings: Mapping[str, Any],
-           told: Mapping[str, float] | None = None) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+def small_tensors(layer: Layer, format: Format, params: Mapping[str, int | str], settings: Mapping[str, Any],
+                  single_numbers: Mapping[str, float] | None = None) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
     """The small tensors that a producer puts beside a weight, or beside those of experts in one tensor: dtype, shape, bytes.
 
-    told: the tensors of one number that are said in JSON; without them it is as long as it can be, and no longer with them.
+    single_numbers: the tensors of one number that JSON states; without them it is as long as it can be, and no longer with them.
     """
-    known = description(format.name)
+    spec = description(format.name)
     values = {"N": layer.shape[0], "K": layer.shape[1], **params, **({} if layer.experts is None else {EXPERTS: layer.experts})}
-    longest = saying(known, {**values, **dict.fromkeys(numbers(known), LONGEST)}, settings)
-    found = longest if told is None else saying(known, {**values, **told}, settings)
+    longest = saying(spec, {**values, **dict.fromkeys(numbers(spec), LONGEST)}, settings)
+    small = longest if single_numbers is None else saying(spec, {**values, **single_numbers}, settings)
     dtypes = {str(dtype)[6:]: dtype for dtype in torch_dtypes().values()}
-    return {name: (dtypes[dtype], shape, found[name][2].ljust(len(data))) for name, (dtype, shape, data) in longest.items()}
+    return {name: (dtypes[dtype], shape, small[name][2].ljust(len(data))) for name, (dtype, shape, data) in longest.items()}
 
 
 def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Aim) -> PackedWeight:
@@ -344,11 +352,11 @@ def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Aim) -
         rows = weight.open_rows(torch.arange(min(weight.shape[0], other.step("N"))))
         if rows is not None:
             return become(rows, layer, aim)
-    found = []
+    samples = []
     for start in range(0, weight.shape[0] if every else 1, least):
         part = weight.format.checked(weight.cut("N", start, min(start + least, weight.shape[0])))
-        found.append(become(part, layer, aim))
-    return found[0]
+        samples.append(become(part, layer, aim))
+    return samples[0]
 
 
 def _stored(weight: PackedWeight, sample: PackedWeight, exact: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -400,7 +408,7 @@ def has_streams(layer: Layer, aim: Aim) -> bool:
     return bool(target(layer, aim).storage(aim.storage, params_in(layer, aim))[1].streams)
 
 
-def _shard(folder: Folder, file: _File, metadata: Mapping[str, str], aim: Aim, known: Mapping[Path, list[Any]], model: str,
+def _shard(folder: Folder, file: _File, metadata: Mapping[str, str], aim: Aim, identities: Mapping[Path, list[Any]], model: str,
            sharing: Mapping[str, tuple[Layer, ...]]) -> Shard:
     path = file.old.path
     start, head = laid_out(path, file.tensors, metadata)
@@ -410,24 +418,25 @@ def _shard(folder: Folder, file: _File, metadata: Mapping[str, str], aim: Aim, k
                      _settings(folder, target(layer, aim)), folder.path, model, sharing.get(layer.name, ()),
                      has_streams(layer, aim)) for layer, names in file.layers]
     ordered = in_order(steps)
-    return Shard(within(model, path.name), start, head.size, tuple(places), ordered, _key(folder, file, start, ordered, known))
+    return Shard(within(model, path.name), start, head.size, tuple(places), ordered,
+                 _key(folder, file, start, ordered, identities))
 
 
-def _key(folder: Folder, file: _File, start: bytes, steps: Sequence[Step], known: Mapping[Path, list[Any]]) -> str:
+def _key(folder: Folder, file: _File, start: bytes, steps: Sequence[Step], identities: Mapping[Path, list[Any]]) -> str:
     """A digest of all that a file's bytes depend on: the formats, the layers, and the files that are read."""
     sources = {folder.file(name).path for name in file.copied}
-    layers = {each.name: each for step in steps if isinstance(step, Change) for each in (step.layer, *step.sharing)}
+    layers = {part.name: part for step in steps if isinstance(step, Change) for part in (step.layer, *step.sharing)}
     sources |= {folder.file(full).path for layer in layers.values() for full in layer.tensors.values()}
-    return digest(start.hex(), [known[path] for path in sorted(sources)], list(map(_said, steps)))
+    return digest(start.hex(), [identities[path] for path in sorted(sources)], list(map(_step_parts, steps)))
 
 
-def _said(step: Step) -> list[Any]:
+def _step_parts(step: Step) -> list[Any]:
     if isinstance(step, Copy):
         return [step.path.name, step.start, step.nbytes]
     assert isinstance(step, Change)
     layer = step.layer
     aim = replace(step.aim, ignore=None).data()
     return [module_of(layer).FORMAT.key, target(layer, step.aim).key, aim, layer.storage, dict(layer.params),
-            layer.shape, layer.experts, layer.turned, dict(layer.tensors),
+            layer.shape, layer.experts, layer.transposed, dict(layer.tensors),
             {name: entry.start for name, entry in step.to.items()}, dict(step.settings),
-            *([[each.format, each.storage, dict(each.tensors)] for each in step.sharing])]
+            *([[shared.format, shared.storage, dict(shared.tensors)] for shared in step.sharing])]

@@ -1,6 +1,6 @@
 """Converts or quantizes the layers of a checkpoint folder, shard by shard.  Re-run to resume, on one machine or many.
 
-A shard is written into the stage (qdsl/jobs/engine); when all are there, they are made a checkpoint.
+Shards are written into the stage (qdsl/jobs/engine), and moved into the checkpoint when all are complete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from qdsl.checkpoint.detect.groups import refuse_groups
-from qdsl.checkpoint.detect.layers import Layers, layers
+from qdsl.checkpoint.detect.layer import Layers
+from qdsl.checkpoint.detect.layers import layers
 from qdsl.checkpoint.detect.shaped import Shapes, shaped_layers
 from qdsl.checkpoint.files import components
 from qdsl.checkpoint.files.components import within
@@ -88,13 +89,13 @@ def _quantized(path: Path, models: Mapping[str, Folder], aim: Aim) -> list[_Mode
     quantized = []
     for name, folder in models.items():
         detected = layers(folder)
-        is_meant = name in aim.only or not aim.only
-        if is_meant and detected.layers:
+        is_selected = name in aim.only or not aim.only
+        if is_selected and detected.layers:
             raise RewriteError(f"{folder.path}: layer {shown(detected.layers[0].name)} is quantized already; `qdsl convert "
                                "--requantize` writes another format")
-        if is_meant:
+        if is_selected:
             refuse_groups(folder, detected.groups)
-        chosen, left = plain_layers(folder, aim.ignore or ()) if is_meant else ([], {"": f"`--component {name}` quantizes it"})
+        chosen, left = plain_layers(folder, aim.ignore or ()) if is_selected else ([], {"": f"`--component {name}` quantizes it"})
         planned = plan(folder, replace(detected, layers=chosen), aim, name)
         used = {full for layer in planned.changed for full in layer.tensors.values()}
         detected = replace(detected, layers=[*planned.changed], plain=[full for full in folder.names() if full not in used])

@@ -8,14 +8,14 @@ from typing import BinaryIO
 
 import torch
 
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.layer_weights import weights
-from qdsl.checkpoint.detect.layers import Layer
 from qdsl.checkpoint.detect.rules import numbers, says_extents
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Chunks, bytes_of, shown
 from qdsl.checkpoint.report import worker
 from qdsl.jobs.convert.aim import become, description, values
-from qdsl.jobs.convert.plan import Change, beside
+from qdsl.jobs.convert.plan import Change, small_tensors
 from qdsl.jobs.engine import RewriteError
 from qdsl.jobs.gguf.quality import Sums, measured
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -103,9 +103,9 @@ def _bytes(step: Change, weight: PackedWeight) -> tuple[dict[str, memoryview], d
     """The tensors of a weight, and the small ones that are stored once per layer."""
     layer, form = step.layer, description(weight.format.name)
     if layer.experts is not None and not says_extents(form):
-        return {name: bytes_of(tensor.t().contiguous() if layer.turned else tensor)
+        return {name: bytes_of(tensor.t().contiguous() if layer.transposed else tensor)
                 for name, tensor in weight.tensors.items()}, {}
     single = {name: float(weight.tensors[name]) for name in numbers(form)}
-    small = beside(layer, weight.format, weight.params, step.settings, single)
+    small = small_tensors(layer, weight.format, weight.params, step.settings, single)
     return ({name: bytes_of(tensor) for name, tensor in weight.tensors.items() if name not in single},
             {name: memoryview(data) for name, (_, _, data) in small.items()})

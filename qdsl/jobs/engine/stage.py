@@ -167,12 +167,12 @@ def is_whole(shard: Shard, out: Path) -> bool:
     note, path = room(out / STAGE, shard) / NOTE, place(shard, out)
     if not (note.is_file() and path.is_file()):
         return False
-    return _made_of(shard).items() <= read(note).items() and path.stat().st_size == shard.size
+    return _fingerprint(shard).items() <= read(note).items() and path.stat().st_size == shard.size
 
 
 def note(shard: Shard, stage: Path, reports: Mapping[str, Any], crc: Mapping[str, Any]) -> None:
     """Record that a shard is complete, the reports of its steps, and the CRC-32 of its tensors by their offsets."""
-    write(room(stage, shard) / NOTE, {**_made_of(shard), "reports": dict(reports), "crc": dict(crc)})
+    write(room(stage, shard) / NOTE, {**_fingerprint(shard), "reports": dict(reports), "crc": dict(crc)})
 
 
 def crc(shard: Shard, out: Path) -> dict[str, int]:
@@ -192,7 +192,7 @@ def reports(shards: Sequence[Shard], out: Path) -> dict[str, Any]:
     return {name: report for note in staged for name, report in note["reports"].items()}
 
 
-def _made_of(shard: Shard) -> dict[str, Any]:
+def _fingerprint(shard: Shard) -> dict[str, Any]:
     """What identifies the contents of a shard: its key and size."""
     return {"key": shard.key, "size": shard.size}
 

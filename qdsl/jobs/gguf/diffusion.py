@@ -128,7 +128,7 @@ def stored_shape(architecture: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def choose(architecture: str, tensors: Iterable[Tensor], options: Options, from_gguf: bool) -> dict[str, Choice]:
     """The type of every tensor by name, ordered by name.  tensors: with their stored shapes.
 
-    from_gguf: what is not quantized stays as it is; out of a checkpoint it becomes float32, or 16 bits.
+    from_gguf: tensors that are not quantized keep their type; those of a safetensors file become float32, or 16 bits.
     Raises QuantizeError for mixes that these models have none of.
     """
     mix = options.mix

@@ -1,4 +1,4 @@
-"""A GGUF file and the folder of diffusers that it was made of, under the names of the folder."""
+"""Pairs a GGUF file with the folder of diffusers that it was quantized from, under the folder's tensor names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qdsl.models.single_file_names import built, mapped
 
 
 class DecodedModel:
-    """The tensors of a file in plain numbers, by the names of a model.
+    """The decoded tensors of a file, by the names of a model.
 
     The type of a tensor that several of the file make up is the one with the fewest bits.
     """
@@ -48,7 +48,7 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def decoded_pair(file: Path, folder: Path) -> tuple[DecodedModel, DecodedModel]:
-    """A GGUF file and a folder of one model of diffusers, plain or packed, by the same names.
+    """A GGUF file and a folder of one model of diffusers, plain or packed, under the same tensor names.
 
     Raises LoadError where the file does not fill the folder's model, CheckpointError for files that cannot be read.
     """

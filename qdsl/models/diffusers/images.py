@@ -1,4 +1,4 @@
-"""Images of a diffusion pipeline that one name loads, and how far they lie from those of another pipeline."""
+"""Loads diffusion pipelines by name, generates images, and compares them with those of another pipeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PEAK = 255.0                                                     # of a channel 
 
 @dataclass
 class ImagePipeline:
-    """A pipeline of diffusers.  name: how it was asked for.  seconds: to load it."""
+    """A pipeline of diffusers.  name: as the user named it.  seconds: of loading."""
 
     name: str
     pipeline: Any
@@ -37,7 +37,7 @@ class ImagePipeline:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedImage:
-    """An image of PIL.  latents: after the last step, None where the pipeline does not give them.  steps: how many it took."""
+    """An image of PIL.  latents: after the last step, None where the pipeline does not return them.  steps: how many ran."""
 
     image: Any
     latents: Tensor | None
@@ -47,7 +47,7 @@ class GeneratedImage:
 
 @dataclass(frozen=True, slots=True)
 class ImageDifference:
-    """How far an image lies from another.
+    """The difference between two images.
 
     psnr: peak signal to noise in decibels, infinite for equal images.  latents: the largest difference of the final latents;
     relative: the norm of their difference over that of the other's.  Both are None for latents of different shapes.
@@ -63,13 +63,13 @@ class ImageDifference:
         return self.psnr == math.inf and not self.latents
 
     def data(self) -> dict[str, Any]:
-        """The figures by their names."""
+        """The figures as a dictionary for JSON."""
         return {"identical": self.is_identical, **asdict(self)}
 
 
 def load_image_pipeline(ref: str, models: Mapping[str, str] | None = None, format: str | None = None, device: str | None = None,
                         dtype: str = "auto", params: Mapping[str, Any] | None = None, is_quiet: bool = False) -> ImagePipeline:
-    """Load a folder or repository of a pipeline: packed weights as they are, plain ones plain or quantized in a format.
+    """Loads a folder or repository of a pipeline; packed weights stay packed, plain ones are quantized if a format is named.
 
     models: references of models that come from elsewhere, by their names in the pipeline.  device: by default a GPU where there
     is one.  dtype: by default that of most plain numbers.  is_quiet: without a progress bar of steps.  Raises LoadError,
@@ -103,7 +103,7 @@ def _stored_dtype(folder: Path) -> torch.dtype:
 
 def generate_image(loaded: ImagePipeline, prompt: str, seed: int = 0, size: tuple[int, int] | None = None,
                    steps: int | None = None, guidance: float | None = None) -> GeneratedImage:
-    """Generate the image of a prompt.  size: width and height.  What is None is the pipeline's own choice.
+    """Generates the image of a prompt.  size: width and height.  None means the pipeline's default.
 
     The noise comes from a CPU, whatever the device.  Raises LoadError for a pipeline without an argument that is asked for,
     and where the pipeline fails.
@@ -112,10 +112,10 @@ def generate_image(loaded: ImagePipeline, prompt: str, seed: int = 0, size: tupl
     width, height = size or (None, None)
     options = {"width": width, "height": height, "num_inference_steps": steps, "guidance_scale": guidance}
     options = {name: value for name, value in options.items() if value is not None}
-    known = inspect.signature(pipeline.__call__).parameters
-    if "num_frames" in known:
+    accepted = inspect.signature(pipeline.__call__).parameters
+    if "num_frames" in accepted:
         raise LoadError(f"{loaded.name}: {kind} generates videos, not images")
-    if unknown := [name for name in ("prompt", *options) if name not in known]:
+    if unknown := [name for name in ("prompt", *options) if name not in accepted]:
         raise LoadError(f"{loaded.name}: {kind} takes no {unknown[0]}")
     latents: list[Tensor] = []
 
@@ -125,7 +125,7 @@ def generate_image(loaded: ImagePipeline, prompt: str, seed: int = 0, size: tupl
         return {}
 
     steps_taken: list[int] = []
-    callback = {"callback_on_step_end": keep} if "callback_on_step_end" in known else {}
+    callback = {"callback_on_step_end": keep} if "callback_on_step_end" in accepted else {}
     began = time.perf_counter()
     try:
         image = pipeline(prompt=prompt, generator=torch.Generator().manual_seed(seed), **options, **callback).images[0]
@@ -136,12 +136,12 @@ def generate_image(loaded: ImagePipeline, prompt: str, seed: int = 0, size: tupl
 
 
 def peak_device_bytes() -> int:
-    """The most bytes of GPU memory that tensors of this process took at one time; 0 without a GPU."""
+    """The largest GPU memory of tensors of this process so far, in bytes; 0 without a GPU."""
     return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
 
 
 def image_difference(one: GeneratedImage, other: GeneratedImage) -> ImageDifference:
-    """How far an image lies from another.  Raises LoadError for images of different sizes."""
+    """The difference between two images.  Raises LoadError for images of different sizes."""
     if one.image.size != other.image.size:
         sizes = " and ".join(f"{image.width}x{image.height}" for image in (one.image, other.image))
         raise LoadError(f"the images have {sizes} pixels; name a size for both with --size")

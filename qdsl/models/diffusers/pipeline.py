@@ -1,4 +1,4 @@
-"""Pipelines of diffusers whose models come from packed folders and files."""
+"""Loads pipelines of diffusers whose models come from packed folders and files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIBRARY = ("cache_dir", "custom_pipeline", "custom_revision", "device_map", "dis
 def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Sequence[str] = (),
                     params: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None,
                     device: torch.device | str | None = None, **kwargs: Any) -> Any:
-    """Load a pipeline whose models are packed, plain, or given as files: GGUF, safetensors, or folders of one model.
+    """Loads a pipeline whose models are packed, plain, or passed as files: GGUF, safetensors, or folders of one model.
 
     ref: a pipeline's folder or repository.  kwargs: references of models by their names, as `transformer="z_image-Q4_K.gguf"`,
     models themselves, and what `DiffusionPipeline.from_pretrained` takes.  Packed folders need no settings: DF11 as it is
@@ -65,13 +65,13 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
 
 
 def pipeline_folder(ref: str | Path) -> Path:
-    """The folder of a pipeline, which is downloaded where it is a repository.  Raises LoadError for another path."""
-    meant = parsed(ref)
-    if isinstance(meant, Repository) and meant.file is None and meant.quant is None:
-        return Path(DiffusionPipeline.download(meant.name, revision=meant.revision))
-    if not isinstance(meant, Path) or not (meant / "model_index.json").is_file():
+    """The local folder of a pipeline; a repository is downloaded.  Raises LoadError for another path."""
+    target = parsed(ref)
+    if isinstance(target, Repository) and target.file is None and target.quant is None:
+        return Path(DiffusionPipeline.download(target.name, revision=target.revision))
+    if not isinstance(target, Path) or not (target / "model_index.json").is_file():
         raise LoadError(f"{ref}: no pipeline of diffusers: it has no model_index.json")
-    return meant
+    return target
 
 
 def _model_sources(ref: str | Path, folder: Path, index: Mapping[str, Any],
@@ -102,7 +102,7 @@ def _check_names(ref: str | Path, index: Mapping[str, Any], names: Mapping[str, 
 
 
 def _check_filled(path: str, model: Any) -> None:
-    """Raises LoadError for parameters that no tensor filled: the library warns, and leaves them on meta."""
+    """Raises LoadError for parameters that no tensor filled: the library only warns, and leaves them on meta."""
     named = model.named_parameters() if isinstance(model, ModelMixin) else ()
     if missing := [name for name, parameter in named if parameter.is_meta]:
         raise LoadError(_missing(path, missing))
@@ -114,7 +114,9 @@ def _missing(path: str | Path, names: Sequence[str]) -> str:
 
 def load_component(cls: Any, ref: Path, base: Path, dtype: torch.dtype | None = None,
                    device: torch.device | str | None = None, online: QdslConfig | None = None) -> Any:
-    """Load a model of a pipeline from a file or folder.  base: the folder that has its config.  online: for plain weights."""
+    """Loads a model of a pipeline from a file or folder.  base: the folder with its config.  online: settings to quantize plain
+    weights.
+    """
     is_packed = _is_packed(ref)
     config = None if is_packed else online
     if issubclass(cls, ModelMixin):
@@ -130,7 +132,7 @@ def load_component(cls: Any, ref: Path, base: Path, dtype: torch.dtype | None = 
 
 
 def _model_class(entry: Any) -> Any:
-    """The class of a model that an entry of model_index.json names; None for other components."""
+    """The class of a model in an entry of model_index.json; None for other components."""
     if not isinstance(entry, list | tuple) or len(entry) != 2 or entry[0] not in ("diffusers", "transformers"):
         return None
     cls = getattr(import_module(entry[0]), entry[1], None)
@@ -138,7 +140,7 @@ def _model_class(entry: Any) -> Any:
 
 
 def _is_packed(path: Path) -> bool:
-    """Whether a file, or a folder of one model, has packed weights; what is no safetensors file is for its loader to check."""
+    """Whether a file or a folder of one model has packed weights; False for files other than safetensors."""
     if not path.is_dir() and path.suffix != ".safetensors":
         return True
     if path.is_dir() and not any(path.glob("*.safetensors")):

@@ -1,4 +1,4 @@
-"""diffusers' quantizer of packed weights: it fills the whole model before the library would load it."""
+"""The quantizer plug-in for diffusers: fills the whole model before the library would load it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.detect.ignored import SKIPPED
 from qdsl.models.dense import make_dense
-from qdsl.models.load import LoadReport, fill_model, held_bytes
+from qdsl.models.load import LoadReport, bytes_by_device, fill_model
 from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import origin_in
 from qdsl.models.plan import LoadError
@@ -51,11 +51,11 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
     # -- what the library calls, in order ------------------------------------------------------------------------------
 
     def update_device_map(self, device_map: Any) -> Any:
-        """The same map with the CPU in place of the disk."""
+        """The device map with the CPU in place of the disk."""
         return without_disk(device_map)
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: Sequence[str]) -> list[str]:
-        """The library's list of tensors, which is the model's once that is filled: none are missing or mismatched."""
+        """The model's tensor names, so that the library reports none as missing or mismatched."""
         self._files = [Path(file) for file in checkpoint_files]
         self._keys = list(loaded_keys)
         return self._keys
@@ -70,13 +70,13 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
         return model
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Move the weights to the devices of a map that the library has inferred from the filled model."""
+        """Move the weights to the devices of a map that the library inferred from the filled model."""
         if self.report is not None and isinstance(device_map, dict):
             device_map.update(without_disk(device_map))
             move(self._model, self._model.state_dict(), device_map)
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Nothing of a file, which the library shall not load."""
+        """An empty state_dict, so that the library loads nothing."""
         return {}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
             raise RuntimeError("qdsl.models.diffusers: this release of diffusers loads weights in another way; "
                                "install a tested one: pip install 'diffusers>=0.42,<0.43'")
         del self._model
-        self.report.device_bytes = held_bytes(model)
+        self.report.device_bytes = bytes_by_device(model)
         return model
 
     # -- filling -------------------------------------------------------------------------------------------------------
@@ -114,7 +114,8 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
     # -- what the model can do -----------------------------------------------------------------------------------------
 
     def save(self, model: Any, folder: Path) -> None:
-        """Write the files that a model came from, or a folder with qdsl's own settings.  Raises ValueError for adapters."""
+        """Write the files that a model was loaded from, or a folder with qdsl's own settings.  Raises ValueError for adapters.
+        """
         if has_adapters(model):
             raise ValueError("save_pretrained: the model has adapters; unload them first (unload_lora_weights), or save them "
                              "by themselves (save_lora_adapter)")
@@ -131,7 +132,7 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
 
 
 def parameter_dtype(model: Any, library_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a model computes, which its pipeline gives to inputs.
+    """The dtype in which a model computes, to which its pipeline casts inputs.
 
     library_dtype: what diffusers finds, the dtype of the first floating parameter.  That may be one of stored codes or scales,
     in whose place stands the dtype of the layer's `weight`.
@@ -147,7 +148,7 @@ def parameter_dtype(model: Any, library_dtype: torch.dtype) -> torch.dtype:
 
 
 def _drop_variant(model: Any) -> None:
-    """Give a model's files the names without a variant, under which `from_pretrained` looks for them once they are saved."""
+    """Rename a model's files without their variant, so that `from_pretrained` finds them after saving."""
     origin = origin_in(model)
     if origin is None or not any(map(VARIANT.search, origin.files)):
         return

@@ -1,4 +1,4 @@
-"""What is registered with diffusers, once for a process."""
+"""Registers qdsl's quantizer and config with diffusers, once per process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ USED: dict[Any, str] = {
 
 
 def register() -> None:
-    """Register config and quantizer, and wrap functions for which the library has no registry.
+    """Register config and quantizer, and wrap the functions for which the library has no registry.
 
     Raises ImportError for a release of diffusers that is not as the plug-in uses it.
     """
@@ -57,7 +57,7 @@ def register() -> None:
 
 
 def _choosing(merge: Any) -> Any:
-    """The library's choice of a config for a quantized folder; a QdslConfig takes one of any producer.
+    """The library's function that chooses the config of a quantized folder, extended to a QdslConfig for any producer.
 
     So does qdsl without it, where the library has no quantizer for the folder.
     """
@@ -66,9 +66,9 @@ def _choosing(merge: Any) -> Any:
         own, settings = quantization_config_from_args, quantization_config
         if not isinstance(settings, dict):
             return merge(cls, quantization_config, quantization_config_from_args)
-        is_known = settings.get("quant_method") in auto.AUTO_QUANTIZATION_CONFIG_MAPPING or any(
+        is_supported = settings.get("quant_method") in auto.AUTO_QUANTIZATION_CONFIG_MAPPING or any(
             settings.get(key) for key in ("load_in_8bit", "load_in_4bit"))
-        if own is None and (not is_known or settings.get("quant_method") == OWN):
+        if own is None and (not is_supported or settings.get("quant_method") == OWN):
             own = QdslConfig()
         if isinstance(own, QdslConfig):
             return own.with_settings(settings)
@@ -78,7 +78,7 @@ def _choosing(merge: Any) -> Any:
 
 
 def _computing(get_parameter_dtype: Any) -> Any:
-    """The library's dtype of a model or module, but never that of stored codes and scales."""
+    """The library's function for the dtype of a model or module, without the dtypes of stored codes and scales."""
     @wraps(get_parameter_dtype)
     def computing(parameter: Any) -> Any:
         is_packed = any(isinstance(module, PackedModule) for module in parameter.modules())
@@ -89,7 +89,7 @@ def _computing(get_parameter_dtype: Any) -> Any:
 
 
 def _replace(function: Any, by: Any) -> None:
-    """Put a function in place of another in all modules of the library that have imported it."""
+    """Replace a function in all modules of the library that import it."""
     name: str = function.__name__
     for path, module in list(sys.modules.items()):
         if path.startswith("diffusers.") and vars(module).get(name) is function:

@@ -1,4 +1,4 @@
-"""Models of diffusers from one file: GGUF, and safetensors with the names of the model's authors or of ComfyUI."""
+"""Loads models of diffusers from a single file: GGUF, or safetensors with the tensor names of the authors or of ComfyUI."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from qdsl.models.transformers.config import QdslConfig
 def load_single_file(cls: Any, ref: str | Path, config: str | Path | Mapping[str, Any] | None = None, *,
                      subfolder: str | None = None, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
                      quantization_config: QdslConfig | None = None, **hub: Any) -> Any:
-    """Load a GGUF or safetensors file as a model of diffusers, with its weights packed as they are in the file.
+    """Loads a GGUF or safetensors file as a model of diffusers, with its weights packed as in the file.
 
     cls: a class of diffusers.  ref: the file, a reference to one as `qdsl.open` takes it, or a folder with the names of
     diffusers, whatever its files are called.
@@ -39,7 +39,7 @@ def load_single_file(cls: Any, ref: str | Path, config: str | Path | Mapping[str
     path, options, dtype = local_path(ref), quantization_config or QdslConfig(), hub.pop("torch_dtype", dtype)
     if options.verify:
         checksums.check(path, is_optional=True)
-    with _opened(path) as file:
+    with _open_file(path) as file:
         if config is None and path.is_dir():
             config = path
         settings = config if isinstance(config, Mapping) else _config(cls, file, config, subfolder, hub)
@@ -52,7 +52,7 @@ def load_single_file(cls: Any, ref: str | Path, config: str | Path | Mapping[str
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Source]:
+def _open_file(path: Path) -> Iterator[Source]:
     file: Source = GgufSource(path) if path.suffix == ".gguf" else FolderSource(Folder(path))
     try:
         if isinstance(file, GgufSource):
@@ -64,7 +64,7 @@ def _opened(path: Path) -> Iterator[Source]:
 
 
 def _config(cls: Any, file: Source, config: str | Path | None, subfolder: str | None, hub: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a model, without settings of a quantization."""
+    """The config of a model, without quantization settings."""
     mapping = single_file_model.SINGLE_FILE_LOADABLE_CLASSES.get(single_file_class(cls), {})
     if config is None:
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes(file).items()}

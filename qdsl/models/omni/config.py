@@ -28,7 +28,7 @@ TRANSFORMER = "transformer"                                      # the folder of
 
 
 class DiffusionConfig(QdslConfig):
-    """Serves the transformer of a pipeline packed: `{"method": "qdsl", "gguf_model": REF}`, or as its folder has it.
+    """Serves the transformer of a pipeline packed: `{"method": "qdsl", "gguf_model": REF}`, or as in its folder.
 
     Of a configuration for single components, `{"transformer": {"method": "qdsl"}, "vae": null}`, it is one.
     """
@@ -36,7 +36,7 @@ class DiffusionConfig(QdslConfig):
     is_checkpoint_quantized = True                               # else CPU offload takes it for quantizing on the way
 
     def read(self, model_name: str, hf_config: Any, revision: str | None) -> Served:
-        """The layers of a pipeline's transformer, by the names of diffusers."""
+        """The layers of a pipeline's transformer, under the names of diffusers."""
         self.folder = (Path(model_name) if Path(model_name).exists() else local_path(model_name)) / TRANSFORMER
         if self.gguf_model is None:
             return Served.of_folder(self.verified(self.folder))
@@ -44,7 +44,7 @@ class DiffusionConfig(QdslConfig):
             return Served.of_gguf(source)
 
     def _file(self) -> MappedSource:
-        """The GGUF file with the names of diffusers.  Raises LoadError where it does not fill the class of the folder."""
+        """The GGUF file under the names of diffusers.  Raises LoadError where it does not fill the class of the folder."""
         settings = json.loads((self.folder / "config.json").read_text())
         cls = getattr(diffusers, settings["_class_name"])
         return mapped(cls, built(cls, settings, None), GgufSource(self.verified(local_path(str(self.gguf_model)))), settings)
@@ -56,7 +56,9 @@ class DiffusionConfig(QdslConfig):
         return super().get_quant_method(layer, prefix)
 
     def weights(self, stored: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The transformer's tensors as vllm-omni's class takes them.  stored: those of its folder, read without a GGUF file."""
+        """The transformer's tensors under the names of vllm-omni.  stored: those of its folder, read where there is no GGUF
+        file.
+        """
         if self.gguf_model is None:
             yield from self.assembled(stored)
             return
@@ -72,7 +74,7 @@ def install() -> None:
 
 
 def _with_packed(read: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callable[..., Iterator[tuple[str, Tensor]]]:
-    """vllm-omni's reader of a component's weights, for packed transformers too."""
+    """vllm-omni's function that reads a component's weights, extended to packed transformers."""
     @wraps(read)
     def weights(self: DiffusersPipelineLoader, source: Any, model: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
         config = self._get_source_quant_config(source)
@@ -87,7 +89,7 @@ def _with_packed(read: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callable[
 
 
 def _by_layers(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """vllm-omni's choice of a component's configuration: modules of a transformer have names without their component's."""
+    """vllm-omni's function that chooses a component's configuration, with the component's name removed from modules' names."""
     @wraps(resolve)
     def chosen(self: ComponentQuantizationConfig, prefix: str) -> Any:
         config = resolve(self, prefix)

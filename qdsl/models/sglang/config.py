@@ -27,6 +27,7 @@ class PackedLinearMethod(PackedLinear, LinearMethodBase):
     """A linear layer, an embedding or a head of packed layers of the checkpoint."""
 
     def ranks(self, layer: Any) -> tuple[int, int]:
+        """The number of ranks that share a module, and the number of this one."""
         rank, size = get_group_rank_size(layer.tp_group)
         return size, rank
 
@@ -35,6 +36,7 @@ class QdslConfig(EngineConfig, QuantizationConfig):
     """Serves packed checkpoints of any producer, and quantizes plain ones on the way.  Experts stay as SGLang has them."""
 
     def get_scaled_act_names(self) -> list[str]:
+        """[], as activations have no scales."""
         return []
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
@@ -57,7 +59,7 @@ def install() -> None:
 
 
 def _with_headers(configured: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """SGLang's maker of configs, which tells them no folder."""
+    """SGLang's function that creates configs, extended to read the headers of the model's folder."""
     @wraps(configured)
     def config_of(model_config: Any, load_config: Any) -> Any:
         config = configured(model_config, load_config)
@@ -69,7 +71,7 @@ def _with_headers(configured: Callable[[Any, Any], Any]) -> Callable[[Any, Any],
 
 
 def _with_packed(read: Callable[..., Iterator[tuple[str, Tensor]]]) -> Callable[..., Iterator[tuple[str, Tensor]]]:
-    """SGLang's reader of a model's weights, for packed ones too."""
+    """SGLang's function that reads a model's weights, extended to packed ones."""
     @wraps(read)
     def weights(self: Any, model_config: Any, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         config, stored = getattr(model, "quant_config", None), read(self, model_config, model)

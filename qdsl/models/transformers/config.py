@@ -14,13 +14,13 @@ from qdsl.models.transformers.gguf_weights import GgufWeights
 
 
 class Method(StrEnum):
-    """The `quant_method` of a config: a string, with the `value` that diffusers asks for."""
+    """The `quant_method` of a config: a string that also has the `value` that diffusers reads."""
 
     QDSL = OWN
 
 
 class QdslConfig(QuantizationConfigMixin):
-    """How `from_pretrained` loads a folder with packed weights: as they are, or quantized on the way.
+    """How `from_pretrained` loads a folder: with its packed weights, or quantized on the way.
 
     format, storage, params: in which plain Linear layers are quantized, as `qdsl.load_weights_` takes them; none for a folder
     whose layers are packed, of any producer.  ignore: patterns of modules that become dense or stay so, such as "lm_head"; and
@@ -49,17 +49,17 @@ class QdslConfig(QuantizationConfigMixin):
         return {**({} if self.storage is None else {"storage": self.storage}), **self.params}
 
     def with_settings(self, settings: Mapping[str, Any]) -> QdslConfig:
-        """The same for a folder whose config states these settings."""
+        """This config for a folder with these settings."""
         return QdslConfig(self.format, self.storage, self.ignore, settings=settings, verify=self.verify, **self.params)
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """The config of a folder, from its settings."""
+        """The config of a folder with these settings."""
         config = cls(settings=config_dict)
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        """The folder's own settings where it has some, so that a folder of another producer stays one when it is saved."""
+        """The folder's own settings where it has some, so that saving keeps the format of another producer."""
         if self.settings is not None:
             return copy.deepcopy(self.settings)
         named = {"format": self.format, "storage": self.storage, "ignore": self.ignore or None}

@@ -1,4 +1,4 @@
-"""What of transformers the plug-in uses beyond its documented interfaces, and whether this release still has it."""
+"""The undocumented parts of transformers that the plug-in uses, and a check that this release has them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ USED: dict[Any, str] = {
 
 
 def check() -> None:
-    """Raises ImportError for a release of transformers that lacks something or takes other parameters."""
+    """Raises ImportError for a release of transformers that lacks one of these parts or changed its parameters."""
     if why := missing_part(USED):
         raise ImportError(sentence(why))
 
 
 def sentence(why: str) -> str:
-    """What to tell a user whose release of transformers is another than those tested."""
+    """The message for a user of an untested release of transformers."""
     return (f"qdsl.models.transformers: transformers {transformers.__version__} {why}; install a tested release, {TESTED}: "
             "pip install 'transformers>=5.22,<5.24'")

@@ -1,4 +1,4 @@
-"""What transformers calls the weights of a checkpoint, and of which weights it makes one: its own conversion map, read."""
+"""Reads transformers' conversion map: the model's names for a checkpoint's weights, and which weights it joins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from qdsl.models.plan import LoadError
 
 
 class Conversions:
-    """The names of a model's parameters for the names of a checkpoint, by the rules with which transformers loads it.
+    """The model's parameter names for a checkpoint's names, by the rules with which transformers loads it.
 
     model: as transformers built it, before any layer is replaced.  rules: renamings and converters, in their order.
     """
@@ -35,7 +35,7 @@ class Conversions:
         self.modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
 
     def rename(self, name: str) -> str | None:
-        """The model's name of a tensor or module of the checkpoint; None where it has none, or makes it of several."""
+        """The model's name of a tensor or module of the checkpoint; None where there is none, or it is joined with others."""
         for suffix in ("", ".weight"):
             target, converter = self.target(name + suffix)
             if converter is None and target in self.tensors:
@@ -49,7 +49,7 @@ class Conversions:
         return next((place for place in places if place in self.modules and place), None)
 
     def target(self, name: str) -> tuple[str, str | None]:
-        """The model's name of a tensor, and the pattern of the converter that takes it with others; None for none."""
+        """The model's name of a tensor, and the pattern of the converter that joins it with others, or None."""
         prefix = self.model.base_model_prefix
         target, pattern = rename_source_key(name, self.renamings, self.converters, prefix, self.tensors)
         if target not in self.tensors and name in self.tensors:
@@ -57,7 +57,7 @@ class Conversions:
         return target, pattern
 
     def stacks(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[list[str]]]:
-        """Parameters of which each expert is one or more weights, one below the other: names of layers, expert by expert.
+        """Parameters whose experts consist of one or more weights: names of layers, expert by expert.
 
         shapes: of all weights, (N, K), by the names of their layers; (N * K,) of those that state no more.  transformers' own
         operations are run on the numbers of rows.  Raises LoadError where the result is no such stack.
@@ -94,12 +94,12 @@ class Conversions:
 
 
 def reverted(model: nn.Module, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-    """Plain tensors of a model as its checkpoint has them: with its names, and what the library joined taken apart."""
+    """Plain tensors of a model under the checkpoint's names, with joined tensors divided again."""
     plain: Mapping[str, Tensor] = revert_weight_conversion(model, tensors)
     return plain
 
 
 def ignored(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern is a parameter's whole name, or a part of it between dots."""
+    """Whether a pattern matches a parameter's whole name, or a part of it between dots."""
     return any(re.fullmatch(pattern, part) for pattern in patterns
                for part in (name, name.removesuffix(".weight"), *name.split(".")))

@@ -1,4 +1,4 @@
-"""Language models of GGUF files in transformers, with their weights packed."""
+"""Loads language models of GGUF files into transformers, with their weights packed."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ def config_of(file: GgufFile, path: Path, base: str | Path | None = None) -> Any
 
 
 def _plain_dtype(file: GgufFile) -> str:
-    """The dtype of a model of plain weights, which then stay mapped; float32 for one that has packed weights."""
+    """The dtype of a model of plain weights, so that they stay mapped; float32 for one with packed weights."""
     matrices = {tensor.type.name for tensor in file.tensors.values() if len(tensor.logical_shape) > 1} - {"F32"}
     return TORCH[matrices.pop()] if matrices in ({"F16"}, {"BF16"}) else "float32"
 
 
 def _complete(config: Any, file: GgufFile, architecture: str) -> None:
-    """Set the numbers of a config that transformers leaves out, or reads wrongly, for some model types."""
+    """Set the entries of a config that transformers omits, or reads wrongly, for some model types."""
     for key, attribute in CORRECTED.items():
         value = file.metadata.get(f"{architecture}.{key}")
         if value is not None and hasattr(config, attribute):
@@ -117,7 +117,7 @@ def _complete(config: Any, file: GgufFile, architecture: str) -> None:
 
 
 def _add_scaling(config: Any, file: GgufFile, path: Path, architecture: str) -> None:
-    """Set the base and the scaling of a config's rotary embeddings.  Raises LoadError for one that has no place in it."""
+    """Set the base and scaling of a config's rotary embeddings.  Raises LoadError for unsupported scaling."""
     rope = getattr(config, "rope_parameters", None)
     kind = rope.get("rope_type") if isinstance(rope, dict) else None
     scaling = {key: file.metadata.get(f"{architecture}.rope.scaling.{key}")
@@ -137,7 +137,7 @@ def _add_scaling(config: Any, file: GgufFile, path: Path, architecture: str) -> 
 
 
 def tokenizer(ref: str | Path, base: str | Path | None = None, **kwargs: Any) -> Any:
-    """The tokenizer of a GGUF file: that of the folder `base`, else what transformers makes of the file's vocabulary."""
+    """The tokenizer of a GGUF file: that of the folder `base`, else one from the file's vocabulary."""
     if base is not None:
         return AutoTokenizer.from_pretrained(base, **kwargs)
     path = gguf_path(ref) or Path(ref)
@@ -145,16 +145,16 @@ def tokenizer(ref: str | Path, base: str | Path | None = None, **kwargs: Any) ->
 
 
 def gguf_path(ref: str | Path) -> Path | None:
-    """The local path of a reference to a GGUF file, which is downloaded where it is on a server; None for a folder."""
-    meant = parsed(ref)
-    if isinstance(meant, Repository) and meant.file is None and meant.quant is None:
+    """The local path of a GGUF file, downloaded if remote; None for a folder."""
+    target = parsed(ref)
+    if isinstance(target, Repository) and target.file is None and target.quant is None:
         return None
     path = local_path(ref)
     return path if path.suffix == ".gguf" else None
 
 
 def _write_header(file: GgufFile, path: Path, architecture: str) -> None:
-    """Write a GGUF file of the same settings, without the vocabulary, which takes transformers seconds to read.
+    """Write a GGUF file with the same settings, but without the vocabulary, which transformers takes seconds to read.
 
     Scaling of rotary embeddings is left out, too: transformers misreads it.
     """

@@ -1,4 +1,4 @@
-"""A GGUF file as the weights that `from_pretrained` of transformers gives a model."""
+"""The weights of a GGUF file for `from_pretrained` of transformers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from qdsl.models.mapped_source import gguf_source
 
 @dataclass(eq=False)
 class GgufWeights:
-    """A file, its map, and the plain tensors that transformers loads: `state` is filled when the packed layers are placed."""
+    """A file, its map, and in `state` the plain tensors that transformers loads, filled when packed layers are placed."""
 
     path: Path
     map: GgufMap
     state: dict[str, Tensor] = field(default_factory=dict)
 
     def open(self, model: nn.Module, config: object) -> Checkpoint:
-        """The file as a checkpoint with a model's names.  Raises LoadError where it does not fit, CheckpointError for damage."""
+        """The file as a checkpoint under a model's names.  Raises LoadError where it does not fit, CheckpointError for damage.
+        """
         return Checkpoint(self.path, {"": gguf_source(self.path, self.map, model, config)})
 
     def __deepcopy__(self, memo: Any) -> GgufWeights:

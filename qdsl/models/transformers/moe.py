@@ -1,4 +1,4 @@
-"""The forward of a model's experts over packed weights, as transformers' interface for implementations of experts takes it."""
+"""The forward of experts with packed weights, for transformers' registry of experts' implementations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAME = "qdsl"                                                    # of the implem
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What experts make of tokens [T, K], by the experts [T, k] and weights [T, k] that the router chose: [T, K].
+    """The weighted outputs of the experts [T, k], with weights [T, k], that the router chose for tokens [T, K]: [T, K].
 
     The library's own implementation runs experts of plain weights, and decodes those whose rows are the columns of the product.
     """

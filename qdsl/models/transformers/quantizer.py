@@ -1,4 +1,4 @@
-"""transformers' quantizer of packed weights: layers are placed before the library loads what is plain."""
+"""The quantizer plug-in for transformers: places packed layers in a model before the library loads plain tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from qdsl.checkpoint.detect.sources import Source
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.dense import embeddings, make_dense
 from qdsl.models.experts import Experts
-from qdsl.models.load import LoadReport, fill_model, held_bytes
+from qdsl.models.load import LoadReport, bytes_by_device, fill_model
 from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import Origin, origin_in
 from qdsl.models.plan import LoadError, listed
@@ -55,24 +55,24 @@ class QdslHfQuantizer(HfQuantizer):
         self.report: LoadReport | None = None
         self._files: list[Path] = []
         self._device_map: Any = None
-        self._stated = ""                                        # the config from which the model is built
+        self._initial_config = ""                                        # the config from which the model is built
         self._loaded: list[str] = []                             # the model's configs as they were loaded
 
     # -- before the model is built ------------------------------------------------------------------------------------
 
     def update_device_map(self, device_map: Any) -> Any:
-        """The same map with the CPU in place of the disk."""
+        """The device map with the CPU in place of the disk."""
         self._device_map = without_disk(device_map)
         return self._device_map
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Take the disk out of a map that transformers has inferred, too."""
+        """Replace the disk with the CPU in a map that transformers has inferred."""
         if isinstance(device_map, dict) and self.report is not None:
             device_map.update(self.update_device_map(device_map))
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """The config, unchanged: it is noted before a model adds to it, to tell whether the caller has edited it."""
-        self._stated = config.to_json_string()
+        """The config, unchanged; its text is recorded, to detect later whether the caller has edited it."""
+        self._initial_config = config.to_json_string()
         return config
 
     # -- before weights are loaded ------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class QdslHfQuantizer(HfQuantizer):
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """The library's conversions, unchanged; the first time packed layers are placed, which takes their names from them."""
+        """The library's conversions, unchanged; the first call places the packed layers."""
         gguf = self.quantization_config.gguf
         if self.report is None and gguf is not None:
             with gguf.open(model, model.config) as checkpoint:
@@ -94,7 +94,7 @@ class QdslHfQuantizer(HfQuantizer):
         return weight_conversions
 
     def _place(self, model: Any, checkpoint: Checkpoint, names: Conversions | None) -> None:
-        """Put packed layers into a model on meta, and have transformers leave them alone until it has loaded the others.
+        """Place packed layers in a model on meta, so that transformers does not load them.
 
         names: those of the model for those of the checkpoint; None where they are the same.
         """
@@ -127,7 +127,7 @@ class QdslHfQuantizer(HfQuantizer):
             model.set_experts_implementation(moe.NAME)
 
     def _finish_loading(self, model: Any, hook: Any, unexpected: set[str], placed: set[str], loading_info: Any) -> None:
-        """What transformers calls when it has loaded all others: move packed tensors to their devices.
+        """Move packed tensors to their devices, after transformers has loaded all others.
 
         Raises LoadError for a matrix that would be left with random numbers.
         """
@@ -152,29 +152,29 @@ class QdslHfQuantizer(HfQuantizer):
         self._loaded = _configs(model)
         if self._is_edited(model.config, origin):
             self._loaded[0] = ""
-        self.report.device_bytes = held_bytes(model)             # of all weights
+        self.report.device_bytes = bytes_by_device(model)             # of all weights
         self.report.bytes_after = sum(self.report.device_bytes.values())
         if any(isinstance(module, PackedModule) for module in embeddings(model)):
             model.resize_token_embeddings = _refuse_resize
         return model
 
     def _is_edited(self, config: Any, origin: Origin) -> bool:
-        """Whether the caller loaded the model with another config than that of the folder, but for its dtype."""
+        """Whether the caller loaded the model with a config that differs from the folder's in more than the dtype."""
         stored = json.loads(origin.config or "{}")
         if stored.get("model_type") != config.model_type:        # a part of a composite model
             return False
         folder = type(config).from_dict(stored)
         _strip(folder)
-        return _settings(json.loads(folder.to_json_string())) != _settings(json.loads(self._stated))
+        return _settings(json.loads(folder.to_json_string())) != _settings(json.loads(self._initial_config))
 
     # -- what the model can do ----------------------------------------------------------------------------------------
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of plain numbers; bfloat16 where transformers took that of stored codes for it."""
+        """The dtype of plain tensors; bfloat16 where transformers chose the dtype of stored codes."""
         return dtype if dtype.itemsize > 1 else torch.bfloat16
 
     def save(self, model: Any, folder: Path) -> None:
-        """Write the files that a model came from; configs that were changed since as they are now."""
+        """Write the files that a model was loaded from, with its current configs."""
         now = _configs(model)
         with onloaded(model):
             save(model, folder, None if now[:1] == self._loaded[:1] else json.loads(now[0]))
@@ -182,15 +182,17 @@ class QdslHfQuantizer(HfQuantizer):
             model.generation_config.save_pretrained(folder)
 
     def is_serializable(self) -> bool:
+        """Whether models can be saved: yes."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Adapters can be trained; packed weights cannot."""
+        """Whether adapters can be trained: yes.  Packed weights cannot."""
         return True
 
     @property
     def is_compileable(self) -> bool:
+        """Whether models can be compiled: yes."""
         return True
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
@@ -204,7 +206,7 @@ class QdslHfQuantizer(HfQuantizer):
 
 def from_pretrained(ref: str | Path, *args: Any, model_class: Any = None, quantization_config: QdslConfig | None = None,
                     base: str | Path | None = None, **kwargs: Any) -> Any:
-    """Load a GGUF file, or a folder or repository with packed weights of any producer as a model of transformers.
+    """Loads a GGUF file, or a folder or repository with packed weights of any producer, as a model of transformers.
 
     It takes what `from_pretrained` of a class takes, and also folders that transformers does not dispatch to a quantizer: DF11,
     ModelOpt, and those whose config states nothing.  model_class: by default that which the config names.
@@ -226,7 +228,7 @@ def from_pretrained(ref: str | Path, *args: Any, model_class: Any = None, quanti
 
 
 def handed_over(config: Any, quantization_config: Any) -> Any:
-    """What `from_pretrained` takes for its quantization_config; a QdslConfig for folders that only qdsl reads.
+    """The quantization_config to pass to `from_pretrained`; a QdslConfig for folders that only qdsl reads.
 
     config: of the model; for a QdslConfig what it states of a quantization is taken out of it, whoever's, and so is the sentence
     that stops other loaders.  Raises ValueError for tensor parallelism.
@@ -247,7 +249,7 @@ def handed_over(config: Any, quantization_config: Any) -> Any:
 
 
 def _configs(model: Any) -> list[str]:
-    """The texts of a model's config and, where it generates, of that for generating."""
+    """The JSON texts of a model's config and, if it generates text, of its generation config."""
     return [model.config.to_json_string(), *([model.generation_config.to_json_string()] if model.can_generate() else [])]
 
 
@@ -257,7 +259,7 @@ def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
 
 
 def _shapes(source: Source, format: str | None) -> dict[str, tuple[int, ...]]:
-    """The shapes of weights that are packed, or that a format may pack, by the names of their layers."""
+    """The shapes of packed weights, and of those that a format may quantize, by layer name."""
     shapes: dict[str, tuple[int, ...]] = {name: layer.shape for name, layer in source.layers.items()
                                           if layer.experts is None and all(layer.shape)}
     for group in source.groups:
@@ -267,14 +269,14 @@ def _shapes(source: Source, format: str | None) -> dict[str, tuple[int, ...]]:
 
 
 def _report_converted(model: nn.Module, report: LoadReport) -> None:
-    """State matrices that stay dense because no single tensor of the checkpoint is theirs."""
+    """Report matrices that stay dense because transformers joins them from several tensors."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta and parameter.dim() > 1 and not {name, name.removesuffix(".weight")} & report.dense.keys():
             report.dense[name] = "transformers makes it of other tensors of the checkpoint"
 
 
 def _check_codes(source: Source, names: Conversions, empty: set[str]) -> None:
-    """Raises LoadError where transformers would load the codes of a packed layer as the numbers of a parameter."""
+    """Raises LoadError where transformers would load the codes of a packed layer as a plain parameter."""
     codes = [f"{shown(full)} of {target}{f': {layer.why}' if layer.why else ''}" for layer in source.layers.values()
              for full in (*layer.tensors.values(), *(layer.others.values() if layer.why else ()))
              if (target := names.target(full)[0]) in empty]
@@ -284,7 +286,7 @@ def _check_codes(source: Source, names: Conversions, empty: set[str]) -> None:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by all their names."""
+    """All parameters and buffers by name."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
@@ -295,7 +297,7 @@ def _hide(names: Iterable[str], module: nn.Module, state: dict[str, Any], prefix
 
 
 def _untie(model: Any) -> None:
-    """Drop what is known of ties between weights that are packed now: those share their tensors."""
+    """Remove records of tied weights for packed weights, which share their tensors."""
     plain, modules = _tensors(model), dict(model.named_modules(remove_duplicate=False))
     for prefix, module in modules.items():
         for attribute in TIES if isinstance(module, PreTrainedModel) else ():
@@ -307,7 +309,7 @@ def _untie(model: Any) -> None:
 
 
 def _missing_matrices(model: Any, missing: set[str], ignore: Sequence[str]) -> list[str]:
-    """Parameters of two or more axes without numbers, and without one that they share."""
+    """Parameters of two or more axes that were not loaded, and share no loaded tensor."""
     shared: dict[str, set[str]] = {}
     for target, source in model.all_tied_weights_keys.items():
         shared.setdefault(source, {source}).add(target)
@@ -318,13 +320,13 @@ def _missing_matrices(model: Any, missing: set[str], ignore: Sequence[str]) -> l
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """What a config states at any depth, without dtypes and the settings of a quantization."""
+    """The entries of a config, nested ones too, without dtypes and quantization settings."""
     return {name: _settings(value) if isinstance(value, dict) else value for name, value in config.items()
             if name not in ("dtype", "quantization_config")}
 
 
 def _strip(config: Any) -> None:
-    """Take settings of a quantization, and the sentence that stops loaders, out of a config and all that are nested in it."""
+    """Remove quantization settings, and qdsl's guard against other loaders, from a config and its nested configs."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             _strip(value)

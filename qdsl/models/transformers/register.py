@@ -1,4 +1,4 @@
-"""What is registered with transformers, once for a process."""
+"""Registers qdsl's quantizer and config with transformers, once per process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def _choosing(get: Any) -> Any:
-    """The library's choice of a quantizer; a QdslConfig takes a folder of any producer."""
+    """The library's function that chooses a quantizer, extended to a QdslConfig for any producer."""
     @wraps(get)
     def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
         return get(config, handed_over(config, quantization_config), *args, **kwargs)

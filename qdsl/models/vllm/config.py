@@ -29,14 +29,15 @@ class QdslConfig(EngineConfig, QuantizationConfig):
 
     @property
     def batch_invariant(self) -> bool:
+        """Whether vLLM asks for batch invariance, by VLLM_BATCH_INVARIANT."""
         return bool(envs.VLLM_BATCH_INVARIANT)
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:
-        """What makes a checkpoint's tensors those of modules; vLLM's own drops every `g_idx`."""
+        """The mapper from a checkpoint's tensors to those of modules; vLLM's own drops every `g_idx`."""
         return AssemblingMapper(config=self)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Read headers, of a repository once it is downloaded.  Raises CheckpointError, LoadError for a GGUF file of others."""
+        """Read the headers of the model.  Raises CheckpointError, and LoadError for a GGUF file of another model."""
         self.plan(self.read(model_name, hf_config, revision), model_name)
         if getattr(hf_config, "model_type", "") == STREAMED:     # else its loader asks for tensors of MXFP4
             hf_config.quantization_config = {"quant_method": OWN}
@@ -50,7 +51,7 @@ class QdslConfig(EngineConfig, QuantizationConfig):
         return Served.of_folder(self.verified(local_path(f"{model_name}@{revision}" if is_remote else model_name)))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
-        """Call layers as vLLM calls their modules."""
+        """Rename layers as vLLM names their modules."""
         self.layers = {hf_to_vllm_mapper.map_name(name) or name: layer for name, layer in self.layers.items()}
         self.plain = {hf_to_vllm_mapper.map_name(name) or name: layer for name, layer in self.plain.items()}
 

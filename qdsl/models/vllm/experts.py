@@ -1,4 +1,4 @@
-"""The method of vLLM's routed experts over packed weights, one by one or in stacks."""
+"""vLLM's routed experts over packed weights, stored one by one or in stacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.model_executor.layers.activation import SwigluOAIAndMul
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 
-from qdsl.checkpoint.detect.layers import Layer
+from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.report.shards import ShardError, merged_pieces, row_piece, unservable
 from qdsl.core.borders import Span
 from qdsl.models.engine import register_counters, remove_counters, take
@@ -29,7 +29,7 @@ STREAMED_SHARDS = {"gpt_oss_w13": GATE, "gpt_oss_w2": DOWN}
 
 
 def experts_method(config: QdslConfig, layer: RoutedExperts, prefix: str) -> PackedExpertsMethod | None:
-    """The method of a module of experts, None where they are plain.  Raises ShardError for those that cannot be served."""
+    """The method of a module of experts, None for plain ones.  Raises ShardError for experts that cannot be served."""
     begin = f"{prefix}."
     layers = {name[len(begin):]: own for name, own in config.layers.items() if name.startswith(begin)}
     config.served.update(begin + name for name in layers)
@@ -65,7 +65,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
 
     def create_weights(self, layer: RoutedExperts, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
                        params_dtype: torch.dtype, **extra: Any) -> None:
-        """Plan what the rank holds of each of its experts.  Raises ShardError, before anything is loaded."""
+        """Plan the rank's part of each of its experts.  Raises ShardError, before anything is loaded."""
         for expert in range(layer.global_num_experts):
             own = self.places[expert] = layer._map_global_expert_id_to_local_expert_id(expert)
             for shard, name in self.names.items() if own != -1 else ():
@@ -106,7 +106,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         return True if return_success else None
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Join the experts' weights where that can be done.  Raises ShardError for missing tensors."""
+        """Join the experts' weights where possible.  Raises ShardError for missing tensors."""
         device = remove_counters(layer)
         if device is None:
             return
@@ -122,6 +122,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         self.loaded = {}
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        """None, as vLLM's own kernels of experts are not used."""
         return None
 
     def apply(self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any = None,

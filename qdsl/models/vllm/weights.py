@@ -1,4 +1,4 @@
-"""How vLLM's loader brings the tensors of a checkpoint: by the names, and in the pieces, that its models take."""
+"""Brings the tensors of a checkpoint into the names and pieces of vLLM's models."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class GgufLoader(DefaultModelLoader):
-    """vLLM's load format `qdsl`: the tensors of the GGUF file of a model."""
+    """vLLM's load format `qdsl`: loads the tensors of the model's GGUF file."""
 
     def download_model(self, model_config: Any) -> None:
-        """Download the file where it is on a server.  Raises CheckpointError for a model that has none."""
+        """Download the GGUF file of a model.  Raises CheckpointError for a model without one."""
         settings = getattr(model_config.hf_config, "quantization_config", None) or {}
         self.path = gguf_path(model_config.model, settings.get("gguf_model"))
         if self.path is None:
             raise CheckpointError(f"{model_config.model} has no GGUF file; serve it without --load-format")
 
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Generator[tuple[str, Tensor]]:
-        """The tensors by the names of transformers."""
+        """The tensors under the names of transformers."""
         self.download_model(model_config)
         assert self.path is not None
         with closing(open_gguf(self.path, model_config.hf_config)) as source:
@@ -38,7 +38,7 @@ class GgufLoader(DefaultModelLoader):
 
 @dataclass
 class AssemblingMapper(WeightsMapper):
-    """A mapper of vLLM that makes the tensors of the checkpoint those of modules first."""
+    """A mapper of vLLM that first converts the checkpoint's tensors to those of modules."""
 
     config: EngineConfig | None = None
 
@@ -53,7 +53,7 @@ class AssemblingMapper(WeightsMapper):
                                 config=self.config)
 
     def apply(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """The weights by the names of vLLM."""
+        """The weights under the names of vLLM."""
         assert self.config is not None
         mapped: Iterable[tuple[str, Tensor]] = WeightsMapper.apply(self, self.config.assembled(weights))
         return mapped

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from qdsl.compiler.emit.module.description import description
+from qdsl.compiler.emit.module.description import description, indented
 from qdsl.compiler.emit.module.module import module
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.spec.schema import load
+from qdsl.core.producer import producer_of, read_yaml
 from qdsl.host.files import write_text
 
+PRODUCERS = "producers"                                          # the folder of their JSON
 MARK = "Do not edit: change the spec"
 
 
@@ -31,6 +33,16 @@ def files_of(spec: Path | str, name: str | None = None) -> dict[str, str]:
     """The generated files of a spec by their paths below the output folder, code first.  Raises SpecError."""
     programs = compile_spec(load(spec, name))
     return {**module(programs), f"{programs[0].spec.name}.json": description(programs)}
+
+
+def producer_files(folder: Path) -> dict[str, str]:
+    """The JSON of all producers of a folder by their paths below the output folder.  Raises ProducerError."""
+    files: dict[str, str] = {}
+    for path in sorted(folder.glob("*.yaml")):
+        data = read_yaml(path)
+        producer_of(data, str(path))
+        files[f"{PRODUCERS}/{path.stem}.json"] = indented(data) + "\n"
+    return files
 
 
 def build(spec: Path | str, out: Path, *, write: bool = True) -> Iterator[Written]:
@@ -72,6 +84,9 @@ def _refuse_outside(path: Path, root: Path) -> None:
 def _stale(root: Path, stem: str, files: Mapping[str, str]) -> Iterator[Path]:
     """Files of the same format that this build did not write, as when a parameter lost a value."""
     candidates = [root / f"{stem}.py", *sorted((root / stem).glob("*.py"))]
+    if stem == PRODUCERS:
+        candidates = sorted((root / stem).glob("*.json"))
     for path in candidates:
-        if path.is_file() and str(path.relative_to(root)) not in files and MARK in path.read_text(errors="replace"):
+        is_ours = stem == PRODUCERS or (path.is_file() and MARK in path.read_text(errors="replace"))
+        if path.is_file() and str(path.relative_to(root)) not in files and is_ours:
             yield path

@@ -29,7 +29,7 @@ def description(programs: Sequence[Program]) -> str:
     """The JSON text.  A line holds a tensor, a parameter or a rule."""
     first = programs[0]
     by, variants = _variants(programs)
-    return _text({
+    return indented({
         "format": first.spec.name.value,
         "params": {param.name.value: list(param.values) for param in first.spec.params},
         "sizes": {size: size_axis(first, size) for size in first.sizes},
@@ -120,7 +120,7 @@ def _coded(stream: Stream) -> dict[str, dict[str, Any]]:
             for role, (kind, axes) in CODECS[stream.coding].tensors.items()}
 
 
-def _text(value: object, level: int = 0) -> str:
+def indented(value: object, level: int = 0) -> str:
     """JSON, broken into lines where a mapping or a list does not fit one."""
     line = json.dumps(value)
     numbers = isinstance(value, list) and all(isinstance(number, int | float) for number in value)
@@ -128,8 +128,8 @@ def _text(value: object, level: int = 0) -> str:
         return line
     inner = "  " * (level + 1)
     if isinstance(value, Mapping):
-        items = [f"{inner}{json.dumps(key)}: {_text(item, level + 1)}" for key, item in value.items()]
+        items = [f"{inner}{json.dumps(key)}: {indented(item, level + 1)}" for key, item in value.items()]
     else:
-        items = [inner + _text(item, level + 1) for item in value]
+        items = [inner + indented(item, level + 1) for item in value]
     opening, closing = "{}" if isinstance(value, Mapping) else "[]"
     return f"{opening}\n" + ",\n".join(items) + f"\n{'  ' * level}{closing}"

@@ -1,0 +1,297 @@
+"""Fits tensors to formats: every way to read a module's tensors, or the nearest miss.  Nothing imports torch.
+
+A candidate is a format, a storage, parameters and a shape whose tensors have these names, dtypes and shapes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qdsl.checkpoint.detect.header_claims import flat
+from qdsl.checkpoint.detect.rules import EXPERTS, EXTENTS, Reading, from_tensors, is_block, readings
+from qdsl.core.shapes import granule
+from qdsl.core.stored import OF_X, Description, Fit, LayoutMismatch, TensorInfo, element_dtype, fits, named
+
+CLAIMED = 100                                                    # LayoutMismatch.reached where a tensor itself names the format
+UNKNOWN = -1                                                     # and where a header names another format
+WIDE = {"float16": 2, "bfloat16": 2, "float32": 4}               # bytes of numbers that bytes may be stored as
+# Tensors of layers of many formats that are no part of the weight.
+NOT_OF_WEIGHT = ("bias", "input_scale", "output_scale", "input_global_scale", "input_zero_point", *OF_X)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to read a module's tensors."""
+
+    format: Description
+    fit: Fit
+    experts: int | None
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether no scale is left out, without which weights are plain casts."""
+        layout = self.format.layout(self.fit.storage, self.fit.params)
+        return not any(stored.optional and stored.dtype in self.format.params and name not in self.fit.tensors
+                       for name, stored in layout.items())
+
+    @property
+    def label(self) -> str:
+        """Format, storage and parameters, as messages name them."""
+        return f"{self.format.name}.{self.fit.storage}" + "".join(f" {key}={value}" for key, value in self.fit.params.items())
+
+    def is_value(self, name: str, value: object) -> bool:
+        """Whether a parameter has this value."""
+        own = self.fit.params[name]
+        return type(value) is type(own) and value == own
+
+    def means(self, name: str, value: object) -> bool:
+        """Whether a parameter means the same as this value: a block of a whole axis may be said in numbers, or as -1."""
+        if name not in self.format.sizes or type(value) is not int:
+            return self.is_value(name, value)
+        wanted, own = (self.format.numbers(params, self.fit.shape)[name] for params in ({name: value}, self.fit.params))
+        return wanted == own
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a module's tensors are and say.
+
+    entries: dtypes and shapes by the last parts of names.  contents: what small tensors say.  claims: what a header says of the
+    weight, None for nothing.  shape: (N, K) or (E, N, K) that the caller knows, () for none.
+    """
+
+    entries: Mapping[str, TensorInfo]
+    contents: Mapping[str, Any]
+    claims: Mapping[str, Any] | None
+    shape: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What decides which formats fit: most layers of a checkpoint share it."""
+        contents = ((leaf, repr(_without_numbers(content))) for leaf, content in self.contents.items())
+        return (*sorted(self.entries.items(), key=lambda item: item[0]), *contents, repr(self.claims), self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why tensors are not of a format, and how near they come.
+
+    is_claimed: small tensors name the format.  nearness: how many tensors have the names and dtypes of one storage.
+    """
+
+    is_claimed: bool
+    nearness: int
+    reason: LayoutMismatch
+
+    @property
+    def rank(self) -> tuple[bool, bool, int, int]:
+        return self.is_claimed, self.nearness > 0, self.reason.reached, self.nearness
+
+
+def candidates(formats: Sequence[Description], evidence: Evidence) -> list[Candidate]:
+    """Every way to read tensors as one of the formats, or those that a tensor of settings or a header speaks of."""
+    every: list[Candidate] = []
+    for format in formats:
+        with suppress(LayoutMismatch):
+            every += candidates_of(format, evidence)
+    keys = evidence.contents.keys()
+    return [candidate for candidate in every if keys & candidate.format.detect.get("tensors", {}).keys()] or every
+
+
+def candidates_of(format: Description, evidence: Evidence) -> list[Candidate]:
+    """Every way to read tensors as a format's, with what is claimed of them alone.  Raises LayoutMismatch."""
+    shape, experts, params, numbers = _from_contents(format, evidence.contents)
+    if shape is None and len(evidence.shape) in (2, 3):
+        shape, experts = (evidence.shape[-2], evidence.shape[-1]), evidence.shape[0] if len(evidence.shape) == 3 else None
+    entries = {**dict.fromkeys(numbers, TensorInfo("float32", ())), **evidence.entries}
+    if any(isinstance(content, Mapping) for content in evidence.contents.values()):
+        entries = {leaf: _as_bytes(entry) if leaf in format.in_bytes else entry for leaf, entry in entries.items()}
+    if shape is not None and experts is not None:
+        return _through_experts(format, entries, shape, experts, params)
+    if evidence.claims is None:
+        return _fitting(format, entries, shape, None, params)
+    return _claimed(format, entries, shape, params, evidence.claims)
+
+
+def _claimed(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None,
+             params: Mapping[str, int | str], claims: Mapping[str, Any]) -> list[Candidate]:
+    """Those ways that a header's claims allow.  Raises LayoutMismatch."""
+    allowed: list[Candidate] = []
+    nearest = LayoutMismatch(UNKNOWN, f"{format.name}: the header speaks of something else")
+    for reading in readings(format.detect.get("header"), [*format.params, *EXTENTS], claims, stacks=True):
+        extents = [reading.values.get(dim) for dim in EXTENTS]
+        whole = [extent for extent in extents if type(extent) is int and extent >= 0]
+        try:
+            whole_shape = (whole[0], whole[1]) if len(whole) == 2 else shape
+            fit = _fitting(format, entries, whole_shape, reading.storage or None, params)
+        except LayoutMismatch as miss:
+            nearest = max(nearest, miss, key=lambda misfit: misfit.reached)
+            continue
+        allowed += [candidate for candidate in fit if _agrees(candidate, reading)]
+        other = LayoutMismatch(CLAIMED, f"the header says {claims_text(claims)}; the tensors fit {fit[0].label}")
+        nearest = max(nearest, other, key=lambda misfit: misfit.reached)
+    if not allowed:
+        raise nearest
+    return allowed
+
+
+def _agrees(candidate: Candidate, reading: Reading) -> bool:
+    """Whether N, K, parameters and the number of experts are what a header says; a block is of one of them, or of all."""
+    for key, front in reading.fronts.items():
+        allowed = (candidate.experts, 1) if is_block(key) else (candidate.experts,)
+        if type(front) is not type(candidate.experts) or front not in allowed:
+            return False
+    (n, k), params = candidate.fit.shape, candidate.fit.params
+    own: Mapping[str, object] = {**params, **candidate.format.numbers(params, (n, k)), "N": n, "K": k}
+    return all(type(value) is type(own[name]) and value == own[name] for name, value in reading.values.items())
+
+
+def claims_text(claims: Mapping[str, Any]) -> str:
+    """What a header says of a weight, in a few words."""
+    plain = {key: value for key, value in flat(claims).items() if isinstance(value, int | str)
+             or (isinstance(value, list) and all(isinstance(number, int) for number in value))}
+    return ", ".join(f"{key} = {str(value)[:60]}" for key, value in list(plain.items())[:8])
+
+
+def nearest_miss(formats: Sequence[Description], evidence: Evidence, configs: Sequence[Mapping[str, Any]], is_foreign: bool,
+                 reason: str) -> LayoutMismatch:
+    """Why tensors are of no format, by the nearest of those that settings, a header or the tensors' names speak of.
+
+    configs: settings of the whole and of groups.  is_foreign: whether a producer of its own wrote them.  reason: where none is
+    near.
+    """
+    misses: list[Miss] = []
+    for format in formats:
+        try:
+            candidates_of(format, evidence)
+        except LayoutMismatch as miss:
+            tensor_rules = format.detect.get("tensors", {})
+            is_claimed = bool(evidence.contents) and evidence.contents.keys() <= tensor_rules.keys() and \
+                from_tensors(format, evidence.contents) is not None
+            is_meant = any(True for settings in configs
+                           for _ in readings(format.detect.get("config"), list(format.params), settings))
+            if evidence.claims is None and not is_meant and (is_foreign or not _has_names(format, evidence.entries)):
+                continue
+            misses.append(Miss(is_claimed, _nearness(format, evidence.entries), miss))
+    return max(misses, key=lambda miss: miss.rank, default=Miss(False, 0, LayoutMismatch(UNKNOWN, reason))).reason
+
+
+def _fitting(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None, storage: str | None,
+             params: Mapping[str, int | str]) -> list[Candidate]:
+    """Every way to read tensors as a format's, as one weight or as those of experts.  Raises LayoutMismatch."""
+    for experts in _expert_counts(format, entries):
+        with suppress(LayoutMismatch):
+            return [Candidate(format, fit, experts) for fit in fits(format, {
+                leaf: _of_one(entry, experts) for leaf, entry in entries.items()}, shape, storage, params)]
+    return [Candidate(format, fit, None) for fit in fits(format, entries, shape, storage, params)]
+
+
+def _of_one(entry: TensorInfo, experts: int) -> TensorInfo:
+    """A tensor of one expert, all of which say the same of their shapes; one without their axis belongs to all."""
+    if entry.shape[:1] != (experts,):
+        return entry
+    size = len(entry.values) // experts
+    is_repeated = entry.values == entry.values[:size] * experts
+    return replace(entry, shape=entry.shape[1:], values=entry.values[:size] if is_repeated else entry.values)
+
+
+def _from_contents(format: Description, contents: Mapping[str, Any],
+                   ) -> tuple[tuple[int, int] | None, int | None, dict[str, int | str], list[str]]:
+    """(N, K), E, parameters, and the tensors of one number that small tensors say; None, and missing, what they leave open.
+
+    Raises LayoutMismatch.
+    """
+    values = from_tensors(format, contents)
+    if values is None:
+        raise LayoutMismatch(CLAIMED, f"{format.name}: {', '.join(contents)} says that it is of another format")
+    for name, value in values.items():
+        if not _is_possible(format, name, value):
+            raise LayoutMismatch(CLAIMED + 1, f"{format.name}: {', '.join(contents)} says {name} = {value}")
+    shape = (values["N"], values["K"]) if {*EXTENTS} <= values.keys() else None
+    return (shape, values.get(EXPERTS), {name: value for name, value in values.items() if name in format.params},
+            [name for name in values if name in format.singles])
+
+
+def _is_possible(format: Description, name: str, value: object) -> bool:
+    """Whether N, K, E, a parameter or a tensor of one number may have this value."""
+    if name in format.singles:
+        return _is_float32(value)
+    if name in (EXPERTS, *EXTENTS):
+        return isinstance(value, int) and type(value) is int and value >= (1 if name == EXPERTS else 0)
+    return type(value) in (int, str) and value in format.params[name]
+
+
+def _is_float32(value: object) -> bool:
+    """Whether it is a number that float32 holds, rounded."""
+    try:
+        return type(value) in (int, float) and len(struct.pack("<f", value)) == 4
+    except (OverflowError, struct.error):
+        return False
+
+
+def _as_bytes(entry: TensorInfo) -> TensorInfo:
+    """Bytes that a file has as numbers of a larger type; a weight whose settings are complete need not tell by its dtype."""
+    size = WIDE.get(entry.dtype)
+    return entry if size is None else TensorInfo("uint8", (size * math.prod(entry.shape),))
+
+
+def _without_numbers(content: Any) -> Any:
+    """What JSON says, without the numbers that make no difference to what fits."""
+    if not isinstance(content, Mapping):
+        return content
+    return {key: float if isinstance(value, float) else value for key, value in content.items()}
+
+
+def _nearness(format: Description, entries: Mapping[str, TensorInfo]) -> int:
+    """How many tensors one of the format's storages knows by name and dtype."""
+    return max(sum(entries[key].dtype in [element_dtype(str(kind)) for kind in format.params.get(layout[name].dtype,
+                                                                                              (layout[name].dtype,))]
+                   for name, key in named(layout, entries).items())
+               for storages in format.variants.values() for layout in storages.values())
+
+
+def _has_names(format: Description, entries: Mapping[str, TensorInfo]) -> bool:
+    """Whether the names of tensors, more than 'weight' alone, are those of a storage, or of tensors that any layer may have."""
+    rules = format.detect.get("tensors", {})
+    names = {leaf for leaf in entries if leaf not in NOT_OF_WEIGHT and leaf not in rules}
+    return not rules.keys().isdisjoint(entries) or (len(names) > 1 and any(
+        names <= {*named(layout, entries).values()} for storages in format.variants.values() for layout in storages.values()))
+
+
+def _through_experts(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int], experts: int,
+                     params: Mapping[str, int | str]) -> list[Candidate]:
+    """Every way to read tensors that run through all experts.
+
+    Raises LayoutMismatch, also where a block has weights of two experts.
+    """
+    one = {leaf: replace(entry, shape=(entry.shape[0] // experts, *entry.shape[1:]))
+           if entry.shape and entry.shape[0] % experts == 0 else entry for leaf, entry in entries.items()}
+    matches = fits(format, one, shape, None, params)
+    for fit in matches:
+        axes = [axis for stored in format.layout(fit.storage, fit.params).values() for axis in stored.axes]
+        step = granule(axes, "N", format.numbers(fit.params, shape), shape[1])
+        if shape[0] % step:
+            raise LayoutMismatch(CLAIMED + 1, f"{format.name}.{fit.storage}: experts of {shape[0]} rows share blocks, which "
+                                              f"begin every {step} rows")
+    return [Candidate(format, fit, experts) for fit in matches]
+
+
+def _expert_counts(format: Description, entries: Mapping[str, TensorInfo]) -> list[int]:
+    """The first extent of all tensors of a storage, where they have an axis more than it; one number may be that of all."""
+    counts: list[int] = []
+    for storages in format.variants.values():
+        for layout in storages.values():
+            keys = named(layout, entries)
+            shapes = [(entries[key].shape, len(layout[name].axes)) for name, key in keys.items()
+                      if any(axis.dim != "1" for axis in layout[name].axes)]
+            firsts = {shape[:1] if len(shape) > axes and all(extent == 1 for extent in shape[1 + axes:]) else ()
+                      for shape, axes in shapes}
+            if len(firsts) == 1 and any(len(shape) == 1 + axes for shape, axes in shapes) and all(
+                    stored.optional or name in keys for name, stored in layout.items()):
+                counts += list(next(iter(firsts)))
+    return list(dict.fromkeys(counts))

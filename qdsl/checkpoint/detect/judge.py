@@ -1,0 +1,268 @@
+"""Judges which candidate a layer is: settings choose among what fits, and what they say otherwise is a problem of the layer."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from qdsl.checkpoint.detect.collect import Collector, Module
+from qdsl.checkpoint.detect.fit import Candidate
+from qdsl.checkpoint.detect.layer import Layer
+from qdsl.checkpoint.detect.quantization import Quantization, Scheme
+from qdsl.checkpoint.detect.rules import OWN, Reading, from_tensors, own_rule, readings, same
+from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
+from qdsl.core.stored import Description, resolve_default
+
+ENOUGH = 64                                                      # elements in which zeros are no chance
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Candidates that settings choose: strong ones by what settings state, weak ones also by what they leave out."""
+
+    strong: list[Candidate]
+    weak: list[Candidate]
+
+
+class Judge:
+    """Chooses one candidate per layer.  quantization: the settings of the checkpoint, None for none."""
+
+    def __init__(self, collector: Collector, quantization: Quantization | None) -> None:
+        self.collector = collector
+        self.quantization = quantization
+        self.source = quantization.source if quantization else ""
+        # Most layers share candidates and settings, which are kept beside the answer so that their ids stay theirs.
+        self._agreements: dict[tuple[int, int], tuple[Sequence[Candidate], Mapping[str, Any], Agreement]] = {}
+
+    def layer(self, module: Module, candidates: Sequence[Candidate], scheme: Scheme) -> Layer:
+        """The layer as the one candidate that its settings leave, else with the reason why there are several."""
+        settings = scheme.settings if scheme.settings is not None else self.quantization.settings if self.quantization else {}
+        agreement = self._agreement(candidates, settings)
+        strong, weak = agreement.strong, agreement.weak
+        telling = [candidate for candidate in candidates if self._has_its_words(candidate, module.tensors)]
+        is_denied = bool(settings) and not strong and not weak and any(
+            self._is_spoken_of(candidate, settings) for candidate in candidates)
+        problems: list[str] = []
+        if strong and telling and not any(candidate in strong for candidate in telling):
+            problems.append(f"{self.source} says {strong[0].label}, but its words are those of {telling[0].label}")
+        alike = [candidate for candidate in telling
+                 if not weak or any(candidate.fit.params == other.fit.params for other in weak)]
+        pool = self._simplest(strong or alike or weak or list(candidates), module, settings, is_denied)
+        best = _with_defaults(pool)
+        if reason := self._undecided(pool, best, settings, is_denied):
+            return Layer(module.name, others=module.tensors, by=scheme.by, why=reason)
+        assert best is not None
+        if is_denied:
+            problems.append(self._disagreement(best, settings))
+        return self._layer(module, best, scheme, settings, problems)
+
+    def _simplest(self, pool: list[Candidate], module: Module, settings: Mapping[str, Any], is_denied: bool) -> list[Candidate]:
+        """Those candidates that are as little odd as any, and whose padding holds nothing."""
+        least = min(map(_oddness, pool))
+        pool = self._padded([candidate for candidate in pool if _oddness(candidate) == least], module.tensors)
+        if not is_denied:
+            return pool
+        # What settings say wrong of parameters may be right of the storage.
+        return [candidate for candidate in pool
+                if any(reading.storage for reading in self._readings(candidate, settings))] or pool
+
+    def _undecided(self, pool: Sequence[Candidate], best: Candidate | None, settings: Mapping[str, Any], is_denied: bool) -> str:
+        """Why there are several ways to read a layer; '' where there is one."""
+        ways = list(dict.fromkeys(f"{candidate.format.name}.{candidate.fit.storage}" for candidate in pool))
+        if len(ways) > 1:
+            against = f"; {self._disagreement(pool[0], settings)}" if is_denied else self._remedy(settings)
+            return f"the tensors fit {' and '.join(ways)}, and nothing says which{against}"
+        if best is None:
+            return f"the tensors fit {' and '.join(candidate.label for candidate in pool)}, and nothing says which"
+        return ""
+
+    def _layer(self, module: Module, best: Candidate, scheme: Scheme, settings: Mapping[str, Any], problems: list[str]) -> Layer:
+        """The layer that a candidate describes, with what its files say otherwise."""
+        tensors = module.tensors
+        uses = {own: tensors[use.name] for own, use in best.fit.tensors.items() if use.name in tensors}
+        problems = problems or self._contradictions(best, uses, settings)
+        if scheme.settings is None and not needs_no_settings(best.format):
+            problems = [f"its config leaves it as it is, by {scheme.by}"]
+        problems += [f"{full}: {OVERFLOWED_ZEROS}" for full in self._overflowed(best, uses)]
+        small = tuple(tensors[leaf] for leaf in (*best.format.detect.get("tensors", {}), *self.collector.layer_tensors)
+                      if leaf in tensors and tensors[leaf] not in uses.values())
+        others = {leaf: full for leaf, full in tensors.items() if full not in (*uses.values(), *small)}
+        return Layer(module.name, best.format.name, best.fit.storage, best.fit.params, best.fit.shape, best.experts, uses,
+                     self._numbers(best, tensors), small, others, scheme.by, tuple(problems))
+
+    # -- settings ---------------------------------------------------------------------------------------------------------
+
+    def _agreement(self, candidates: Sequence[Candidate], settings: Mapping[str, Any]) -> Agreement:
+        key = id(candidates), id(settings)
+        if key not in self._agreements:
+            self._agreements[key] = candidates, settings, self._agreed(candidates, settings)
+        return self._agreements[key][2]
+
+    def _agreed(self, candidates: Sequence[Candidate], settings: Mapping[str, Any]) -> Agreement:
+        """Those for which some rule gives every parameter that it speaks of their value."""
+        for equal in (Candidate.is_value, Candidate.means):
+            agreeing = [(candidate, reading.weak) for candidate in candidates for reading in self._readings(candidate, settings)
+                        if all(equal(candidate, name, value) for name, value in reading.values.items())]
+            if agreeing:
+                return Agreement([candidate for candidate, weak in agreeing if not weak],
+                                 [candidate for candidate, weak in agreeing if weak])
+        return Agreement([], [])
+
+    def _readings(self, candidate: Candidate, settings: Mapping[str, Any]) -> list[Reading]:
+        """What settings say of a candidate; those of qdsl that state no storage choose none against the words of tensors."""
+        format, own = candidate.format, same(settings.get("quant_method"), OWN)
+        rules = own_rule(format, settings) if own else format.detect.get("config")
+        return [replace(reading, weak=reading.weak or (own and not reading.storage))
+                for reading in readings(rules, list(format.params), settings) if reading.storage in ("", candidate.fit.storage)]
+
+    def _is_spoken_of(self, candidate: Candidate, settings: Mapping[str, Any]) -> bool:
+        """Whether settings of this kind say anything of the format."""
+        own = same(settings.get("quant_method"), OWN)
+        if needs_no_settings(candidate.format):
+            return own and settings.get("format") in (None, candidate.format.name)
+        return own or "config" in candidate.format.detect
+
+    def _remedy(self, settings: Mapping[str, Any]) -> str:
+        """What to add to qdsl's settings that leave the storage open, '' for others."""
+        is_open = same(settings.get("quant_method"), OWN) and "storage" not in settings
+        return f": state 'storage' in {self.source}" if self.quantization is not None and is_open else ""
+
+    def _disagreement(self, candidate: Candidate, settings: Mapping[str, Any]) -> str:
+        """What settings say that the tensors do not bear out."""
+        wrong_settings = ""
+        for reading in self._readings(candidate, settings)[:1]:
+            wrong = {reading.keys.get(name) for name, value in reading.values.items() if not candidate.means(name, value)}
+            wrong_settings = ", ".join(f"{key} = {settings[key]}" for key in sorted(key for key in wrong if key))
+        return f"{self.source} says {wrong_settings or brief(settings)}; the tensors fit {candidate.label}"
+
+    def _contradictions(self, best: Candidate, uses: Mapping[str, str], settings: Mapping[str, Any]) -> list[str]:
+        """Settings from which no parameter follows, and that the tensors speak against."""
+        contradictions: list[str] = []
+        for reading in self._readings(best, settings):
+            if self.quantization is None or not all(best.means(name, value) for name, value in reading.values.items()):
+                continue
+            wrong = self._wrong_settings(reading, best, uses, settings)
+            if not wrong:
+                return []
+            contradictions = contradictions or [f"{self.source} says {key} = {settings[key]}, but {why}"
+                                                for key, why in wrong.items()]
+        return contradictions
+
+    def _wrong_settings(self, reading: Reading, best: Candidate, uses: Mapping[str, str], settings: Mapping[str, Any],
+                        ) -> dict[str, str]:
+        """Settings of a rule that the tensors speak against, and why."""
+        wrong = {key: f"the tensors fit {best.format.name} of {constant}" for key, constant in reading.constants.items()
+                 if type(settings.get(key)) is int and settings[key] != constant}
+        for key, wanted in reading.follows.items():
+            [(source, (word, without))] = wanted.items()
+            is_stored, observed = self._observed(best, uses, source)
+            if observed and key in settings and same(settings[key], without if is_stored else word):
+                wrong[key] = observed
+        return wrong
+
+    # -- tensors ----------------------------------------------------------------------------------------------------------
+
+    def _observed(self, best: Candidate, uses: Mapping[str, str], source: str) -> tuple[bool, str]:
+        """Whether a tensor is stored, an index out of order, a field not as usual; and in words, '' for what is not checked."""
+        layout = best.format.layout(best.fit.storage, best.fit.params)
+        if source in layout:
+            return source in uses, f"'{source}' is there" if source in uses else f"there is no '{source}'"
+        for own in (name for name in uses if layout[name].optional == source and layout[name].dtype == "index"):
+            data = self.collector.start(uses[own])
+            if len(self.collector.folder.entry(uses[own]).shape) == 1 and not _rises(data):
+                return True, f"'{own}' is not in order"
+        for own, word in _usual_words(best).items() if source not in best.format.indices else ():
+            if self.collector.start(uses[own]) and not self.collector.is_filled(uses[own], word):
+                return True, f"'{own}' is not {word:#010x} throughout"
+        return False, ""
+
+    def _has_its_words(self, candidate: Candidate, tensors: Mapping[str, str]) -> bool:
+        """Whether all words of a tensor are the one that the format's storage has there more often than not."""
+        words = _usual_words(candidate)
+        return bool(words) and all(self.collector.is_filled(tensors[candidate.fit.tensors[own].name], word)
+                                   for own, word in words.items())
+
+    def _padded(self, pool: Sequence[Candidate], tensors: Mapping[str, str]) -> list[Candidate]:
+        """Of a format's storages that fit alike, those whose padding holds nothing, with padding if there are such."""
+        if len({candidate.format.name for candidate in pool}) > 1 or len({candidate.fit.storage for candidate in pool}) < 2:
+            return list(pool)
+        paddings = [(candidate, self._has_free_padding(candidate, tensors)) for candidate in pool]
+        return [candidate for candidate, is_free in paddings if is_free] or \
+            [candidate for candidate, is_free in paddings if is_free is None] or list(pool)
+
+    def _has_free_padding(self, candidate: Candidate, tensors: Mapping[str, str]) -> bool | None:
+        """Whether padding holds nothing, in as many elements as to tell; None where there is too little, or none."""
+        is_free = None
+        for name, stored in candidate.format.layout(candidate.fit.storage, candidate.fit.params).items():
+            if not stored.padding or name not in candidate.fit.tensors:
+                continue
+            full = tensors[candidate.fit.tensors[name].name]
+            data, entry = self.collector.start(full), self.collector.folder.entry(full)
+            size = entry.nbytes // max(1, math.prod(entry.shape))
+            count = len(data) // max(1, size)
+            mask = int.from_bytes(stored.padding.to_bytes(size, "little") * count, "little")
+            if int.from_bytes(data, "little") & mask:
+                return False
+            is_free = True if count >= ENOUGH else is_free
+        return is_free
+
+    def _numbers(self, candidate: Candidate, tensors: Mapping[str, str]) -> dict[str, float]:
+        """The tensors of one number that JSON alone states."""
+        wanted = [own for own, use in candidate.fit.tensors.items() if use.name not in tensors]
+        values = from_tensors(candidate.format, self.collector.contents(tensors)) if wanted else None
+        return {} if values is None else {own: float(values[own]) for own in wanted}
+
+    def _overflowed(self, candidate: Candidate, uses: Mapping[str, str]) -> list[str]:
+        """Tensors whose producer lost fields, as far as the words at their beginning tell."""
+        widths = {own: rule[own] for rule in candidate.format.detect.get("spills", [])
+                  if rule.get("storage") == candidate.fit.storage for own in rule if own in uses}
+        return [uses[own] for own, bits in widths.items()
+                if has_overflowed_zeros(self.collector.start(uses[own]), int(candidate.fit.params[bits]))]
+
+
+def needs_no_settings(format: Description) -> bool:
+    """Whether qdsl alone writes the format: its tensors are recognised beside settings of other layers."""
+    rules = format.detect.get("config", [])
+    return bool(rules) and all(same(rule["quant_method"], OWN) for rule in rules)
+
+
+def brief(settings: Mapping[str, Any]) -> str:
+    """The settings that say how weights are quantized, in a few words."""
+    plain = {key: value for key, value in settings.items() if isinstance(value, int | str | bool) and value not in (None, "")}
+    return ", ".join(f"{key} = {value}" for key, value in list(plain.items())[:6])
+
+
+def _usual_words(candidate: Candidate) -> dict[str, int]:
+    """Tensors of a way to read a layer, and the word that each tensor is more often than not full of."""
+    for rule in candidate.format.detect.get("words", []):
+        words = {own: int(str(word), 16) for own, word in rule.items() if own in candidate.fit.tensors}
+        if rule.get("storage") == candidate.fit.storage and all(
+                candidate.fit.params.get(name, value) == value for name, value in rule.items() if name not in words):
+            return words
+    return {}
+
+
+@lru_cache(maxsize=64)                                           # most layers have the same
+def _rises(words: bytes) -> bool:
+    """Whether numbers of 32 bits are in order."""
+    numbers = struct.unpack(f"<{len(words) // 4}i", words)
+    return list(numbers) == sorted(numbers)
+
+
+def _oddness(candidate: Candidate) -> tuple[bool, int]:
+    """Of formats that fit alike: the one with the tensors' very shapes, then that without blocks; a single scale is for all."""
+    return not candidate.fit.exact, len(candidate.format.sizes)
+
+
+def _with_defaults(pool: Sequence[Candidate]) -> Candidate | None:
+    """The only candidate, or the one in which parameters that are open have their defaults."""
+    params = pool[0].format.params
+    if any(candidate.format is not pool[0].format for candidate in pool):
+        return None
+    values = {name: list(dict.fromkeys(candidate.fit.params[name] for candidate in pool)) for name in params}
+    wanted = {name: resolve_default(choices, params[name][0]) for name, choices in values.items()}
+    return next((candidate for candidate in pool if candidate.fit.params == wanted), None)

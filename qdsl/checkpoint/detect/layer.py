@@ -1,0 +1,83 @@
+"""What is recognised in a checkpoint: quantized layers, plain modules, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from qdsl.checkpoint.detect.groups import Group
+from qdsl.checkpoint.detect.quantization import Quantization
+from qdsl.core.stored import NO_SHAPE
+
+NOT_KNOWN = "quantized in a way that is not known"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A quantized module, or one that has tensors as quantized modules have and fits no format.
+
+    tensors: those of the storage, by its own names for them -> their names in the checkpoint.  numbers: tensors of one number
+    that JSON of the weight states.  shape: (N, K).  experts: how many such weights lie one after the other along a first axis
+    of every tensor, None without that axis.  settings: tensors that say no more than the fields above do.  others: the module's
+    other tensors, by the last parts of their names: bias, scales of activations.  by: the config's rule or group for the layer.
+    problems: what its files say otherwise.  why: the reason why it is not recognised; format and storage are '' then.
+    transposed: tensors of three axes have the last two in the other order than the storage, as experts' weights [E, K, N].
+    act_order: columns belong to groups all over K; False unless `qdsl.checkpoint.report.shards.with_order` has read the index.
+    """
+
+    name: str
+    format: str = ""
+    storage: str = ""
+    params: Mapping[str, int | str] = field(default_factory=dict)
+    shape: tuple[int, int] = (0, 0)
+    experts: int | None = None
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    settings: tuple[str, ...] = ()
+    others: Mapping[str, str] = field(default_factory=dict)
+    by: str = ""
+    problems: tuple[str, ...] = ()
+    why: str = ""
+    transposed: bool = False
+    act_order: bool = False
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it is quantized as no format is."""
+        return self.why.startswith(NOT_KNOWN)
+
+    @property
+    def lacks_shape(self) -> bool:
+        """Whether its tensors do not say what N and K are."""
+        return self.why.endswith(NO_SHAPE)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the name is that of a weight and not of its module, as experts in one tensor have it."""
+        begin = f"{self.name}." if self.name else ""
+        return not all(full.startswith(begin) for full in (*self.tensors.values(), *self.others.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A module whose weight is a plain matrix.  by: the config's rule for that; problem: what speaks against it."""
+
+    name: str
+    by: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A checkpoint's quantized layers, and all other tensors, in the order of the files.
+
+    left: modules whose weights are plain matrices.  problems: what is wrong with no single layer.  groups: weights that one
+    entropy code holds together; their tensors are among the others.
+    """
+
+    layers: list[Layer]
+    plain: list[str]
+    left: list[Left]
+    quantizations: list[Quantization]
+    problems: list[str]
+    groups: list[Group]

@@ -1,0 +1,136 @@
+"""The producers that qdsl knows, and what keys of configs mean: specs/producers, as `qdsl build` compiled it, without torch.
+
+The environment variable QDSL_PRODUCERS names a folder with YAML files of further producers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import qdsl.generated
+from qdsl.core.producer import (
+    CONFIG_FILE,
+    INLINE,
+    GroupSettings,
+    Header,
+    LayerSettings,
+    PatternSettings,
+    Place,
+    Producer,
+    Rule,
+    producer_of,
+    read_yaml,
+)
+
+FOLDER_VARIABLE = "QDSL_PRODUCERS"
+# Where transformers has settings, of models and of the language models in them; these name their producer.
+COMMON_PLACES = (Place(CONFIG_FILE, ("quantization_config",)), Place(CONFIG_FILE, ("text_config", "quantization_config")),
+                 Place(CONFIG_FILE, ("llm_config", "quantization_config")))
+Meaning = TypeVar("Meaning")
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigKeys:
+    """What the keys of one producer's settings mean: its own keys as its file says, all others as the first file that has them.
+
+    skipped: lists of layers left alone, and their dialects.  layers: maps from layers to settings.  patterns: maps from patterns
+    to settings.  only: lists of the sole layers that are quantized.  groups: settings of groups of layers.
+    """
+
+    skipped: Mapping[str, Sequence[str]]
+    layers: Mapping[str, LayerSettings]
+    patterns: Mapping[str, PatternSettings]
+    only: Mapping[str, str]
+    groups: Mapping[str, GroupSettings]
+
+
+class Producers:
+    """All producers.  Where files disagree on a key that a config's own producer does not mention, the first one counts."""
+
+    def __init__(self, shipped: Sequence[Producer], further: Sequence[Producer] = ()) -> None:
+        every = [*shipped, *further]
+        self.every = tuple(every)
+        self._further = {producer.name for producer in further}
+        self._by_method = {method: producer for producer in every for method in producer.methods}
+        self._by_method |= {producer.name.lower(): producer for producer in every}
+        self._keys: dict[str, ConfigKeys] = {}
+        own = [(place, producer.name) for producer in every for place in producer.places]
+        self.places = [*(pair for pair in own if pair[0].first), *((place, "") for place in COMMON_PLACES),
+                       *(pair for pair in own if not pair[0].first)]
+        self.headers: list[Header] = [producer.header for producer in every if producer.header is not None]
+
+    def of(self, method: object) -> Producer:
+        """The producer of a quant_method; one that says nothing for an unknown quant_method."""
+        return self._by_method.get(str(method).lower()) or Producer(str(method).lower())
+
+    def unnamed(self, settings: Mapping[str, Any]) -> str:
+        """Whose settings without a quant_method are, '' for unknown ones."""
+        return next((producer.name for producer in self.every for keys in producer.unnamed
+                     if all(settings.get(key) not in (None, False) for key in keys)), "")
+
+    def keys(self, method: str) -> ConfigKeys:
+        """What the keys of settings with this quant_method mean."""
+        if method not in self._keys:
+            own = self.of(method)
+            every = [own, *self.every]
+            self._keys[method] = ConfigKeys(
+                _first(every, lambda producer: producer.skipped),
+                _first(every, lambda producer: {key: how for key, how in producer.layers.items()
+                                                if key != INLINE or producer is own}),
+                _first(every, lambda producer: producer.patterns), _first(every, lambda producer: producer.only),
+                _first(every, lambda producer: {} if producer.groups is None else {producer.groups.key: producer.groups}))
+        return self._keys[method]
+
+    def rules(self, format: str) -> dict[str, list[Rule]]:
+        """The rules for a format, those for settings under 'config' and those for JSON of headers under 'header'.
+
+        Settings of a storage are written by the first rule for it: of rules that are preferred, those of further producers are
+        in front, of the others they come last.
+        """
+        config = [{"quant_method": producer.name, **rule} for producer in self.every for rule in producer.formats.get(format, ())]
+        header = [{"producer": producer.name, **rule} for producer in self.every for rule in producer.headers.get(format, ())]
+        config.sort(key=lambda rule: self._rank(rule["quant_method"], rule.pop("preferred", False)))
+        return ({"config": config} if config else {}) | ({"header": header} if header else {})
+
+    def _rank(self, name: str, is_preferred: bool) -> int:
+        return (1, 0)[name in self._further] if is_preferred else (2, 3)[name in self._further]
+
+    def tensor_name(self, method: str, format: str, storage: str, tensor: str) -> str:
+        """What a producer calls a tensor of a storage, '' where it has no name of its own for it."""
+        return self.of(method).tensors.get(format, {}).get(storage, {}).get(tensor, "")
+
+    def tensor_names(self, format: str) -> set[str]:
+        """All names of the producers' own for tensors of a format."""
+        return {name for producer in self.every for storage in producer.tensors.get(format, {}).values()
+                for name in storage.values()}
+
+
+def _first(every: Sequence[Producer], meaning: Callable[[Producer], Mapping[str, Meaning]]) -> dict[str, Meaning]:
+    """Keys by the first producer that has them."""
+    keys: dict[str, Meaning] = {}
+    for producer in every:
+        for key, how in meaning(producer).items():
+            keys.setdefault(key, how)
+    return keys
+
+
+def producers() -> Producers:
+    """The producers that ship, in the order of their names, and those of the folder that QDSL_PRODUCERS names.
+
+    Raises ProducerError for a file of that folder that is wrong.
+    """
+    return _read(os.environ.get(FOLDER_VARIABLE, ""))
+
+
+@cache
+def _read(folder: str) -> Producers:
+    shipped = [path for root in qdsl.generated.__path__ for path in (Path(root) / "producers").glob("*.json")]
+    every = {path.stem: producer_of(json.loads(path.read_text()), str(path)) for path in shipped}
+    further = sorted(Path(folder).glob("*.yaml")) if folder else []
+    return Producers([every[name] for name in sorted(every)], [producer_of(read_yaml(path), str(path)) for path in further])

@@ -1,0 +1,92 @@
+"""Reports what no single layer says: plain modules that should be quantized, settings without tensors, files that are missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from qdsl.checkpoint.detect.groups import Group
+from qdsl.checkpoint.detect.judge import brief, needs_no_settings
+from qdsl.checkpoint.detect.layer import Layer, Left
+from qdsl.checkpoint.detect.quantization import Quantization, Scheme
+from qdsl.checkpoint.detect.rules import OWN, same
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.checkpoint.files.safetensors import shown
+from qdsl.core.stored import Description
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a folder's quantized layers are compared with.
+
+    quantizations: what its files say, the place that counts in front.  groups: weights that one entropy code holds together.
+    """
+
+    folder: Folder
+    quantizations: Sequence[Quantization]
+    groups: Sequence[Group]
+    formats: Sequence[Description]
+
+    @property
+    def first(self) -> Quantization | None:
+        """The settings that count, None where there are none."""
+        return self.quantizations[0] if self.quantizations else None
+
+    def left(self, modules: Mapping[str, Mapping[str, str]], layers: Mapping[str, Layer]) -> list[Left]:
+        """Modules with plain matrices; suspicious are those that no rule leaves alone, and whose like are quantized elsewhere."""
+        quantized = {_pattern(name) for name, layer in layers.items() if layer.format}
+        plain: list[Left] = []
+        for name, tensors in modules.items():
+            full = tensors.get("weight", "")
+            if not full or full in self.folder.missing or len(self.folder.entry(full).shape) < 2:
+                continue
+            scheme = self.first.scheme(name) if self.first else Scheme({})
+            problem = ""
+            if scheme.settings is not None and self.first is not None and name in self.first.layers:
+                problem = f"plain, though {self.first.source} has settings for it"
+            elif scheme.settings is not None and self.first is not None and _pattern(name) in quantized:
+                problem = f"plain, though {self.first.source} has no rule for that, and others of its kind are quantized"
+            plain.append(Left(name, scheme.by if scheme.settings is None else "", problem))
+        return plain
+
+    def problems(self, layers: Mapping[str, Layer], modules: Collection[str]) -> list[str]:
+        """What is wrong with no single layer.  modules: of all tensors, plain ones too."""
+        problems = [problem for quantization in self.quantizations for problem in quantization.problems]
+        if self.first is not None:
+            problems += [*self._without_tensors(self.first, modules), *self._wrong_format(self.first, layers)]
+            if not layers and not (self.groups and self.first.method == OWN):
+                problems.append(f"{self.first.source} says {brief(self.first.settings)}, but no tensor is quantized")
+        problems += [problem for other in self.quantizations[1:] for problem in _differing(self.quantizations[0], other)]
+        shards = list(self.folder.missing.values())
+        return [*problems, *(f"{shard} is missing, with {shards.count(shard)} tensors" for shard in dict.fromkeys(shards))]
+
+    def _without_tensors(self, first: Quantization, modules: Collection[str]) -> list[str]:
+        """Layers that have settings and no tensor."""
+        if not first.layers:
+            return []
+        names = {name[:end] for name in modules for end in (*(i for i, letter in enumerate(name) if letter == "."), None)}
+        return [f"{first.source} has settings for {shown(name)}, of which there is no tensor"
+                for name in first.layers if name not in names]
+
+    def _wrong_format(self, first: Quantization, layers: Mapping[str, Layer]) -> list[str]:
+        """The problem of qdsl's settings that state another format than all layers and groups, which need no settings, have."""
+        if first.method != OWN or "format" not in first.settings:
+            return []
+        of_groups = {group.format for group in self.groups}
+        formats = {layer.format for layer in layers.values()} | of_groups
+        unstated = {format.name for format in self.formats if needs_no_settings(format)} | of_groups
+        if not formats or not formats <= unstated or first.settings["format"] in formats:
+            return []
+        return [f"{first.source} says {brief(first.settings)}; the tensors fit {' and '.join(sorted(formats))}"]
+
+
+def _differing(first: Quantization, other: Quantization) -> list[str]:
+    """Settings of which two places say different things."""
+    return [f"{other.source} says {key} = {value}, {first.source} {first.settings[key]}" for key, value in other.settings.items()
+            if isinstance(value, int | str) and first.settings.get(key) is not None and not same(value, first.settings[key])]
+
+
+def _pattern(name: str) -> str:
+    """What modules of all blocks and experts have in common."""
+    return re.sub(r"\d+", "*", name)

@@ -1,0 +1,337 @@
+"""A producer of quantized checkpoints as data: one file of specs/producers, which docs/language/detection.md describes.
+
+A file says what the producer's configs look like.  It picks from the matchers and readers below and has no language of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qdsl.core.stored import Description
+
+# How a list's entries name modules: checkpoint/detect/ignored.py says what a name means in each of them.
+DIALECTS = ("exact", "substring", "transformers", "regex", "glob", "regex_or_glob", "dynamic", "suffix")
+# What a producer calls the scales of experts in one tensor: 'down_proj_scale', 'down_proj_weight_scale', or it has no names.
+EXPERT_NAMES = ("short", "full", "none")
+NULL = "null"                                                    # in a rule: the setting is absent
+# Keys of a rule that are no settings.
+ABOUT_RULE = ("storage", "where", "with", "preferred", "quantize", "experts", "producer")
+INLINE = "*"                                                     # in `layers`: settings lie under the layers' own names
+CONFIG_FILE = "config.json"
+
+Rule = dict[str, Any]
+
+
+class ProducerError(ValueError):
+    """A producer's file that is wrong.  The message names the file and the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where settings lie that need not name their producer: a file, and the keys on the way to them.
+
+    first: whether it is read before the `quantization_config` of config.json.  repeat: whether settings that are written to
+    `quantization_config` are written there too, without quant_method.
+    """
+
+    file: str
+    at: tuple[str, ...] = ()
+    first: bool = False
+    repeat: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSettings:
+    """How a map from layers to settings of their own is read.
+
+    complete: whether layers that it does not name are left alone.  plain: settings, and values with which a layer is left alone.
+    """
+
+    complete: bool = False
+    plain: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PatternSettings:
+    """How a map from patterns to settings is read.  under: the setting whose place they take, '' where they are several."""
+
+    dialect: str
+    under: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """How settings of groups of layers are read and written.
+
+    key: the setting that has the groups.  weights: the settings of a group's weights.  targets: the dialect of a group's list of
+    layers.  every: the class of modules that means all layers.  name: that of the one group that is written.  defaults: what a
+    written group has besides, where no rule says it.  repeated: settings of the whole that a written group has too.
+    """
+
+    key: str
+    weights: tuple[str, ...]
+    targets: str
+    every: str
+    name: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    repeated: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Settings that a program does not load.  when: settings and the values; why: the reason, '' to name the first of them.
+
+    removes: the readers that drop out, by their names in `readers`.
+    """
+
+    program: str
+    when: Mapping[str, Sequence[Any]]
+    why: str = ""
+    removes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """The programs that load a producer's settings.  diffusers: those of models of diffusers.  notes: why others do not."""
+
+    programs: tuple[str, ...] = ()
+    diffusers: tuple[str, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
+    refuses: tuple[Refusal, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the metadata of safetensors headers say of weights, '' for what a producer does not write.
+
+    weights: the key that lists all weights, each of which has JSON under its name.  plain: the JSON of one that is not quantized.
+    layers: the key with JSON of all layers.  tensor: the tensor of a module that holds its JSON.  prefixes: what names under
+    `layers` may lack at their beginning.  marker: a tensor that says that 8-bit floats have scales.
+    """
+
+    weights: str = ""
+    plain: Mapping[str, Any] = field(default_factory=dict)
+    layers: str = ""
+    tensor: str = ""
+    prefixes: tuple[str, ...] = ("",)
+    marker: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Producer:
+    """What one producer's checkpoints look like.
+
+    name: the quant_method of its settings.  methods: other quant_methods whose lists are read the same way.  unnamed: sets of
+    settings that tell its configs without a quant_method.  settings: its names -> those of the rules.  skipped: lists of layers
+    left alone, and their dialects, of several where readers differ; the first list is written.  skipped_patterns: the map of
+    patterns in which it names them instead.  plain_by_default: ends of names that need not be listed there.  only: lists of the
+    sole layers that are quantized.  written: settings that are written besides.  dropped: settings of other things than weights.
+    follows_tensors: whether its readers want just the tensors that settings speak of.  experts: one of EXPERT_NAMES.
+    formats: rules for settings by format.  headers: rules for a header's JSON by format.  tensors: by format and storage,
+    the storage's tensors -> the ends of their names in checkpoints.
+    """
+
+    name: str
+    methods: tuple[str, ...] = ()
+    unnamed: tuple[tuple[str, ...], ...] = ()
+    places: tuple[Place, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    skipped_patterns: str = ""
+    plain_by_default: tuple[str, ...] = ()
+    layers: Mapping[str, LayerSettings] = field(default_factory=dict)
+    patterns: Mapping[str, PatternSettings] = field(default_factory=dict)
+    only: Mapping[str, str] = field(default_factory=dict)
+    groups: GroupSettings | None = None
+    written: Mapping[str, Any] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
+    follows_tensors: bool = False
+    experts: str = "short"
+    readers: Readers = field(default_factory=Readers)
+    header: Header | None = None
+    formats: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
+    headers: Mapping[str, Sequence[Rule]] = field(default_factory=dict)
+    tensors: Mapping[str, Mapping[str, Mapping[str, str]]] = field(default_factory=dict)
+
+    @property
+    def skip_list(self) -> str:
+        """The list of layers left alone that is written, '' for none."""
+        return next(iter(self.skipped), "")
+
+
+def _word(value: Any, key: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise ProducerError(f"{key}: expected a word, not {value!r}")
+    return value
+
+
+def _flag(value: Any, key: str) -> bool:
+    if not isinstance(value, bool):
+        raise ProducerError(f"{key}: expected true or false, not {value!r}")
+    return value
+
+
+def _any(value: Any, key: str) -> Any:
+    return value
+
+
+def _mapping_of(read: Callable[[Any, str], Any]) -> Callable[[Any, str], dict[str, Any]]:
+    def mapping(value: Any, key: str) -> dict[str, Any]:
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            raise ProducerError(f"{key}: expected a mapping, not {value!r}")
+        return {name: read(content, f"{key}.{name}") for name, content in value.items()}
+    return mapping
+
+
+def _list_of(read: Callable[[Any, str], Any]) -> Callable[[Any, str], tuple[Any, ...]]:
+    def listed(value: Any, key: str) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple):
+            raise ProducerError(f"{key}: expected a list, not {value!r}")
+        return tuple(read(content, f"{key}[{number}]") for number, content in enumerate(value))
+    return listed
+
+
+def _one_of(words: Sequence[str]) -> Callable[[Any, str], str]:
+    def word(value: Any, key: str) -> str:
+        if value not in words:
+            raise ProducerError(f"{key}: expected one of {', '.join(words)}, not {value!r}")
+        return str(value)
+    return word
+
+
+def _record(kind: Callable[..., Any], keys: Mapping[str, Callable[[Any, str], Any]], needed: Sequence[str] = (),
+            ) -> Callable[[Any, str], Any]:
+    def record(value: Any, key: str) -> Any:
+        contents = _mapping_of(_any)(value, key)
+        for name in contents:
+            if name not in keys:
+                raise ProducerError(f"{key}: unknown key '{name}'; known are {', '.join(keys)}")
+        for name in needed:
+            if name not in contents:
+                raise ProducerError(f"{key}: '{name}' is missing")
+        return kind(**{name: keys[name](content, f"{key}.{name}".lstrip(".")) for name, content in contents.items()})
+    return record
+
+
+def _rule(value: Any, key: str) -> Rule:
+    """A rule whose YAML nulls are the word 'null', as rules have it."""
+    rule: Rule = _with_null_words(_mapping_of(_any)(value, key))
+    for name in ("where", "with", "quantize"):
+        if not isinstance(rule.get(name, {}), Mapping):
+            raise ProducerError(f"{key}: '{name}' is a mapping")
+    for name, wanted in rule.items():
+        if name not in ABOUT_RULE and isinstance(wanted, Mapping):
+            words = [*wanted.values()]
+            if len(words) != 1 or not isinstance(words[0], list) or len(words[0]) != 2:
+                raise ProducerError(f"{key}.{name}: expected {{NAME: [word where it is there, word where it is not]}}")
+    return rule
+
+
+def _with_null_words(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_null_words(content) for key, content in value.items()}
+    if isinstance(value, list):
+        return [_with_null_words(content) for content in value]
+    if isinstance(value, float):
+        raise ProducerError(f"a rule has words, integers and booleans, not {value}")
+    return NULL if value is None else value
+
+
+_words = _list_of(_word)
+_dialect = _one_of(DIALECTS)
+_rules = _mapping_of(_list_of(_rule))
+KEYS: dict[str, Callable[[Any, str], Any]] = {
+    "methods": _words,
+    "unnamed": _list_of(_words),
+    "places": _list_of(_record(Place, {"file": _word, "at": _words, "first": _flag, "repeat": _flag}, ["file"])),
+    "settings": _mapping_of(_word),
+    "skipped": _mapping_of(_list_of(_dialect)),
+    "skipped_patterns": _word,
+    "plain_by_default": _words,
+    "layers": _mapping_of(_record(LayerSettings, {"complete": _flag, "plain": _mapping_of(_list_of(_any))})),
+    "patterns": _mapping_of(_record(PatternSettings, {"dialect": _dialect, "under": _word}, ["dialect"])),
+    "only": _mapping_of(_dialect),
+    "groups": _record(GroupSettings, {"key": _word, "weights": _words, "targets": _dialect, "every": _word, "name": _word,
+                                      "defaults": _mapping_of(_any), "repeated": _words},
+                      ["key", "weights", "targets", "every", "name"]),
+    "written": _mapping_of(_any),
+    "dropped": _words,
+    "follows_tensors": _flag,
+    "experts": _one_of(EXPERT_NAMES),
+    "readers": _record(Readers, {
+        "programs": _words, "diffusers": _words, "notes": _mapping_of(_word),
+        "refuses": _list_of(_record(Refusal, {"program": _word, "when": _mapping_of(_list_of(_any)), "why": _word,
+                                              "removes": _words}, ["program", "when"]))}),
+    "header": _record(Header, {"weights": _word, "plain": _mapping_of(_any), "layers": _word, "tensor": _word,
+                               "prefixes": _list_of(_any), "marker": _word}),
+    "formats": _rules,
+    "headers": _rules,
+    "tensors": _mapping_of(_mapping_of(_mapping_of(_word))),
+}
+
+
+def producer_of(data: Any, source: str) -> Producer:
+    """A producer from what its file says.  Raises ProducerError, which names the source and the key."""
+    try:
+        producer: Producer = _record(Producer, {"name": _word, **KEYS}, ["name"])(
+            {("name" if key == "producer" else key): value for key, value in _mapping_of(_any)(data, "the file").items()}, "")
+    except ProducerError as error:
+        raise ProducerError(f"{source}: {str(error).lstrip(': ')}") from None
+    return producer
+
+
+def read_yaml(path: Path) -> Any:
+    """What a producer's YAML file says, as JSON has it.  Raises ProducerError for YAML that is none, and for a key twice."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML without two values for one key."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value]
+            if twice := next((key for key in keys if keys.count(key) > 1), None):
+                raise ProducerError(f"{path}: '{twice}' stands twice in one mapping")
+            return dict(super().construct_mapping(node, deep))
+
+    try:
+        return yaml.load(path.read_text(), Loader)               # noqa: S506 - Loader is a SafeLoader
+    except yaml.YAMLError as error:
+        raise ProducerError(f"{path}: {error}") from None
+
+
+def check(producer: Producer, formats: Sequence[Description]) -> None:
+    """Raise ProducerError where a producer speaks of formats, storages, parameters or tensors that there are not."""
+    shipped = {format.name: format for format in formats}
+    for key, by_format in {"formats": producer.formats, "headers": producer.headers}.items():
+        for name, rule in [(name, rule) for name, rules in by_format.items() for rule in rules]:
+            if problem := _problem(shipped.get(name), rule):
+                raise ProducerError(f"{producer.name}: {key}.{name}: {problem}")
+    for name, storages in producer.tensors.items():
+        for storage, names in storages.items():
+            tensors = _tensors(shipped[name], storage) if name in shipped else {}
+            if unknown := [tensor for tensor in names if tensor not in tensors]:
+                raise ProducerError(f"{producer.name}: tensors.{name}.{storage}: there is no tensor '{unknown[0]}'")
+
+
+def _problem(format: Description | None, rule: Rule) -> str:
+    """What a rule says of a format that is not so, '' for nothing."""
+    if format is None:
+        return "there is no such format"
+    storages = {name for storages in format.variants.values() for name in storages}
+    if rule.get("storage", "") not in ("", *storages):
+        return f"there is no storage '{rule['storage']}'"
+    for name, value in rule.get("where", {}).items():
+        if value not in format.params.get(name, ()):
+            return f"there is no parameter '{name}' with the value {value}"
+    fields = {*format.spared, *(tensor for storage in storages for tensor in _tensors(format, storage))}
+    sources = [name for key, wanted in rule.items() if key not in ABOUT_RULE and isinstance(wanted, Mapping) for name in wanted]
+    unknown = next((name for name in sources if name not in fields), None)
+    return f"there is no tensor or optional field '{unknown}'" if unknown else ""
+
+
+def _tensors(format: Description, storage: str) -> Mapping[str, Any]:
+    """The tensors of a storage, those of all variants."""
+    return {name: stored for storages in format.variants.values() for name, stored in storages.get(storage, {}).items()}
