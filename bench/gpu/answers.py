@@ -217,20 +217,20 @@ def overlap(asked: Asked) -> Answer:
 
 def parts(asked: Asked) -> Answer:
     """How many programs should share K in the kernel for many rows, 4096 x 4096 at 4 bits."""
-    held = large(weight((4096, 4096), GROUPED), "cuda")
-    copies = clones(held, clock.copies(held.nbytes, asked.info.l2))
+    packed = large(weight((4096, 4096), GROUPED), "cuda")
+    copies = clones(packed, clock.copies(packed.nbytes, asked.info.l2))
     values: dict[str, float] = {}
     for rows in (16, 64):
         x, out = (torch.randn(rows, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        chosen = plan.fused(held, rows, x.dtype, x.device)
-        rule = next(each for each in plan.candidates(held, rows, x.dtype, x.device) if each.kind == "tile_gemm")
+        chosen = plan.fused(packed, rows, x.dtype, x.device)
+        rule = next(candidate for candidate in plan.candidates(packed, rows, x.dtype, x.device) if candidate.kind == "tile_gemm")
         ways = [chosen, *(Candidate("tile_gemm", {**rule.config, "SPLIT": split}) for split in SPLITS)]
-        graphs = [clock.Graph([call.run for each in copies for call in launch.linear_calls(x, each, None, out, candidate=way)])
+        graphs = [clock.Graph([call.run for copy in copies for call in launch.linear_calls(x, copy, None, out, candidate=way)])
                   for way in ways]
         names = [f"M {rows}, {chosen.kind} as chosen us", *(f"M {rows}, SPLIT {split} us" for split in SPLITS)]
         for name, samples in zip(names, clock.sides(graphs, ROUNDS), strict=True):
             values[name] = _short(median(samples) * 1e6)
-    return {"values": values, "answer": ", ".join(f"{name[:-3]} {found} us" for name, found in values.items())}
+    return {"values": values, "answer": ", ".join(f"{name[:-3]} {time_us} us" for name, time_us in values.items())}
 
 
 def launches(asked: Asked) -> Answer:

@@ -210,7 +210,7 @@ def fitting(tensor: Tensor, wanted: str) -> Choice:
     type = wanted
     if tensor.columns % BY_NAME[wanted].elements:
         if wanted not in _FALLBACK and BY_NAME[wanted].elements > 32:
-            raise QuantizeError(f"{_misfit(tensor, wanted)}, for which there is no type to fall back on")
+            raise QuantizeError(f"{_indivisible(tensor, wanted)}, for which there is no type to fall back on")
         type = _FALLBACK.get(wanted, wanted)
         if tensor.columns % BY_NAME[type].elements:
             type = "F16"
@@ -387,9 +387,9 @@ def _wants_more(place: int, count: int) -> bool:
 
 def _exactly(tensor: Tensor, type: str) -> Choice:
     if tensor.columns % BY_NAME[type].elements:
-        raise QuantizeError(_misfit(tensor, type))
+        raise QuantizeError(_indivisible(tensor, type))
     return Choice(type, type)
 
 
-def _misfit(tensor: Tensor, type: str) -> str:
+def _indivisible(tensor: Tensor, type: str) -> str:
     return f"tensor '{tensor.name}': rows of {tensor.columns} are no multiple of {BY_NAME[type].elements}, the block of {type}"
