@@ -26,8 +26,8 @@ from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu
 from qdsl.runtime.gpu.prepared import Prepared, prepare
 from qdsl.runtime.torch import linear, ops
-from tests.support.paths import ROOT
 from tests.support.interpreter import INTERPRETED
+from tests.support.paths import ROOT
 
 META, BF16 = torch.device("meta"), torch.bfloat16
 
