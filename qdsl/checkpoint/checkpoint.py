@@ -52,7 +52,7 @@ class CheckpointReport:
         lines += [f"  {len(self.groups)} groups of {sum(map(len, self.groups.values()))} weights"] if self.groups else []
         lines += [f"  {len(self.plain)} plain tensors in {sum(self.plain.values())} bytes"] if self.plain else []
         wrong = [*(f"{name}: {why}" for name, why in self.unrecognised.items()), *self.problems]
-        lines += [f"  {each}" for each in wrong[:SHOWN]]
+        lines += [f"  {problem}" for problem in wrong[:SHOWN]]
         return "\n".join([*lines, *([f"  and {len(wrong) - SHOWN} problems more"] if len(wrong) > SHOWN else [])])
 
 
@@ -161,13 +161,13 @@ class Checkpoint:
                 packed.setdefault(f"{group.format} in groups", Counter()).update(
                     layers=len(group.parts), weights=group.numbers, nbytes=sum(map(source.nbytes, group.tensors.values())))
         return CheckpointReport(
-            self.path, {label: (each["layers"], each["weights"], each["nbytes"]) for label, each in packed.items()},
+            self.path, {label: (counts["layers"], counts["weights"], counts["nbytes"]) for label, counts in packed.items()},
             {name: list(group.parts) for name, group in self.groups.items()},
             {prefix + name: source.nbytes(name) for prefix, source in self._sources.items() for name in source.plain},
             {name: layer.why for name, layer in self.layers.items() if layer.why},
             [f"{prefix}{problem}" for prefix, source in self._sources.items() for problem in (
-                *source.problems, *(f"{layer.name}: {each}" for layer in source.layers.values() for each in layer.problems),
-                *(f"{group.name}: {each}" for group in source.groups for each in group.problems))])
+                *source.problems, *(f"{layer.name}: {text}" for layer in source.layers.values() for text in layer.problems),
+                *(f"{group.name}: {text}" for group in source.groups for text in group.problems))])
 
     def _stored(self, name: str, expert: int | None) -> Any:
         for prefix, source in self._sources.items():
@@ -194,7 +194,7 @@ class Checkpoint:
     def _nearby(self, name: str) -> str:
         """Names that end alike, which a wrong prefix hides, for a message."""
         leaf = name.removesuffix(".weight").rpartition(".")[2]
-        alike = [each for each in (*self.layers, *self.plain) if leaf in each.removesuffix(".weight").split(".")]
+        alike = [candidate for candidate in (*self.layers, *self.plain) if leaf in candidate.removesuffix(".weight").split(".")]
         return f"; there is {', '.join(map(shown, alike[:3]))}" if alike else ""
 
 

@@ -130,11 +130,11 @@ def _claimed(format: Description, entries: Mapping[str, TensorInfo], shape: tupl
             whole_shape = (whole[0], whole[1]) if len(whole) == 2 else shape
             fit = _fitting(format, entries, whole_shape, reading.storage or None, params)
         except LayoutMismatch as miss:
-            nearest = max(nearest, miss, key=lambda misfit: misfit.reached)
+            nearest = max(nearest, miss, key=lambda mismatch: mismatch.reached)
             continue
         allowed += [candidate for candidate in fit if _agrees(candidate, reading)]
         other = LayoutMismatch(CLAIMED, f"the header says {claims_text(claims)}; the tensors fit {fit[0].label}")
-        nearest = max(nearest, other, key=lambda misfit: misfit.reached)
+        nearest = max(nearest, other, key=lambda mismatch: mismatch.reached)
     if not allowed:
         raise nearest
     return allowed

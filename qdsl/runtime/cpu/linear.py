@@ -51,9 +51,9 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
         return _tiled(x, packed, bias, False)
     asked = _asked and x.numel() > 0 and x.dtype != torch.float64 and not torch.compiler.is_compiling()
     if asked and x.shape[0] <= FEW:
-        found = _looped(x.detach(), packed, bias)
-        if found is not None:
-            return found
+        out = _looped(x.detach(), packed, bias)
+        if out is not None:
+            return out
     return _tiled(x, packed, bias, asked)
 
 
@@ -125,11 +125,11 @@ def _program(packed: PackedWeight, kind: int | torch.dtype) -> Compiled | None:
     if key not in _programs:
         with _making:
             if key not in _programs and len(_programs) < MOST:
-                _programs[key] = _made(packed, kind)
+                _programs[key] = _try_compile(packed, kind)
     return _programs.get(key)
 
 
-def _made(packed: PackedWeight, kind: int | torch.dtype) -> Compiled | None:
+def _try_compile(packed: PackedWeight, kind: int | torch.dtype) -> Compiled | None:
     """Trace, rewrite, compile; None, with a warning where that is the machine's fault, if it cannot be."""
     if not _is_whole(packed):
         return None
@@ -167,17 +167,17 @@ class _Decode:
         fields = list(unpack(packed.derive({name: t.to("meta") for name, t in zip(names, tensors, strict=True)})))
         self.unpacked = traced(
             lambda *stored: [unpack(packed.derive(dict(zip(names, stored, strict=True))))[name] for name in fields], tensors)
-        self.decoded = traced(lambda *given: packed.variant.decode(**dict(zip(fields, given, strict=True))),
+        self.decoded = traced(lambda *values: packed.variant.decode(**dict(zip(fields, values, strict=True))),
                                _results(self.unpacked))
 
     def fields(self, tensors: Sequence[Tensor]) -> list[pieces.Pieces]:
         return list(pieces.Interpreter(self.unpacked).run(*map(pieces.whole, tensors)))
 
     def weight(self, fields: Sequence[pieces.Pieces]) -> pieces.Pieces:
-        found: pieces.Pieces = pieces.Interpreter(self.decoded).run(*fields)
+        decoded: pieces.Pieces = pieces.Interpreter(self.decoded).run(*fields)
         if not self.along_rows:
-            return pieces.split_last(found, 1, _vector(), 8)
-        return pieces.unroll_last(pieces.split_last(found, 0, _vector(), 16), 1, 2)
+            return pieces.split_last(decoded, 1, _vector(), 8)
+        return pieces.unroll_last(pieces.split_last(decoded, 0, _vector(), 16), 1, 2)
 
     def small(self, fields: Sequence[pieces.Pieces]) -> dict[int, tuple[pieces.Digit, ...]]:
         """Fields of groups, where a loop runs along rows: they are put in its order first.  By place, with the rows' digits."""
@@ -208,19 +208,19 @@ def _compiled(decode: _Decode, kind: int | torch.dtype) -> Compiled:
     if isinstance(kind, torch.dtype):
         dtype = kind
         every = [*decode.tensors, *ready]
-        finish = _built(traced(lambda *given: pieces.joined(pieces.converted(weight(given[:stored], given[stored:]), dtype)),
+        finish = _built(traced(lambda *args: pieces.joined(pieces.converted(weight(args[:stored], args[stored:]), dtype)),
                                 every), every)
         return lambda *tensors: finish(*tensors, *prepare(*tensors))[0]
     columns: list[pieces.Digit] = []
 
-    def shaped(*given: Tensor) -> Tensor:
-        found = weight(given[:stored], given[stored:])
-        columns.extend(found.axes[1])
-        return next(iter(found.parts.values()))
+    def shaped(*args: Tensor) -> Tensor:
+        decoded = weight(args[:stored], args[stored:])
+        columns.extend(decoded.axes[1])
+        return next(iter(decoded.parts.values()))
 
     traced(shaped, [*decode.tensors, *ready])
     every = [pieces.by_columns(torch.empty(kind, k), columns), *decode.tensors, *ready]
-    loop = _built(traced(lambda x, *given: pieces.dot(x, weight(given[:stored], given[stored:])), every), every)
+    loop = _built(traced(lambda x, *args: pieces.dot(x, weight(args[:stored], args[stored:])), every), every)
     return lambda x, *tensors: loop(pieces.by_columns(x, columns), *tensors, *prepare(*tensors))[0]
 
 
@@ -238,10 +238,10 @@ def _built(program: fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., 
         node.args = ([node.args[0]],)
         program.recompile()
     try:
-        made: Callable[..., Sequence[Tensor]] = compile_program(program, example, OPTIONS)
+        compiled: Callable[..., Sequence[Tensor]] = compile_program(program, example, OPTIONS)
     except Exception as error:
         raise _NoCompiler(str(error).strip().partition("\n")[0][:200]) from error
-    return made
+    return compiled
 
 
 def _vector() -> int:

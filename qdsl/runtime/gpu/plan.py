@@ -85,10 +85,10 @@ def plan_of(packed: PackedWeight) -> Plan:
         names = tuple(name for name in packed.layout.coded if name in packed.tensors and name not in packed.in_order)
         names += (packed.layout.order,) if is_permuted else ()
         shapes = tuple(packed.tensors[name].shape for name in names)
-        if packed.layout.streams and not packed.facts and packed.device.type != "meta":
-            packed.facts = packed.format.facts(packed.layout, packed.tensors, packed.shape)
-        described = (packed.format.key, packed.storage, packed.params_text, packed.opened, packed.shape, names, shapes,
-                     packed.finite, packed.facts)
+        if packed.layout.streams and not packed.stream_info and packed.device.type != "meta":
+            packed.stream_info = packed.format.stream_info(packed.layout, packed.tensors, packed.shape)
+        described = (packed.format.key, packed.storage, packed.params_text, packed.is_decoded, packed.shape, names, shapes,
+                     packed.finite, packed.stream_info)
         plan = _plans.get(described)
         if plan is None:
             plan = _plans.setdefault(described, Plan(names, packed.shape, is_permuted))

@@ -1,4 +1,4 @@
-"""x in 8 bits, for weights with codes of 8 bits: what it is, by torch.  gpu/kernels/narrow.py makes the same bits in a kernel.
+"""x in 8 bits, for weights with codes of 8 bits: what it is, by torch.  gpu/kernels/eight_bit.py makes the same bits in a kernel.
 
 A group of columns of a row of x has a scale, its largest magnitude by the type's largest number (448 of e4m3, 127 of i8), at
 least 2^-126; and codes, x times 1 / scale, rounded to nearest even.  Each step is rounded to float32.  A group is 128 columns

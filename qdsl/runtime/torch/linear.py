@@ -87,12 +87,12 @@ def as_stored(x: Tensor, packed: PackedWeight) -> tuple[Tensor, PackedWeight]:
 
 def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "") -> Tensor:
     if is_quantized(mode):
-        return _narrow_product(x, packed.open(), bias, mode)
+        return _narrow_product(x, packed.decode_streams(), bias, mode)
     if mode != INVARIANT and (out := int4.product(x, packed, bias)) is not None:
         return out
     if runs_kernels(x.device):
         return product(x, packed, bias, mode, mode == INVARIANT)
-    packed = packed.open()
+    packed = packed.decode_streams()
     return _invariant_product(x, packed, bias) if mode == INVARIANT else cpu.product(x, packed, bias)
 
 
@@ -117,7 +117,7 @@ def _narrow_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: 
 
 def _transposed(gradient: Tensor, packed: PackedWeight) -> Tensor:
     """gradient [M, N] @ w: [M, K], summed over tiles in float32, or in float64 for a gradient in float64."""
-    packed = packed.open()
+    packed = packed.decode_streams()
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     wide = gradient.to(dtype)
     total = torch.zeros(gradient.shape[0], packed.shape[1], dtype=dtype, device=gradient.device)

@@ -59,11 +59,11 @@ def quantize_model(model: nn.Module, format: Format, filter: Callable[[nn.Module
 
 def _places(model: nn.Module) -> list[list[str]]:
     """The names of every linear layer; a layer that stands in several places has several."""
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
-            found.setdefault(id(module), []).append(name)
-    return list(found.values())
+            names.setdefault(id(module), []).append(name)
+    return list(names.values())
 
 
 def _reason(layer: nn.Module) -> str:
@@ -128,7 +128,7 @@ def use_fastest_storages(model: nn.Module, filter: Callable[[nn.Module, str], bo
     owners = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values() if tensor is not None)
 
     def rule(old: QuantizedLinear) -> QuantizedLinear | str:
-        if old.quantize_x or not may_change(old) or any(owners[id(tensor)] > 1 for tensor in old._held().values()):
+        if old.quantize_x or not may_change(old) or any(owners[id(tensor)] > 1 for tensor in old._stored_tensors().values()):
             return "its module, or another one, relies on its tensors"
         packed = old.packed
         fastest = fastest_storage(packed)
@@ -178,4 +178,4 @@ def _replace_layer(model: nn.Module, names: list[str], old: QuantizedLinear,
 
 
 def _nbytes(layer: QuantizedLinear) -> int:
-    return sum(tensor.nbytes for tensor in layer._held().values())
+    return sum(tensor.nbytes for tensor in layer._stored_tensors().values())

@@ -40,9 +40,9 @@ def as_stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().cpu().view(dtype) if is_float8(dtype) and tensor.dtype == torch.uint8 else tensor
 
 
-def as_held(tensor: Tensor, held: Tensor) -> Tensor:
+def as_bytes_like(tensor: Tensor, like: Tensor) -> Tensor:
     """A tensor as bytes where `held`, into which it is copied, has bytes in place of 8-bit floats."""
-    return tensor.view(torch.uint8) if is_float8(tensor.dtype) and held.dtype == torch.uint8 else tensor
+    return tensor.view(torch.uint8) if is_float8(tensor.dtype) and like.dtype == torch.uint8 else tensor
 
 
 def moved(tensor: Tensor, dtype: torch.dtype, move: Callable[[Tensor], Tensor]) -> Tensor:

@@ -150,17 +150,18 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """What makes weights of 16 bits, two at a time, of the symbols of a stream and the other bits of eight columns.
+    """How kernels combine the symbols of a stream with the other bits into weights of 16 bits, eight columns at a time.
 
-    made: of four pairs of symbols, which stand at bit `at` of the halves of a word, and of the two words of the other bits, the
-    four pairs of weights.  type: of the weights.  stream, rest: the tensors.
+    weights: the device function that returns the four pairs of weights.  It takes four pairs of symbols, at bit `at` of the
+    halves of a word, and the two words of the other bits.  type: of the weights.  stream, uncoded: the tensors of the symbols
+    and of the other bits.
     """
 
-    made: Any
+    weights: Any
     type: str
     stream: str
     at: int
-    rest: str
+    uncoded: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +241,7 @@ class Storage:
     streams: Mapping[str, Stream] = field(default_factory=dict)
 
     @property
-    def opened(self) -> Storage:
+    def decoded(self) -> Storage:
         """The storage with the tensors that streams hold in their place: what unpack and the kernels take."""
         inside = {name: key for key, stream in self.streams.items() for name in stream.names.values()}
         tensors = {inside.get(name, name): self.streams[inside[name]].plain if name in inside else stored

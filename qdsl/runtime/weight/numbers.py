@@ -113,5 +113,5 @@ def to_minifloat(value: Tensor, kind: str, ties: str = "even") -> Tensor:
     exact = torch.ldexp(size, mantissa - power)                  # a power of two times the value
     steps = torch.round(exact) if ties == "even" else torch.ceil(exact - 0.5)
     code = steps.to(torch.int32) + (power + bias - 1 << mantissa)
-    found = (code | torch.signbit(value).to(torch.int32) * sign).to(torch.uint8)
-    return found.view(_TORCH[kind]) if kind in _TORCH else found
+    codes = (code | torch.signbit(value).to(torch.int32) * sign).to(torch.uint8)
+    return codes.view(_TORCH[kind]) if kind in _TORCH else codes

@@ -226,7 +226,7 @@ def tile_of_rows(first, W: tl.constexpr, N, whole: tl.constexpr):
 @triton.jit
 def parts(x, at, size: tl.constexpr):
     """The columns of a chunk, transposed [size, BM], by groups of `size`."""
-    found = ()
+    groups = ()
     for u in tl.static_range(128 // size):
-        found = found + (tl.load(x + u * size + at),)
-    return found
+        groups = groups + (tl.load(x + u * size + at),)
+    return groups
