@@ -40,7 +40,7 @@ _making = threading.Lock()
 
 
 def compile_products(on: bool = True) -> None:
-    """Whether products on a CPU are compiled, some seconds for each new format and shape; they are not unless asked for."""
+    """Turns compilation of products on a CPU on or off; the default is off.  Compiling takes seconds per format and shape."""
     global _asked
     _asked = on
 
@@ -64,7 +64,7 @@ def _is_plain(packed: PackedWeight, dtype: torch.dtype) -> bool:
 
 
 def _looped(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor | None:
-    """The product by loops that take one row of x, or four; None where there are none for this weight."""
+    """The product by compiled loops over one or four rows of x; None where this weight cannot be compiled."""
     together = TOGETHER if x.shape[0] > 2 else 1
     parts = _whole_rows(packed)
     loops = [_program(part, together) for part in parts]
@@ -91,7 +91,7 @@ def _is_whole(packed: PackedWeight) -> bool:
 
 
 def _tiled(x: Tensor, packed: PackedWeight, bias: Tensor | None, asked: bool) -> Tensor:
-    """The product by tiles of decoded weights, the whole weight never there at once."""
+    """The product by tiles of decoded weights; only one tile is in memory at a time."""
     out = x.new_empty(x.shape[0], packed.shape[0])
     space = x.new_empty(0)                                       # for every tile the same: fresh pages cost more than decoding
     plain = packed.variant.copies if _is_plain(packed, x.dtype) else None
@@ -130,12 +130,12 @@ def _program(packed: PackedWeight, kind: int | torch.dtype) -> Compiled | None:
 
 
 def _try_compile(packed: PackedWeight, kind: int | torch.dtype) -> Compiled | None:
-    """Trace, rewrite, compile; None, with a warning where that is the machine's fault, if it cannot be."""
+    """A compiled product or decode of a weight; None where it cannot be compiled.  Warns if the machine's compiler fails."""
     if not _is_whole(packed):
         return None
     try:
         with torch.no_grad(), torch.device("cpu"), warnings.catch_warnings():          # a caller may be in torch.device("meta")
-            warnings.simplefilter("ignore")                      # torch's compiler tells of its own affairs
+            warnings.simplefilter("ignore")                      # torch's compiler warns about itself
             tensors = [_like(tensor) for tensor in packed.tensors.values()]
             return _compiled(_Decode(packed, tensors), kind)
     except _NoCompiler as error:
@@ -188,7 +188,7 @@ class _Decode:
 
 
 def _compiled(decode: _Decode, kind: int | torch.dtype) -> Compiled:
-    """The programs of a weight as one: what puts small fields in order, if there is such, and the loop over the weight."""
+    """The compiled programs of a weight as one callable: the one that permutes small fields, if any, and the main loop."""
     k = decode.shape[1]
 
     def first(*tensors: Tensor) -> list[Tensor]:
@@ -232,7 +232,7 @@ def _results(program: fx.GraphModule) -> list[Tensor]:
 
 
 def _built(program: fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """A traced program, compiled; it returns a sequence.  Raises _NoCompiler."""
+    """Compiles a traced program, which then returns a sequence.  Raises _NoCompiler."""
     node = program.graph.output_node()
     if isinstance(node.args[0], fx.Node):
         node.args = ([node.args[0]],)

@@ -46,8 +46,8 @@ Axes = tuple[tuple[Digit, ...], ...]
 class Pieces:
     """A tensor: by the choices of its lanes, in order, a tensor that has one axis per loop.
 
-    dtype: what it is in the traced program.  bounds: of integers that are held as int32 instead, the least and the largest
-    they can be; None where tensors are held as they are.
+    dtype: what it is in the traced program.  bounds: of integers that are stored as int32 instead, the least and the largest
+    they can be; None where tensors have their own dtype.
     """
 
     axes: Axes
@@ -290,14 +290,14 @@ def _range(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _wide(value: Pieces) -> Pieces:
-    """Narrow integers held as int32."""
+    """Narrow integers as int32."""
     if value.dtype not in NARROW or value.bounds is not None:
         return value
     return replace(value, parts=value.map_parts(lambda part: part.to(torch.int32)), bounds=_range(value.dtype))
 
 
 def _narrowed(value: Pieces, dtype: torch.dtype) -> Pieces:
-    """Integers held as int32 as those of a narrow type, cut back as that type does where they can leave it."""
+    """int32 values wrapped to a narrow integer type, where they can exceed its range."""
     assert value.bounds is not None
     low, high = _range(dtype)
     if low <= value.bounds[0] and value.bounds[1] <= high:
@@ -336,7 +336,7 @@ def view_as(value: Pieces, dtype: torch.dtype) -> Pieces:
 
 
 def pointwise(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Pieces:
-    """An operation between elements, lane by lane, on integers held as int32."""
+    """An elementwise operation, lane by lane, on integers as int32."""
     places = [i for i, arg in enumerate(args) if isinstance(arg, Pieces)]
     aligned, axes = align([_wide(args[i]) for i in places])
     lanes = [digit.extent for digit in _digits(axes) if digit.lane]
@@ -370,7 +370,7 @@ def _part(value: Pieces, axes: Axes, key: tuple[int, ...]) -> Tensor:
 
 
 def _result_range(target: Any, args: Sequence[Any]) -> tuple[int, int]:
-    """Between which integers a result lies; those of int32 for what is not known."""
+    """The least and largest integer that an operation can return; the range of int32 where it is unknown."""
     ranges = [arg.bounds or (-(1 << 31), (1 << 31) - 1) if isinstance(arg, Pieces) else (arg, arg)
               for arg in args if isinstance(arg, Pieces | int)]
     name = target.overloadpacket.__name__.strip("_").removesuffix("_")
@@ -456,7 +456,7 @@ class Interpreter(fx.Interpreter):
 
 
 def _check_last_use(node: fx.Node) -> None:
-    """Changing a tensor is making a new one where nothing reads what was changed, or what it is a view of, afterwards."""
+    """Raises Unsupported for an in-place operation whose tensor, or the base of that view, is read again later."""
     order = {step: i for i, step in enumerate(node.graph.nodes)}
     changed = node.args[0]
     while isinstance(changed, fx.Node):

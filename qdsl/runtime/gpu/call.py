@@ -1,4 +1,4 @@
-"""A launch of a kernel, as data."""
+"""A kernel launch as data."""
 
 from __future__ import annotations
 

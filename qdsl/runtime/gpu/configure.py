@@ -64,7 +64,7 @@ _assumed_gpu = GPUS["h100"]
 
 @contextmanager
 def assumed(capability: int, multiprocessors: int, gpu: Gpu | None = None) -> Iterator[None]:
-    """Launches with tensors that are on no GPU are those of such a device, for those who look at kernels without one.
+    """Chooses launches for this device where tensors are on no GPU, to inspect kernels without one.
 
     gpu: whose costs are modelled; by default those of the capability's first GPU with so many multiprocessors.
     """
@@ -91,7 +91,7 @@ def _target(device: torch.device) -> Target:
 
 
 def gpu(device: torch.device) -> Gpu:
-    """The data sheet of a device, from which costs are modelled; of one that is not there, of the GPU that is assumed."""
+    """The data sheet of a device, from which costs are modelled; of the assumed GPU where tensors are on none."""
     return _gpu(device) if device.type == "cuda" else _assumed_gpu
 
 
@@ -164,7 +164,7 @@ def tuned(path: Path) -> dict[str, Any]:
 
 
 def forget() -> None:
-    """Read the files of tuned candidates anew."""
+    """Forgets the files of tuned candidates, so that the next launch reads them again."""
     tuned.cache_clear()
     tuned_file.cache_clear()
 

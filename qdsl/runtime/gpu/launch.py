@@ -253,7 +253,7 @@ def _parts(x: Tensor, out: Tensor, rows: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def _constants(packed: PackedWeight, bn: int, bk: int) -> dict[str, Any]:
-    """What completes a kernel that decodes unit by unit: the storage's function, the tile, and the width of positions."""
+    """Constants of a kernel that decodes unit by unit: the storage's function, the tile, and the width of positions."""
     return {**packed.layout.kernels.constants, "BN": bn, "BK": bk, "LARGE": _is_large(packed, bn, bk)}
 
 
@@ -274,7 +274,7 @@ def _weights(packed: PackedWeight, rows: int, units: int) -> int:
 
 
 def _read(packed: PackedWeight) -> tuple[Tensor | None, ...]:
-    """What kernels that decode unit by unit read: the tensors, and tables."""
+    """The memory that kernels which decode unit by unit read: the tensors, and tables."""
     return *_tensors(packed), *(table.on(packed.device) for table in packed.layout.kernels.tables)
 
 

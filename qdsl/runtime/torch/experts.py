@@ -133,7 +133,7 @@ def _checked(x: Tensor, packed: PackedWeight, experts: int, bias: Tensor | None)
 
 
 def is_on_gpu(x: Tensor, other: Tensor | None, *tensors: Tensor) -> bool:
-    """Whether kernels serve all experts: on a GPU, for floats of up to 32 bits, where nothing watches how.
+    """Whether kernels serve all experts: on a GPU, for floats of up to 32 bits, without tracing or transforms.
 
     other: the bias, or what else may need gradients.
     """
@@ -279,7 +279,7 @@ def _empty_transposed(gradient: Tensor, tensors: Sequence[Tensor], offsets: Tens
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """What the gradients need: the packed tensors and what they are, never the weight."""
+    """Saves the packed tensors and their key for gradients, never the dense weight."""
     _, tensors, offsets, bias, ctx.weight, _ = inputs
     ctx.bias = None if bias is None else bias.dtype
     ctx.save_for_backward(offsets, *tensors)

@@ -41,9 +41,9 @@ class PackedModule(nn.Module):
     `weight` is a NoWeight; a stored tensor of that name is in `named_parameters()` and `_parameters`.  compute_dtype is what
     the weight of a dense layer would have for its dtype: the one that the layer was last cast to.
 
-    A tensor is looked at once, when it comes into the layer: its dtype, its shape, and of an index whether the groups exist
+    A tensor is validated once, when it comes into the layer: its dtype, its shape, and of an index whether the groups exist
     and whether the columns lie in order, which is noted on the tensor itself.  One that was put in place of it by other means
-    than loading has no note, and is looked at when the layer is next used.  So is one whose version shows that it was changed in
+    than loading has no note, and is validated when the layer is next used.  So is one whose version shows that it was changed in
     place, and one that was cast, as by `p.data = p.data.to(dtype)`: it gets its dtype back where the cast lost nothing, else
     using the layer is an error.
 
@@ -68,7 +68,7 @@ class PackedModule(nn.Module):
             _note(self._stored_tensors(), packed.in_order)
 
     def _attribute(self, name: str) -> str:
-        """What a tensor is called in the module: as in the checkpoint, unless the module has something else of that name."""
+        """A tensor's attribute name in the module: as in the checkpoint, unless the module has another attribute of that name."""
         word = name.replace(".", "_")
         return f"{word}_" if word == "bias" or word in vars(self) or hasattr(type(self), word) else word
 
@@ -128,7 +128,7 @@ class PackedModule(nn.Module):
         return super().__getattr__(name)
 
     def _weight_stand_in(self) -> Any:
-        """What stands for the dense weight; a `weight` that FSDP2 has sharded itself, because FSDP2 compares it by identity."""
+        """The stand-in for the dense weight, or the `weight` that FSDP2 has sharded, because FSDP2 compares it by identity."""
         stored = self._parameters.get("weight")
         if stored is None or torch.compiler.is_compiling():      # dynamo takes the class for the one that StoredWeight claims
             return NoWeight(self, None if stored is None else stored.shape)
@@ -154,7 +154,7 @@ class PackedModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
                               missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
-        """Load all that is given, or where a tensor does not fit say so and load nothing.
+        """Loads all tensors of state_dict, or none where one does not fit, which error_msgs then says.
 
         torch would cast silently when it copies, and take any dtype when it assigns.  Raw bytes are 8-bit floats here, as in
         `wrap`, and 16-bit floats go into float32, where they mean the same numbers; no other dtype is converted.
@@ -191,7 +191,7 @@ class PackedModule(nn.Module):
         self._validate()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """As nn.Module does, of tensors in the dtypes that the checkpoint has, whoever cast them or whatever a device lacks."""
+        """Saves as nn.Module does, in the dtypes of the checkpoint, even where tensors were cast or the device lacks a dtype."""
         tensors = self._stored_tensors()
         if is_plain(*tensors.values()):
             self._undo_casts(tensors)
@@ -201,7 +201,7 @@ class PackedModule(nn.Module):
             destination[prefix + own] = as_stored(destination[prefix + own], dtypes[name])
 
     def _partial_stream_errors(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-        """What is wrong with a state_dict that has some tensors of an entropy-coded weight and not the others."""
+        """Errors for a state_dict that has some tensors of an entropy-coded weight but not all."""
         keys = [prefix + own for own in self._names.values()]
         missing = [key for key in keys if key not in state_dict]
         if not self._packed.layout.streams or len(missing) in (0, len(keys)):
@@ -241,10 +241,10 @@ class PackedModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_parameters": unpickled(state["_parameters"])})  # type: ignore[no-untyped-call]
-        self._validate()                                         # a copied tensor has lost its note
+        self._validate()                                         # a copied tensor has no note
 
     def _validate(self) -> None:
-        """Look at the tensors anew.  What is wrong with them is said when the layer is used: they may be yet to be filled."""
+        """Validates the tensors again.  Errors are raised when the layer is used, because tensors may not be filled yet."""
         tensors, dtypes = self._stored_tensors(), self._packed.dtypes
         for name, tensor in tensors.items():
             vars(tensor).pop("_noted", None)
@@ -257,9 +257,9 @@ class PackedModule(nn.Module):
                 return
 
     def _note(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors, of which is kept what they say once they are looked at.  Raises FormatError for those that do not fit.
+        """Validates the tensors, records what they imply (order, finiteness, streams), and returns them.  Raises FormatError.
 
-        Without an index that nobody filled, as in `wrap`; it may be yet to be filled, and is looked at whenever it is used.
+        Without an index that nobody filled, as in `wrap`; it may not be filled yet, and is validated at every use.
         """
         unfilled = self.format.unfilled(self._packed.derive(tensors))
         checked = self.format.checked(self._packed.derive({**tensors, **unfilled}))

@@ -26,7 +26,7 @@ from torch import Tensor
 from qdsl.runtime.gpu.product import quick
 from qdsl.runtime.gpu.triton import on_device
 from qdsl.runtime.torch import eight
-from qdsl.runtime.torch.linear import _product, _transposed, as_stored, check_x, is_quantized
+from qdsl.runtime.torch.linear import as_stored, check_x, is_quantized, packed_linear, packed_matmul
 from qdsl.runtime.torch.private_apis import (
     PLAIN,
     gradient_kernel,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class WeightKey(NamedTuple):
-    """What a packed weight is, apart from its tensors.
+    """A packed weight's description: everything but its tensors.
 
     names: of the tensors.  finite: whether no code is NaN or infinite.  shape: 'NxK'.
     """
@@ -89,7 +89,7 @@ _unnamed = count(1)
 
 
 def register_format(format: Format, digest: str) -> str:
-    """What a format is called in operations; without a digest a word that no other format of this process has."""
+    """A format's name in operations; without a digest a name that no other format of this process has."""
     key = f"{format.name}@{digest or f'unnamed-{next(_unnamed)}'}"
     _formats[key] = format                                       # another module of the same spec may take its place
     return key
@@ -186,7 +186,7 @@ def autocast(x: Tensor) -> Tensor:
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether these are numbers that are there to be computed with, and nothing watches how.
+    """Whether tensors have numbers, and no tracing, transform or dispatch mode must see the operation.
 
     Then an operation's work is done without the operation, whose dispatch costs some 10 us, and 40 with gradients.  Whatever
     wants to see the operation answers here first: torch.compile, torch.export and torch.jit.trace; make_fx, FakeTensorMode and
@@ -205,7 +205,7 @@ def is_recorded() -> bool:
 
 
 def is_differentiated(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether autograd, forward mode or a transform of torch.func has to hear of the product."""
+    """Whether autograd, forward mode or a transform of torch.func must record the product."""
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return True
     return is_transformed()
@@ -222,18 +222,18 @@ def _matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bo
 
 
 def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str = "") -> Tensor:
-    """The product itself, whatever watches: without the operation, without gradients."""
+    """x [..., K] @ w.T + bias, or x [..., N] @ w where transposed: computed at once, without gradients."""
     if bias is not None and packed.layout.streams and x.dim() != 2 and not x.is_contiguous():
         # As torch does: it rounds the product before it adds the bias.
         return computed(x, packed, None, transposed, mode).add_(bias)
     with torch.no_grad(), on_device(x.device):                   # stored tensors that ask for gradients get none
         rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()    # K = 0 too
         if not transposed:
-            out = _product(*as_stored(rows, packed), bias, mode)
+            out = packed_linear(*as_stored(rows, packed), bias, mode)
         elif packed.order is None:
-            out = _transposed(rows, packed)
+            out = packed_matmul(rows, packed)
         else:
-            out = _transposed(rows, packed.as_stored()).index_select(1, order.places(packed.order))
+            out = packed_matmul(rows, packed.as_stored()).index_select(1, order.places(packed.order))
         # Autograd refuses to change a view in place that was made without gradients, as `layer(x).add_(y)` would.
         return out if x.dim() == 2 else torch.ops.aten._unsafe_view(out, (*x.shape[:-1], packed.shape[transposed]))
 
@@ -340,7 +340,7 @@ def _empty_dequantize(tensors: Sequence[Tensor], weight: str, dtype: torch.dtype
 
 
 def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """What the gradients need: the packed tensors and what they are, never the weight."""
+    """Saves the packed tensors and their key for gradients, never the dense weight."""
     _, tensors, bias, ctx.weight, mode = inputs
     ctx.others = 1 + bool(mode)                                  # torch counts no argument that has its default
     ctx.bias = None if bias is None else bias.dtype

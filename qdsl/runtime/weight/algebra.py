@@ -232,7 +232,7 @@ def _check_alike(parts: Sequence[PackedWeight], dim: str) -> None:
 
 @dataclass
 class _Joint:
-    """Weights that are to be one, along a dim.  fields: those of every part, once they are needed."""
+    """Weights to join along a dim.  fields: those of every part, computed at first use."""
 
     parts: Sequence[PackedWeight]
     dim: str

@@ -59,7 +59,7 @@ class Placed:
 
 @cache
 def pieces(texts: tuple[str, ...]) -> tuple[Piece, ...]:
-    """What a tensor's bits are said to be."""
+    """The pieces that texts such as those of Stored.bits describe, parsed."""
     parsed: list[Piece] = []
     for part in texts:
         match = PIECE.fullmatch(part)

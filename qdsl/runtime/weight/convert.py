@@ -57,18 +57,18 @@ def omitted(packed: PackedWeight, layout: Storage) -> set[str]:
 
 
 def usual(packed: PackedWeight, names: Collection[str]) -> set[str]:
-    """Those of some fields that have in all of a weight what they have where their tensor is missing."""
+    """Those of some fields that have their default in all of a weight."""
     fields = unpacked(packed, lambda stored_fields: stored_fields.isdisjoint(names))
     return {name for name in names
             if name not in fields or packed.format.is_default(packed.variant, name, fields[name], packed.sizes)}
 
 
-def unpacked(packed: PackedWeight, spared: Callable[[set[str]], bool]) -> dict[str, Tensor]:
-    """The fields of a weight; those of tensors that hold none but such as may be spared are without numbers, on meta."""
+def unpacked(packed: PackedWeight, may_skip: Callable[[set[str]], bool]) -> dict[str, Tensor]:
+    """The fields of a weight; tensors for whose fields may_skip is true are on meta, and so are their fields."""
     operands: list[Tensor | None] = []
     for name in packed.layout.coded:
         tensor, stored_fields = packed.tensors.get(name), {piece.field for piece in pieces(packed.layout.tensors[name].bits)}
-        operands.append(tensor.to("meta") if tensor is not None and stored_fields and spared(stored_fields) else tensor)
+        operands.append(tensor.to("meta") if tensor is not None and stored_fields and may_skip(stored_fields) else tensor)
     return packed.layout.fields_of(operands, packed.extents)
 
 
@@ -106,11 +106,11 @@ def by_words(format: Format, packed: PackedWeight, other: PackedWeight, changed:
     if left and (change.moves(left) or change.size(left) > sum(tensor.nbytes for tensor in moved.values())):
         return {}
     moved.update(change.remaining_tensors(moved) if left else {})
-    return _saying({name: moved[name] for name in other.layout.tensors if name in moved}, other)
+    return _with_shape({name: moved[name] for name in other.layout.tensors if name in moved}, other)
 
 
-def _saying(tensors: dict[str, Tensor], other: PackedWeight) -> dict[str, Tensor]:
-    """With the tensor that says the shape, where the storage has one."""
+def _with_shape(tensors: dict[str, Tensor], other: PackedWeight) -> dict[str, Tensor]:
+    """Adds the tensor that stores the shape, where the storage has one."""
     device = next(iter(tensors.values())).device
     return {**tensors, other.layout.shape: shape_tensor(other.shape, device)} if other.layout.shape else tensors
 
@@ -154,7 +154,7 @@ class _Move:
 
 @dataclass
 class ChangedFields:
-    """Fields of one format as those of another: `kept` keep their bits, and `all` makes all of them, kept ones too."""
+    """Conversion of the fields of one format to those of another: `kept` keep their bits; `all` returns all, kept ones too."""
 
     kept: Collection[str]
     all: Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -162,7 +162,7 @@ class ChangedFields:
 
 @dataclass
 class _Change:
-    """From one storage to another, whose tensors are `wanted`; columns: where each column is stored now, if they move."""
+    """A change of storage to one with the tensors `wanted`.  columns: where the source stores every column, if they move."""
 
     packed: PackedWeight
     other: PackedWeight
@@ -172,7 +172,7 @@ class _Change:
 
     @cached_property
     def source_pieces(self) -> dict[str, tuple[Piece, ...]]:
-        """What the tensors of the source hold; nothing, of those whose bits do not lie at digits."""
+        """The pieces of the source's tensors; none for tensors whose bits do not lie at digits."""
         return {name: pieces(self.packed.layout.tensors[name].bits) for name in self.packed.tensors
                 if name not in (self.packed.layout.order, self.packed.layout.shape)}
 
@@ -246,7 +246,7 @@ class _Change:
         return sum(math.prod(self.wanted[name][1]) * self.wanted[name][0].itemsize for name in names)
 
     def remaining_tensors(self, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors that are left, by way of their fields; what is moved is without numbers there."""
+        """The tensors that moves of words did not fill, packed from fields.  Fields of moved tensors are on meta."""
         done = {piece.field for name in moved for piece in pieces(self.other.layout.tensors[name].bits)}
         fields = unpacked(self.packed, lambda stored_fields: stored_fields <= done)
         packed = self.packed
@@ -294,4 +294,4 @@ def in_rows(packed: PackedWeight, other: PackedWeight, make: Callable[[PackedWei
         into = part.derive(tensors, packed.shape).cut("N", start, stop)
         for name, tensor in part.tensors.items():
             into.tensors[name].copy_(tensor)
-    return _saying(tensors, other)
+    return _with_shape(tensors, other)

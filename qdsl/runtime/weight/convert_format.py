@@ -2,7 +2,7 @@
 
 GGML's MXFP4 and OCP's are two formats because code 8 is +0 in one and -0 in the other, and a scale of 255 is 2^127 and NaN; all
 other codes mean the same.  GPTQ's (q - z) * s is (q - 8) * s + (8 - z) * s, as torch's int4pack stores it, where floats hold
-that.  What holds is looked at number by number, and what does not is refused.
+that.  Every number is compared, and a weight of which one would change is refused.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _choices(format: Format, packed: PackedWeight, wanted: Mapping[str, int | st
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """What becomes of a field: it keeps its bits, or its numbers, or is what the weight is at a code.
+    """How a field is converted: it keeps its bits, or its numbers, or becomes the value of the weight at a code.
 
     choices: how many values a field of integers has; of these it takes the one that makes the weight at the code what it was.
     """
@@ -84,7 +84,7 @@ class _Way:
 
 
 class _Conversion:
-    """The weight of another format, and what its fields become."""
+    """A conversion of a weight to another format, field by field."""
 
     def __init__(self, format: Format, packed: PackedWeight, storage: str, params: Mapping[str, int | str]) -> None:
         self.packed = packed
@@ -257,13 +257,13 @@ def _code_at(format: Format, params: tuple[tuple[str, int | str], ...], name: st
 
 
 def _bits(kind: str) -> tuple[int, int]:
-    """Of a type, and of the dtype in which it is held."""
+    """The bits of a type, and the bytes of the dtype that stores it."""
     scalar = number(kind)
     return 0 if scalar is None else scalar.bits, torch_dtype(kind).itemsize
 
 
 def _steps(field: Field) -> list[tuple[str, tuple[int | str, ...]]]:
-    """What its axes run along, and in which steps."""
+    """The dim and the step of every axis of a field."""
     return [(axis.dim, axis.step) for axis in field.axes]
 
 

@@ -1,4 +1,4 @@
-"""8-bit floats on devices that lack them, such as Apple's GPUs: a stored tensor of them is held there as uint8 bytes."""
+"""8-bit floats on devices that lack them, such as Apple's GPUs: a stored tensor of them is uint8 bytes there."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def as_stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_bytes_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor as bytes where `held`, into which it is copied, has bytes in place of 8-bit floats."""
+    """A tensor of 8-bit floats as uint8 where `like`, into which it is copied, is uint8; else as it is."""
     return tensor.view(torch.uint8) if is_float8(tensor.dtype) and like.dtype == torch.uint8 else tensor
 
 

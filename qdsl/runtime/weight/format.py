@@ -228,15 +228,15 @@ class Format:
                             stream_info=self.stream_info(layout, tensors, shape))
 
     def stream_info(self, layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str:
-        """What kernels may rely on in streams.  Raises FormatError for those that are damaged."""
+        """Validates streams, and returns what kernels rely on (streams.check).  Raises FormatError for damaged ones."""
         if not layout.streams or any(tensor.is_meta for tensor in tensors.values()):
             return ""
         with stream_errors(self.name):
             return streams.check(layout, tensors, shape)
 
     def checked(self, packed: PackedWeight) -> PackedWeight:
-        """The same weight with its tensors looked at anew.  Raises FormatError for those that do not fit, for groups that do
-        not exist, and for an order that is none.
+        """The same weight with its tensors validated again.  Raises FormatError for those that do not fit, for groups that do
+        not exist, and for an order that is no permutation.
         """
         wanted = self.stored(packed)
         for name, tensor in packed.tensors.items():
@@ -594,12 +594,12 @@ class Format:
             yield
         except FormatError as error:
             helps = any(storage in variant.storages and variant.encode is not None for variant in self.variants.values())
-            offer = "; requantize quantizes the decoded weight anew, and reports the error" if helps else ""
+            offer = "; requantize quantizes the decoded weight, and reports the error" if helps else ""
             raise FormatError(f"{error}{offer}") from None
 
     def requantize(self, packed: PackedWeight, other: Format | None = None, storage: str | None = None, **options: Any,
                    ) -> tuple[PackedWeight, Report]:
-        """The weight that this one stands for, quantized in another format or anew in this one, and how far that is off.
+        """The decoded weight, quantized again in another format or in this one, and a report of its errors.
 
         For what `convert` refuses, because numbers would change; storage and options are those of `quantize`.  Needs memory
         for the weight in float32.  Raises FormatError where `quantize` does.

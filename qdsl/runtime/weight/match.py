@@ -1,4 +1,4 @@
-"""Tensors as those of a storage: viewed in its dtypes and shapes, which `qdsl.core.stored` finds."""
+"""Matches tensors with storages: views them in the dtypes and shapes that `qdsl.core.stored` computes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def matches(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int
 
 
 def _values(tensor: Tensor) -> tuple[int, ...]:
-    """What a tensor of a few integers says."""
+    """The integers of a small tensor."""
     return () if tensor.is_meta or tensor.numel() > 2 or tensor.is_floating_point() else tuple(tensor.flatten().tolist())
 
 

@@ -29,7 +29,7 @@ def _scaled(code: Tensor, mantissa: int, bias: int, sign: int) -> Tensor:
 def _holds(codes: Tensor, code: int) -> bool:
     """Whether the largest of some codes is `code`: one fast pass, so that special codes cost where they are.
 
-    While a program is traced there are no codes to look at: then it may be.
+    While a program is traced there are no codes to compare: then it may be.
     """
     if isinstance(codes, FakeTensor):
         return True

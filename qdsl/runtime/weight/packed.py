@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def stream_errors(format: str) -> Iterator[None]:
-    """What is wrong with a format's streams as a FormatError."""
+    """Raises a FormatError in place of a StreamError."""
     try:
         yield
     except StreamError as error:
@@ -42,7 +42,7 @@ class PackedWeight:
 
     tensors: the storage's tensors by name, in storage order (absent optional ones are missing).  shape: (N, K).
     params: every parameter of the format.  known_finite: whether no code is NaN or infinite; None until `finite` is asked.
-    stream_info: what runtime/weight/streams.py found when it looked at streams; '' where it has not.
+    stream_info: what streams.check returned for its streams; '' before that.
     names: what the checkpoint calls tensors that it names otherwise.
     Made by the format's own functions, which check shapes, dtypes and indices.
     """
@@ -73,7 +73,7 @@ class PackedWeight:
         self.dense: Dense | None = None                          # neither pickled nor derived
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What it was made of; the rest follows from the format."""
+        """The constructor's arguments; the format implies all other attributes."""
         return _rebuilt, (self.format, self.storage, picklable(self.tensors), self.shape, self.params, self.in_order,
                           self.known_finite, self.notes, self.names, self.is_decoded, self.stream_info)
 
@@ -125,9 +125,9 @@ class PackedWeight:
                             shape_text="" if shape else self.shape_text)
 
     def decode_streams(self) -> PackedWeight:
-        """The weight with what streams hold in plain tensors, which can be cut; itself where there are none.
+        """The weight with its entropy-coded tensors decoded, which then can be cut; itself where it has no streams.
 
-        On meta, where nothing can be decoded, the tensors have what is known of them: dtypes and shapes.
+        On meta the tensors have only dtypes and shapes.
         Raises FormatError for a stream that is damaged.
         """
         if not self.layout.streams:
@@ -142,7 +142,7 @@ class PackedWeight:
         return decoded
 
     def decode_rows(self, rows: Tensor) -> PackedWeight | None:
-        """The weight of these rows, rising int64 [M], opened; None where a stream, or a tensor beside it, has no separate rows.
+        """The decoded weight of these rows, ascending int64 [M]; None where a stream, or another tensor, has no separate rows.
 
         On a CPU.  Other rows are decoded only where they share lanes with these.  Raises FormatError for a damaged stream.
         """
@@ -190,7 +190,7 @@ class PackedWeight:
     def rows(self, index: Tensor | Sequence[int]) -> PackedWeight:
         """The weight of these rows, index int64 or int32 [M] in any order, with repeats: gathered, not decoded, where it can be.
 
-        Where rows are not stored separately, the fields are gathered and packed again (entropy codes are encoded anew).  The
+        Where rows are not stored separately, the fields are gathered and packed again (entropy codes are encoded again).  The
         result then may have shorter blocks or storage `planar`; its `params` and `storage` say so.
         Raises FormatError where rows share a block that no parameter makes shorter, IndexError for rows that do not exist.
         """
@@ -239,7 +239,7 @@ class PackedWeight:
         """Rows (dim 'N') or columns ('K') [start, stop) as a weight of the same numbers: cut where it can be, else packed again.
 
         Rows of an entropy code keep their codes where the borders are those of its groups of rows.  Another piece that `cut`
-        refuses is unpacked and packed in the same storage (entropy codes are encoded anew); if its borders are inside blocks,
+        refuses is unpacked and packed in the same storage (entropy codes are encoded again); if its borders are inside blocks,
         with a smaller block size that the format has, repeating what the long blocks share; else in storage `planar`.  The
         result's `storage` and `params` say which.  Columns in act-order keep their groups.
         On meta the result has exact shapes, but tensors whose size depends on the numbers have no elements.
@@ -309,7 +309,7 @@ class PackedWeight:
 
 
 def shape_tensor(shape: tuple[int, int], device: torch.device) -> Tensor:
-    """What a tensor holds that says the shape."""
+    """The int64 [2] tensor that stores the shape (N, K) of a weight."""
     return torch.tensor(shape, dtype=torch.int64, device=device)
 
 

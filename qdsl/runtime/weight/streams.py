@@ -69,7 +69,7 @@ def decode_rows(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int
 
 
 def encode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-    """The tensors of a storage, of those that pack made.  Raises StreamError for elements that a code cannot hold."""
+    """The tensors of a storage, from those that pack returns.  Raises StreamError for elements that a code cannot hold."""
     encoded: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name not in layout.streams:
@@ -86,7 +86,7 @@ def _encoded(name: str, stream: Stream, tensor: Tensor, shape: tuple[int, int]) 
     try:
         arrays = CODINGS[stream.coding].encode(symbols, counts)
     except StreamError as error:
-        raise StreamError(f"'{name}' cannot be held: {error}") from None
+        raise StreamError(f"'{name}' cannot be encoded: {error}") from None
     return {role: torch.from_numpy(array).to(tensor.device) for role, array in arrays.items()}
 
 
@@ -103,9 +103,9 @@ def _tensors(stream: Stream, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def check(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str:
-    """What is known of a storage's streams once their tables, starts and indices are looked at, for kernels that follow them.
+    """Validates the tables, starts and indices of a storage's streams, and returns the stream info that kernels rely on.
 
-    In words, as operations take it: 'exponents.threads=512 ...'.  Raises StreamError for those that do not fit.
+    It is text, as operations take it: 'exponents.threads=512 ...'.  Raises StreamError for streams that do not fit.
     """
     entries = []
     for name, stream in layout.streams.items():
@@ -125,7 +125,7 @@ def _like(tensor: Tensor) -> NDArray[Any]:
 
 
 def _stream_info(packed: PackedWeight, name: str) -> Mapping[str, int]:
-    """What is known of a stream; on meta, where nothing is, what is usual.  Raises FormatError."""
+    """The stream info of a tensor's stream; on meta, where there is none, typical values.  Raises FormatError."""
     if not packed.stream_info and packed.device.type == "meta":
         assumed: Mapping[str, int] = LAUNCHES[packed.layout.streams[name].coding].ASSUMED
         return assumed
@@ -144,7 +144,7 @@ def _read(stream_info: str, name: str) -> Mapping[str, int]:
 
 
 def decoded(packed: PackedWeight) -> tuple[PackedWeight, list[Call]]:
-    """A weight with what its streams hold in plain tensors, and the launches that write it there; itself where there are none.
+    """The weight with decoded tensors in place of its streams, and the launches that fill them; itself where it has no streams.
 
     Raises FormatError.
     """
@@ -155,7 +155,7 @@ def decoded(packed: PackedWeight) -> tuple[PackedWeight, list[Call]]:
 
 
 def decode_calls(packed: PackedWeight, rows: Tensor | None = None) -> tuple[dict[str, Tensor], list[Call]]:
-    """Plain tensors for what streams hold, and the launches that write them.  Raises FormatError.
+    """Empty tensors for the decoded streams, and the launches that fill them.  Raises FormatError.
 
     rows: int64 [R] on the device, only these rows, in runs for which has_rows holds.
     """
@@ -227,13 +227,13 @@ def usual(packed: PackedWeight) -> PackedWeight:
 
 
 def has_dequantize(packed: PackedWeight, out: Tensor) -> bool:
-    """Whether weights are made of symbols in registers: of out's type, by whole words."""
+    """Whether kernels can decode and dequantize in one launch, in registers: weights of out's dtype, by whole words."""
     pairs = _pairs(packed)
     return pairs is not None and out.dtype == PAIRED[pairs.type][0] and out.is_contiguous() and _are_wide(packed, pairs, out)
 
 
 def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
-    """The launches that do; has_dequantize must hold.  Raises FormatError."""
+    """The launches that decode streams and write weights to `out`; has_dequantize must hold.  Raises FormatError."""
     pairs = _pairs(packed)
     assert pairs is not None
     stream = packed.layout.streams[pairs.stream]
@@ -244,7 +244,7 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
 
 
 def has_few(x: Tensor, packed: PackedWeight) -> bool:
-    """Whether matrix units multiply x [M, K] with weights that are made in registers."""
+    """Whether kernels can multiply x [M, K] with weights that they decode in registers."""
     pairs = _pairs(packed)
     if pairs is None or x.dtype != PAIRED[pairs.type][0] or not _are_wide(packed, pairs, x):
         return False
@@ -255,7 +255,9 @@ def has_few(x: Tensor, packed: PackedWeight) -> bool:
 
 
 def few_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
-    """The launches that do; has_few must hold.  A row's bits do not depend on those beside it.  Raises FormatError."""
+    """The launches that write x @ w.T + bias to `out`; has_few must hold.  Bits of a row do not depend on other rows.
+
+    Raises FormatError."""
     pairs = _pairs(packed)
     assert pairs is not None
     stream = packed.layout.streams[pairs.stream]

@@ -55,7 +55,7 @@ class Table:
         return self._on[device]
 
     def with_codes(self, function: Callable[[Tensor, Tensor], Tensor], count: int) -> Table:
-        """What a function makes of each row and each of `count` codes: row r with code c is row r + c * rows of a table."""
+        """The table of function(row, code) for all rows and `count` codes: row r with code c is row r + c * rows."""
         codes = torch.arange(count, dtype=torch.int32, device="cpu")[:, None, None]
         rows = self.values if self.values.is_floating_point() else self.values.to(torch.int32)
         numbers = function(rows, codes).flatten(0, 1)
@@ -88,7 +88,7 @@ class Table:
         return self._pairs
 
     def _chosen(self, codes: Tensor) -> Tensor:
-        """The same by the bits of the codes, one after the other: operations of which a compiler makes vectors.
+        """As __getitem__, by selecting on one bit of the codes at a time: operations that a compiler vectorizes.
 
         Raises RuntimeError for a table that is too long for that.
         """

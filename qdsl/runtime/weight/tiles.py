@@ -120,7 +120,7 @@ def _nothing(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str,
 
 def _check_finite(weight: Tensor, start: int = 0) -> None:
     """Raises FormatError with the first row that is not, counted from `start`."""
-    if math.isfinite(float(weight.sum())):                       # one fast pass; a sum that overflows is looked at again
+    if math.isfinite(float(weight.sum())):                       # one fast pass; a sum that overflows is checked again
         return
     if not bool(torch.isfinite(weight).all()):
         n, k = (int(i) for i in torch.nonzero(~torch.isfinite(weight))[0])

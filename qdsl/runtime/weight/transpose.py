@@ -1,4 +1,4 @@
-"""A change of storage as moves of whole words, a tile at a time in a cache, never one byte per code.
+"""Changes the storage of a weight by moves of whole words, a cache-sized tile at a time, never one byte per code.
 
 Where the bits of a piece lie at digits of its coordinates in both storages, the change permutes digits of (word, bit in word).
 Digits that stay outside of words are axes of a view, and moving them is a copy.  A digit of 2 that leaves a word changes
@@ -57,7 +57,7 @@ class Round:
 class Plan:
     """Words of `bits` bits, and their axes in the order in which they are worked on.
 
-    first, last: the word at which source and result begin.  clear: bits that no element has, which are to be 0.
+    first, last: the word at which source and result begin.  clear: bits that no element has, which become 0.
     """
 
     bits: int
@@ -220,7 +220,7 @@ def zeros(step: int, bits: int) -> int:
 
 
 def move(plan: Plan, source: Tensor, result: Tensor) -> None:
-    """From one contiguous tensor to another, of any types."""
+    """Copies a piece from one contiguous tensor to another, of any dtypes, by a plan."""
     source, result = _flat(source, plan.bits), _flat(result, plan.bits)
     read = _view(source, plan.first, [(1 if axis.source is None else axis.extent, axis.source) for axis in plan.axes])
     written = _view(result, plan.last, [(1 if axis.result is None else axis.extent, axis.result) for axis in plan.axes])
@@ -234,7 +234,7 @@ def move(plan: Plan, source: Tensor, result: Tensor) -> None:
         shape = tuple(length for _, length in tile)
         space = work.get(shape) or work.setdefault(shape, Workspace(plan, shape, source))
         space.take(_part(read, tile))
-        space.turn()
+        space.apply_rounds()
         _part(written, tile).copy_(space.words[space.kept])
 
 
@@ -274,8 +274,8 @@ class Workspace:
         if self.clear is not None:
             self.words.bitwise_and_(self.clear)
 
-    def turn(self) -> None:
-        """All rounds."""
+    def apply_rounds(self) -> None:
+        """Exchanges the digits of all rounds, in place."""
         for a, b, difference, by, at in self.steps:
             torch.bitwise_right_shift(a, by, out=difference)
             difference.bitwise_xor_(b).bitwise_and_(at)
@@ -284,7 +284,7 @@ class Workspace:
 
 
 def gather(source: Placed, result: Placed, width: int, columns: Tensor, stored: Tensor, into: Tensor) -> bool:
-    """As move, for column columns[j], int64 [K], of the source in place of column j; False where words are no way to do it.
+    """Moves column columns[j], int64 [K], of the source to column j; returns False where moves of words cannot do that.
 
     Rows are few enough for a cache; in between their columns lie one after the other, `width` bits of several rows in a word.
     """

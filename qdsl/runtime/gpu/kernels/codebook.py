@@ -21,7 +21,7 @@ def table(g, N, t0: tl.constexpr, t1: tl.constexpr, t2: tl.constexpr, t3: tl.con
 
 @triton.jit
 def in_lane(word: tl.constexpr, g, N):
-    """The constant in a register of each lane; as a literal, it would be moved there again and again."""
+    """The constant in a register of every lane; a literal would be loaded into one for every use."""
     return tl.where(g < N + 8, word, 0)
 
 

@@ -141,7 +141,7 @@ def within(index, count):
 
 @triton.jit
 def after(chunk, more: tl.constexpr, count, even: tl.constexpr):
-    """The chunk from which `more` are counted in words(), and where some may be past the last, the one that is meant."""
+    """The chunk from which `more` are counted in words(), and where some may be past the last, the one to load."""
     if even:
         return chunk
     else:

@@ -1,4 +1,4 @@
-"""Device functions of the kernels for many rows of x: tiles of w in registers, of x in shared memory.
+"""Device functions of tile_gemm and w8a8: tiles of w in registers, tiles of x in shared memory.
 
 A warp has 16 rows of a tile of w, whose words lie as lanes.py says; here every code becomes one number, which the
 matrix instruction takes with its columns in order.
