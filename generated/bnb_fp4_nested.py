@@ -95,7 +95,7 @@ def unpack_bitsandbytes(weight: Tensor, weight_absmax: Tensor, weight_nested_abs
         "o": weight_nested_offset,
         "t": weight_nested_absmax,
         "s": weight_absmax,
-        "q": spread(r, 4, turned=True).flatten()[:N * K].unflatten(0, (N, K)),
+        "q": spread(r, 4, high_first=True).flatten()[:N * K].unflatten(0, (N, K)),
     }
 
 
@@ -104,7 +104,7 @@ def pack_bitsandbytes(o: Tensor, t: Tensor, s: Tensor, q: Tensor) -> dict[str, T
     unpack_bitsandbytes.
     """
     q_split = pad(q.flatten(), (0, -q.numel() % 2)).unflatten(-1, (-1, 2))
-    r = joined(q_split, 4, turned=True).squeeze(-1)
+    r = joined(q_split, 4, high_first=True).squeeze(-1)
     return {
         "weight": r.unsqueeze(-1),
         "weight_absmax": s,

@@ -35,14 +35,14 @@ def unpack_bitsandbytes(weight: Tensor, weight_absmax: Tensor, *, N: int, K: int
     r = weight.squeeze(1)
     return {
         "s": weight_absmax,
-        "q": spread(r, 4, turned=True).flatten()[:N * K].unflatten(0, (N, K)),
+        "q": spread(r, 4, high_first=True).flatten()[:N * K].unflatten(0, (N, K)),
     }
 
 
 def pack_bitsandbytes(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, weight_absmax of the fields; the inverse of unpack_bitsandbytes."""
     q_split = pad(q.flatten(), (0, -q.numel() % 2)).unflatten(-1, (-1, 2))
-    r = joined(q_split, 4, turned=True).squeeze(-1)
+    r = joined(q_split, 4, high_first=True).squeeze(-1)
     return {
         "weight": r.unsqueeze(-1),
         "weight_absmax": s,

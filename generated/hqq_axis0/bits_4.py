@@ -29,7 +29,7 @@ def unpack_hqq(W_q: Tensor, scale: Tensor, zero: Tensor, *, N: int, K: int) -> d
     return {
         "z": zero.squeeze(0),
         "s": scale.squeeze(0),
-        "q": spread(W_q, 4, turned=True).permute(2, 0, 1).flatten()[:N * K].unflatten(0, (N, K)),
+        "q": spread(W_q, 4, high_first=True).permute(2, 0, 1).flatten()[:N * K].unflatten(0, (N, K)),
     }
 
 

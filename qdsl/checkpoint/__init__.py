@@ -1,1 +1,1 @@
-"""Checkpoints on disk: what lies in them, read with suspicion and written so that a crash leaves no half a file."""
+"""Checkpoints on disk: files and layers, parsed with bounds checks and written atomically."""

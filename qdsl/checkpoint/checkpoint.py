@@ -1,4 +1,4 @@
-"""A checkpoint opened: its layers, its weights one at a time, and a report of what is in it."""
+"""An open checkpoint: its layers, its weights one at a time, and a report of what is in it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CheckpointReport:
         lines += [f"  {len(self.groups)} groups of {sum(map(len, self.groups.values()))} weights"] if self.groups else []
         lines += [f"  {len(self.plain)} plain tensors in {sum(self.plain.values())} bytes"] if self.plain else []
         wrong = [*(f"{name}: {why}" for name, why in self.unrecognised.items()), *self.problems]
-        lines += [f"  {each}" for each in wrong[:SHOWN]]
+        lines += [f"  {problem}" for problem in wrong[:SHOWN]]
         return "\n".join([*lines, *([f"  and {len(wrong) - SHOWN} problems more"] if len(wrong) > SHOWN else [])])
 
 
@@ -75,7 +75,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Let go of all files; tensors that were read stay valid."""
+        """Closes all files; tensors that were read stay valid."""
         for source in self._sources.values():
             source.close()
 
@@ -104,7 +104,7 @@ class Checkpoint:
 
     @cached_property
     def layers(self) -> dict[str, Layer]:
-        """The layers that are packed, by name; those that no format reads too, with the reason in `why`."""
+        """The quantized layers by name, those of unknown formats too, with the reason in `why`."""
         return {prefix + name: layer for prefix, source in self._sources.items() for name, layer in source.layers.items()}
 
     @cached_property
@@ -114,7 +114,7 @@ class Checkpoint:
 
     @cached_property
     def groups(self) -> dict[str, Group]:
-        """The groups of weights that are coded together, as DFloat11's, by name."""
+        """Groups of weights in one entropy code, as DFloat11's, by name."""
         return {prefix + group.name: group for prefix, source in self._sources.items() for group in source.groups}
 
     def layer(self, name: str) -> Layer:
@@ -148,7 +148,7 @@ class Checkpoint:
             yield name, self.weight(name, device)
 
     def report(self) -> CheckpointReport:
-        """What is packed and how, what is plain, and what is wrong."""
+        """The quantized layers by format, the plain tensors, and the problems."""
         packed: dict[str, Counter[str]] = {}
         for source in self._sources.values():
             for layer in source.layers.values():
@@ -161,13 +161,13 @@ class Checkpoint:
                 packed.setdefault(f"{group.format} in groups", Counter()).update(
                     layers=len(group.parts), weights=group.numbers, nbytes=sum(map(source.nbytes, group.tensors.values())))
         return CheckpointReport(
-            self.path, {label: (each["layers"], each["weights"], each["nbytes"]) for label, each in packed.items()},
+            self.path, {label: (counts["layers"], counts["weights"], counts["nbytes"]) for label, counts in packed.items()},
             {name: list(group.parts) for name, group in self.groups.items()},
             {prefix + name: source.nbytes(name) for prefix, source in self._sources.items() for name in source.plain},
             {name: layer.why for name, layer in self.layers.items() if layer.why},
             [f"{prefix}{problem}" for prefix, source in self._sources.items() for problem in (
-                *source.problems, *(f"{layer.name}: {each}" for layer in source.layers.values() for each in layer.problems),
-                *(f"{group.name}: {each}" for group in source.groups for each in group.problems))])
+                *source.problems, *(f"{layer.name}: {text}" for layer in source.layers.values() for text in layer.problems),
+                *(f"{group.name}: {text}" for group in source.groups for text in group.problems))])
 
     def _stored(self, name: str, expert: int | None) -> Any:
         for prefix, source in self._sources.items():
@@ -192,9 +192,9 @@ class Checkpoint:
         return (prefix + part for part in group.parts)
 
     def _nearby(self, name: str) -> str:
-        """Names that end alike, which a wrong prefix hides, for a message."""
+        """Text for a message: names with the same last part, for a caller who used a wrong prefix."""
         leaf = name.removesuffix(".weight").rpartition(".")[2]
-        alike = [each for each in (*self.layers, *self.plain) if leaf in each.removesuffix(".weight").split(".")]
+        alike = [candidate for candidate in (*self.layers, *self.plain) if leaf in candidate.removesuffix(".weight").split(".")]
         return f"; there is {', '.join(map(shown, alike[:3]))}" if alike else ""
 
 
@@ -222,6 +222,6 @@ def open_checkpoint(path: Path, shapes: Shapes | None = None, verify: bool = Fal
 def open_headers(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]],
                  metadata: Mapping[str, str] | None = None, config: Mapping[str, Any] | None = None,
                  weight_shapes: Shapes | None = None) -> Checkpoint:
-    """A checkpoint known by headers alone; its weights are on meta."""
+    """A checkpoint of which only headers exist; its weights are on meta."""
     folder = Headers(names, dtypes, shapes, metadata, config)
     return Checkpoint(folder.path, {"": FolderSource(folder, weight_shapes)})

@@ -122,7 +122,7 @@ class Collector:
             self._add_plain(full, full, tensor)
 
     def _add_packed(self, name: str, module: PackedModule) -> None:
-        parameters = {id(parameter) for parameter in module._held().values()}
+        parameters = {id(parameter) for parameter in module._stored_tensors().values()}
         if parameters <= self._written and name not in self.origin.layers:
             return                                               # it shares the tensors of another layer
         self._written |= parameters

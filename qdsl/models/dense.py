@@ -44,7 +44,7 @@ def embeddings(model: Any) -> list[nn.Module]:
 def _replace(model: nn.Module, name: str, module: Any, dtype: torch.dtype | None, shared: dict[tuple[int, ...], nn.Parameter],
              ) -> None:
     """Replace a packed layer with a dense one, with its bias, mode and hooks."""
-    key = tuple(id(tensor) for tensor in module._held().values())
+    key = tuple(id(tensor) for tensor in module._stored_tensors().values())
     dense = module.dense(dtype)
     dense.weight = shared.setdefault(key, dense.weight.requires_grad_())
     dense.train(module.training)

@@ -77,7 +77,7 @@ class FusedLinear(QuantizedLinear):
             tensor = _joined(parts, name, name == codes)
             tensor = _terms(tensor, self.operation.dtypes[0]) if self._is_split(name) else tensor
             self.register_parameter(own, nn.Parameter(tensor, requires_grad=False))
-        self._dtypes = {name: tensor.dtype for name, tensor in self._held().items()}
+        self._dtypes = {name: tensor.dtype for name, tensor in self._stored_tensors().items()}
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
         if different := _different(packed, self.checkpoint_weight()):
             raise FormatError(f"{packed.format.name}.{packed.storage} would not come back bit for bit: '{different}' differs")
@@ -86,7 +86,7 @@ class FusedLinear(QuantizedLinear):
 
     def parts(self) -> list[PackedWeight]:
         """The rows of the weight in whole tiles, and the remaining rows: views, with the terms of scales added."""
-        return self._views(self._held())
+        return self._views(self._stored_tensors())
 
     def _is_split(self, name: str) -> bool:
         """Whether a tensor is stored as terms [terms, ...]."""
@@ -128,7 +128,7 @@ class FusedLinear(QuantizedLinear):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
                               missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
         """Load tensors of the same operation, or report what does not fit and load nothing; no dtype is converted."""
-        current = self._held()
+        current = self._stored_tensors()
         loaded = {name: state_dict[prefix + own] for name, own in self._names.items() if prefix + own in state_dict}
         wrong = [f"mismatch for {prefix}{self._names[name]}: the state_dict has {str(tensor.dtype)[6:]} {list(tensor.shape)}, "
                  f"the layer {str(current[name].dtype)[6:]} {list(current[name].shape)}" for name, tensor in loaded.items()
@@ -161,7 +161,7 @@ class FusedLinear(QuantizedLinear):
         return torch.compiler.is_compiling() or not is_differentiated(x, None)
 
     def _fused(self, x: Tensor) -> Tensor:
-        tensors = self._held()
+        tensors = self._stored_tensors()
         codes, *scales = [tensors[name] for name in self.operation.arguments]
         order = tensors.get(self._packed.layout.order)
         rows = x.reshape(-1, self.in_features) if order is None else x.reshape(-1, self.in_features).index_select(1, order)
@@ -246,7 +246,7 @@ def fuse_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None
             return "x is quantized, and the operation takes floats"
         if id(layer) in stacked:
             return "experts of a stack are multiplied together"
-        if any(owners[id(tensor)] > 1 for tensor in layer._held().values()):
+        if any(owners[id(tensor)] > 1 for tensor in layer._stored_tensors().values()):
             return "another module has the same tensors"
         try:
             return FusedLinear(layer.packed, layer.bias, layer.compute_dtype, layer.input_scale)

@@ -186,7 +186,7 @@ def _read_weights(checkpoint: Checkpoint, plan: LoadPlan, verify: bool) -> dict[
                 weights[step.name] = read
             for weight in read if verify else ():
                 try:
-                    weight.format.checked(weight).open()
+                    weight.format.checked(weight).decode_streams()
                 except FormatError as error:
                     raise CheckpointError(f"{checkpoint.path}: layer {layer.name}: {error}") from None
     for group in plan.groups:

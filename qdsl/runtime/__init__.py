@@ -1,4 +1,4 @@
-"""What generated modules stand on: packed weights, the functions of a format, launches.  Needs no compiler."""
+"""The runtime of generated modules: packed weights, the functions of a format, kernel launches.  Needs no compiler."""
 
 from qdsl.core.stored import Stored
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear

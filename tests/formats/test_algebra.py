@@ -329,7 +329,7 @@ def test_rows_at_groups_keep_their_codes(module: ModuleType, half: int, k: int, 
     last, none = ragged.shard("N", half, half + 3), packed.shard("N", half, half)
     monkeypatch.undo()
     for band in bands:
-        assert band.facts == wanted.facts and same_tensors(band, wanted)
+        assert band.stream_info == wanted.stream_info and same_tensors(band, wanted)
         check(band, weight.float())
     check(last, weight[:3].float())
     check(none, weight[:0].float())

@@ -269,7 +269,7 @@ def test_layouts_of_torchs_own_int4_products_are_moves_too() -> None:
     (gptq(16, 256, act_order=True), "int_group.awq cannot hold 'g': it has its default there"),
 ], ids=["bits", "g_idx"])
 def test_awq_refuses_what_it_cannot_hold_and_offers_another_weight(packed: PackedWeight, why: str) -> None:
-    with pytest.raises(FormatError, match=f"{why}.*; requantize quantizes the decoded weight anew, and reports the error"):
+    with pytest.raises(FormatError, match=f"{why}.*; requantize quantizes the decoded weight, and reports the error"):
         int_group.convert(packed, "awq")
 
 

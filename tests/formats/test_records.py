@@ -35,7 +35,7 @@ class Bits:
     """All bits of a storage's codes and of its fields as two flat arrays, and which is which by the oracle."""
 
     def __init__(self, case: Case, shape: tuple[int, int], params: dict[str, int | str]) -> None:
-        self.packed = random_packed(case, shape, params=params).open()
+        self.packed = random_packed(case, shape, params=params).decode_streams()
         self.fields = random_fields(case, shape, params=params)
         self.layout = self.packed.layout
         self.tensors = {name: tensor for name, tensor in self.packed.tensors.items() if name in self.layout.coded}

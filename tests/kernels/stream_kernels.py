@@ -39,7 +39,7 @@ def launches(form: str) -> Iterator[tuple[str, Call]]:
         if "LEVELS" in call.constants:
             yield "decode, three levels", replace(call, constants={**call.constants, "LEVELS": 3})
     if form != "df11":                                           # the symbols of chosen experts
-        for call in streams.open_calls(packed, torch.empty(512, dtype=torch.int64, device="meta"))[1]:
+        for call in streams.decode_calls(packed, torch.empty(512, dtype=torch.int64, device="meta"))[1]:
             yield "symbols", call
     for rows in (1, 16) if form != "df11" else ():
         x, out = (torch.empty(rows, size, dtype=torch.bfloat16, device="meta") for size in (k, n))

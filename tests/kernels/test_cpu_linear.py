@@ -68,7 +68,7 @@ def in_order(case: Case, shape: tuple[int, int], seed: int = 0) -> PackedWeight:
     fields = case.module.FORMAT.variant(case.choice).fields
     found = {name: value for name, value in random_fields(case, shape, seed).items() if fields[name].type != "index"}
     packed: PackedWeight = case.module.pack(found, storage=case.storage, **case.choice)
-    return packed.open()
+    return packed.decode_streams()
 
 
 @pytest.fixture(autouse=True)
@@ -197,8 +197,8 @@ def test_the_weight_is_never_there_at_once(rows: int, compiled: bool, monkeypatc
 @pytest.mark.usefixtures("traced")
 def test_threads_make_a_program_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
-    make = cpu._made
-    monkeypatch.setattr(cpu, "_made", lambda *args: made.append(args) or make(*args))
+    make = cpu._try_compile
+    monkeypatch.setattr(cpu, "_try_compile", lambda *args: made.append(args) or make(*args))
     packed, x = WEIGHTS["q4_0"](), sample(1, 256)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: q4_0.linear(x, packed), range(8)))

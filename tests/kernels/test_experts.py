@@ -156,7 +156,7 @@ def test_decoded_experts(module: Any, dtype: torch.dtype, many: bool, monkeypatc
     monkeypatch.setattr(launch, "dequantize", lambda packed, out: calls.append(out.shape) or dequantize(packed, out))
     offsets = offsets_of((17, 1, 0, 2, 3, 0) if many else (0, 2, 0, 0, 1, 0))
     packed = module.quantize(torch.randn(6 * 128, 256, generator=torch.Generator().manual_seed(0))).to(DEVICE)
-    packed = packed.open() if module is df11 else packed         # its kernel decodes whole weights: not the matter here
+    packed = packed.decode_streams() if module is df11 else packed         # its kernel decodes whole weights: not the matter here
     x, bias, borders = x_of(9, 256, dtype), x_of(6, 128, dtype, 3), torch.tensor([*offsets[:-1], offsets[-1]], device=DEVICE)
     rows = torch.randint(9, (offsets[-1] + 1,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     with NoWaiting(), monkeypatch.context() as patch:
@@ -185,7 +185,7 @@ def test_experts_are_taken_as_they_are_stored(case: Case) -> None:
             experts.linear(torch.zeros(5, 256, device=DEVICE), packed, [0, 1, 2, 3, 4, 5])
         return
     if packed.layout.streams and not streams.has_rows(packed, 128):
-        packed = packed.open()
+        packed = packed.decode_streams()
     part = experts.taken(packed, 128, torch.tensor([3, 0, 3], device=DEVICE))
     whole = packed.format.dequantize(packed.to("cpu"), torch.float32).unflatten(0, (5, 128))
     assert torch.equal(part.format.dequantize(part.to("cpu"), torch.float32), whole[[3, 0, 3]].flatten(0, 1))
@@ -272,8 +272,8 @@ def test_rows_of_no_expert_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_streams_decode_experts_that_have_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(6 * 64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     packed, opened = hlane.quantize(weight), []
-    open_rows = PackedWeight.open_rows
-    monkeypatch.setattr(PackedWeight, "open_rows", lambda self, rows: opened.append(rows) or open_rows(self, rows))
+    decode_rows = PackedWeight.decode_rows
+    monkeypatch.setattr(PackedWeight, "decode_rows", lambda self, rows: opened.append(rows) or decode_rows(self, rows))
     x = x_of(5, 128, torch.bfloat16).cpu()
     found = hlane.grouped_linear(x, packed, [0, 0, 2, 2, 2, 5, 5])
     assert [rows.tolist() for rows in opened] == [[*range(64, 128), *range(256, 320)]]

@@ -60,7 +60,7 @@ def dequantized(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> tor
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_dequantize_is_exact(case: Case) -> None:
     for number, shape in enumerate(grid(case)):
-        packed = random_packed(case, shape, seed=number).open().to(DEVICE)
+        packed = random_packed(case, shape, seed=number).decode_streams().to(DEVICE)
         assert same_bits(dequantized(packed), case.module.dequantize(packed.to("cpu"), torch.float32).to(DEVICE)), shape
 
 
@@ -68,7 +68,7 @@ def test_dequantize_is_exact(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_dequantize_rounds_once(case: Case, dtype: torch.dtype) -> None:
     """To nearest even from the exact float32 weight; results too large for the dtype are infinite in both."""
-    packed = random_packed(case, smallest(case), seed=1).open().to(DEVICE)
+    packed = random_packed(case, smallest(case), seed=1).decode_streams().to(DEVICE)
     exact = case.module.dequantize(packed.to("cpu"), torch.float32)
     assert same_bits(dequantized(packed, dtype).cpu(), exact.to(dtype))
     assert same_bits(case.module.dequantize(packed.to("cpu"), dtype), exact.to(dtype))
@@ -83,7 +83,7 @@ def test_every_block_size(case: Case) -> None:
             if not is_held(case, params):
                 continue
             shape = next(shapes(case, (32, 64, 72), (96, 320, 512, 1024, 4096, 128), params))
-            packed = random_packed(case, shape, params=params).open().to(DEVICE)
+            packed = random_packed(case, shape, params=params).decode_streams().to(DEVICE)
             assert same_bits(dequantized(packed).cpu(), case.module.dequantize(packed.to("cpu"), torch.float32)), params
 
 
@@ -99,7 +99,7 @@ def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> 
 def test_linear(case: Case) -> None:
     """Within what float32 sums of K terms may lose, against float64; and one rounding to the dtype of x."""
     for number, shape in enumerate(grid(case)):
-        packed = random_packed(case, shape, seed=number).open().to(DEVICE)
+        packed = random_packed(case, shape, seed=number).decode_streams().to(DEVICE)
         weight = case.module.dequantize(packed.to("cpu"), torch.float32).double()
         generator = torch.Generator().manual_seed(number)
         dtype, rows = ((torch.float32, 3), (torch.float16, 1), (torch.bfloat16, 2))[number % 3]
@@ -118,7 +118,7 @@ def test_linear(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_linear_reads_each_weight_where_it_belongs(case: Case) -> None:
     """With one-hot rows of x, linear is dequantize: the same bits, since nothing is summed but zeros."""
-    packed = random_packed(case, smallest(case), seed=2).open().to(DEVICE)
+    packed = random_packed(case, smallest(case), seed=2).decode_streams().to(DEVICE)
     columns = sorted({0, 1, packed.shape[1] // 2, packed.shape[1] - 1} & set(range(packed.shape[1])))
     x = torch.zeros(len(columns), packed.shape[1])
     x[range(len(columns)), columns] = 1
@@ -207,7 +207,7 @@ def test_a_word_of_codes_is_loaded_once(case: Case) -> None:
     """Elements of a tensor that hold nothing but values of single weights: loaded once, never once per weight."""
     least = smallest(case)                                       # one weight says nothing of what others load
     n, k = (3, 512) if case.storage == PLANAR else smallest(case, 8 if least == (1, 1) else 1)
-    packed = random_packed(case, (TILE_ROWS.get(case.storage, n), k)).open()
+    packed = random_packed(case, (TILE_ROWS.get(case.storage, n), k)).decode_streams()
     x, product, out = torch.ones(1, packed.shape[1]), torch.empty(1, packed.shape[0]), torch.empty(packed.shape)
     with guarded(packed, out) as dequantize:
         launch.dequantize(packed, out)

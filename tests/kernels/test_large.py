@@ -46,10 +46,10 @@ def sparse_weight(case: Case, weights: int) -> tuple[PackedWeight, PackedWeight]
     """
     n, k = smallest(case)
     k *= -(-128 // k)
-    part = random_packed(case, (n * -(-128 // n), k)).open()
+    part = random_packed(case, (n * -(-128 // n), k)).decode_streams()
     rows = weights // k // part.shape[0] * part.shape[0]
     optional = [name for name in part.tensors if part.layout.tensors[name].optional]
-    empty = case.module.FORMAT.empty((rows, k), case.storage, optional=optional, **case.choice).open()
+    empty = case.module.FORMAT.empty((rows, k), case.storage, optional=optional, **case.choice).decode_streams()
     whole = empty.apply(lambda tensor: sparse(tuple(tensor.shape), tensor.dtype))
     whole.known_finite = part.finite                             # a plan would read all of it to know
     if not whole.layout.whole:

@@ -59,7 +59,7 @@ def ready(weight: PackedWeight) -> PackedWeight:
 
 def opened(weight: PackedWeight) -> torch.Tensor:
     """The exponents that kernels find."""
-    found, calls = streams.opened(weight)
+    found, calls = streams.decoded(weight)
     with guarded(*weight.tensors.values(), *found.tensors.values()):
         for call in calls:
             call.run()
@@ -88,7 +88,7 @@ def test_groups_of_the_package(name: str) -> None:
     with np.load(DATA / f"{name}.npz") as file:
         tensors = {key: torch.from_numpy(file[key]) for key in file.files if key in df11.NAMES}
     weight = importlib.import_module("qdsl.generated.df11").wrap(tensors, shape=(1, len(tensors["sign_mantissa"])))
-    assert torch.equal(opened(weight.to(DEVICE)), weight.open().tensors["exponents"])
+    assert torch.equal(opened(weight.to(DEVICE)), weight.decode_streams().tensors["exponents"])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -102,7 +102,7 @@ def test_any_weight(form: str, data: st.DataObject) -> None:
             "constant": lambda: np.full((n, k), seed % least, np.uint16), "normal": lambda: normal(n, k, seed)}
     patterns = draw[data.draw(st.sampled_from(sorted(draw)))]()
     weight = packed(form, patterns)
-    assert torch.equal(opened(weight), weight.to("cpu").open().tensors["exponents"])
+    assert torch.equal(opened(weight), weight.to("cpu").decode_streams().tensors["exponents"])
     assert same_bits(dequantized(weight), patterns)
 
 
@@ -123,7 +123,8 @@ def test_chunks_without_a_run() -> None:
     """Of a row so long that the last of its chunks have nothing to hold."""
     patterns = np.resize(PATTERNS, (1, 270464))
     weight = packed("hlane", patterns)
-    assert torch.equal(opened(weight), weight.to("cpu").open().tensors["exponents"]) and same_bits(dequantized(weight), patterns)
+    assert torch.equal(opened(weight), weight.to("cpu").decode_streams().tensors["exponents"])
+    assert same_bits(dequantized(weight), patterns)
 
 
 @pytest.mark.parametrize("form", ["hlane", "fix4"])
@@ -205,7 +206,7 @@ def test_rows_of_patches_are_decoded_first() -> None:
     patterns[7] = 0
     weight = packed("fix4", patterns)
     x = tokens(2, 256)
-    assert "patches=256" in weight.facts and not streams.has_few(x, weight)
+    assert "patches=256" in weight.stream_info and not streams.has_few(x, weight)
     assert not gpu_product(x, weight, None, "", False)[:, 7].any()
 
 
@@ -312,12 +313,12 @@ def test_what_kernels_rely_on_is_looked_at_once() -> None:
     """When a weight is wrapped, moved or loaded into a module; operations are told it."""
     module = importlib.import_module("qdsl.generated.df11")
     weight = packed("df11", normal(8, 512)).to("cpu")
-    facts = weight.facts
-    assert facts == "exponents.threads=512 exponents.levels=2 exponents.steps=32"
-    assert weight.apply(torch.clone).facts == facts and weight_key(weight)[1].facts == facts
+    stream_info = weight.stream_info
+    assert stream_info == "exponents.threads=512 exponents.levels=2 exponents.steps=32"
+    assert weight.apply(torch.clone).stream_info == stream_info and weight_key(weight)[1].stream_info == stream_info
     layer = module.Linear.empty((8, 512))
     layer.load_state_dict(weight.tensors, assign=True)
-    assert layer.packed.facts == facts
+    assert layer.packed.stream_info == stream_info
     broken = {**weight.tensors, "output_positions": weight.tensors["output_positions"].clone()}
     broken["output_positions"][0] = 1
     with pytest.raises(RuntimeError, match="the stream of 'exponents' is damaged: positions do not rise from 0"):

@@ -31,7 +31,7 @@ from qdsl.generated import fp8_block, fp8_tensor, hlane, int8_channel, int_group
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.torch import ops
 from qdsl.runtime.torch.layers import QuantizedLinear
-from qdsl.runtime.torch.linear import _transposed
+from qdsl.runtime.torch.linear import packed_matmul
 from qdsl.runtime.torch.module import NoWeight
 from tests.support import formats
 from tests.support.formats import ROOT, same_bits
@@ -404,7 +404,7 @@ class Largest(TorchDispatchMode):
 def test_no_weight_is_made_for_a_gradient() -> None:
     packed = q4_0.quantize(sample(2048, 1024))
     with Largest() as seen:
-        _transposed(sample(2, 2048), packed)
+        packed_matmul(sample(2, 2048), packed)
     assert 0 < seen.most <= 2048 * 1024 // 8
 
 

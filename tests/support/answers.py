@@ -227,7 +227,7 @@ def told_lacking(format: Format) -> dict[str, list[str]]:
 
 def packed_again(packed: PackedWeight, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that pack makes of fields; of a storage with streams what those hold, for not every code holds all bytes."""
-    if packed.opened:
+    if packed.is_decoded:
         made = {name: tensor.contiguous() for name, tensor in packed.layout.pack(**fields).items()}
         return made | ({packed.layout.shape: torch.tensor(packed.shape)} if packed.layout.shape else {})
     return packed.format.pack(fields, storage=packed.storage, **packed.params).tensors
@@ -237,5 +237,5 @@ def wrapped(format: Format, case: Answers) -> PackedWeight:
     """A weight of a case's tensors; of a storage with streams these are what the streams hold."""
     n, k = case["shape"]
     if format.variant(case["params"]).storages[case["storage"]].streams:
-        return PackedWeight(format, case["storage"], inputs(case), (n, k), case["params"], opened=True)
+        return PackedWeight(format, case["storage"], inputs(case), (n, k), case["params"], is_decoded=True)
     return format.wrap(inputs(case), shape=(n, k), storage=case["storage"], **case["params"])

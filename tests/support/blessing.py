@@ -78,7 +78,7 @@ def plan(path: Path) -> list[tuple[Case, dict[str, int | str], bool]]:
 
 def _several(case: Case) -> list[str]:
     """The types, first values as they are, of which a record of a tensor holds several elements."""
-    tensors = case.module.FORMAT.variant(case.choice).storages[case.storage].opened.tensors.values()
+    tensors = case.module.FORMAT.variant(case.choice).storages[case.storage].decoded.tensors.values()
     names = {stored.dtype for stored in tensors if stored.dtype in case.choice and any(each.words > 1 for each in stored.axes)}
     format = case.module.FORMAT
     return sorted(name for name in names if name not in format.by and case.choice[name] == format.params[name][0])
@@ -114,7 +114,8 @@ def beside(case: Case, params: Mapping[str, int | str], shape: tuple[int, int]) 
 def _axes(case: Case, params: Mapping[str, int | str]) -> list[Axis]:
     """The axes of the fields and of the stored tensors."""
     variant = case.module.FORMAT.variant(params)
-    return list({axis.text: axis for stored in (*variant.fields.values(), *variant.storages[case.storage].opened.tensors.values())
+    tensors = variant.storages[case.storage].decoded.tensors.values()
+    return list({axis.text: axis for stored in (*variant.fields.values(), *tensors)
                  for axis in stored.axes if axis.dim != "1"}.values())
 
 
@@ -168,8 +169,8 @@ def _stored(case: Case, params: dict[str, int | str], optional: bool, seed: int)
     """A weight of the generator's bytes."""
     format = case.module.FORMAT
     shape = smallest(case, params)
-    layout = format.variant(params).storages[case.storage].opened
-    like = random_packed(case, shape, params=params).open().tensors
+    layout = format.variant(params).storages[case.storage].decoded
+    like = random_packed(case, shape, params=params).decode_streams().tensors
     absent = [name for name, stored in layout.tensors.items() if stored.optional and not optional]
     made: Answers = {"storage": case.storage, "params": params, "shape": list(shape), "seed": seed}
     made |= {"absent": absent} if absent else {}
@@ -283,11 +284,11 @@ def default_code(read: Reading, name: str) -> int:
 
 def prove_quantized(read: Reading, packed: PackedWeight, weight: Tensor, chosen: Mapping[str, Any]) -> None:
     """The quantized fields are those of the second reading of the encode scheme, and are stored as it stores them."""
-    fields, again = prove_stored(read, packed.open())
+    fields, again = prove_stored(read, packed.decode_streams())
     found = field_codes(read, fields)
     for name, expected in read.encode(weight.numpy(), chosen).items():
         left_out = name not in found and bool((expected == default_code(read, name)).all())
         if not left_out and not np.array_equal(found.get(name, ()), expected):
             raise Disagreement(f"{read.spec.name}: quantize({chosen or ''}) chooses another '{name}' than the second reading")
-    if told_all(again) != told_all(packed.open().tensors):
+    if told_all(again) != told_all(packed.decode_streams().tensors):
         raise Disagreement(f"{read.spec.name}.{read.storage}: quantize does not write what pack writes")

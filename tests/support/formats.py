@@ -108,7 +108,7 @@ def shapes(case: Case, rows: tuple[int, ...], columns: tuple[int, ...], params: 
     """The shapes of a grid that the storage can hold."""
     format = case.module.FORMAT
     chosen = {**case.choice, **(params or {})}
-    layout = format.variant(chosen).storages[case.storage].opened
+    layout = format.variant(chosen).storages[case.storage].decoded
     for n in rows:
         for k in columns:
             sizes = format.sizes(chosen, (n, k))
@@ -200,7 +200,7 @@ def plain_packed(case: Case, fields: Mapping[str, Tensor]) -> PackedWeight:
     if not layout.streams:
         return case.module.pack(fields, storage=case.storage, **case.choice)
     codes = max(fields.values(), key=Tensor.numel)
-    return PackedWeight(case.module.FORMAT, case.storage, layout.pack(**fields), tuple(codes.shape), case.choice, opened=True)
+    return PackedWeight(case.module.FORMAT, case.storage, layout.pack(**fields), tuple(codes.shape), case.choice, is_decoded=True)
 
 
 def canonical(packed: PackedWeight) -> dict[str, Tensor]:

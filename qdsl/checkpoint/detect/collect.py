@@ -35,7 +35,7 @@ class Module:
 
 
 class Collector:
-    """Reads of a folder's modules what formats are recognised by."""
+    """Reads the headers and small tensors of a folder's modules, by which formats are recognised."""
 
     def __init__(self, folder: Folder, formats: Sequence[Description]) -> None:
         self.folder = folder
@@ -59,12 +59,12 @@ class Collector:
         return {leaf: full for leaf, full in tensors.items() if full not in self.folder.missing}
 
     def missing(self, tensors: Mapping[str, str]) -> str:
-        """Which tensors lie in files that are not there, '' for none."""
+        """The tensors of the module whose files are missing, as text; '' for none."""
         return "; ".join(f"'{leaf}' lies in {self.folder.missing[full]}, which is missing" for leaf, full in tensors.items()
                          if full in self.folder.missing)
 
     def kind(self, leaf: str, full: str) -> tuple[str, str, int]:
-        """What tensors of quantized layers have in common: the last part of their names, dtype and rank."""
+        """The last part of a tensor's name, its dtype and its rank, which tell quantized layers apart."""
         entry = self.folder.entry(full)
         return leaf, entry.dtype, len(entry.shape)
 
@@ -109,6 +109,6 @@ class Collector:
         return self.folder.file(full).start(full, START_BYTES)
 
     def is_filled(self, full: str, word: int) -> bool:
-        """Whether a tensor, as far as its beginning tells, holds the same 32-bit word throughout."""
+        """Whether the first bytes of a tensor repeat one 32-bit word."""
         data = self.start(full)
         return len(data) > 0 and data == word.to_bytes(4, "little") * (len(data) // 4)

@@ -50,7 +50,7 @@ class Candidate:
         return type(value) is type(own) and value == own
 
     def means(self, name: str, value: object) -> bool:
-        """Whether a parameter means the same as this value: a block of a whole axis may be said in numbers, or as -1."""
+        """Whether a parameter means the same as this value: a block of a whole axis may be its size, or -1."""
         if name not in self.format.sizes or type(value) is not int:
             return self.is_value(name, value)
         wanted, own = (self.format.numbers(params, self.fit.shape)[name] for params in ({name: value}, self.fit.params))
@@ -79,7 +79,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why tensors are not of a format, and how near they come.
+    """The reason why tensors do not fit a format, and how close the fit is.
 
     is_claimed: small tensors name the format.  nearness: how many tensors have the names and dtypes of one storage.
     """
@@ -94,7 +94,7 @@ class Miss:
 
 
 def candidates(formats: Sequence[Description], evidence: Evidence) -> list[Candidate]:
-    """Every way to read tensors as one of the formats, or those that a tensor of settings or a header speaks of."""
+    """Every way to read tensors as one of the formats; only formats with a rule for these small tensors, if there are such."""
     every: list[Candidate] = []
     for format in formats:
         with suppress(LayoutMismatch):
@@ -120,7 +120,7 @@ def candidates_of(format: Description, evidence: Evidence) -> list[Candidate]:
 
 def _claimed(format: Description, entries: Mapping[str, TensorInfo], shape: tuple[int, int] | None,
              params: Mapping[str, int | str], claims: Mapping[str, Any]) -> list[Candidate]:
-    """Those ways that a header's claims allow.  Raises LayoutMismatch."""
+    """The ways to read a format's tensors that agree with a header's claims.  Raises LayoutMismatch."""
     allowed: list[Candidate] = []
     nearest = LayoutMismatch(UNKNOWN, f"{format.name}: the header speaks of something else")
     for reading in readings(format.detect.get("header"), [*format.params, *EXTENTS], claims, stacks=True):
@@ -130,11 +130,11 @@ def _claimed(format: Description, entries: Mapping[str, TensorInfo], shape: tupl
             whole_shape = (whole[0], whole[1]) if len(whole) == 2 else shape
             fit = _fitting(format, entries, whole_shape, reading.storage or None, params)
         except LayoutMismatch as miss:
-            nearest = max(nearest, miss, key=lambda misfit: misfit.reached)
+            nearest = max(nearest, miss, key=lambda mismatch: mismatch.reached)
             continue
         allowed += [candidate for candidate in fit if _agrees(candidate, reading)]
         other = LayoutMismatch(CLAIMED, f"the header says {claims_text(claims)}; the tensors fit {fit[0].label}")
-        nearest = max(nearest, other, key=lambda misfit: misfit.reached)
+        nearest = max(nearest, other, key=lambda mismatch: mismatch.reached)
     if not allowed:
         raise nearest
     return allowed
@@ -256,7 +256,7 @@ def _nearness(format: Description, entries: Mapping[str, TensorInfo]) -> int:
 
 
 def _has_names(format: Description, entries: Mapping[str, TensorInfo]) -> bool:
-    """Whether the names of tensors, more than 'weight' alone, are those of a storage, or of tensors that any layer may have."""
+    """Whether all tensors, more than 'weight' alone, have names of a storage or of tensors that any layer may have."""
     rules = format.detect.get("tensors", {})
     names = {leaf for leaf in entries if leaf not in NOT_OF_WEIGHT and leaf not in rules}
     return not rules.keys().isdisjoint(entries) or (len(names) > 1 and any(

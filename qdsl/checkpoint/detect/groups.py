@@ -1,6 +1,6 @@
-"""Groups of weights that a checkpoint holds together, as DFloat11 does: found by their tensors, their weights by the config.
+"""Groups of weights in one entropy code, as DFloat11's: detected by their tensors; the config names the weights.
 
-Nothing here needs torch.  What lies in streams is not looked at, but for tables and positions, which are small.
+Nothing here needs torch.  Of streams it reads only tables and positions, which are small.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHARED_MEMORY = 48 << 10                                         # what a CUDA k
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Weights that are held together, all in one row.
+    """Weights in one entropy code, all in one row.
 
     tensors: by the format's names for them, their names in the checkpoint.  parts: the weights, by their names, and how many
     numbers each has; where the config does not say their names, they are called as the group and by their number, and `unnamed`

@@ -1,4 +1,4 @@
-"""A sentence in config.json that stops loaders which would leave a model with random weights.
+"""A guard in config.json that stops loaders which would leave a model with random weights.
 
 transformers reads `transformers_weights` as the name of the file of weights.  Where that is no such name, it raises a ValueError
 that ends with it.  Without the field transformers warns of an unknown quantization, and loads our own storages as noise.
@@ -42,7 +42,7 @@ def guarded(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unguarded(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a config.json without what `guarded` added, at any depth; the name of a file that it replaced is back."""
+    """A copy of a config.json without what `guarded` added, at any depth; it restores a file name that `guarded` replaced."""
     plain = {key: unguarded(value) if isinstance(value, Mapping) else value for key, value in config.items()}
     if is_guard(plain.get(FIELD)):
         if REPLACED in plain:

@@ -1,4 +1,4 @@
-"""What the metadata of headers say of single weights: JSON under a weight's name, whose tensors have names of their own.
+"""Metadata of safetensors headers about single weights: JSON under a weight's name.  Its tensors have other names.
 
 The weight 'mlp.up_proj.weight' then lies in 'mlp.up_proj._weight_qdata' and 'mlp.up_proj._weight_scale'.  Other producers write
 JSON of all layers under one key, or JSON of a layer in a tensor of its module.  specs/producers has the names of both.
@@ -52,15 +52,15 @@ class HeaderClaims:
         return None
 
     def name(self, module: str) -> str | None:
-        """What a module's weight is called, of which something is said; None where nothing is."""
+        """The name of a module's weight, if metadata describe it; else None."""
         return next((name for name in (f"{module}.weight".lstrip("."), module) if "." in name and name in self._texts), None)
 
     def text(self, name: str) -> str:
-        """What is said of a weight."""
+        """The metadata of a weight."""
         return self._texts[name][1]
 
     def settings(self, module: str, tensors: Mapping[str, str]) -> dict[str, Any] | None:
-        """What is said of a module's weight that lies in these tensors; None where nothing is.
+        """The metadata of a module's weight that lies in these tensors; None where there are none.
 
         Raises CheckpointError where it is no JSON object, or files differ in it.
         """

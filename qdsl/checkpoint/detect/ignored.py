@@ -106,7 +106,7 @@ class Rule:
 
 @dataclass(slots=True)
 class Rules:
-    """A list of rules; those that cannot be read are in `problems`, once each."""
+    """A list of rules; those that cannot be parsed are in `problems`."""
 
     rules: list[Rule]
     problems: list[str] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Rules:
 
 
 def rules(dialect: str, patterns: object, budget: Budget | None = None) -> Rules:
-    """The rules of a list in a config, or of one that stands there by itself; whatever else stands there is a problem."""
+    """The rules of a list in a config, or of a single entry; anything else is a problem."""
     listed = patterns if isinstance(patterns, list) else [patterns]
     names = [pattern for pattern in listed if isinstance(pattern, str)]
     others = [pattern for pattern in listed if not isinstance(pattern, str)]
@@ -171,7 +171,7 @@ def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A stranger's regular expression.  repeats: how many there are of one character, in a row; ways: of all else to match."""
+    """A regular expression from a config.  repeats: how many there are of one character, in a row; ways: of all else to match."""
 
     pattern: re.Pattern[str]
     repeats: int
@@ -190,7 +190,7 @@ class Expression:
 
 @lru_cache(1 << 14)
 def expression(pattern: str, ending: str = "") -> Expression:
-    """A stranger's regular expression, with an ending of ours.  Raises CheckpointError for one that may take long on any name."""
+    """A regular expression from a config, with a suffix.  Raises CheckpointError for one that may take long on any name."""
     try:
         repeats, ways = _ways(_parser.parse(pattern)) if len(pattern) <= LONGEST else (0, math.inf)
         if repeats <= MOST_REPEATS and ways * comb(SHORT + repeats, repeats) <= COST:

@@ -1,4 +1,4 @@
-"""Judges which candidate a layer is: settings choose among what fits, and what they say otherwise is a problem of the layer."""
+"""Chooses the candidate that a layer is, by settings; a setting that contradicts the tensors is a problem of the layer."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Judge:
         return self._agreements[key][2]
 
     def _agreed(self, candidates: Sequence[Candidate], settings: Mapping[str, Any]) -> Agreement:
-        """Those for which some rule gives every parameter that it speaks of their value."""
+        """The candidates for which some rule gives all its parameters the candidate's values."""
         for equal in (Candidate.is_value, Candidate.means):
             agreeing = [(candidate, reading.weak) for candidate in candidates for reading in self._readings(candidate, settings)
                         if all(equal(candidate, name, value) for name, value in reading.values.items())]
@@ -120,7 +120,7 @@ class Judge:
                 for reading in readings(rules, list(format.params), settings) if reading.storage in ("", candidate.fit.storage)]
 
     def _is_spoken_of(self, candidate: Candidate, settings: Mapping[str, Any]) -> bool:
-        """Whether settings of this kind say anything of the format."""
+        """Whether settings of this kind have a rule for the format."""
         own = same(settings.get("quant_method"), OWN)
         if needs_no_settings(candidate.format):
             return own and settings.get("format") in (None, candidate.format.name)
@@ -132,7 +132,7 @@ class Judge:
         return f": state 'storage' in {self.source}" if self.quantization is not None and is_open else ""
 
     def _disagreement(self, candidate: Candidate, settings: Mapping[str, Any]) -> str:
-        """What settings say that the tensors do not bear out."""
+        """The problems where settings contradict the tensors."""
         wrong_settings = ""
         for reading in self._readings(candidate, settings)[:1]:
             wrong = {reading.keys.get(name) for name, value in reading.values.items() if not candidate.means(name, value)}
@@ -140,7 +140,7 @@ class Judge:
         return f"{self.source} says {wrong_settings or brief(settings)}; the tensors fit {candidate.label}"
 
     def _contradictions(self, best: Candidate, uses: Mapping[str, str], settings: Mapping[str, Any]) -> list[str]:
-        """Settings from which no parameter follows, and that the tensors speak against."""
+        """Settings that decide no parameter, and that the tensors contradict."""
         contradictions: list[str] = []
         for reading in self._readings(best, settings):
             if self.quantization is None or not all(best.means(name, value) for name, value in reading.values.items()):
@@ -154,7 +154,7 @@ class Judge:
 
     def _wrong_settings(self, reading: Reading, best: Candidate, uses: Mapping[str, str], settings: Mapping[str, Any],
                         ) -> dict[str, str]:
-        """Settings of a rule that the tensors speak against, and why."""
+        """Settings of a rule that the tensors contradict, with the reason."""
         wrong = {key: f"the tensors fit {best.format.name} of {constant}" for key, constant in reading.constants.items()
                  if type(settings.get(key)) is int and settings[key] != constant}
         for key, wanted in reading.follows.items():

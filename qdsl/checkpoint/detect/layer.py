@@ -1,4 +1,4 @@
-"""What is recognised in a checkpoint: quantized layers, plain modules, and what is wrong with them."""
+"""The layers that detection recognises in a checkpoint: quantized ones, plain modules, and their problems."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOT_KNOWN = "quantized in a way that is not known"
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A quantized module, or one that has tensors as quantized modules have and fits no format.
+    """A quantized module, or one with tensors of a quantized module that fits no format.
 
     tensors: those of the storage, by its own names for them -> their names in the checkpoint.  numbers: tensors of one number
     that JSON of the weight states.  shape: (N, K).  experts: how many such weights lie one after the other along a first axis
@@ -60,7 +60,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A module whose weight is a plain matrix.  by: the config's rule for that; problem: what speaks against it."""
+    """A module whose weight is a plain matrix.  by: the config's rule for that; problem: why it should be quantized."""
 
     name: str
     by: str = ""

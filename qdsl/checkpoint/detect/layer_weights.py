@@ -80,10 +80,9 @@ def joined(layer: Layer, experts: Sequence[PackedWeight]) -> PackedWeight:
 
 
 def unread(folder: Folder, layer: Layer) -> list[PackedWeight]:
-    """The same of tensors that were not looked at, but for indices, though they have their shapes: `checked` of the format looks
-    at them.
+    """As `weights`, but only shapes and indices are validated; `checked` of the format validates the numbers.
 
-    Raises CheckpointError where they have not.
+    Raises CheckpointError for wrong shapes.
     """
     stored = layout_of(layer)
     unread_weights = []
@@ -149,7 +148,7 @@ def decoded(folder: Tensors, group: Group) -> dict[str, Tensor]:
 
 def of_group(folder: Folder, group: Group, shapes: Mapping[str, tuple[int, int]], format: str = "hlane",
              ) -> dict[str, PackedWeight]:
-    """The weights that are held together, by their names, each as one of a format of its own.
+    """The weights of a group, by name, every one in its own format.
 
     shapes: their (N, K), of which the files say the products alone; a model on meta has them.  Needs memory for all of them.
     Raises CheckpointError where the group, or a shape, does not fit.

@@ -1,4 +1,4 @@
-"""Which layers of a checkpoint are quantized, and how: by their tensors first, by its config where those leave something open.
+"""Detects the quantized layers of a checkpoint and their formats: by tensors first, by the config where tensors are ambiguous.
 
 A module is quantized if the tensors of some storage are there.  Their dtypes and shapes decide format, storage and parameters
 as `wrap` decides them; settings choose among what fits, and what they say otherwise is a contradiction.  Nothing imports torch.
@@ -32,7 +32,7 @@ FLOAT8 = {"float8_e4m3fn", "float8_e5m2"}                        # and those tha
 
 def layers(folder: Folder, formats: Sequence[Description] | None = None, shapes: Mapping[str, Sequence[int]] | None = None,
            ) -> Layers:
-    """The quantized layers of a folder, by the formats that ship or those given.
+    """The quantized layers of a folder, by the shipped formats or those passed.
 
     shapes: (N, K), or (E, N, K) of experts, by the names of modules; used where tensors do not state it, as padded ones do not.
     Raises CheckpointError where a file that says settings is none.  What is wrong with a layer is in it.
@@ -90,7 +90,7 @@ class _Recognizer:
         return layer
 
     def _layer_of(self, name: str, tensors: Mapping[str, str], transposed: bool, shape: tuple[int, ...]) -> Layer | None:
-        """The same, by a shape that the caller knows; () for none."""
+        """As _layer, by a shape from the caller; () for none."""
         try:
             module = self.collector.module(name, tensors, shape, transposed)
             fitting = self._candidates(module)
@@ -142,7 +142,7 @@ class _Recognizer:
         return nearest
 
     def _nearest(self, evidence: Evidence) -> LayoutMismatch:
-        """Why tensors are of no format."""
+        """The reason why tensors fit no format, by the nearest miss."""
         configs = [] if self.quantization is None else \
             [self.quantization.settings, *(group.settings for group in self.quantization.groups)]
         return nearest_miss(self.formats, evidence, configs, self.is_foreign, NOT_KNOWN)

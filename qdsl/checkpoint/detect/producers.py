@@ -70,7 +70,7 @@ class Producers:
         return self._by_method.get(str(method).lower()) or Producer(str(method).lower())
 
     def unnamed(self, settings: Mapping[str, Any]) -> str:
-        """Whose settings without a quant_method are, '' for unknown ones."""
+        """The producer whose settings have no quant_method, '' for unknown ones."""
         return next((producer.name for producer in self.every for keys in producer.unnamed
                      if all(settings.get(key) not in (None, False) for key in keys)), "")
 
@@ -102,7 +102,7 @@ class Producers:
         return (1, 0)[name in self._further] if is_preferred else (2, 3)[name in self._further]
 
     def tensor_name(self, method: str, format: str, storage: str, tensor: str) -> str:
-        """What a producer calls a tensor of a storage, '' where it has no name of its own for it."""
+        """A producer's own name for a tensor of a storage, '' where it has none."""
         return self.of(method).tensors.get(format, {}).get(storage, {}).get(tensor, "")
 
     def tensor_names(self, format: str) -> set[str]:

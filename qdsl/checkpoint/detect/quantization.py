@@ -1,4 +1,4 @@
-"""What a checkpoint's files say of its quantization: settings, for which layers, and which layers are left as they were."""
+"""The quantization settings in a checkpoint's files: which layers they apply to, and which layers stay unquantized."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEFT_ALONE = "-:"                                                # begins patter
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What a config says of a layer: settings, None where it is left alone; by: the rules or the group that say so."""
+    """A config's settings for a layer, None where it stays unquantized.  by: the rules or the group that decide it."""
 
     settings: Mapping[str, Any] | None
     by: str = ""
@@ -38,7 +38,7 @@ class Group:
 
 @dataclass
 class Quantization:
-    """What a checkpoint says of its quantization, in one place.
+    """The quantization settings in one place of a checkpoint.
 
     source: the place.  method: the producer's name for it.  settings: those of the whole.  layers: settings of single layers,
     None for one that is left alone.  complete: the maps that name every quantized layer.  lists: the readings of the list of
@@ -64,7 +64,7 @@ class Quantization:
         return [group for group in self.groups if group.targets is not None]
 
     def scheme(self, module: str) -> Scheme:
-        """What is said of a module, by its name.  Raises CheckpointError where that takes long."""
+        """The settings of a module, by its name.  Raises CheckpointError where matching patterns takes long."""
         with self.budget:
             return self._scheme(module)
 
@@ -95,14 +95,14 @@ class Quantization:
             scheme.settings is not None and scheme.settings.get("activation_scheme"))
 
     def maybe(self, module: str) -> Rule | None:
-        """The rule by which some readers of the list leave a module alone, and others do not."""
+        """The rule by which some readers of the list, but not all, leave a module unquantized."""
         with self.budget:
             ignored = [rule for listed in self.lists if (rule := listed.first(module)) is not None]
         return ignored[0] if 0 < len(ignored) < len(self.lists) else None
 
 
 def quantizations(folder: Folder) -> list[Quantization]:
-    """What a folder's files say, the place that is read first in front; several, where settings are in several places.
+    """The quantization settings of a folder's files, one for every place that has some, in the order in which loaders read them.
 
     Raises CheckpointError where settings are none.
     """
@@ -130,7 +130,7 @@ def in_headers(folder: Folder) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def quantization(data: Mapping[str, Any], source: str, method: str, budget: Budget | None = None) -> Quantization:
-    """One place's settings as all the others have them.  Raises CheckpointError for patterns that take long."""
+    """The settings of one place, in the form common to all producers.  Raises CheckpointError for patterns that take long."""
     budget = budget or Budget()
     with budget:
         return _quantization(data, source, method, budget)
@@ -160,12 +160,12 @@ def _quantization(data: Mapping[str, Any], source: str, method: str, budget: Bud
 
 
 def _listed(value: Any) -> list[Any]:
-    """A list, or one of what stands by itself where a list should."""
+    """A list, or a list of the single value in its place."""
     return value if isinstance(value, list) else [value]
 
 
 def _misplaced(settings: Mapping[str, Any], keys: ConfigKeys) -> Iterator[str]:
-    """Settings that are of layers, and not the objects that they should be."""
+    """Problems with settings of layers that are no JSON objects."""
     for key in (*keys.groups, *keys.patterns, *(key for key in keys.layers if key != INLINE)):
         value = settings.get(key)
         if value and not isinstance(value, Mapping):
@@ -176,13 +176,13 @@ def _misplaced(settings: Mapping[str, Any], keys: ConfigKeys) -> Iterator[str]:
 
 
 def dialects(key: str, method: str) -> Sequence[str]:
-    """How a producer's list of layers that are left alone is read, by its key."""
+    """The dialect of a producer's list of unquantized layers, by its key."""
     return producers().keys(method).skipped[key]
 
 
 def _dynamic(settings: Mapping[str, Any], keys: ConfigKeys, budget: Budget,
              ) -> Iterator[tuple[Rules, Mapping[str, Any] | None]]:
-    """Settings by patterns, None for layers that are left alone."""
+    """Settings by patterns, None for layers that stay unquantized."""
     for key, how in keys.patterns.items():
         by_pattern = settings.get(key)
         for pattern, own in by_pattern.items() if isinstance(by_pattern, Mapping) else ():
@@ -211,7 +211,7 @@ def _groups(settings: Mapping[str, Any], how: GroupSettings, keys: ConfigKeys, b
 
 
 def _layers(settings: Mapping[str, Any], keys: ConfigKeys) -> dict[str, Mapping[str, Any] | None]:
-    """Settings of single layers, by their whole names; None for those that are left alone."""
+    """Settings of single layers, by their whole names; None for those that stay unquantized."""
     whole = {key: value for key, value in settings.items() if key not in keys.layers}
     layers: dict[str, Mapping[str, Any] | None] = {}
     for key, how in keys.layers.items():

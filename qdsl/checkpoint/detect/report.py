@@ -1,4 +1,4 @@
-"""Reports what no single layer says: plain modules that should be quantized, settings without tensors, files that are missing."""
+"""Problems of a checkpoint as a whole: plain modules that should be quantized, settings without tensors, missing files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qdsl.core.stored import Description
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a folder's quantized layers are compared with.
+    """The settings of a folder, and the checks of its layers against them.
 
     quantizations: what its files say, the place that counts in front.  groups: weights that one entropy code holds together.
     """
@@ -51,7 +51,7 @@ class Report:
         return plain
 
     def problems(self, layers: Mapping[str, Layer], modules: Collection[str]) -> list[str]:
-        """What is wrong with no single layer.  modules: of all tensors, plain ones too."""
+        """The problems of the whole checkpoint.  modules: of all tensors, plain ones too."""
         problems = [problem for quantization in self.quantizations for problem in quantization.problems]
         if self.first is not None:
             problems += [*self._without_tensors(self.first, modules), *self._wrong_format(self.first, layers)]
@@ -88,5 +88,5 @@ def _differing(first: Quantization, other: Quantization) -> list[str]:
 
 
 def _pattern(name: str) -> str:
-    """What modules of all blocks and experts have in common."""
+    """A module's name with * for all numbers, the same for all blocks and experts."""
     return re.sub(r"\d+", "*", name)

@@ -1,4 +1,4 @@
-"""What settings mean for a format, by the rules of producers for it, and of its spec for small tensors.
+"""Storage and parameters of a format from settings: the rules of producers, and those of its spec for small tensors.
 
 Settings are those of a checkpoint's config, of a header's metadata, or numbers in small tensors beside a weight.
 """
@@ -21,7 +21,7 @@ OWN = "qdsl"                                                     # the quant_met
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a rule that holds says: the storage, '' where it leaves that open, and values of parameters.
+    """The storage ('' if open) and the parameters that a matching rule decides.
 
     keys: the setting that gave each, none of those that the rule itself gives; values may be any that a config has, also such
     as the format does not know.
@@ -48,7 +48,7 @@ def own_rule(format: Description, settings: Mapping[str, Any]) -> dict[str, Any]
 
 
 def readings(rules: object, names: Sequence[str], settings: Mapping[str, Any], stacks: bool = False) -> Iterator[Reading]:
-    """What each rule says whose words the settings have.
+    """The readings of all rules that the settings match.
 
     rules: one mapping or a list of them.  names: what settings may give values, parameters and N and K.  In a rule a setting
     is a word that it must be, a list of words of which it must be one, 'null' if it must be absent, or names, which take its
@@ -184,7 +184,7 @@ def choices(format: Description) -> list[str]:
 
 
 def _written(wanted: Any, values: Mapping[str, Any], setting: object) -> Any:
-    """A setting that makes a rule hold."""
+    """A setting that makes a rule match."""
     words = wanted if isinstance(wanted, list) else [wanted]
     if all(word in values for word in words):
         front = [values[EXPERTS]] if EXPERTS in values else []

@@ -69,7 +69,7 @@ class Source(Protocol):
         """Read layers that do not state their shapes by these, (N, K) or (E, N, K), by the names of modules."""
 
     def close(self) -> None:
-        """Let go of the files; tensors that were read stay valid."""
+        """Closes the files; tensors that were read stay valid."""
 
 
 class FolderSource:

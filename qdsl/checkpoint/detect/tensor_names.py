@@ -1,4 +1,4 @@
-"""To which module each tensor of a checkpoint belongs, and what it is called there."""
+"""The module of every tensor of a checkpoint, and the tensor's name within it."""
 
 from __future__ import annotations
 

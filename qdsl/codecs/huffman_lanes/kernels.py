@@ -2,7 +2,7 @@
 
 
 from qdsl.codecs import pairs
-from qdsl.runtime.gpu.kernels import lanes, many
+from qdsl.runtime.gpu.kernels import lanes, tile
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -149,7 +149,7 @@ def few(words, starts, table, uncoded, x, bias, out, total, M, N, K8, groups, ru
                 sums = sums + (tl.dot(w, lanes.columns_of_word(v[0], v[1], v[2], v[3], F), acc[b]),)
             acc = sums
     for b in tl.static_range(BLOCKS):
-        many.store_tile(like(acc[b], HALVES), bias, out, tl.program_id(0) * (2 * W * ROWS), m + b * ROWS, M, N)
+        tile.store_tile(like(acc[b], HALVES), bias, out, tl.program_id(0) * (2 * W * ROWS), m + b * ROWS, M, N)
 
 
 @triton.jit

@@ -69,7 +69,7 @@ class Cut:
         if self.container != 1 or self.part.places or len(self.bits) != 1 or len(self.skips) != 1:
             return ""
         ordered = len(shifts) > 1 and shifts == list(range(0, 8, width))
-        return str(width) if ordered else "4, turned=True" if (width, shifts) == (4, [4, 0]) else ""
+        return str(width) if ordered else "4, high_first=True" if (width, shifts) == (4, [4, 0]) else ""
 
     @property
     def shift(self) -> str:

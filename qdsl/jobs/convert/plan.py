@@ -349,7 +349,7 @@ def _sample(weight: PackedWeight, other: PackedWeight, layer: Layer, aim: Aim) -
     fields = weight.variant.fields
     every = aim.exact(layer) and any(fields[name].type != "index" for name in other.layout.where)
     if weight.layout.streams and not every:                      # which can be cut nowhere, but some of whose rows can be decoded
-        rows = weight.open_rows(torch.arange(min(weight.shape[0], other.step("N"))))
+        rows = weight.decode_rows(torch.arange(min(weight.shape[0], other.step("N"))))
         if rows is not None:
             return become(rows, layer, aim)
     samples = []

@@ -48,7 +48,7 @@ def tensors_of(step: Change) -> tuple[dict[str, Chunks], Sums | None]:
     own, small = _bytes(step, packed)
     shapes = {name: tuple(packed.tensors[name].shape) if name in own else entry.shape for name, entry in step.to.items()}
     parts = {name: Chunks(step.to[name].dtype, shapes[name], [data]) for name, data in (own | small).items()}
-    return parts, None if step.aim.exact(step.layer) else error_of(weight, packed.open())
+    return parts, None if step.aim.exact(step.layer) else error_of(weight, packed.decode_streams())
 
 
 def _converted(step: Change) -> Iterator[tuple[PackedWeight, PackedWeight]]:

@@ -28,7 +28,7 @@ class Int4Operation:
     format: a module of qdsl.generated.  storages: those that can have such bytes, of which `_storage` finds the one.  params:
     parameters of the format.  arguments: the storage's tensors in the order of the call.  tail: the storage of rows behind the
     last whole tile; '' where a storage takes all rows.  rows, group: what N and the group size must be multiples of.
-    dtypes: of x for which the operation is called.  split: scales are held as a sum of tensors [terms, ...] in the first of these
+    dtypes: of x for which the operation is called.  split: scales are a sum of tensors [terms, ...] in the first of these
     dtypes, and the operation is called once for each term.
 
     This is the only place that knows which storage belongs to which operation.  A spec describes bytes; which function of a

@@ -40,7 +40,7 @@ _making = threading.Lock()
 
 
 def compile_products(on: bool = True) -> None:
-    """Whether products on a CPU are compiled, some seconds for each new format and shape; they are not unless asked for."""
+    """Turns compilation of products on a CPU on or off; the default is off.  Compiling takes seconds per format and shape."""
     global _asked
     _asked = on
 
@@ -51,9 +51,9 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
         return _tiled(x, packed, bias, False)
     asked = _asked and x.numel() > 0 and x.dtype != torch.float64 and not torch.compiler.is_compiling()
     if asked and x.shape[0] <= FEW:
-        found = _looped(x.detach(), packed, bias)
-        if found is not None:
-            return found
+        out = _looped(x.detach(), packed, bias)
+        if out is not None:
+            return out
     return _tiled(x, packed, bias, asked)
 
 
@@ -64,7 +64,7 @@ def _is_plain(packed: PackedWeight, dtype: torch.dtype) -> bool:
 
 
 def _looped(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor | None:
-    """The product by loops that take one row of x, or four; None where there are none for this weight."""
+    """The product by compiled loops over one or four rows of x; None where this weight cannot be compiled."""
     together = TOGETHER if x.shape[0] > 2 else 1
     parts = _whole_rows(packed)
     loops = [_program(part, together) for part in parts]
@@ -91,7 +91,7 @@ def _is_whole(packed: PackedWeight) -> bool:
 
 
 def _tiled(x: Tensor, packed: PackedWeight, bias: Tensor | None, asked: bool) -> Tensor:
-    """The product by tiles of decoded weights, the whole weight never there at once."""
+    """The product by tiles of decoded weights; only one tile is in memory at a time."""
     out = x.new_empty(x.shape[0], packed.shape[0])
     space = x.new_empty(0)                                       # for every tile the same: fresh pages cost more than decoding
     plain = packed.variant.copies if _is_plain(packed, x.dtype) else None
@@ -125,17 +125,17 @@ def _program(packed: PackedWeight, kind: int | torch.dtype) -> Compiled | None:
     if key not in _programs:
         with _making:
             if key not in _programs and len(_programs) < MOST:
-                _programs[key] = _made(packed, kind)
+                _programs[key] = _try_compile(packed, kind)
     return _programs.get(key)
 
 
-def _made(packed: PackedWeight, kind: int | torch.dtype) -> Compiled | None:
-    """Trace, rewrite, compile; None, with a warning where that is the machine's fault, if it cannot be."""
+def _try_compile(packed: PackedWeight, kind: int | torch.dtype) -> Compiled | None:
+    """A compiled product or decode of a weight; None where it cannot be compiled.  Warns if the machine's compiler fails."""
     if not _is_whole(packed):
         return None
     try:
         with torch.no_grad(), torch.device("cpu"), warnings.catch_warnings():          # a caller may be in torch.device("meta")
-            warnings.simplefilter("ignore")                      # torch's compiler tells of its own affairs
+            warnings.simplefilter("ignore")                      # torch's compiler warns about itself
             tensors = [_like(tensor) for tensor in packed.tensors.values()]
             return _compiled(_Decode(packed, tensors), kind)
     except _NoCompiler as error:
@@ -167,17 +167,17 @@ class _Decode:
         fields = list(unpack(packed.derive({name: t.to("meta") for name, t in zip(names, tensors, strict=True)})))
         self.unpacked = traced(
             lambda *stored: [unpack(packed.derive(dict(zip(names, stored, strict=True))))[name] for name in fields], tensors)
-        self.decoded = traced(lambda *given: packed.variant.decode(**dict(zip(fields, given, strict=True))),
+        self.decoded = traced(lambda *values: packed.variant.decode(**dict(zip(fields, values, strict=True))),
                                _results(self.unpacked))
 
     def fields(self, tensors: Sequence[Tensor]) -> list[pieces.Pieces]:
         return list(pieces.Interpreter(self.unpacked).run(*map(pieces.whole, tensors)))
 
     def weight(self, fields: Sequence[pieces.Pieces]) -> pieces.Pieces:
-        found: pieces.Pieces = pieces.Interpreter(self.decoded).run(*fields)
+        decoded: pieces.Pieces = pieces.Interpreter(self.decoded).run(*fields)
         if not self.along_rows:
-            return pieces.split_last(found, 1, _vector(), 8)
-        return pieces.unroll_last(pieces.split_last(found, 0, _vector(), 16), 1, 2)
+            return pieces.split_last(decoded, 1, _vector(), 8)
+        return pieces.unroll_last(pieces.split_last(decoded, 0, _vector(), 16), 1, 2)
 
     def small(self, fields: Sequence[pieces.Pieces]) -> dict[int, tuple[pieces.Digit, ...]]:
         """Fields of groups, where a loop runs along rows: they are put in its order first.  By place, with the rows' digits."""
@@ -188,7 +188,7 @@ class _Decode:
 
 
 def _compiled(decode: _Decode, kind: int | torch.dtype) -> Compiled:
-    """The programs of a weight as one: what puts small fields in order, if there is such, and the loop over the weight."""
+    """The compiled programs of a weight as one callable: the one that permutes small fields, if any, and the main loop."""
     k = decode.shape[1]
 
     def first(*tensors: Tensor) -> list[Tensor]:
@@ -208,19 +208,19 @@ def _compiled(decode: _Decode, kind: int | torch.dtype) -> Compiled:
     if isinstance(kind, torch.dtype):
         dtype = kind
         every = [*decode.tensors, *ready]
-        finish = _built(traced(lambda *given: pieces.joined(pieces.converted(weight(given[:stored], given[stored:]), dtype)),
+        finish = _built(traced(lambda *args: pieces.joined(pieces.converted(weight(args[:stored], args[stored:]), dtype)),
                                 every), every)
         return lambda *tensors: finish(*tensors, *prepare(*tensors))[0]
     columns: list[pieces.Digit] = []
 
-    def shaped(*given: Tensor) -> Tensor:
-        found = weight(given[:stored], given[stored:])
-        columns.extend(found.axes[1])
-        return next(iter(found.parts.values()))
+    def shaped(*args: Tensor) -> Tensor:
+        decoded = weight(args[:stored], args[stored:])
+        columns.extend(decoded.axes[1])
+        return next(iter(decoded.parts.values()))
 
     traced(shaped, [*decode.tensors, *ready])
     every = [pieces.by_columns(torch.empty(kind, k), columns), *decode.tensors, *ready]
-    loop = _built(traced(lambda x, *given: pieces.dot(x, weight(given[:stored], given[stored:])), every), every)
+    loop = _built(traced(lambda x, *args: pieces.dot(x, weight(args[:stored], args[stored:])), every), every)
     return lambda x, *tensors: loop(pieces.by_columns(x, columns), *tensors, *prepare(*tensors))[0]
 
 
@@ -232,16 +232,16 @@ def _results(program: fx.GraphModule) -> list[Tensor]:
 
 
 def _built(program: fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """A traced program, compiled; it returns a sequence.  Raises _NoCompiler."""
+    """Compiles a traced program, which then returns a sequence.  Raises _NoCompiler."""
     node = program.graph.output_node()
     if isinstance(node.args[0], fx.Node):
         node.args = ([node.args[0]],)
         program.recompile()
     try:
-        made: Callable[..., Sequence[Tensor]] = compile_program(program, example, OPTIONS)
+        compiled: Callable[..., Sequence[Tensor]] = compile_program(program, example, OPTIONS)
     except Exception as error:
         raise _NoCompiler(str(error).strip().partition("\n")[0][:200]) from error
-    return made
+    return compiled
 
 
 def _vector() -> int:

@@ -46,8 +46,8 @@ Axes = tuple[tuple[Digit, ...], ...]
 class Pieces:
     """A tensor: by the choices of its lanes, in order, a tensor that has one axis per loop.
 
-    dtype: what it is in the traced program.  bounds: of integers that are held as int32 instead, the least and the largest
-    they can be; None where tensors are held as they are.
+    dtype: what it is in the traced program.  bounds: of integers that are stored as int32 instead, the least and the largest
+    they can be; None where tensors have their own dtype.
     """
 
     axes: Axes
@@ -63,7 +63,7 @@ class Pieces:
     def shape(self) -> list[int]:
         return [prod(digit.extent for digit in axis) for axis in self.axes]
 
-    def each(self, function: Callable[[Tensor], Tensor]) -> dict[tuple[int, ...], Tensor]:
+    def map_parts(self, function: Callable[[Tensor], Tensor]) -> dict[tuple[int, ...], Tensor]:
         return {key: function(part) for key, part in self.parts.items()}
 
 
@@ -91,7 +91,7 @@ def _split(value: Pieces, at: int, inner: int) -> Pieces:
         parts = {(*key[:place], key[place] // inner, key[place] % inner, *key[place + 1:]): part
                  for key, part in value.parts.items()}
     else:
-        parts = value.each(lambda part: part.unflatten(place, (outer, inner)))  # type: ignore[no-untyped-call]
+        parts = value.map_parts(lambda part: part.unflatten(place, (outer, inner)))  # type: ignore[no-untyped-call]
     axes, seen = [], 0
     for axis in value.axes:
         cut = at - seen
@@ -128,8 +128,8 @@ def _merge(value: Pieces, at: int) -> Pieces:
 
 
 def _grouped(digits: Sequence[Digit], counts: Iterable[int]) -> Axes:
-    rest = iter(digits)
-    return tuple(tuple(next(rest) for _ in range(count)) for count in counts)
+    remaining = iter(digits)
+    return tuple(tuple(next(remaining) for _ in range(count)) for count in counts)
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------
@@ -138,8 +138,8 @@ def _grouped(digits: Sequence[Digit], counts: Iterable[int]) -> Axes:
 def reshape(value: Pieces, shape: Sequence[int]) -> Pieces:
     """The same elements in order, in another shape."""
     if -1 in shape:
-        known = prod(extent for extent in shape if extent != -1)
-        shape = [prod(value.shape) // known if extent == -1 else extent for extent in shape]
+        specified = prod(extent for extent in shape if extent != -1)
+        shape = [prod(value.shape) // specified if extent == -1 else extent for extent in shape]
     at, counts = 0, []
     for extent in shape:
         left, count = extent, 0
@@ -158,7 +158,7 @@ def reshape(value: Pieces, shape: Sequence[int]) -> Pieces:
 
 
 def permute(value: Pieces, order: Sequence[int]) -> Pieces:
-    order = [each % len(value.axes) for each in order]
+    order = [dim % len(value.axes) for dim in order]
     starts, seen = [], 0
     for axis in value.axes:
         starts.append(seen)
@@ -189,7 +189,7 @@ def _pick(value: Pieces, axis: int, at: int, index: int) -> Pieces:
     if digits[at].lane:
         parts = {(*key[:place], *key[place + 1:]): part for key, part in value.parts.items() if key[place] == index}
     else:
-        parts = value.each(lambda part: part.select(place, index))
+        parts = value.map_parts(lambda part: part.select(place, index))
     axes = (*value.axes[:axis], value.axes[axis][:-1], *value.axes[axis + 1:])
     return replace(value, axes=axes, parts=parts)
 
@@ -224,16 +224,16 @@ def cut(value: Pieces, axis: int = 0, start: int | None = None, stop: int | None
         parts = {(*key[:place], key[place] - first, *key[place + 1:]): part
                  for key, part in value.parts.items() if first <= key[place] < first + count}
     else:
-        parts = value.each(lambda part: part.narrow(place, first, count))
+        parts = value.map_parts(lambda part: part.narrow(place, first, count))
     changed = (Digit(count, digits[at].lane), *value.axes[axis][1:])
-    found = replace(value, axes=(*value.axes[:axis], changed, *value.axes[axis + 1:]), parts=parts)
-    return found if count > 1 else _pick_first(found, axis, at)
+    section = replace(value, axes=(*value.axes[:axis], changed, *value.axes[axis + 1:]), parts=parts)
+    return section if count > 1 else _pick_first(section, axis, at)
 
 
 def _pick_first(value: Pieces, axis: int, at: int) -> Pieces:
     """Without digit `at`, the outermost of its axis, whose extent is 1."""
-    turned = (*value.axes[axis][1:], value.axes[axis][0])
-    if len(turned) > 1:
+    rotated = (*value.axes[axis][1:], value.axes[axis][0])
+    if len(rotated) > 1:
         raise Unsupported("one entry of an outer digit")
     return _pick(value, axis, at, 0)
 
@@ -251,34 +251,34 @@ def stack(values: Sequence[Pieces], axis: int = 0) -> Pieces:
     if any(value.bounds for value in aligned):
         aligned = [_wide(value) for value in aligned]
         parts = {(*key[:place], i, *key[place:]): part for i, value in enumerate(aligned) for key, part in value.parts.items()}
-        held = [value.bounds for value in aligned if value.bounds]
-        bounds = (min(low for low, _ in held), max(high for _, high in held))
+        ranges = [value.bounds for value in aligned if value.bounds]
+        bounds = (min(low for low, _ in ranges), max(high for _, high in ranges))
     return Pieces((*axes[:axis], *one, *axes[axis:]), parts, values[0].dtype, bounds)
 
 
 def align(values: Sequence[Pieces]) -> tuple[list[Pieces], Axes]:
     """Values of the same digits, lanes where one of them has a lane; an axis of one entry has none, and stays so."""
     rank = max(len(value.axes) for value in values)
-    found = [replace(value, axes=((),) * (rank - len(value.axes)) + value.axes) for value in values]
+    aligned = [replace(value, axes=((),) * (rank - len(value.axes)) + value.axes) for value in values]
     axes: list[tuple[Digit, ...]] = []
     for axis in range(rank):
         place = 0
-        while any(place < len(value.axes[axis]) for value in found):
-            long = [i for i, value in enumerate(found) if value.axes[axis]]
-            least = min(found[i].axes[axis][place].extent for i in long)
+        while any(place < len(value.axes[axis]) for value in aligned):
+            long = [i for i, value in enumerate(aligned) if value.axes[axis]]
+            least = min(aligned[i].axes[axis][place].extent for i in long)
             for i in long:
-                at = sum(map(len, found[i].axes[:axis])) + place
-                extent = found[i].axes[axis][place].extent
+                at = sum(map(len, aligned[i].axes[:axis])) + place
+                extent = aligned[i].axes[axis][place].extent
                 if extent % least:
                     raise Unsupported(f"digits of {extent} beside {least}")
                 if extent != least:
-                    found[i] = _split(found[i], at, extent // least)
-            if any(found[i].axes[axis][place].lane for i in long):
+                    aligned[i] = _split(aligned[i], at, extent // least)
+            if any(aligned[i].axes[axis][place].lane for i in long):
                 for i in long:
-                    found[i] = _unroll(found[i], sum(map(len, found[i].axes[:axis])) + place)
+                    aligned[i] = _unroll(aligned[i], sum(map(len, aligned[i].axes[:axis])) + place)
             place += 1
-        axes.append(next((value.axes[axis] for value in found if value.axes[axis]), ()))
-    return found, tuple(axes)
+        axes.append(next((value.axes[axis] for value in aligned if value.axes[axis]), ()))
+    return aligned, tuple(axes)
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
@@ -290,22 +290,22 @@ def _range(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _wide(value: Pieces) -> Pieces:
-    """Narrow integers held as int32."""
+    """Narrow integers as int32."""
     if value.dtype not in NARROW or value.bounds is not None:
         return value
-    return replace(value, parts=value.each(lambda part: part.to(torch.int32)), bounds=_range(value.dtype))
+    return replace(value, parts=value.map_parts(lambda part: part.to(torch.int32)), bounds=_range(value.dtype))
 
 
 def _narrowed(value: Pieces, dtype: torch.dtype) -> Pieces:
-    """Integers held as int32 as those of a narrow type, cut back as that type does where they can leave it."""
+    """int32 values wrapped to a narrow integer type, where they can exceed its range."""
     assert value.bounds is not None
     low, high = _range(dtype)
     if low <= value.bounds[0] and value.bounds[1] <= high:
         return replace(value, dtype=dtype)
     bits = 8 * dtype.itemsize
     if dtype.is_signed:
-        return Pieces(value.axes, value.each(lambda part: part << 32 - bits >> 32 - bits), dtype, (low, high))
-    return Pieces(value.axes, value.each(lambda part: part & high), dtype, (low, high))
+        return Pieces(value.axes, value.map_parts(lambda part: part << 32 - bits >> 32 - bits), dtype, (low, high))
+    return Pieces(value.axes, value.map_parts(lambda part: part & high), dtype, (low, high))
 
 
 def view_as(value: Pieces, dtype: torch.dtype) -> Pieces:
@@ -315,28 +315,28 @@ def view_as(value: Pieces, dtype: torch.dtype) -> Pieces:
         if value.dtype in NARROW and dtype in NARROW:
             return _narrowed(_wide(value), dtype)
         if value.bounds is not None:
-            value = replace(value, parts=value.each(lambda part: part.to(value.dtype)), bounds=None)
-        return replace(value, parts=value.each(lambda part: part.view(dtype)), dtype=dtype)
+            value = replace(value, parts=value.map_parts(lambda part: part.to(value.dtype)), bounds=None)
+        return replace(value, parts=value.map_parts(lambda part: part.view(dtype)), dtype=dtype)
     last = value.axes[-1]
     if before > after == 1 and not value.dtype.is_floating_point and before <= 4 and value.bounds is None:
         lanes = sum(digit.lane for digit in _digits(value.axes))
-        signed = value.each(lambda part: part.view(SIGNED.get(part.dtype, part.dtype)))
+        signed = value.map_parts(lambda part: part.view(SIGNED.get(part.dtype, part.dtype)))
         parts = {(*key[:lanes], i): part >> 8 * i & 255 for key, part in signed.items() for i in range(before)}
-        found = Pieces((*value.axes[:-1], (*last, Digit(before, True))), parts, torch.uint8, (0, 255))
-        return found if dtype == torch.uint8 else _narrowed(found, dtype)
+        as_bytes = Pieces((*value.axes[:-1], (*last, Digit(before, True))), parts, torch.uint8, (0, 255))
+        return as_bytes if dtype == torch.uint8 else _narrowed(as_bytes, dtype)
     if before < after and value.bounds is None and len(last) == 1 and not last[0].lane:
         step = after // before
         if last[0].extent % step:
             raise Unsupported("bytes that are no whole number of words")
-        held = tuple(last) if last[0].extent != step else ()
-        parts = value.each(lambda part: part.view(dtype) if held else part.view(dtype).squeeze(-1))
-        axis = (Digit(last[0].extent // step),) if held else ()
+        has_loop = last[0].extent != step
+        parts = value.map_parts(lambda part: part.view(dtype) if has_loop else part.view(dtype).squeeze(-1))
+        axis = (Digit(last[0].extent // step),) if has_loop else ()
         return Pieces((*value.axes[:-1], axis), parts, dtype)
     raise Unsupported(f"{value.dtype} as {dtype}")
 
 
 def pointwise(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> Pieces:
-    """An operation between elements, lane by lane, on integers held as int32."""
+    """An elementwise operation, lane by lane, on integers as int32."""
     places = [i for i, arg in enumerate(args) if isinstance(arg, Pieces)]
     aligned, axes = align([_wide(args[i]) for i in places])
     lanes = [digit.extent for digit in _digits(axes) if digit.lane]
@@ -364,13 +364,13 @@ def _part(value: Pieces, axes: Axes, key: tuple[int, ...]) -> Tensor:
             else:
                 loops.append(bool(axis))
     part = value.parts[tuple(own)]
-    for place, held in enumerate(loops):
-        part = part if held else part.unsqueeze(place)
+    for place, has_axis in enumerate(loops):
+        part = part if has_axis else part.unsqueeze(place)
     return part
 
 
 def _result_range(target: Any, args: Sequence[Any]) -> tuple[int, int]:
-    """Between which integers a result lies; those of int32 for what is not known."""
+    """The least and largest integer that an operation can return; the range of int32 where it is unknown."""
     ranges = [arg.bounds or (-(1 << 31), (1 << 31) - 1) if isinstance(arg, Pieces) else (arg, arg)
               for arg in args if isinstance(arg, Pieces | int)]
     name = target.overloadpacket.__name__.strip("_").removesuffix("_")
@@ -387,9 +387,9 @@ def _result_range(target: Any, args: Sequence[Any]) -> tuple[int, int]:
         corners = {"add": (a + c, b + d), "sub": (a - d, b - c), "mul": _spread(x * y for x in (a, b) for y in (c, d)),
                    "lshift": (a << c, b << d) if c == d >= 0 else None}
         corners["bitwise_left_shift"] = corners["lshift"]
-        found = corners.get(name)
-        if found is not None and max(map(abs, found)) < 1 << 31:
-            return found
+        bounds = corners.get(name)
+        if bounds is not None and max(map(abs, bounds)) < 1 << 31:
+            return bounds
     return -(1 << 31), (1 << 31) - 1
 
 
@@ -431,14 +431,14 @@ class Interpreter(fx.Interpreter):
             return permute(first, (1, 0))
         if packet is aten.transpose:
             order = list(range(len(first.axes)))
-            a, b = (each % len(order) for each in args[1:3])
+            a, b = (dim % len(order) for dim in args[1:3])
             order[a], order[b] = b, a
             return permute(first, order)
         if packet is aten.unsqueeze:
             axis = args[1] % (len(first.axes) + 1)
             return replace(first, axes=(*first.axes[:axis], (), *first.axes[axis:]))
         if packet is aten.squeeze:
-            gone = {each % len(first.axes) for each in ([args[1]] if isinstance(args[1], int) else args[1])}
+            gone = {dim % len(first.axes) for dim in ([args[1]] if isinstance(args[1], int) else args[1])}
             return replace(first, axes=tuple(axis for i, axis in enumerate(first.axes) if i not in gone or axis))
         if packet is aten.expand:
             return expand(first, args[1])
@@ -456,8 +456,8 @@ class Interpreter(fx.Interpreter):
 
 
 def _check_last_use(node: fx.Node) -> None:
-    """Changing a tensor is making a new one where nothing reads what was changed, or what it is a view of, afterwards."""
-    order = {each: i for i, each in enumerate(node.graph.nodes)}
+    """Raises Unsupported for an in-place operation whose tensor, or the base of that view, is read again later."""
+    order = {step: i for i, step in enumerate(node.graph.nodes)}
     changed = node.args[0]
     while isinstance(changed, fx.Node):
         if changed.op == "placeholder" or any(order[user] > order[node] for user in changed.users):
@@ -472,7 +472,7 @@ def converted(value: Pieces, dtype: torch.dtype) -> Pieces:
     value = _wide(value)
     if value.bounds is not None and dtype in NARROW:
         return _narrowed(value, dtype)
-    return Pieces(value.axes, value.each(lambda part: part.to(dtype)), dtype)
+    return Pieces(value.axes, value.map_parts(lambda part: part.to(dtype)), dtype)
 
 
 # -- whole decodes -----------------------------------------------------------------------------------------------------
@@ -488,7 +488,7 @@ def split_last(value: Pieces, axis: int, vector: int, lanes: int) -> Pieces:
     if at is None or extent % vector or extent == vector:
         return value
     steps, have = extent // vector, prod(digit.extent for digit in _digits(value.axes) if digit.lane)
-    count = next(each for each in (4, 2, 1) if steps % each == 0 and (each == 1 or each * have <= lanes))
+    count = next(factor for factor in (4, 2, 1) if steps % factor == 0 and (factor == 1 or factor * have <= lanes))
     value = _split(value, at, vector)
     if count == 1:
         return value
@@ -512,7 +512,7 @@ def _innermost(value: Pieces, axis: int) -> int | None:
 def joined(value: Pieces) -> Tensor:
     """The tensor itself, of narrow integers too."""
     if value.bounds is not None:
-        value = replace(value, parts=value.each(lambda part: part.to(value.dtype)), bounds=None)
+        value = replace(value, parts=value.map_parts(lambda part: part.to(value.dtype)), bounds=None)
     return _joined(value.parts, (), _digits(value.axes), 0).reshape(value.shape)
 
 
@@ -554,16 +554,16 @@ def dot(x: Tensor, weight: Pieces) -> Tensor:
     """x, as by_columns makes it, times the weight's transpose: [M, N], for few rows, each a sum of its own in one loop."""
     rows = sum(digit.lane for digit in weight.axes[0])
     loops = [sum(not digit.lane for digit in axis) for axis in weight.axes]
-    found = []
+    outputs = []
     for row in x.unbind(0):
         terms: dict[tuple[int, ...], list[Tensor]] = {}
         for key, part in weight.parts.items():
             terms.setdefault(key[:rows], []).append(part * row[key[rows:]])
-        sums = {key: _tree(each) for key, each in terms.items()}
+        sums = {key: _tree(products) for key, products in terms.items()}
         if loops[1]:
-            sums = {key: each.sum(list(range(loops[0], loops[0] + loops[1]))) for key, each in sums.items()}
-        found.append(by_digits(sums, weight.axes[0]))
-    return torch.stack(found)
+            sums = {key: total.sum(list(range(loops[0], loops[0] + loops[1]))) for key, total in sums.items()}
+        outputs.append(by_digits(sums, weight.axes[0]))
+    return torch.stack(outputs)
 
 
 def by_digits(parts: Mapping[tuple[int, ...], Tensor], digits: Sequence[Digit]) -> Tensor:

@@ -1,4 +1,4 @@
-"""A launch of a kernel, as data."""
+"""A kernel launch as data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Call:
     def tensors(self) -> Iterator[Tensor]:
         """All tensors among the arguments."""
         for argument in self.arguments:
-            yield from (each for each in (argument if isinstance(argument, tuple) else (argument,)) if isinstance(each, Tensor))
+            values = argument if isinstance(argument, tuple) else (argument,)
+            yield from (value for value in values if isinstance(value, Tensor))
 
     @property
     def family(self) -> str:

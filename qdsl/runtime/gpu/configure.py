@@ -64,7 +64,7 @@ _assumed_gpu = GPUS["h100"]
 
 @contextmanager
 def assumed(capability: int, multiprocessors: int, gpu: Gpu | None = None) -> Iterator[None]:
-    """Launches with tensors that are on no GPU are those of such a device, for those who look at kernels without one.
+    """Chooses launches for this device where tensors are on no GPU, to inspect kernels without one.
 
     gpu: whose costs are modelled; by default those of the capability's first GPU with so many multiprocessors.
     """
@@ -91,7 +91,7 @@ def _target(device: torch.device) -> Target:
 
 
 def gpu(device: torch.device) -> Gpu:
-    """The data sheet of a device, from which costs are modelled; of one that is not there, of the GPU that is assumed."""
+    """The data sheet of a device, from which costs are modelled; of the assumed GPU where tensors are on none."""
     return _gpu(device) if device.type == "cuda" else _assumed_gpu
 
 
@@ -105,9 +105,9 @@ def _gpu(device: torch.device) -> Gpu:
 
 def has_tile_gemm(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether kernel `tile_gemm` is used: a warp group of Hopper multiplies weights from registers."""
-    found = packed.layout.kernels.lanes
-    return found is not None and found.tile_gemm is not None and target(device).capability == 9 and not (
-        found.double and dtype == torch.bfloat16)
+    kernels = packed.layout.kernels.lanes
+    return kernels is not None and kernels.tile_gemm is not None and target(device).capability == 9 and not (
+        kernels.double and dtype == torch.bfloat16)
 
 
 def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | None = None) -> list[dict[str, int]]:
@@ -122,8 +122,8 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
                   for r in (1, 2) for stages in (2, 3, 4)]
         others += [{**rule, "STAGES": 2, "UNROLL": 2}] if is_tall(packed) else []
     else:
-        found = packed.layout.kernels.lanes
-        trip = found.trip(packed.sizes) if found is not None and kind == "gemv" else TRIP
+        kernels = packed.layout.kernels.lanes
+        trip = kernels.trip(packed.sizes) if kernels is not None and kind == "gemv" else TRIP
         rule = lanes(n, k, device, trip)
         others = [_split(r, wk, k, trip) for r in (2, 1) for wk in (8, 4, 2, 1) if trip * wk <= k]
     configs = [rule, *(other for other in others if other != rule)]
@@ -157,14 +157,14 @@ def tuned_file(device: torch.device) -> Path:
 def tuned(path: Path) -> dict[str, Any]:
     """What a file of tuned candidates holds; nothing where it is missing or is no such file."""
     try:
-        found = json.loads(path.read_text())
+        choices = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return choices if isinstance(choices, dict) else {}
 
 
 def forget() -> None:
-    """Read the files of tuned candidates anew."""
+    """Forgets the files of tuned candidates, so that the next launch reads them again."""
     tuned.cache_clear()
     tuned_file.cache_clear()
 
@@ -178,14 +178,14 @@ def _many(m: int, n: int, device: torch.device) -> dict[str, int]:
 
 def most_columns(packed: PackedWeight) -> int:
     """Rows of x that a program of kernel `tile_gemm` may take, the columns of its tile."""
-    found = packed.layout.kernels.lanes
-    return 128 if is_tall(packed) else 64 if found is None or min(found.sizes(packed.sizes), default=128) >= 128 else 32
+    kernels = packed.layout.kernels.lanes
+    return 128 if is_tall(packed) else 64 if kernels is None or min(kernels.sizes(packed.sizes), default=128) >= 128 else 32
 
 
 def is_tall(packed: PackedWeight) -> bool:
     """Whether a program of kernel `tile_gemm` may take 128 rows of x."""
-    found = packed.layout.kernels.lanes
-    return found is not None and found.tall and min(found.sizes(packed.sizes), default=128) >= 128
+    kernels = packed.layout.kernels.lanes
+    return kernels is not None and kernels.tall and min(kernels.sizes(packed.sizes), default=128) >= 128
 
 
 def _tall(m: int, n: int, k: int, device: torch.device) -> list[dict[str, int]]:

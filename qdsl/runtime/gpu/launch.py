@@ -14,7 +14,7 @@ from qdsl.runtime.gpu import configure, plan
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.kernels import dequantize as dequantize_kernel
-from qdsl.runtime.gpu.kernels import matvec, narrow
+from qdsl.runtime.gpu.kernels import eight_bit, matvec
 from qdsl.runtime.gpu.scratch import scratch_of
 from qdsl.runtime.gpu.triton import tl
 from qdsl.runtime.torch import eight
@@ -48,7 +48,7 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     if streams.has_dequantize(packed, out):
         yield from streams.dequantize_calls(packed, out)
         return
-    packed, calls = streams.opened(packed)
+    packed, calls = streams.decoded(packed)
     yield from calls
     kernels, (rows, units) = packed.layout.kernels, configure.grid_axes(packed)
     if not rows or not units:
@@ -72,7 +72,7 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
     if streams.has_few(x, packed):
         yield from streams.few_calls(x, packed, bias, out)
         return
-    packed, calls = streams.opened(packed)
+    packed, calls = streams.decoded(packed)
     yield from calls
     rows, units = configure.grid_axes(packed)
     if not rows or not x.shape[0]:
@@ -128,29 +128,29 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
         return
     lanes = packed.layout.kernels.lanes
     assert lanes is not None and lanes.narrow is not None
-    made, (m, k), n = lanes.narrow, x.shape, packed.shape[0]
+    w8a8, (m, k), n = lanes.narrow, x.shape, packed.shape[0]
     if not m or not n:
         return
-    stored = torch.int8 if made.type == "i8" else torch.float8_e4m3fn if configure.has_fp8(x.device) else torch.float16
-    groups = k // eight.CHUNK if made.groups else 1
+    stored = torch.int8 if w8a8.type == "i8" else torch.float8_e4m3fn if configure.has_fp8(x.device) else torch.float16
+    groups = k // eight.CHUNK if w8a8.groups else 1
     if scale is not None:
-        codes, scales = eight.quantized(x, made.type, made.groups, scale)
+        codes, scales = eight.quantized(x, w8a8.type, w8a8.groups, scale)
         codes, scales = codes.to(stored), scales.t().contiguous()
-        sums = codes.view(m, groups, -1).sum(2, dtype=torch.int32).float().t().contiguous() if made.sums else None
+        sums = codes.view(m, groups, -1).sum(2, dtype=torch.int32).float().t().contiguous() if w8a8.sums else None
     else:
         codes = x.new_empty(m, k, dtype=stored)
         scales = x.new_empty(groups, m, dtype=torch.float32)
-        sums = torch.empty_like(scales) if made.sums else None
+        sums = torch.empty_like(scales) if w8a8.sums else None
         bytes_ = codes.view(torch.uint8) if stored == torch.float8_e4m3fn else codes
-        br, bk = (16, eight.CHUNK) if made.groups else (1, min(4096, configure.power(k)))
-        yield Call(narrow.quantize, (x, bytes_, scales, sums, m, k, k // groups),
-                   {"LARGEST": eight.LARGEST[made.type], "BR": br, "BK": bk}, (cdiv(m * groups, br),),
+        br, bk = (16, eight.CHUNK) if w8a8.groups else (1, min(4096, configure.power(k)))
+        yield Call(eight_bit.quantize, (x, bytes_, scales, sums, m, k, k // groups),
+                   {"LARGEST": eight.LARGEST[w8a8.type], "BR": br, "BK": bk}, (cdiv(m * groups, br),),
                    {"num_warps": WARPS, "enable_fp_fusion": False},                  # contracted additions would skip a rounding
                    workspace=(codes, scales) if sums is None else (codes, scales, sums))
-    weight = packed.tensors[made.codes].contiguous()
+    weight = packed.tensors[w8a8.codes].contiguous()
     weight = weight.view(torch.uint8) if stored == torch.float16 else weight
     config, warps = configure.narrow(m, n, stored == torch.float16, x.device)
-    yield Call(made.kernel, (tuple(_tensors(packed)), weight, codes, scales, sums if made.sums else None, bias, out, m, n, k),
+    yield Call(w8a8.kernel, (tuple(_tensors(packed)), weight, codes, scales, sums if w8a8.sums else None, bias, out, m, n, k),
                {**lanes.constants("narrow", False, packed.sizes), **config}, (cdiv(n, config["BN"]), cdiv(m, config["BM"])),
                {"num_warps": warps, "num_stages": config["STAGES"]},
                weights=min(config["BN"], n) * k, step=config["BN"] * eight.CHUNK)
@@ -253,7 +253,7 @@ def _parts(x: Tensor, out: Tensor, rows: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def _constants(packed: PackedWeight, bn: int, bk: int) -> dict[str, Any]:
-    """What completes a kernel that decodes unit by unit: the storage's function, the tile, and the width of positions."""
+    """Constants of a kernel that decodes unit by unit: the storage's function, the tile, and the width of positions."""
     return {**packed.layout.kernels.constants, "BN": bn, "BK": bk, "LARGE": _is_large(packed, bn, bk)}
 
 
@@ -269,12 +269,12 @@ def _weights(packed: PackedWeight, rows: int, units: int) -> int:
     """Weights in so many rows of tiles and units of each, none of them padding."""
     kernels = packed.layout.kernels
     along = [(axis(kernels.rows), rows), (axis(kernels.units), units)]
-    return math.prod(min(each.whole(*packed.shape, packed.sizes), count * each.by(packed.sizes) // each.words)
-                     for each, count in along)
+    return math.prod(min(dim.whole(*packed.shape, packed.sizes), count * dim.by(packed.sizes) // dim.words)
+                     for dim, count in along)
 
 
 def _read(packed: PackedWeight) -> tuple[Tensor | None, ...]:
-    """What kernels that decode unit by unit read: the tensors, and tables."""
+    """The memory that kernels which decode unit by unit read: the tensors, and tables."""
     return *_tensors(packed), *(table.on(packed.device) for table in packed.layout.kernels.tables)
 
 
@@ -286,12 +286,12 @@ def _sizes(packed: PackedWeight) -> tuple[int, ...] | None:
 def _tensors(packed: PackedWeight) -> list[Tensor | None]:
     """Kernel arguments in storage order: 8-bit floats as bytes, None for what is missing or adds nothing."""
     assert packed.order is None, "kernels take columns as they are stored, and x alike"
-    found: list[Tensor | None] = []
+    arguments: list[Tensor | None] = []
     for name in packed.layout.coded:
         tensor = packed.tensors.get(name) if name not in packed.in_order else None
         if tensor is not None:
             tensor = tensor.contiguous()
             if tensor.is_floating_point() and tensor.element_size() == 1:
                 tensor = tensor.view(torch.uint8)
-        found.append(tensor)
-    return found
+        arguments.append(tensor)
+    return arguments

@@ -1,4 +1,4 @@
-"""What multiplies by a packed weight on a GPU: every way that is legal, and the one whose modelled cost is least.
+"""Plans of products on a GPU: all legal kernels for a packed weight, and the one with the least modelled cost.
 
 This is the one place of dispatch on GPUs.  A way is a Candidate: a fused kernel in a configuration, or 'decode', which
 dequantizes and leaves the product to the vendor's matmul.  runtime/gpu/costs.py models their seconds; a candidate that
@@ -44,7 +44,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What runs a product.  options: all that could, the cheapest first.  is_tuned: `qdsl.tune` timed it as the fastest."""
+    """The choice for a product.  options: all legal ones, the cheapest first.  is_tuned: `qdsl.tune` timed it as the fastest."""
 
     candidate: Candidate
     options: tuple[Option, ...]
@@ -52,7 +52,7 @@ class Choice:
 
 
 class Plan:
-    """What was chosen and prepared for weights of one description.
+    """The choices and prepared launches for weights of one description.
 
     note: what to know of the storage, once a product has run; '' where it is the fastest.
 
@@ -85,10 +85,10 @@ def plan_of(packed: PackedWeight) -> Plan:
         names = tuple(name for name in packed.layout.coded if name in packed.tensors and name not in packed.in_order)
         names += (packed.layout.order,) if is_permuted else ()
         shapes = tuple(packed.tensors[name].shape for name in names)
-        if packed.layout.streams and not packed.facts and packed.device.type != "meta":
-            packed.facts = packed.format.facts(packed.layout, packed.tensors, packed.shape)
-        described = (packed.format.key, packed.storage, packed.params_text, packed.opened, packed.shape, names, shapes,
-                     packed.finite, packed.facts)
+        if packed.layout.streams and not packed.stream_info and packed.device.type != "meta":
+            packed.stream_info = packed.format.stream_info(packed.layout, packed.tensors, packed.shape)
+        described = (packed.format.key, packed.storage, packed.params_text, packed.is_decoded, packed.shape, names, shapes,
+                     packed.finite, packed.stream_info)
         plan = _plans.get(described)
         if plan is None:
             plan = _plans.setdefault(described, Plan(names, packed.shape, is_permuted))
@@ -97,7 +97,7 @@ def plan_of(packed: PackedWeight) -> Plan:
 
 
 def forget() -> None:
-    """Choose anew, by the files of tuned candidates as they now are."""
+    """Forgets all choices and prepared launches, so that the next product reads the files of tuned candidates again."""
     configure.forget()
     for plan in list(_plans.values()):
         plan.choices.clear()
@@ -105,7 +105,7 @@ def forget() -> None:
 
 
 def choice(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Choice:
-    """What runs x [m, K] @ w.T, x of a type.  is_aligned: x and the weight begin where loads of 16 bytes may."""
+    """The choice for x [m, K] @ w.T, x of a dtype.  is_aligned: x and the weight begin where loads of 16 bytes may."""
     plan, rows, gpu = plan_of(packed), rows_class(m), configure.gpu(device)
     key = (rows, dtype, configure.target(device), gpu, device, is_aligned)
     chosen = plan.choices.get(key)

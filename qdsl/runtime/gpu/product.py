@@ -1,4 +1,4 @@
-"""x @ w.T + bias on a GPU, by what the plan of the weight chose; without gradients.
+"""x @ w.T + bias on a GPU by the kernels that the weight's plan chose, without gradients.
 
 `product` chooses, launches through Triton and prepares the launches for the next call.  `quick` is that next call: it looks
 a prepared product up, and does nothing else that a call does not need.  A plan with an order of columns is shared by the weight
@@ -84,7 +84,7 @@ def quick(x: Tensor, plan: Plan, tensors: Sequence[Tensor], bias: Tensor | None,
 
 
 def _reshaped(x: Tensor, plan: Plan, bias: Tensor | None, mode: str, device: int) -> Prepared | None:
-    """What is prepared for as many rows of K numbers as x [..., K] has, kept for x of this shape too; None without."""
+    """The prepared launches for the number of rows of x [..., K], cached for this shape too; None if there are none."""
     (n, k), shape = plan.shape, x.shape
     if len(shape) == 2 or not shape or shape[-1] != k:
         return None

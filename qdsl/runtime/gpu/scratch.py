@@ -1,6 +1,6 @@
 """Memory that programs of one launch share: sums of parts of K, and counters of the programs that have arrived.
 
-Sums are allocated anew for every launch, by torch's caching allocator.  Counters have to be zero when a launch begins, and a
+torch's caching allocator allocates sums for every launch.  Counters have to be zero when a launch begins, and a
 launch leaves them zero.  So a stream has counters of its own, zeroed once: its launches take turns.  A CUDA graph may be
 replayed at any time on any stream.  So every launch that is captured has counters that nothing else uses, of a reserve that was
 zeroed before any capture, for torch.cuda.graph waits for the device first; without it the capture zeroes them.
@@ -64,5 +64,5 @@ def is_captured(device: torch.device) -> bool:
 
 
 def scratch_of(tiles: int, size: int, device: torch.device, stream: int | None = None) -> tuple[Tensor, Tensor]:
-    """What programs of a launch share, for so many tiles of out: float32 [tiles * size], unwritten, and int32 zeros."""
+    """Workspace that the programs of a launch share: float32 [tiles * size], uninitialized, and counters, int32 zeros."""
     return torch.empty(tiles * size, dtype=torch.float32, device=device), counters.take(tiles, device, stream)

@@ -1,4 +1,4 @@
-"""x in 8 bits, for weights with codes of 8 bits: what it is, by torch.  gpu/kernels/narrow.py makes the same bits in a kernel.
+"""Quantizes x to 8 bits by torch, for weights with 8-bit codes.  gpu/kernels/eight_bit.py makes the same bits in a kernel.
 
 A group of columns of a row of x has a scale, its largest magnitude by the type's largest number (448 of e4m3, 127 of i8), at
 least 2^-126; and codes, x times 1 / scale, rounded to nearest even.  Each step is rounded to float32.  A group is 128 columns
@@ -65,7 +65,7 @@ def quantized(x: Tensor, kind: str, groups: bool, scale: float | None = None) ->
 
 
 def rounded(x: Tensor, packed: PackedWeight, scale: float | None = None) -> Tensor:
-    """What x [M, K] is for a weight once it is quantized: float32 [M, K], or float64 for x in float64.  scale: a static one."""
+    """x [M, K], quantized for a weight and dequantized: float32 [M, K], or float64 for x in float64.  scale: a static one."""
     narrow = _narrow(packed)
     dtype = torch.promote_types(x.dtype, torch.float32)
     if not x.numel():

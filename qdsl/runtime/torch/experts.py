@@ -78,7 +78,7 @@ def _product(x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], b
     if is_on_gpu(x, bias, *packed.tensors.values()):
         with torch.no_grad(), on_device(x.device):
             return _by_tiles(x, packed, torch.as_tensor(offsets, device=x.device), bias, partial, n, rows)
-    packed = packed if x.device.type == "cpu" else packed.open()
+    packed = packed if x.device.type == "cpu" else packed.decode_streams()
     if runs_kernels(x.device) and ops.is_plain(*packed.tensors.values()):
         packed.known_finite = packed.finite                      # read once for all experts, whose weights inherit it
     borders = host_borders(offsets, x.shape[0], partial)
@@ -104,8 +104,9 @@ def _weights(packed: PackedWeight, borders: Sequence[int]) -> Iterator[tuple[int
     places = dict(zip(chosen, chosen, strict=True))
     if packed.layout.streams:
         rows = torch.arange(packed.shape[0]).view(-1, n)[chosen].flatten()
-        opened = packed.open_rows(rows) if 0 < len(chosen) < len(borders) - 1 else None
-        packed, places = (packed.open(), places) if opened is None else (opened, {e: at for at, e in enumerate(chosen)})
+        decoded = packed.decode_rows(rows) if 0 < len(chosen) < len(borders) - 1 else None
+        places = places if decoded is None else {e: at for at, e in enumerate(chosen)}
+        packed = packed.decode_streams() if decoded is None else decoded
     for e in chosen:
         yield e, borders[e], borders[e + 1], packed.cut("N", places[e] * n, (places[e] + 1) * n)
 
@@ -132,7 +133,7 @@ def _checked(x: Tensor, packed: PackedWeight, experts: int, bias: Tensor | None)
 
 
 def is_on_gpu(x: Tensor, other: Tensor | None, *tensors: Tensor) -> bool:
-    """Whether kernels serve all experts: on a GPU, for floats of up to 32 bits, where nothing watches how.
+    """Whether kernels serve all experts: on a GPU, for floats of up to 32 bits, without tracing or transforms.
 
     other: the bias, or what else may need gradients.
     """
@@ -147,11 +148,11 @@ def _by_tiles(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor | N
     m, experts = x.shape[0] if rows is None else rows.shape[0], offsets.shape[0] - 1
     out = x.new_zeros(m, n) if partial else x.new_empty(m, n)
     if _is_fused(x, m, packed, experts):
-        packed, x = packed.open(), x if rows is None else x[rows]
+        packed, x = packed.decode_streams(), x if rows is None else x[rows]
         launch.grouped(x, packed, tile_map(offsets, m), bias, out)
     elif m:
         if packed.layout.streams and not streams.has_rows(packed, n):
-            packed = packed.open()
+            packed = packed.decode_streams()
         chosen, offsets = experts_with_rows(offsets, min(m, experts))
 
         def decode(start: int, stop: int) -> Tensor:
@@ -214,7 +215,7 @@ def taken(packed: PackedWeight, n: int, experts: Tensor) -> PackedWeight:
     """The weight of some experts, by their numbers int64 [C], of n rows each; gathered on the device, and streams decoded."""
     if packed.layout.streams:
         rows = (experts[:, None] * n + torch.arange(n, device=experts.device)).flatten()
-        plain, calls = streams.open_calls(packed, rows)
+        plain, calls = streams.decode_calls(packed, rows)
         for call in calls:
             call.run()
         return packed.with_plain(plain, rows)
@@ -260,11 +261,11 @@ def _computed_linear(x: Tensor, tensors: Sequence[Tensor], offsets: Tensor, bias
 
 
 def _computed_transposed(gradient: Tensor, tensors: Sequence[Tensor], offsets: Tensor, weight: str) -> Tensor:
-    packed = ops.packed_weight(tensors, weight).open()
+    packed = ops.packed_weight(tensors, weight).decode_streams()
     borders = host_borders(offsets, gradient.shape[0], True)
     out = gradient.new_zeros(gradient.shape[0], packed.shape[1])
     for _, start, stop, expert in _weights(packed, borders):
-        out[start:stop] = ops.computed(gradient[start:stop], expert, None, turned=True)
+        out[start:stop] = ops.computed(gradient[start:stop], expert, None, transposed=True)
     return out
 
 
@@ -278,7 +279,7 @@ def _empty_transposed(gradient: Tensor, tensors: Sequence[Tensor], offsets: Tens
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """What the gradients need: the packed tensors and what they are, never the weight."""
+    """Saves the packed tensors and their key for gradients, never the dense weight."""
     _, tensors, offsets, bias, ctx.weight, _ = inputs
     ctx.bias = None if bias is None else bias.dtype
     ctx.save_for_backward(offsets, *tensors)

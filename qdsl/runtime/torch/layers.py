@@ -104,8 +104,8 @@ class QuantizedLinear(PackedModule, nn.Linear):
         if len(error_msgs) > errors:
             self.input_scale = own
 
-    def _look(self) -> None:
-        super()._look()
+    def _validate(self) -> None:
+        super()._validate()
         self._read_scale()
 
     def _uncast_tensors(self) -> list[Tensor]:

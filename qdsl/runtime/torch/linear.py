@@ -48,7 +48,7 @@ def check_bias(bias: Tensor | None, shape: tuple[int, int]) -> None:
 
 
 def mode_of(quantize_x: bool, batch_invariant: bool, input_scale: float | None = None) -> str:
-    """How a product is made, as operations are told.  Raises FormatError for what cannot be had together.
+    """The `mode` argument of operations: how they compute a product.  Raises FormatError for options that exclude each other.
 
     A static scale of x follows in digits that give the same float back.
     """
@@ -67,7 +67,7 @@ def is_quantized(mode: str) -> bool:
 
 
 def _static_scale(mode: str) -> float | None:
-    """The static scale of x that a mode says."""
+    """The static scale of x in a mode."""
     _, _, digits = mode.partition("=")
     return float(digits) if digits else None
 
@@ -85,19 +85,19 @@ def as_stored(x: Tensor, packed: PackedWeight) -> tuple[Tensor, PackedWeight]:
     return x.index_select(-1, packed.order), stored
 
 
-def _product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "") -> Tensor:
+def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "") -> Tensor:
     if is_quantized(mode):
-        return _narrow_product(x, packed.open(), bias, mode)
+        return _narrow_product(x, packed.decode_streams(), bias, mode)
     if mode != INVARIANT and (out := int4.product(x, packed, bias)) is not None:
         return out
     if runs_kernels(x.device):
         return product(x, packed, bias, mode, mode == INVARIANT)
-    packed = packed.open()
+    packed = packed.decode_streams()
     return _invariant_product(x, packed, bias) if mode == INVARIANT else cpu.product(x, packed, bias)
 
 
 def _invariant_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
-    """The product in which a row's bits do not depend on the rows beside it, on a CPU: rows are multiplied alone."""
+    """The batch-invariant product on a CPU: a row's bits do not depend on other rows, because rows are multiplied alone."""
     out = x.new_empty(x.shape[0], packed.shape[0])
     for start, stop in row_tiles(packed, weights=tile_weights(x)):
         weight = _weights(packed, start, stop, x.dtype)
@@ -111,13 +111,13 @@ def _narrow_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: 
     """The product with x quantized to 8 bits: by a kernel, or where there is none with x as it then is, in float32."""
     scale = _static_scale(mode)
     if not runs_kernels(x.device) or not launch.has_narrow(x, packed):
-        return _product(eight.rounded(x, packed, scale), packed, bias).to(x.dtype)
+        return packed_linear(eight.rounded(x, packed, scale), packed, bias).to(x.dtype)
     return quantized(x, packed, bias, scale, mode)
 
 
-def _transposed(gradient: Tensor, packed: PackedWeight) -> Tensor:
+def packed_matmul(gradient: Tensor, packed: PackedWeight) -> Tensor:
     """gradient [M, N] @ w: [M, K], summed over tiles in float32, or in float64 for a gradient in float64."""
-    packed = packed.open()
+    packed = packed.decode_streams()
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     wide = gradient.to(dtype)
     total = torch.zeros(gradient.shape[0], packed.shape[1], dtype=dtype, device=gradient.device)

@@ -69,5 +69,5 @@ def _rows_of_blocks(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> T
 def _rows_of_streams(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Rows of a weight that streams hold, on a CPU; None where a stream, or a tensor beside it, has no separate rows."""
     wanted, origin = torch.unique(rows.long(), return_inverse=True)
-    part = packed.open_rows(wanted)
+    part = packed.decode_rows(wanted)
     return None if part is None else packed.format.dequantize(part, dtype).index_select(0, origin)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Report:
-    """What became of a model's linear layers, by their names; `done` says it in words.
+    """The replaced and the skipped linear layers of a model, by name; `done` is a summary.
 
     quantized: bytes of the weight before and after.  skipped: why a layer stayed as it was.  notes: what else to know of one.
     """
@@ -54,16 +54,16 @@ def quantize_model(model: nn.Module, format: Format, filter: Callable[[nn.Module
         if filter is None or filter(model.get_submodule(names[0]), names[0]):
             why = _reason(model.get_submodule(names[0])) or _replace(model, names, format, options, report)
             report.skipped.update(dict.fromkeys(names, why) if why else {})
-    return report                                                # no name here held a layer while the next was quantized
+    return report                                                # no name here kept a layer while the next was quantized
 
 
 def _places(model: nn.Module) -> list[list[str]]:
     """The names of every linear layer; a layer that stands in several places has several."""
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
-            found.setdefault(id(module), []).append(name)
-    return list(found.values())
+            names.setdefault(id(module), []).append(name)
+    return list(names.values())
 
 
 def _reason(layer: nn.Module) -> str:
@@ -104,7 +104,7 @@ def _replace(model: nn.Module, names: list[str], format: Format, options: Mappin
 def planar_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None) -> Report:
     """Store the weights of a model's quantized layers as the kernels for matrix units want them, one after the other.
 
-    filter: whether a layer, given with its name, is looked at.  Layers that have no such storage, or would grow (Format.planar),
+    filter: whether a layer, passed with its name, may change.  Layers that have no such storage, or would grow (Format.planar),
     are left, and the report says so.
     """
     return replace_layers(model, "stored for matrix units", _planar_layer, filter)
@@ -128,7 +128,7 @@ def use_fastest_storages(model: nn.Module, filter: Callable[[nn.Module, str], bo
     owners = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values() if tensor is not None)
 
     def rule(old: QuantizedLinear) -> QuantizedLinear | str:
-        if old.quantize_x or not may_change(old) or any(owners[id(tensor)] > 1 for tensor in old._held().values()):
+        if old.quantize_x or not may_change(old) or any(owners[id(tensor)] > 1 for tensor in old._stored_tensors().values()):
             return "its module, or another one, relies on its tensors"
         packed = old.packed
         fastest = fastest_storage(packed)
@@ -144,7 +144,7 @@ def replace_layers(model: nn.Module, done: str, rule: Callable[[QuantizedLinear]
     """Replace a model's quantized linear layers by layers that store the same weights otherwise, in place, one at a time.
 
     rule: the new layer for a layer, or why the old one stays.  done: what the report says of replaced layers.  filter: whether a
-    layer, given with its name, is looked at; all are without it.  A layer keeps its bias, its mode and its hooks.  At no time is
+    layer, passed with its name, may change; all may without it.  A layer keeps its bias, its mode and its hooks.  At no time is
     more than one weight there in both storages.  Raises FormatError for a model that is itself a linear layer.
     """
     if isinstance(model, QuantizedLinear):
@@ -178,4 +178,4 @@ def _replace_layer(model: nn.Module, names: list[str], old: QuantizedLinear,
 
 
 def _nbytes(layer: QuantizedLinear) -> int:
-    return sum(tensor.nbytes for tensor in layer._held().values())
+    return sum(tensor.nbytes for tensor in layer._stored_tensors().values())

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from qdsl.runtime.torch.no_weight import NoWeight, StoredWeight
 from qdsl.runtime.torch.ops import is_plain
 from qdsl.runtime.torch.private_apis import is_fsdp_shard
-from qdsl.runtime.weight.device_dtypes import as_held, as_stored, dtype_on, is_float8, moved
+from qdsl.runtime.weight.device_dtypes import as_bytes_like, as_stored, dtype_on, is_float8, moved
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.pickling import picklable, unpickled
 
@@ -41,9 +41,9 @@ class PackedModule(nn.Module):
     `weight` is a NoWeight; a stored tensor of that name is in `named_parameters()` and `_parameters`.  compute_dtype is what
     the weight of a dense layer would have for its dtype: the one that the layer was last cast to.
 
-    A tensor is looked at once, when it comes into the layer: its dtype, its shape, and of an index whether the groups exist
+    A tensor is validated once, when it comes into the layer: its dtype, its shape, and of an index whether the groups exist
     and whether the columns lie in order, which is noted on the tensor itself.  One that was put in place of it by other means
-    than loading has no note, and is looked at when the layer is next used.  So is one whose version shows that it was changed in
+    than loading has no note, and is validated when the layer is next used.  So is one whose version shows that it was changed in
     place, and one that was cast, as by `p.data = p.data.to(dtype)`: it gets its dtype back where the cast lost nothing, else
     using the layer is an error.
 
@@ -64,11 +64,11 @@ class PackedModule(nn.Module):
         for name, tensor in packed.tensors.items():
             self.register_parameter(names[name], nn.Parameter(tensor, requires_grad=False))
         self._names = names
-        if is_plain(*self._held().values()):
-            _note(self._held(), packed.in_order)
+        if is_plain(*self._stored_tensors().values()):
+            _note(self._stored_tensors(), packed.in_order)
 
     def _attribute(self, name: str) -> str:
-        """What a tensor is called in the module: as in the checkpoint, unless the module has something else of that name."""
+        """A tensor's attribute name in the module: as in the checkpoint, unless the module has another attribute of that name."""
         word = name.replace(".", "_")
         return f"{word}_" if word == "bias" or word in vars(self) or hasattr(type(self), word) else word
 
@@ -77,17 +77,17 @@ class PackedModule(nn.Module):
     @property
     def packed(self) -> PackedWeight:
         """The weight with the tensors that the module holds now.  Raises FormatError where something made them others."""
-        held, dtypes = self._held(), self._dtypes
+        tensors, dtypes = self._stored_tensors(), self._dtypes
         if torch.compiler.is_compiling():
-            if any(tensor.dtype != dtypes[name] for name, tensor in held.items()):
+            if any(tensor.dtype != dtypes[name] for name, tensor in tensors.items()):
                 raise FormatError(f"tensors of a {self.format.name} layer were cast: read layer.packed before compiling")
-            return self._packed.derive(held, in_order=_ordered(held))
+            return self._packed.derive(tensors, in_order=_ordered(tensors))
         is_new = any(tensor.dtype != dtypes[name] or getattr(tensor, "_noted", None) != _version(tensor)
-                     for name, tensor in held.items())
-        if is_new and is_plain(*held.values()):
-            self._undo_casts(held)
-            held = self._note(held)
-        packed = self._packed.derive({name: tensor.data for name, tensor in held.items()}, in_order=_ordered(held))
+                     for name, tensor in tensors.items())
+        if is_new and is_plain(*tensors.values()):
+            self._undo_casts(tensors)
+            tensors = self._note(tensors)
+        packed = self._packed.derive({name: tensor.data for name, tensor in tensors.items()}, in_order=_ordered(tensors))
         packed.plan, packed.dense = self._packed.plan, self._packed.dense
         return packed
 
@@ -96,7 +96,7 @@ class PackedModule(nn.Module):
         stored = ((name, self._parameters.get(name)) for name in self._names.values())
         return {name: parameter for name, parameter in stored if parameter is not None}
 
-    def _held(self) -> dict[str, Tensor]:
+    def _stored_tensors(self) -> dict[str, Tensor]:
         own: Mapping[str, Any] = self._parameters                # first, because asking nn.Module costs more
         return {name: own[word] if word in own else getattr(self, word) for name, word in self._names.items()}
 
@@ -120,7 +120,7 @@ class PackedModule(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the packed tensors are."""
-        return next(iter(self._held().values())).device
+        return next(iter(self._stored_tensors().values())).device
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and "_names" in self.__dict__:
@@ -128,7 +128,7 @@ class PackedModule(nn.Module):
         return super().__getattr__(name)
 
     def _weight_stand_in(self) -> Any:
-        """What stands for the dense weight; a `weight` that FSDP2 has sharded itself, because FSDP2 compares it by identity."""
+        """The stand-in for the dense weight, or the `weight` that FSDP2 has sharded, because FSDP2 compares it by identity."""
         stored = self._parameters.get("weight")
         if stored is None or torch.compiler.is_compiling():      # dynamo takes the class for the one that StoredWeight claims
             return NoWeight(self, None if stored is None else stored.shape)
@@ -154,53 +154,54 @@ class PackedModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
                               missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
-        """Load all that is given, or where a tensor does not fit say so and load nothing.
+        """Loads all tensors of state_dict, or none where one does not fit, which error_msgs then says.
 
         torch would cast silently when it copies, and take any dtype when it assigns.  Raw bytes are 8-bit floats here, as in
         `wrap`, and 16-bit floats go into float32, where they mean the same numbers; no other dtype is converted.
         """
-        given: dict[str, Tensor] = {}
+        loaded: dict[str, Tensor] = {}
         wrong: list[str] = self._partial_stream_errors(state_dict, prefix)
-        there = {name: state_dict.get(prefix + own) for name, own in self._names.items()}
-        wanted = self.format.stored(self._packed.derive({name: each for name, each in there.items() if isinstance(each, Tensor)}))
+        present = {name: state_dict.get(prefix + own) for name, own in self._names.items()}
+        tensors = {name: tensor for name, tensor in present.items() if isinstance(tensor, Tensor)}
+        wanted = self.format.stored(self._packed.derive(tensors))
         for name, own in self._names.items():
             if prefix + own in state_dict:
                 tensor = _fitted(state_dict[prefix + own], *wanted[name])
                 if isinstance(tensor, str):
                     wrong.append(tensor.format(prefix + own))
                 else:
-                    given[name] = tensor
+                    loaded[name] = tensor
         try:
-            if given and not wrong and is_plain(*given.values()):
-                given |= self.format.unfilled(self._packed.derive(given))
-                self.format.checked(self._packed.derive({**self._own_shape(given), **given}))
+            if loaded and not wrong and is_plain(*loaded.values()):
+                loaded |= self.format.unfilled(self._packed.derive(loaded))
+                self.format.checked(self._packed.derive({**self._own_shape(loaded), **loaded}))
         except FormatError as error:
             wrong.append(f"{prefix[:-1] or type(self).__name__}: {error}")
         if wrong:
             error_msgs += wrong
             return
-        for name, tensor in given.items():
-            if tensor.shape != self._held()[name].shape:         # its size depends on the weights
-                room = torch.empty_like(tensor, device=self._held()[name].device)
+        for name, tensor in loaded.items():
+            if tensor.shape != self._stored_tensors()[name].shape:         # its size depends on the weights
+                room = torch.empty_like(tensor, device=self._stored_tensors()[name].device)
                 self.register_parameter(self._names[name], nn.Parameter(room, requires_grad=False))
         if not local_metadata.get("assign_to_params_buffers"):
-            given = {name: as_held(tensor, self._held()[name]) for name, tensor in given.items()}
-        fitted = {**state_dict, **{prefix + self._names[name]: tensor for name, tensor in given.items()}}
+            loaded = {name: as_bytes_like(tensor, self._stored_tensors()[name]) for name, tensor in loaded.items()}
+        fitted = {**state_dict, **{prefix + self._names[name]: tensor for name, tensor in loaded.items()}}
         super()._load_from_state_dict(fitted, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        self._look()
+        self._validate()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """As nn.Module does, of tensors in the dtypes that the checkpoint has, whoever cast them or whatever a device lacks."""
-        held = self._held()
-        if is_plain(*held.values()):
-            self._undo_casts(held)
+        """Saves as nn.Module does, in the dtypes of the checkpoint, even where tensors were cast or the device lacks a dtype."""
+        tensors = self._stored_tensors()
+        if is_plain(*tensors.values()):
+            self._undo_casts(tensors)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         dtypes = self._packed.dtypes
         for name, own in self._names.items():
             destination[prefix + own] = as_stored(destination[prefix + own], dtypes[name])
 
     def _partial_stream_errors(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-        """What is wrong with a state_dict that has some tensors of an entropy-coded weight and not the others."""
+        """Errors for a state_dict that has some tensors of an entropy-coded weight but not all."""
         keys = [prefix + own for own in self._names.values()]
         missing = [key for key in keys if key not in state_dict]
         if not self._packed.layout.streams or len(missing) in (0, len(keys)):
@@ -211,13 +212,13 @@ class PackedModule(nn.Module):
     def _own_shape(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The layer's own tensor that says the shape, where a state_dict does not have it."""
         name = self._packed.layout.shape
-        return {name: self._held()[name]} if name and name not in loaded else {}
+        return {name: self._stored_tensors()[name]} if name and name not in loaded else {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move stored tensors, and give them no other dtype: a scale or a code that is cast is another weight."""
         stored = {id(tensor): tensor.dtype for tensor in self._uncast_tensors()}
         dtypes = self._packed.dtypes
-        stored |= {id(tensor): dtypes[name] for name, tensor in self._held().items()}
+        stored |= {id(tensor): dtypes[name] for name, tensor in self._stored_tensors().items()}
 
         def guarded(tensor: Tensor) -> Tensor:
             if id(tensor) not in stored:
@@ -228,46 +229,46 @@ class PackedModule(nn.Module):
         super()._apply(guarded, recurse)  # type: ignore[no-untyped-call]
         shown = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
         self.compute_dtype = shown if shown.is_floating_point else self.compute_dtype
-        self._look()
+        self._validate()
         return self
 
     def _uncast_tensors(self) -> list[Tensor]:
         """The tensors that keep their dtypes when the layer is cast."""
-        return list(self._held().values())
+        return list(self._stored_tensors().values())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_parameters": picklable(self._parameters)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_parameters": unpickled(state["_parameters"])})  # type: ignore[no-untyped-call]
-        self._look()                                             # a copied tensor has lost its note
+        self._validate()                                         # a copied tensor has no note
 
-    def _look(self) -> None:
-        """Look at the tensors anew.  What is wrong with them is said when the layer is used: they may be yet to be filled."""
-        held, dtypes = self._held(), self._packed.dtypes
-        for name, tensor in held.items():
+    def _validate(self) -> None:
+        """Validates the tensors again.  Errors are raised when the layer is used, because tensors may not be filled yet."""
+        tensors, dtypes = self._stored_tensors(), self._packed.dtypes
+        for name, tensor in tensors.items():
             vars(tensor).pop("_noted", None)
             if is_float8(dtypes[name]):
                 self._dtypes[name] = dtype_on(tensor.device, dtypes[name])
-        if is_plain(*held.values()):
+        if is_plain(*tensors.values()):
             try:
-                self._note(held)
+                self._note(tensors)
             except FormatError:
                 return
 
-    def _note(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors, of which is kept what they say once they are looked at.  Raises FormatError for those that do not fit.
+    def _note(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Validates the tensors, records what they imply (order, finiteness, streams), and returns them.  Raises FormatError.
 
-        Without an index that nobody filled, as in `wrap`; it may be yet to be filled, and is looked at whenever it is used.
+        Without an index that nobody filled, as in `wrap`; it may not be filled yet, and is validated at every use.
         """
-        unfilled = self.format.unfilled(self._packed.derive(held))
-        found = self.format.checked(self._packed.derive({**held, **unfilled}))
-        on_gpu = found.device.type not in ("cpu", "meta")        # where kernels for matrix units ask for it, again and again
-        self._packed.known_finite = found.finite if on_gpu else None
-        self._packed.facts = found.facts
+        unfilled = self.format.unfilled(self._packed.derive(tensors))
+        checked = self.format.checked(self._packed.derive({**tensors, **unfilled}))
+        on_gpu = checked.device.type not in ("cpu", "meta")      # where kernels for matrix units ask for it, again and again
+        self._packed.known_finite = checked.finite if on_gpu else None
+        self._packed.stream_info = checked.stream_info
         self._packed.plan = self._packed.dense = None
-        filled = {name: tensor for name, tensor in held.items() if name not in unfilled}
-        _note(filled, found.in_order)
+        filled = {name: tensor for name, tensor in tensors.items() if name not in unfilled}
+        _note(filled, checked.in_order)
         return filled
 
     def _undo_casts(self, tensors: Mapping[str, Tensor]) -> None:
@@ -283,8 +284,8 @@ class PackedModule(nn.Module):
                     tensor.data = stored
 
 
-def _note(held: Mapping[str, Tensor], in_order: frozenset[str]) -> None:
-    for name, tensor in held.items():
+def _note(tensors: Mapping[str, Tensor], in_order: frozenset[str]) -> None:
+    for name, tensor in tensors.items():
         tensor._in_order, tensor._noted = name in in_order, _version(tensor)  # type: ignore[attr-defined]
 
 
@@ -293,8 +294,8 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _ordered(held: Mapping[str, Tensor]) -> frozenset[str]:
-    return frozenset([name for name, tensor in held.items() if getattr(tensor, "_in_order", False)])
+def _ordered(tensors: Mapping[str, Tensor]) -> frozenset[str]:
+    return frozenset([name for name, tensor in tensors.items() if getattr(tensor, "_in_order", False)])
 
 
 def _fitted(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | str:

@@ -1,4 +1,4 @@
-"""What `layer.weight` is in a packed layer: the shape, dtype and device of a dense weight, without its numbers."""
+"""The stand-in `layer.weight` of a packed layer: shape, dtype and device of a dense weight, without numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NoWeight:
     grad_fn = None
     is_leaf = True
     is_meta = True                                               # no numbers here: torch's initialisers then return at once
-    _is_hf_initialized = True                                    # the same, said to transformers
+    _is_hf_initialized = True                                    # the same for transformers
 
     def __init__(self, layer: PackedModule, shape: torch.Size | None = None) -> None:
         self._layer = layer

@@ -10,7 +10,7 @@ called by its name and its spec's digest, so that a saved program finds the same
 wherever, and no other format of that name.
 
 What torch cannot do with an operation of one's own: transforms of torch.func inside torch.compile (outside they work, by
-_Times below), and torch's older vmap, that of is_grads_batched.  Both say so.
+_Matmul below), and torch's older vmap, that of is_grads_batched.  Both say so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from qdsl.runtime.gpu.product import quick
 from qdsl.runtime.gpu.triton import on_device
 from qdsl.runtime.torch import eight
-from qdsl.runtime.torch.linear import _product, _transposed, as_stored, check_x, is_quantized
+from qdsl.runtime.torch.linear import as_stored, check_x, is_quantized, packed_linear, packed_matmul
 from qdsl.runtime.torch.private_apis import (
     PLAIN,
     gradient_kernel,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class WeightKey(NamedTuple):
-    """What a packed weight is, apart from its tensors.
+    """A packed weight's description: everything but its tensors.
 
     names: of the tensors.  finite: whether no code is NaN or infinite.  shape: 'NxK'.
     """
@@ -58,7 +58,7 @@ class WeightKey(NamedTuple):
     params: str
     names: str
     finite: bool
-    facts: str
+    stream_info: str
     shape: str
 
     @property
@@ -74,14 +74,14 @@ class WeightKey(NamedTuple):
     @property
     def text(self) -> str:
         """The argument of operations from which `read_key` reads the key again."""
-        return f"{self.format}|{self.storage}|{self.params}|{self.names}|{self.finite}|{self.facts}|{self.shape}"
+        return f"{self.format}|{self.storage}|{self.params}|{self.names}|{self.finite}|{self.stream_info}|{self.shape}"
 
 
 @lru_cache(maxsize=4096)
 def read_key(text: str) -> WeightKey:
     """The key of a weight from its text."""
-    format, storage, params, names, finite, facts, shape = text.split("|")
-    return WeightKey(format, storage, params, names, finite == "True", facts, shape)
+    format, storage, params, names, finite, stream_info, shape = text.split("|")
+    return WeightKey(format, storage, params, names, finite == "True", stream_info, shape)
 
 
 _formats: dict[str, Format] = {}
@@ -89,7 +89,7 @@ _unnamed = count(1)
 
 
 def register_format(format: Format, digest: str) -> str:
-    """What a format is called in operations; without a digest a word that no other format of this process has."""
+    """A format's name in operations; without a digest a name that no other format of this process has."""
     key = f"{format.name}@{digest or f'unnamed-{next(_unnamed)}'}"
     _formats[key] = format                                       # another module of the same spec may take its place
     return key
@@ -103,7 +103,7 @@ def weight_key(packed: PackedWeight) -> tuple[list[Tensor], WeightKey]:
     stored = {name: tensor for name, tensor in packed.tensors.items() if name not in spare}
     tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in stored.values()]
     return tensors, WeightKey(packed.format.key, packed.storage, packed.params_text, " ".join(stored), _is_finite(packed),
-                              packed.facts, packed.shape_text)
+                              packed.stream_info, packed.shape_text)
 
 
 def operands(packed: PackedWeight) -> tuple[list[Tensor], str]:
@@ -139,7 +139,7 @@ def packed_weight(tensors: Sequence[Tensor], weight: str) -> PackedWeight:
     key = read_key(weight)
     format, params = _format_of(key.format, key.params)
     return PackedWeight(format, key.storage, dict(zip(key.names.split(), tensors, strict=True)), (key.n, key.k), params,
-                        known_finite=key.finite, facts=key.facts)
+                        known_finite=key.finite, stream_info=key.stream_info)
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
@@ -166,9 +166,9 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: st
     if is_recorded():
         return _operation(x, packed, bias, False, mode)
     if is_differentiated(x, bias):
-        result: Tensor = _Times.apply(x, bias, packed, False, mode)  # type: ignore[no-untyped-call]
+        result: Tensor = _Matmul.apply(x, bias, packed, False, mode)  # type: ignore[no-untyped-call]
         return result
-    return _times(x, packed, bias, False, mode)
+    return _matmul(x, packed, bias, False, mode)
 
 
 def dequantize(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -186,12 +186,12 @@ def autocast(x: Tensor) -> Tensor:
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether these are numbers that are there to be computed with, and nothing watches how.
+    """Whether tensors have numbers, and no tracing, transform or dispatch mode must see the operation.
 
     Then an operation's work is done without the operation, whose dispatch costs some 10 us, and 40 with gradients.  Whatever
     wants to see the operation answers here first: torch.compile, torch.export and torch.jit.trace; make_fx, FakeTensorMode and
     every other dispatch mode; tensor subclasses, FakeTensor outside its mode among them; meta tensors.  The
-    answer errs towards the operation, which does the same.  (Transforms of torch.func end in plain tensors: see _Times.)
+    answer errs towards the operation, which does the same.  (Transforms of torch.func end in plain tensors: see _Matmul.)
     """
     if is_recorded() or is_in_torch_dispatch_mode():
         return False
@@ -205,82 +205,83 @@ def is_recorded() -> bool:
 
 
 def is_differentiated(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether autograd, forward mode or a transform of torch.func has to hear of the product."""
+    """Whether autograd, forward mode or a transform of torch.func must record the product."""
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return True
     return is_transformed()
 
 
-def _times(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, mode: str) -> Tensor:
-    """x [..., K] @ w.T + bias, or where `turned` x [..., N] @ w; without gradients."""
-    if not turned and (plan := packed.plan) is not None and is_direct(x, bias):    # within a product with gradients
+def _matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str) -> Tensor:
+    """x [..., K] @ w.T + bias, or where `transposed` x [..., N] @ w; without gradients."""
+    if not transposed and (plan := packed.plan) is not None and is_direct(x, bias):    # within a product with gradients
         out = quick(x, plan, plan.tensors_of(packed.tensors), bias, mode)
         if out is not None:
             return out
     compute = computed if is_plain(x, bias) else _operation
-    return compute(x, packed, bias, turned, mode)
+    return compute(x, packed, bias, transposed, mode)
 
 
-def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, mode: str = "") -> Tensor:
-    """The product itself, whatever watches: without the operation, without gradients."""
+def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str = "") -> Tensor:
+    """x [..., K] @ w.T + bias, or x [..., N] @ w where transposed: computed at once, without gradients."""
     if bias is not None and packed.layout.streams and x.dim() != 2 and not x.is_contiguous():
-        return computed(x, packed, None, turned, mode).add_(bias)   # as torch does, which then rounds the product before the sum
+        # As torch does: it rounds the product before it adds the bias.
+        return computed(x, packed, None, transposed, mode).add_(bias)
     with torch.no_grad(), on_device(x.device):                   # stored tensors that ask for gradients get none
         rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()    # K = 0 too
-        if not turned:
-            out = _product(*as_stored(rows, packed), bias, mode)
+        if not transposed:
+            out = packed_linear(*as_stored(rows, packed), bias, mode)
         elif packed.order is None:
-            out = _transposed(rows, packed)
+            out = packed_matmul(rows, packed)
         else:
-            out = _transposed(rows, packed.as_stored()).index_select(1, order.places(packed.order))
+            out = packed_matmul(rows, packed.as_stored()).index_select(1, order.places(packed.order))
         # Autograd refuses to change a view in place that was made without gradients, as `layer(x).add_(y)` would.
-        return out if x.dim() == 2 else torch.ops.aten._unsafe_view(out, (*x.shape[:-1], packed.shape[turned]))
+        return out if x.dim() == 2 else torch.ops.aten._unsafe_view(out, (*x.shape[:-1], packed.shape[transposed]))
 
 
-def _operation(x: Tensor, packed: PackedWeight, bias: Tensor | None, turned: bool, mode: str) -> Tensor:
+def _operation(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str) -> Tensor:
     tensors, weight = operands(packed)
-    result: Tensor = _transposed_linear(x, tensors, weight) if turned else _linear(x, tensors, bias, weight, mode)
+    result: Tensor = _transposed_linear(x, tensors, weight) if transposed else _linear(x, tensors, bias, weight, mode)
     return result
 
 
-class _Times(torch.autograd.Function):
+class _Matmul(torch.autograd.Function):
     """The product with its derivatives, for autograd and torch.func: linear in x, so that each direction is the other's.
 
     Derivatives of a quantized x are 1, as if it were not.
     """
 
     @staticmethod
-    def forward(x: Tensor, bias: Tensor | None, packed: PackedWeight, turned: bool, mode: str) -> Tensor:
-        return _times(x, packed, bias, turned, mode)
+    def forward(x: Tensor, bias: Tensor | None, packed: PackedWeight, transposed: bool, mode: str) -> Tensor:
+        return _matmul(x, packed, bias, transposed, mode)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, bias, ctx.packed, ctx.turned, _ = inputs
+        _, bias, ctx.packed, ctx.transposed, _ = inputs
         ctx.bias = None if bias is None else bias.dtype
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         to_x = to_bias = None
         if ctx.needs_input_grad[0]:
-            to_x = _Times.apply(gradients[0], None, ctx.packed, not ctx.turned, "")  # type: ignore[no-untyped-call]
+            to_x = _Matmul.apply(gradients[0], None, ctx.packed, not ctx.transposed, "")  # type: ignore[no-untyped-call]
         if ctx.needs_input_grad[1]:
             to_bias = _bias_gradient(gradients[0], ctx.bias)
         return to_x, to_bias, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, x: Tensor, bias: Tensor | None, *_: None) -> Tensor:
-        out: Tensor = _Times.apply(x, None, ctx.packed, ctx.turned, "")  # type: ignore[no-untyped-call]
+        out: Tensor = _Matmul.apply(x, None, ctx.packed, ctx.transposed, "")  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias.to(out.dtype)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, bias: Tensor | None, packed: PackedWeight, turned: bool,
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, bias: Tensor | None, packed: PackedWeight, transposed: bool,
              mode: str) -> tuple[Tensor, int]:
         """A batch of x is one more axis of x; a batch of biases is added afterwards, in the product's dtype."""
         of_x, of_bias, *_ = in_dims
         x = x.unsqueeze(0) if of_x is None else x.movedim(of_x, 0)
         if bias is None or of_bias is None:
-            return _Times.apply(x, bias, packed, turned, mode), 0  # type: ignore[no-untyped-call]
-        out: Tensor = _Times.apply(x, None, packed, turned, mode)  # type: ignore[no-untyped-call]
+            return _Matmul.apply(x, bias, packed, transposed, mode), 0  # type: ignore[no-untyped-call]
+        out: Tensor = _Matmul.apply(x, None, packed, transposed, mode)  # type: ignore[no-untyped-call]
         biases = bias.movedim(of_bias, 0).to(out.dtype)
         return out + biases.view(len(biases), *[1] * (out.dim() - 2), -1), 0
 
@@ -314,7 +315,7 @@ def _computed_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, 
 
 
 def _computed_transposed(x: Tensor, tensors: Sequence[Tensor], weight: str) -> Tensor:
-    return computed(x, packed_weight(tensors, weight), None, turned=True)
+    return computed(x, packed_weight(tensors, weight), None, transposed=True)
 
 
 def _computed_dequantize(tensors: Sequence[Tensor], weight: str, dtype: torch.dtype) -> Tensor:
@@ -339,7 +340,7 @@ def _empty_dequantize(tensors: Sequence[Tensor], weight: str, dtype: torch.dtype
 
 
 def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """What the gradients need: the packed tensors and what they are, never the weight."""
+    """Saves the packed tensors and their key for gradients, never the dense weight."""
     _, tensors, bias, ctx.weight, mode = inputs
     ctx.others = 1 + bool(mode)                                  # torch counts no argument that has its default
     ctx.bias = None if bias is None else bias.dtype

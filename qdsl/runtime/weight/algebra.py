@@ -53,9 +53,9 @@ def piece(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight
     if band is not None:
         return band
     if dim == "N" and packed.layout.streams and packed.device.type == "cpu":
-        opened = packed.open_rows(torch.arange(start, stop))     # rows of other ranks are not decoded
-        if opened is not None:
-            return _packed_again(Source.whole(opened))
+        decoded = packed.decode_rows(torch.arange(start, stop))  # rows of other ranks are not decoded
+        if decoded is not None:
+            return _packed_again(Source.whole(decoded))
     source = Source.whole(packed)
     source = Source(packed, source.rows[start:stop], 0, source.stop) if dim == "N" else Source(packed, source.rows, start, stop)
     borders = [border for border in (start, stop) if border != packed.shape[dim == "K"]]
@@ -232,7 +232,7 @@ def _check_alike(parts: Sequence[PackedWeight], dim: str) -> None:
 
 @dataclass
 class _Joint:
-    """Weights that are to be one, along a dim.  fields: those of every part, once they are needed."""
+    """Weights to join along a dim.  fields: those of every part, computed at first use."""
 
     parts: Sequence[PackedWeight]
     dim: str
@@ -269,8 +269,8 @@ class _Joint:
             tensors[name] = joined
         in_order = {name for name in tensors if all(name in part.in_order or name not in part.tensors for part in self.parts)}
         result = fullest.derive(tensors, self.shape, frozenset(in_order))
-        known = {part.known_finite for part in self.parts}
-        result.known_finite = False if False in known else None if None in known else True
+        finite = {part.known_finite for part in self.parts}
+        result.known_finite = False if False in finite else None if None in finite else True
         return result
 
     def _tensor(self, name: str) -> Tensor | None:

@@ -13,7 +13,7 @@ from qdsl.runtime.torch.private_apis import FakeTensor
 from qdsl.runtime.weight.device_dtypes import dtype_on
 
 CHUNK = 1 << 18                                                  # words at a time, which stay in a cache
-TURNED = 4097                                                    # times a word: its lowest bits 12 higher too
+SWAP_NIBBLES = 4097                                              # times a word: its lowest bits 12 higher too
 KEPT = 31 << 20                                                  # bytes
 
 # glibc gives the pages of what is freed back to the system, which has to clear others for the next tile; it keeps twice as much
@@ -70,8 +70,8 @@ def _spreads(width: int) -> Tensor:
     return torch.tensor(fields, dtype=torch.uint8, device="cpu").view(torch.int64 if width == 1 else torch.int32).flatten()
 
 
-def spread(bytes_: Tensor, width: int, *, turned: bool = False) -> Tensor:
-    """The fields of `width` bits of each byte along a new last axis, low bits first; those of 4 bits high bits first if turned.
+def spread(bytes_: Tensor, width: int, *, high_first: bool = False) -> Tensor:
+    """The fields of `width` bits of each byte along a new last axis, low bits first.
 
     Operations on whole words are several times as fast as cutting each field.
     """
@@ -79,24 +79,24 @@ def spread(bytes_: Tensor, width: int, *, turned: bool = False) -> Tensor:
         return bytes_.new_empty((*bytes_.shape, 8 // width))
     if isinstance(bytes_, FakeTensor) or bytes_.device.type != "cpu":        # a compiler works field by field
         places = range(0, 8, width)
-        return torch.stack([bytes_ >> at & (1 << width) - 1 for at in (reversed(places) if turned else places)], -1)
+        return torch.stack([bytes_ >> at & (1 << width) - 1 for at in (reversed(places) if high_first else places)], -1)
     if width == 4:
         words = bytes_.to(torch.int16, memory_format=torch.contiguous_format)
-        words = words * TURNED >> 4 if turned else words.bitwise_or_(words * 16)
+        words = words * SWAP_NIBBLES >> 4 if high_first else words.bitwise_or_(words * 16)
         return words.bitwise_and_(0x0F0F).view(torch.uint8).view(*bytes_.shape, 2)
     words = _spreads(width).index_select(0, bytes_.flatten().to(torch.int32))
     return words.view(torch.uint8).view(*bytes_.shape, 8 // width)
 
 
-def joined(fields: Tensor, width: int, *, turned: bool = False) -> Tensor:
+def joined(fields: Tensor, width: int, *, high_first: bool = False) -> Tensor:
     """The inverse of spread: bytes of 8 // width neighbours along the last axis, uint8 whose bits from `width` on are 0."""
     count = 8 // width
     words = as_type(fields, {2: torch.int16, 4: torch.int32, 8: torch.int64}[count])
-    places = TURNED if turned else sum(1 << 8 * (count - 1) - (8 - width) * i for i in range(count))
-    found = empty(words.shape, torch.uint8, words.device)
-    for part, into in zip(torch.split(words.flatten(), CHUNK), torch.split(found.view(-1), CHUNK), strict=True):
+    places = SWAP_NIBBLES if high_first else sum(1 << 8 * (count - 1) - (8 - width) * i for i in range(count))
+    packed = empty(words.shape, torch.uint8, words.device)
+    for part, into in zip(torch.split(words.flatten(), CHUNK), torch.split(packed.view(-1), CHUNK), strict=True):
         into.copy_((part * places).bitwise_right_shift_(8 * (count - 1)))     # no two of the products' bits meet
-    return found
+    return packed
 
 
 def pad(field: Tensor, amounts: Sequence[int]) -> Tensor:

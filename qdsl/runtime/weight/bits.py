@@ -59,15 +59,15 @@ class Placed:
 
 @cache
 def pieces(texts: tuple[str, ...]) -> tuple[Piece, ...]:
-    """What a tensor's bits are said to be."""
-    found: list[Piece] = []
+    """The pieces that texts such as those of Stored.bits describe, parsed."""
+    parsed: list[Piece] = []
     for part in texts:
         match = PIECE.fullmatch(part)
         assert match is not None, part
         coordinates = match["coordinates"].split(", ") if match["coordinates"] else []
-        found.append(Piece(match["field"], int(match["lo"] or 0), int(match["width"] or 0), int(match["start"] or 0),
-                           tuple(tuple(map(_digit, each.split())) for each in coordinates)))
-    return tuple(found)
+        parsed.append(Piece(match["field"], int(match["lo"] or 0), int(match["width"] or 0), int(match["start"] or 0),
+                           tuple(tuple(map(_digit, digits.split())) for digits in coordinates)))
+    return tuple(parsed)
 
 
 def _digit(text: str) -> Digit:
@@ -84,9 +84,9 @@ def place(piece: Piece, shape: Sequence[int], bits: int, extents: Sequence[int])
     strides = [bits * math.prod(shape[axis + 1:]) for axis in range(len(shape))]
     coordinates: list[tuple[tuple[int, int], ...]] = []
     for digits, extent in zip(piece.coordinates, extents, strict=True):
-        known = math.prod(digit.extent or 1 for digit in digits)
-        if extent % known or (extent != known and all(digit.extent for digit in digits)):
+        elements = math.prod(digit.extent or 1 for digit in digits)
+        if extent % elements or (extent != elements and all(digit.extent for digit in digits)):
             return None
         steps = [digit.step * (1 if digit.axis is None else strides[digit.axis]) for digit in digits]
-        coordinates.append(tuple((digit.extent or extent // known, step) for digit, step in zip(digits, steps, strict=True)))
+        coordinates.append(tuple((digit.extent or extent // elements, step) for digit, step in zip(digits, steps, strict=True)))
     return Placed(piece.start, bits * math.prod(shape), tuple(coordinates))

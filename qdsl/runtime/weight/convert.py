@@ -21,7 +21,7 @@ from qdsl.runtime.weight import order, tiles, transpose
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.bits import Piece, Placed, pieces, place
 from qdsl.runtime.weight.layout import Storage
-from qdsl.runtime.weight.packed import PackedWeight, said
+from qdsl.runtime.weight.packed import PackedWeight, shape_tensor
 
 if TYPE_CHECKING:
     from qdsl.runtime.weight.format import Format
@@ -32,9 +32,9 @@ def convert(format: Format, packed: PackedWeight, storage: str) -> dict[str, Ten
     other = PackedWeight(format, storage, {}, packed.shape, packed.params)
     index = {name for name, field in packed.variant.fields.items() if field.groups is not None}
     fixed = {*other.layout.where} - {*packed.layout.where} - index             # what the other storage holds one value of
-    found = ({} if fixed else by_words(format, packed, other)) or by_fields(format, packed, other)
+    tensors = ({} if fixed else by_words(format, packed, other)) or by_fields(format, packed, other)
     left = omitted(packed, other.layout)
-    return {name: tensor for name, tensor in found.items() if name not in left}
+    return {name: tensor for name, tensor in tensors.items() if name not in left}
 
 
 def with_indices(packed: PackedWeight) -> PackedWeight:
@@ -57,26 +57,26 @@ def omitted(packed: PackedWeight, layout: Storage) -> set[str]:
 
 
 def usual(packed: PackedWeight, names: Collection[str]) -> set[str]:
-    """Those of some fields that have in all of a weight what they have where their tensor is missing."""
-    fields = unpacked(packed, lambda held: held.isdisjoint(names))
+    """Those of some fields that have their default in all of a weight."""
+    fields = unpacked(packed, lambda stored_fields: stored_fields.isdisjoint(names))
     return {name for name in names
             if name not in fields or packed.format.is_default(packed.variant, name, fields[name], packed.sizes)}
 
 
-def unpacked(packed: PackedWeight, spared: Callable[[set[str]], bool]) -> dict[str, Tensor]:
-    """The fields of a weight; those of tensors that hold none but such as may be spared are without numbers, on meta."""
-    given: list[Tensor | None] = []
+def unpacked(packed: PackedWeight, may_skip: Callable[[set[str]], bool]) -> dict[str, Tensor]:
+    """The fields of a weight; tensors for whose fields may_skip is true are on meta, and so are their fields."""
+    operands: list[Tensor | None] = []
     for name in packed.layout.coded:
-        tensor, held = packed.tensors.get(name), {piece.field for piece in pieces(packed.layout.tensors[name].bits)}
-        given.append(tensor.to("meta") if tensor is not None and held and spared(held) else tensor)
-    return packed.layout.fields_of(given, packed.extents)
+        tensor, stored_fields = packed.tensors.get(name), {piece.field for piece in pieces(packed.layout.tensors[name].bits)}
+        operands.append(tensor.to("meta") if tensor is not None and stored_fields and may_skip(stored_fields) else tensor)
+    return packed.layout.fields_of(operands, packed.extents)
 
 
 def default_tensors(weight: PackedWeight, names: Collection[str]) -> dict[str, Tensor]:
     """Optional tensors of a weight that has none of these, as their defaults would be stored."""
     if not names:
         return {}
-    fields: dict[str, Tensor] = unpacked(weight, lambda held: True)      # without numbers, for their shapes
+    fields: dict[str, Tensor] = unpacked(weight, lambda stored_fields: True)      # without numbers, for their shapes
     for name in names:
         own = str(weight.layout.tensors[name].optional)
         fields[own] = weight.format.default(weight.variant, own, weight.shape, weight.params, weight.device)
@@ -88,30 +88,31 @@ def default_tensors(weight: PackedWeight, names: Collection[str]) -> dict[str, T
 # -- by words ---------------------------------------------------------------------------------------------------------
 
 
-def by_words(format: Format, packed: PackedWeight, other: PackedWeight, turned: Turned | None = None) -> dict[str, Tensor]:
+def by_words(format: Format, packed: PackedWeight, other: PackedWeight, changed: ChangedFields | None = None,
+             ) -> dict[str, Tensor]:
     """The tensors of the storage of `other`, most of them moved by words; none where that is no way to make them.
 
-    turned: where `other` is of another format, what becomes of fields that do not keep their bits.
+    changed: where `other` is of another format, what becomes of fields that do not keep their bits.
     """
     ordered = _ordered(packed, other)
     if ordered is None or not math.prod(packed.shape) or packed.layout.streams or other.layout.streams:
         return {}                                                # bits of an entropy code lie anywhere
-    found, columns = ordered
-    change = _Change(packed, other, format.stored(other), columns, turned)
+    moved, columns = ordered
+    change = _Change(packed, other, format.stored(other), columns, changed)
     for name in change.wanted:
-        if name not in found and (tensor := change.tensor(name)) is not None:
-            found[name] = tensor
-    left = change.left(found)
-    if left and (change.moves(left) or change.size(left) > sum(tensor.nbytes for tensor in found.values())):
+        if name not in moved and (tensor := change.tensor(name)) is not None:
+            moved[name] = tensor
+    left = change.left(moved)
+    if left and (change.moves(left) or change.size(left) > sum(tensor.nbytes for tensor in moved.values())):
         return {}
-    found.update(change.rest(found) if left else {})
-    return _saying({name: found[name] for name in other.layout.tensors if name in found}, other)
+    moved.update(change.remaining_tensors(moved) if left else {})
+    return _with_shape({name: moved[name] for name in other.layout.tensors if name in moved}, other)
 
 
-def _saying(tensors: dict[str, Tensor], other: PackedWeight) -> dict[str, Tensor]:
-    """With the tensor that says the shape, where the storage has one."""
+def _with_shape(tensors: dict[str, Tensor], other: PackedWeight) -> dict[str, Tensor]:
+    """Adds the tensor that stores the shape, where the storage has one."""
     device = next(iter(tensors.values())).device
-    return {**tensors, other.layout.shape: said(other.shape, device)} if other.layout.shape else tensors
+    return {**tensors, other.layout.shape: shape_tensor(other.shape, device)} if other.layout.shape else tensors
 
 
 def _ordered(packed: PackedWeight, other: PackedWeight) -> tuple[dict[str, Tensor], Tensor | None] | None:
@@ -130,8 +131,8 @@ def _ordered(packed: PackedWeight, other: PackedWeight) -> tuple[dict[str, Tenso
         return {}, None
     if not other.layout.order or order.uneven(packed.tensors[index[0]], group):
         return None
-    found = order.by_groups(packed.tensors[index[0]])
-    return {other.layout.order: found}, found.long()
+    by_group = order.by_groups(packed.tensors[index[0]])
+    return {other.layout.order: by_group}, by_group.long()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +147,14 @@ class _Move:
 
     @property
     def plan(self) -> transpose.Plan:
-        made = transpose.plan(self.source, self.result, self.width)
-        assert made is not None
-        return made
+        plan = transpose.plan(self.source, self.result, self.width)
+        assert plan is not None
+        return plan
 
 
 @dataclass
-class Turned:
-    """Fields of one format as those of another: `kept` keep their bits, and `all` makes all of them, kept ones too."""
+class ChangedFields:
+    """Conversion of the fields of one format to those of another: `kept` keep their bits; `all` returns all, kept ones too."""
 
     kept: Collection[str]
     all: Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -161,17 +162,17 @@ class Turned:
 
 @dataclass
 class _Change:
-    """From one storage to another, whose tensors are `wanted`; columns: where each column is stored now, if they move."""
+    """A change of storage to one with the tensors `wanted`.  columns: where the source stores every column, if they move."""
 
     packed: PackedWeight
     other: PackedWeight
     wanted: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     columns: Tensor | None
-    turned: Turned | None
+    changed: ChangedFields | None
 
     @cached_property
-    def held(self) -> dict[str, tuple[Piece, ...]]:
-        """What the tensors of the source hold; nothing, of those whose bits do not lie at digits."""
+    def source_pieces(self) -> dict[str, tuple[Piece, ...]]:
+        """The pieces of the source's tensors; none for tensors whose bits do not lie at digits."""
         return {name: pieces(self.packed.layout.tensors[name].bits) for name in self.packed.tensors
                 if name not in (self.packed.layout.order, self.packed.layout.shape)}
 
@@ -179,30 +180,31 @@ class _Change:
         """A tensor of the result; None where moves of words do not make it."""
         stored, (dtype, shape) = self.other.layout.tensors[name], self.wanted[name]
         moves = [self._move(piece, name) for piece in pieces(stored.bits)]
-        known = [move for move in moves if move is not None]
-        if not known or len(known) < len(moves) or (len(known) > 1 and not all(_is_whole(move.plan) for move in known)):
+        moved = [move for move in moves if move is not None]
+        if not moved or len(moved) < len(moves) or (len(moved) > 1 and not all(_is_whole(move.plan) for move in moved)):
             return None
-        one = known[0]
+        one = moved[0]
         before = self.packed.tensors[one.by]
         adds = self.packed.layout.tensors[one.by].adds
-        if len(known) == 1 and one.source == one.result and not one.moves and adds == stored.adds \
+        if len(moved) == 1 and one.source == one.result and not one.moves and adds == stored.adds \
                 and (before.dtype, tuple(before.shape)) == (dtype, shape) and before.is_contiguous():
             return before
-        filled = sum(move.plan.filled for move in known) == 8 * dtype.itemsize * math.prod(shape)
-        made = empty(shape, dtype, before.device)
+        filled = sum(move.plan.filled for move in moved) == 8 * dtype.itemsize * math.prod(shape)
+        filled_tensor = empty(shape, dtype, before.device)
         if not filled:
-            made.view(torch.uint8).zero_()
-        if not all(self._fill(made, move) for move in known):
+            filled_tensor.view(torch.uint8).zero_()
+        if not all(self._fill(filled_tensor, move) for move in moved):
             return None
-        return made.add_(stored.adds) if stored.adds else made
+        return filled_tensor.add_(stored.adds) if stored.adds else filled_tensor
 
     def _move(self, piece: Piece, name: str) -> _Move | None:
-        by, before = next(((by, each) for by, held in self.held.items() for each in held if each.key == piece.key), ("", piece))
-        if not by or (self.turned is not None and piece.field not in self.turned.kept):
+        sources = ((name, source) for name, stored_pieces in self.source_pieces.items() for source in stored_pieces)
+        by, before = next(((name, source) for name, source in sources if source.key == piece.key), ("", piece))
+        if not by or (self.changed is not None and piece.field not in self.changed.kept):
             return None
         field = self.packed.variant.fields[piece.field]
-        known = number(str(self.packed.params.get(field.type, field.type)))
-        width = piece.width or (known.bits if known is not None else 32)
+        kind = number(str(self.packed.params.get(field.type, field.type)))
+        width = piece.width or (kind.bits if kind is not None else 32)
         sizes = self.packed.sizes
         extents = [axis.rounded(*self.packed.shape, sizes) for axis in field.axes]
         tensor, (dtype, shape) = self.packed.tensors[by], self.wanted[name]
@@ -213,13 +215,13 @@ class _Change:
         moves = self.columns is not None and any(axis.text == "K" for axis in field.axes)
         return _Move(by, source, result, width, moves)
 
-    def _fill(self, made: Tensor, move: _Move) -> bool:
+    def _fill(self, into: Tensor, move: _Move) -> bool:
         tensor = self.packed.tensors[move.by].contiguous()
         adds = self.packed.layout.tensors[move.by].adds
         tensor = tensor - adds if adds else tensor
         if move.moves and self.columns is not None:
-            return transpose.gather(move.source, move.result, move.width, self.columns, tensor, made)
-        transpose.move(move.plan, tensor, made)
+            return transpose.gather(move.source, move.result, move.width, self.columns, tensor, into)
+        transpose.move(move.plan, tensor, into)
         return True
 
     # -- what is left -------------------------------------------------------------------------------------------------
@@ -227,34 +229,34 @@ class _Change:
     def left(self, moved: Mapping[str, Tensor]) -> list[str]:
         """Tensors that are made from fields: those that the result must have, and those whose fields are there to be stored."""
         used = {piece.field for name in moved for piece in pieces(self.other.layout.tensors[name].bits)}
-        open_ = any(not held or not {piece.field for piece in held} <= used | set(self.other.layout.where)
-                    for held in self.held.values())
-        known = {*moved, self.other.layout.order, self.other.layout.shape}
-        return [name for name in self.wanted if name not in known and (open_ or not self.other.layout.tensors[name].optional)]
+        open_ = any(not stored_pieces or not {piece.field for piece in stored_pieces} <= used | set(self.other.layout.where)
+                    for stored_pieces in self.source_pieces.values())
+        done = {*moved, self.other.layout.order, self.other.layout.shape}
+        return [name for name in self.wanted if name not in done and (open_ or not self.other.layout.tensors[name].optional)]
 
     def moves(self, names: Sequence[str]) -> bool:
         """Whether columns move in these tensors of the result."""
         fields = {piece.field for name in names for piece in pieces(self.other.layout.tensors[name].bits)}
-        known = all(self.other.layout.tensors[name].bits for name in names)
-        return self.columns is not None and not (known and not any(
+        have_bits = all(self.other.layout.tensors[name].bits for name in names)
+        return self.columns is not None and not (have_bits and not any(
             axis.text == "K" for field in fields for axis in self.other.variant.fields[field].axes))
 
     def size(self, names: Sequence[str]) -> int:
         """Bytes of tensors of the result."""
         return sum(math.prod(self.wanted[name][1]) * self.wanted[name][0].itemsize for name in names)
 
-    def rest(self, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors that are left, by way of their fields; what is moved is without numbers there."""
+    def remaining_tensors(self, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors that moves of words did not fill, packed from fields.  Fields of moved tensors are on meta."""
         done = {piece.field for name in moved for piece in pieces(self.other.layout.tensors[name].bits)}
-        fields = unpacked(self.packed, lambda held: held <= done)
+        fields = unpacked(self.packed, lambda stored_fields: stored_fields <= done)
         packed = self.packed
         fields |= {name: packed.format.default(packed.variant, name, packed.shape, packed.params, packed.device)
-                   for name in self.other.layout.always if name not in fields and self.turned is None}
-        if self.turned is not None:
-            fields = {name: field.to("meta") if name in done else field for name, field in self.turned.all(fields).items()}
-        made = self.other.layout.tensors_of({name: fields.get(name) for name in self.other.variant.fields
+                   for name in self.other.layout.always if name not in fields and self.changed is None}
+        if self.changed is not None:
+            fields = {name: field.to("meta") if name in done else field for name, field in self.changed.all(fields).items()}
+        remaining = self.other.layout.tensors_of({name: fields.get(name) for name in self.other.variant.fields
                                              if name not in self.other.layout.where}, self.packed.extents)
-        return {name: tensor.contiguous() for name, tensor in made.items() if name not in moved}
+        return {name: tensor.contiguous() for name, tensor in remaining.items() if name not in moved}
 
 
 def _is_whole(plan: transpose.Plan) -> bool:
@@ -282,14 +284,14 @@ def in_rows(packed: PackedWeight, other: PackedWeight, make: Callable[[PackedWei
     rows = max(1, tiles.TILE // max(1, k) // max(1, least)) * max(1, least)
     if rows >= n:
         return make(packed, 0).tensors
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for start in range(0, n, rows):
         stop = min(n, start + rows)
         part = make(packed.cut("N", start, stop), start)
         wanted = other.format.stored(other)
-        found = found or {name: torch.empty(wanted[name][1], dtype=tensor.dtype, device=tensor.device)
+        tensors = tensors or {name: torch.empty(wanted[name][1], dtype=tensor.dtype, device=tensor.device)
                           for name, tensor in part.tensors.items()}
-        into = part.derive(found, packed.shape).cut("N", start, stop)
+        into = part.derive(tensors, packed.shape).cut("N", start, stop)
         for name, tensor in part.tensors.items():
             into.tensors[name].copy_(tensor)
-    return _saying(found, other)
+    return _with_shape(tensors, other)

@@ -2,7 +2,7 @@
 
 GGML's MXFP4 and OCP's are two formats because code 8 is +0 in one and -0 in the other, and a scale of 255 is 2^127 and NaN; all
 other codes mean the same.  GPTQ's (q - z) * s is (q - 8) * s + (8 - z) * s, as torch's int4pack stores it, where floats hold
-that.  What holds is looked at number by number, and what does not is refused.
+that.  Every number is compared, and a weight of which one would change is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 WIDEST = "f32"
 
 
-def adopt(format: Format, packed: PackedWeight, storage: str, wanted: Mapping[str, int | str],
+def convert_format(format: Format, packed: PackedWeight, storage: str, wanted: Mapping[str, int | str],
           ) -> tuple[dict[str, Tensor], dict[str, int | str]]:
     """The codes of `packed`, a weight of another format or of other parameters, as tensors of a storage of `format`, and its
     parameters.
@@ -40,9 +40,9 @@ def adopt(format: Format, packed: PackedWeight, storage: str, wanted: Mapping[st
     for params in _choices(format, packed, wanted):
         try:
             format.storage(storage, params)
-            tensors = _Adoption(format, packed, storage, params).tensors()
-            made = PackedWeight(format, storage, tensors, packed.shape, params)
-            left = convert.omitted(made, made.layout)
+            tensors = _Conversion(format, packed, storage, params).tensors()
+            converted = PackedWeight(format, storage, tensors, packed.shape, params)
+            left = convert.omitted(converted, converted.layout)
             return {name: tensor for name, tensor in tensors.items() if name not in left}, params
         except FormatError as error:
             failed = failed or error
@@ -72,7 +72,7 @@ def _choices(format: Format, packed: PackedWeight, wanted: Mapping[str, int | st
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """What becomes of a field: it keeps its bits, or its numbers, or is what the weight is at a code.
+    """How a field is converted: it keeps its bits, or its numbers, or becomes the value of the weight at a code.
 
     choices: how many values a field of integers has; of these it takes the one that makes the weight at the code what it was.
     """
@@ -83,8 +83,8 @@ class _Way:
     choices: int = 0
 
 
-class _Adoption:
-    """The weight of another format, and what its fields become."""
+class _Conversion:
+    """A conversion of a weight to another format, field by field."""
 
     def __init__(self, format: Format, packed: PackedWeight, storage: str, params: Mapping[str, int | str]) -> None:
         self.packed = packed
@@ -100,20 +100,20 @@ class _Adoption:
     def tensors(self) -> dict[str, Tensor]:
         if self._blocks() is not None:
             code = str(_code(self.packed.variant))
-            blocks = convert.unpacked(self.packed, lambda held: held <= {code})
+            blocks = convert.unpacked(self.packed, lambda stored_fields: stored_fields <= {code})
             if self._agrees(blocks):
-                turned = convert.Turned({name for name, way in self.ways.items() if way.bits},
-                                        lambda fields: self._made(self.packed, {**blocks, code: fields[code]}))
-                made = convert.by_words(self.other.format, self.packed, self.other, turned)
-                if made:
-                    return made
+                changed = convert.ChangedFields({name for name, way in self.ways.items() if way.bits},
+                                        lambda fields: self._converted(self.packed, {**blocks, code: fields[code]}))
+                tensors = convert.by_words(self.other.format, self.packed, self.other, changed)
+                if tensors:
+                    return tensors
         return convert.in_rows(self.packed, self.other, self._part)          # perhaps the weight has no code that differs
 
     def _part(self, part: PackedWeight, start: int) -> PackedWeight:
-        fields = self._made(part, part.format.unpack(part))
-        made = self.other.format.pack(fields, storage=self.other.storage, **self.other.params)
-        _check_equal(part, made, start)
-        return made
+        fields = self._converted(part, part.format.unpack(part))
+        converted = self.other.format.pack(fields, storage=self.other.storage, **self.other.params)
+        _check_equal(part, converted, start)
+        return converted
 
     # -- fields -------------------------------------------------------------------------------------------------------
 
@@ -122,49 +122,49 @@ class _Adoption:
         names = self.other.format.name, self.packed.format.name
         if own.keys() != other.keys():
             raise FormatError(f"{names[1]} has fields {', '.join(other)}; {names[0]} has {', '.join(own)}")
-        found: dict[str, _Way] = {}
+        ways: dict[str, _Way] = {}
         for name, field in own.items():
-            kinds = [str(each.params.get(of.type, of.type)) for each, of in ((self.other, field), (self.packed, other[name]))]
+            kinds = [str(weight.params.get(of.type, of.type)) for weight, of in ((self.other, field), (self.packed, other[name]))]
             dtype, alike = torch_dtype(kinds[0]), _steps(field) == _steps(other[name])
             floats = set(kinds) <= FLOATS.keys()
             if alike and (kinds[0] == kinds[1] or (not floats and _bits(kinds[0]) == _bits(kinds[1]))):
-                found[name] = _Way(dtype, bits=True)
+                ways[name] = _Way(dtype, bits=True)
             elif alike and floats:
-                found[name] = _Way(dtype)
+                ways[name] = _Way(dtype)
             elif self._blocks() is not None and (code := _code_of(self.other, name)) is not None:
-                found[name] = _Way(dtype, code=code)
+                ways[name] = _Way(dtype, code=code)
             elif self._blocks() is not None and _choices_of(kinds[0]) and (code := _code_of(self.packed, name)) is not None:
-                found[name] = _Way(dtype, code=code, choices=_choices_of(kinds[0]))
+                ways[name] = _Way(dtype, code=code, choices=_choices_of(kinds[0]))
             else:
                 raise FormatError(f"'{name}' is {kinds[1]} [{_text(other[name])}] in {names[1]} and {kinds[0]} [{_text(field)}] "
                                   f"in {names[0]}")
-        return found
+        return ways
 
-    def _made(self, part: PackedWeight, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _converted(self, part: PackedWeight, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The fields of the other format, of rows of the weight."""
-        found: dict[str, Tensor] = {}
+        converted: dict[str, Tensor] = {}
         for name, way in self.ways.items():
             if way.choices:
                 continue
             if way.code is not None:
-                found[name] = _at(part, fields, way.code).to(way.dtype)
+                converted[name] = _at(part, fields, way.code).to(way.dtype)
                 continue
             default = part.variant.defaults.get(name)
             value = fields[name] if name in fields or default is None else \
                 part.format.default(part.variant, name, part.shape, part.params, part.device)
-            found[name] = value.view(way.dtype) if way.bits else value.to(way.dtype)
-        found |= {name: self._solved(way, name, found, fields[name]) for name, way in self.ways.items() if way.choices}
+            converted[name] = value.view(way.dtype) if way.bits else value.to(way.dtype)
+        converted |= {name: self._solved(way, name, converted, fields[name]) for name, way in self.ways.items() if way.choices}
         index = {name: fields[name] for name, field in self.other.variant.fields.items() if field.groups and name in fields}
-        return {**found, **index}
+        return {**converted, **index}
 
-    def _solved(self, way: _Way, name: str, made: Mapping[str, Tensor], wanted: Tensor) -> Tensor:
+    def _solved(self, way: _Way, name: str, converted: Mapping[str, Tensor], wanted: Tensor) -> Tensor:
         """A field of integers with which the weight at a code is `wanted`; the middle one where several or none are such."""
         assert way.code is not None
         first = way.choices // 2
         solved = torch.full(wanted.shape, first, dtype=way.dtype, device=wanted.device)
         is_open = torch.ones(wanted.shape, dtype=torch.bool, device=wanted.device)
         for choice in sorted(range(way.choices), key=lambda choice: abs(choice - first)):
-            fits = is_open & (_at(self.other, {**made, name: torch.full_like(solved, choice)}, way.code) == wanted)
+            fits = is_open & (_at(self.other, {**converted, name: torch.full_like(solved, choice)}, way.code) == wanted)
             solved[fits] = choice
             is_open &= ~fits
             if not bool(is_open.any()):
@@ -175,20 +175,20 @@ class _Adoption:
 
     def _blocks(self) -> list[tuple[str, tuple[int | str, ...]]] | None:
         """The axes that all fields but the code have in both formats, by blocks of K whose size is a parameter; else None."""
-        axes = [_steps(field) for each in (self.packed, self.other) for name, field in _fields(each.variant).items()
-                if name != _code(each.variant)]
-        same = bool(axes) and all(each == axes[0] for each in axes) and None not in map(_code, (self.packed.variant,
+        axes = [_steps(field) for weight in (self.packed, self.other) for name, field in _fields(weight.variant).items()
+                if name != _code(weight.variant)]
+        same = bool(axes) and all(steps == axes[0] for steps in axes) and None not in map(_code, (self.packed.variant,
                                                                                                self.other.variant))
         whole = same and [dim for dim, _ in axes[0]] == ["N", "K"] and not axes[0][0][1]
         return axes[0] if whole and any(isinstance(step, str) for step in axes[0][1][1]) else None
 
     def _agrees(self, fields: dict[str, Tensor]) -> bool:
         """Whether every code of every block is the same number in both formats; the field of codes need have no numbers."""
-        made = self._made(self.packed, fields)
-        sides = [(part, {name: _ready(value) for name, value in each.items()})
-                 for part, each in ((self.packed, fields), (self.other, made))]
+        converted = self._converted(self.packed, fields)
+        sides = [(part, {name: _ready(value) for name, value in values.items()})
+                 for part, values in ((self.packed, fields), (self.other, converted))]
         for code in range(_count(self.packed.variant)):
-            before, after = (_at(part, each, code) for part, each in sides)
+            before, after = (_at(part, values, code) for part, values in sides)
             if not torch.equal(before, after) and bool(_wrong(before, after).any()):
                 return False
         return True
@@ -201,9 +201,9 @@ def _fields(variant: Variant) -> dict[str, Field]:
 
 def _code(variant: Variant) -> str | None:
     """The field that each weight has for itself, where there is one, of codes."""
-    found = [name for name, field in _fields(variant).items() if _steps(field) == [("N", ()), ("K", ())]]
-    kind = number(variant.fields[found[0]].type) if len(found) == 1 else None
-    return found[0] if kind is not None and not kind.is_float and kind.kind == "unsigned" and kind.bits <= 8 else None
+    codes = [name for name, field in _fields(variant).items() if _steps(field) == [("N", ()), ("K", ())]]
+    kind = number(variant.fields[codes[0]].type) if len(codes) == 1 else None
+    return codes[0] if kind is not None and not kind.is_float and kind.kind == "unsigned" and kind.bits <= 8 else None
 
 
 def _ready(value: Tensor) -> Tensor:
@@ -228,9 +228,9 @@ def _at(part: PackedWeight, fields: Mapping[str, Tensor], code: int) -> Tensor:
 
 def _choices_of(kind: str) -> int:
     """How many values a type of unsigned integers of up to 8 bits has; 0 for other types."""
-    known = number(kind)
-    is_small = known is not None and not known.is_float and known.kind == "unsigned" and known.bits <= 8
-    return 1 << known.bits if known is not None and is_small else 0
+    scalar = number(kind)
+    is_small = scalar is not None and not scalar.is_float and scalar.kind == "unsigned" and scalar.bits <= 8
+    return 1 << scalar.bits if scalar is not None and is_small else 0
 
 
 def _code_of(packed: PackedWeight, name: str) -> int | None:
@@ -241,34 +241,34 @@ def _code_of(packed: PackedWeight, name: str) -> int | None:
 @cache
 def _code_at(format: Format, params: tuple[tuple[str, int | str], ...], name: str) -> int | None:
     """As _code_of: by trying two numbers for each field."""
-    given = dict(params)
-    variant = format.variant(given)
+    values = dict(params)
+    variant = format.variant(values)
     code = str(_code(variant))
     floats = [key for key in _fields(variant) if key != code]
-    kinds = {str(given.get(kind, kind)) for kind in (variant.fields[key].type for key in floats)}
+    kinds = {str(values.get(kind, kind)) for kind in (variant.fields[key].type for key in floats)}
     if name == code or not kinds <= FLOATS.keys():
         return None
     codes = torch.arange(_count(variant), dtype=torch.uint8, device="cpu").view(-1, 1)
-    found = torch.ones(len(codes), dtype=torch.bool, device="cpu")
+    matches = torch.ones(len(codes), dtype=torch.bool, device="cpu")
     for turn in (1.0, 2.5):
         fields = {key: torch.full(codes.shape, turn * (0.75 + i), device="cpu") for i, key in enumerate(floats)}
-        found &= (variant.decode(**fields, **{code: codes}) == fields[name])[:, 0]
-    return int(found.byte().argmax()) if bool(found.any()) else None
+        matches &= (variant.decode(**fields, **{code: codes}) == fields[name])[:, 0]
+    return int(matches.byte().argmax()) if bool(matches.any()) else None
 
 
 def _bits(kind: str) -> tuple[int, int]:
-    """Of a type, and of the dtype in which it is held."""
-    known = number(kind)
-    return 0 if known is None else known.bits, torch_dtype(kind).itemsize
+    """The bits of a type, and the bytes of the dtype that stores it."""
+    scalar = number(kind)
+    return 0 if scalar is None else scalar.bits, torch_dtype(kind).itemsize
 
 
 def _steps(field: Field) -> list[tuple[str, tuple[int | str, ...]]]:
-    """What its axes run along, and in which steps."""
-    return [(each.dim, each.step) for each in field.axes]
+    """The dim and the step of every axis of a field."""
+    return [(axis.dim, axis.step) for axis in field.axes]
 
 
 def _text(field: Field) -> str:
-    return ", ".join(each.text for each in field.axes)
+    return ", ".join(axis.text for axis in field.axes)
 
 
 def _wrong(before: Tensor, after: Tensor) -> Tensor:
@@ -276,15 +276,15 @@ def _wrong(before: Tensor, after: Tensor) -> Tensor:
     return ~((before == after) | (before.isnan() & after.isnan()))
 
 
-def _check_equal(part: PackedWeight, made: PackedWeight, start: int) -> None:
+def _check_equal(part: PackedWeight, converted: PackedWeight, start: int) -> None:
     """Refuse a number that would change."""
-    before, after = (each.format.dequantize(each, torch.float32) for each in (part, made))
+    before, after = (weight.format.dequantize(weight, torch.float32) for weight in (part, converted))
     wrong = _wrong(before, after)
     if bool(wrong.any()):
         n, k = (int(i) for i in torch.nonzero(wrong)[0])
-        raise FormatError(f"{made.format.name} cannot hold this weight of {part.format.name}: at row {start + n}, column {k} "
-                          f"{_told(before, n, k)} would become {_told(after, n, k)}")
+        raise FormatError(f"{converted.format.name} cannot hold this weight of {part.format.name}: at row {start + n}, "
+                          f"column {k} {_shown(before, n, k)} would become {_shown(after, n, k)}")
 
 
-def _told(weight: Tensor, n: int, k: int) -> str:
+def _shown(weight: Tensor, n: int, k: int) -> str:
     return f"{float(weight[n, k]):.9g}"                         # as many digits as tell floats apart

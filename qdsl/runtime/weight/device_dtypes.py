@@ -1,4 +1,4 @@
-"""8-bit floats on devices that lack them, such as Apple's GPUs: a stored tensor of them is held there as uint8 bytes."""
+"""8-bit floats on devices that lack them, such as Apple's GPUs: a stored tensor of them is uint8 bytes there."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def as_stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().cpu().view(dtype) if is_float8(dtype) and tensor.dtype == torch.uint8 else tensor
 
 
-def as_held(tensor: Tensor, held: Tensor) -> Tensor:
-    """A tensor as bytes where `held`, into which it is copied, has bytes in place of 8-bit floats."""
-    return tensor.view(torch.uint8) if is_float8(tensor.dtype) and held.dtype == torch.uint8 else tensor
+def as_bytes_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor of 8-bit floats as uint8 where `like`, into which it is copied, is uint8; else as it is."""
+    return tensor.view(torch.uint8) if is_float8(tensor.dtype) and like.dtype == torch.uint8 else tensor
 
 
 def moved(tensor: Tensor, dtype: torch.dtype, move: Callable[[Tensor], Tensor]) -> Tensor:

@@ -25,11 +25,11 @@ from qdsl.runtime.torch.linear import mode_of, tile_weights
 from qdsl.runtime.torch.private_apis import storage_key
 from qdsl.runtime.weight import convert, order, streams, tiles
 from qdsl.runtime.weight.arrays import empty
-from qdsl.runtime.weight.convert_format import adopt
+from qdsl.runtime.weight.convert_format import convert_format
 from qdsl.runtime.weight.device_dtypes import dtype_on
 from qdsl.runtime.weight.layout import PLANAR, Storage, Variant
 from qdsl.runtime.weight.match import Match, matches, torch_dtype
-from qdsl.runtime.weight.packed import FormatError, PackedWeight, damage, said
+from qdsl.runtime.weight.packed import FormatError, PackedWeight, shape_tensor, stream_errors
 from qdsl.runtime.weight.requantize import Report, compare
 
 LARGEST = 1 << 60                                                # weights, whose bytes and bits still fit an int64
@@ -116,8 +116,8 @@ class Format:
         variant = self.variant(params)
         chosen = name or next(iter(variant.storages))
         if chosen not in variant.storages:
-            known = f" for {', '.join(f'{key}={params[key]}' for key in self.by)}" if chosen in self.storages else ""
-            raise FormatError(f"{self.name} has no storage '{chosen}'{known}; it has {', '.join(variant.storages)}")
+            of_params = f" for {', '.join(f'{key}={params[key]}' for key in self.by)}" if chosen in self.storages else ""
+            raise FormatError(f"{self.name} has no storage '{chosen}'{of_params}; it has {', '.join(variant.storages)}")
         return chosen, variant.storages[chosen]
 
     # -- from and to checkpoints --------------------------------------------------------------------------------------
@@ -138,35 +138,35 @@ class Format:
                                   "nothing of that: multiply x by it, or what comes before, and give the other tensors alone")
         if storage is not None and storage not in self.storages:
             raise FormatError(f"{self.name} has no storage '{storage}'; it has {', '.join(self.storages)}")
-        found = matches(self, tensors, None if shape is None else self._shape(shape), storage, params)
-        match = self._choose(found)
+        fitting = matches(self, tensors, None if shape is None else self._shape(shape), storage, params)
+        match = self._choose(fitting)
         layout = self.variant(match.params).storages[match.storage]
-        given = {name: [key for key in (name, *layout.tensors[name].aliases) if key in tensors] for name in match.tensors}
-        used = {keys[0] for keys in given.values()}
+        keys_of = {name: [key for key in (name, *layout.tensors[name].aliases) if key in tensors] for name in match.tensors}
+        used = {keys[0] for keys in keys_of.values()}
         notes = [f"tensor '{name}' is not part of {self.name}.{match.storage}" for name in tensors if name not in used]
         for key, value in match.params.items():
-            others = list(dict.fromkeys(str(other.params[key]) for other in found if other.params[key] != value))
+            others = list(dict.fromkeys(str(other.params[key]) for other in fitting if other.params[key] != value))
             notes += [f"{key} = {value} by default; the tensors fit {' and '.join(others)} too"] if others else []
-        notes += [f"tensor '{name}': {OVERFLOWED_ZEROS}" for name in self._spilled(match)]
-        names = {name: keys[0] for name, keys in given.items() if keys[0] != name}
+        notes += [f"tensor '{name}': {OVERFLOWED_ZEROS}" for name in self._overflowed_zeros(match)]
+        names = {name: keys[0] for name, keys in keys_of.items() if keys[0] != name}
         empty = self.unfilled(match)
         notes += [f"tensor '{name}' has one value for all columns and tells no groups apart: taken for missing" for name in empty]
-        held = {name: tensor for name, tensor in match.tensors.items() if name not in empty}
-        packed = self._packed(match.storage, held, match.shape, match.params, notes, names)
+        present = {name: tensor for name, tensor in match.tensors.items() if name not in empty}
+        packed = self._packed(match.storage, present, match.shape, match.params, notes, names)
         if verify:
-            packed.open()
+            packed.decode_streams()
         return packed
 
-    def _shape(self, given: Sequence[int]) -> tuple[int, int]:
+    def _shape(self, shape: Sequence[int]) -> tuple[int, int]:
         try:
-            n, k = map(int, given)
-            whole = (n, k) == tuple(given)
+            n, k = map(int, shape)
+            whole = (n, k) == tuple(shape)
         except (TypeError, ValueError, OverflowError):
             whole = False
         if not whole:
-            raise FormatError(f"{self.name}: shape is (N, K), not {given!r}")
+            raise FormatError(f"{self.name}: shape is (N, K), not {shape!r}")
         if min(n, k) < 0 or n * k >= LARGEST:
-            raise FormatError(f"{self.name}: shape is (N, K), not {given!r}: sizes are not negative, and weights fewer than 2^60")
+            raise FormatError(f"{self.name}: shape is (N, K), not {shape!r}: sizes are not negative, and weights fewer than 2^60")
         return n, k
 
     def unfilled(self, packed: Match | PackedWeight) -> dict[str, Tensor]:
@@ -185,30 +185,31 @@ class Format:
         return {name: _in_order(tensor, groups.by(sizes)) for name, tensor in indices.items()
                 if several and tensor.numel() and int(tensor.max()) == int(tensor.min()) in (0, -1)}
 
-    def _spilled(self, match: Match) -> list[str]:
+    def _overflowed_zeros(self, match: Match) -> list[str]:
         """Tensors whose producer lost fields."""
-        found = {name: rule[name] for rule in self.spec.detect.get("spills", []) if rule.get("storage") == match.storage
+        widths = {name: rule[name] for rule in self.spec.detect.get("spills", []) if rule.get("storage") == match.storage
                  for name in rule if name in match.tensors and not match.tensors[name].is_meta}
-        return [name for name, bits in found.items()
+        return [name for name, bits in widths.items()
                 if has_overflowed_zeros(match.tensors[name].cpu().contiguous().numpy().tobytes(), int(match.params[bits]))]
 
-    def _choose(self, found: Sequence[Match]) -> Match:
+    def _choose(self, fitting: Sequence[Match]) -> Match:
         """The only match; of several of one storage and shape the one with default parameters where they are open."""
-        storages = list(dict.fromkeys(match.storage for match in found))
+        storages = list(dict.fromkeys(match.storage for match in fitting))
         if len(storages) > 1:
-            told = {match.storage: "".join(f" {key}={match.params[key]}" for key in self.by) for match in found}
-            listed = " and ".join(f"{storage}{told[storage] if len(set(told.values())) > 1 else ''}" for storage in storages)
+            shown_params = {match.storage: "".join(f" {key}={match.params[key]}" for key in self.by) for match in fitting}
+            differ = len(set(shown_params.values())) > 1
+            listed = " and ".join(f"{storage}{shown_params[storage] if differ else ''}" for storage in storages)
             raise FormatError(f"{self.name}: the tensors fit the storages {listed}; say which with storage=")
-        shapes = {match.shape: ", ".join(f"{key}={value}" for key, value in match.params.items()) for match in reversed(found)}
+        shapes = {match.shape: ", ".join(f"{key}={value}" for key, value in match.params.items()) for match in reversed(fitting)}
         if len(shapes) > 1:
             listed = " or ".join(f"{list(shape)} with {params}" for shape, params in reversed(shapes.items()))
             raise FormatError(f"{self.name}: the tensors fit {listed}; give parameters or shape=(N, K)")
-        fits = {name: list(dict.fromkeys(match.params[name] for match in found)) for name in self.params}
+        fits = {name: list(dict.fromkeys(match.params[name] for match in fitting)) for name in self.params}
         wanted = {name: resolve_default(fit, self.params[name][0]) for name, fit in fits.items()}
-        for match in found:
+        for match in fitting:
             if match.params == wanted:
                 return match
-        shown = " or ".join(", ".join(f"{key}={value}" for key, value in match.params.items()) for match in found)
+        shown = " or ".join(", ".join(f"{key}={value}" for key, value in match.params.items()) for match in fitting)
         raise FormatError(f"{self.name}: the tensors fit {shown}; say which")
 
     def _packed(self, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], params: Mapping[str, int | str],
@@ -224,18 +225,18 @@ class Format:
             raise FormatError(f"{self.name}.{storage}: '{layout.shape}' says {tensors[layout.shape].tolist()}; the weight is "
                               f"{list(shape)}")
         return PackedWeight(self, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes, names=names,
-                            facts=self.facts(layout, tensors, shape))
+                            stream_info=self.stream_info(layout, tensors, shape))
 
-    def facts(self, layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str:
-        """What kernels may rely on in streams.  Raises FormatError for those that are damaged."""
+    def stream_info(self, layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str:
+        """Validates streams, and returns what kernels rely on (streams.check).  Raises FormatError for damaged ones."""
         if not layout.streams or any(tensor.is_meta for tensor in tensors.values()):
             return ""
-        with damage(self.name):
+        with stream_errors(self.name):
             return streams.check(layout, tensors, shape)
 
     def checked(self, packed: PackedWeight) -> PackedWeight:
-        """The same weight with its tensors looked at anew.  Raises FormatError for those that do not fit, for groups that do
-        not exist, and for an order that is none.
+        """The same weight with its tensors validated again.  Raises FormatError for those that do not fit, for groups that do
+        not exist, and for an order that is no permutation.
         """
         wanted = self.stored(packed)
         for name, tensor in packed.tensors.items():
@@ -268,36 +269,37 @@ class Format:
         chosen, shape = self.complete(params), self._shape(shape)
         name, layout = self.storage(storage, chosen)
         sizes = self.sizes(chosen, shape)
-        known = {key: stored.optional for key, stored in layout.tensors.items() if stored.optional}
-        optional = [key for key in known if layout.tensors[key].dtype in self.params] if optional is None else optional
+        field_of = {key: stored.optional for key, stored in layout.tensors.items() if stored.optional}
+        optional = [key for key in field_of if layout.tensors[key].dtype in self.params] if optional is None else optional
         for key in optional:
-            if key not in known:
-                raise FormatError(f"{self.name}.{name} has no optional tensor '{key}'; it has {', '.join(known) or 'none'}")
-        self._check_shape(name, layout.opened, shape, sizes, [known[key] for key in optional])
+            if key not in field_of:
+                raise FormatError(f"{self.name}.{name} has no optional tensor '{key}'; it has {', '.join(field_of) or 'none'}")
+        self._check_shape(name, layout.decoded, shape, sizes, [field_of[key] for key in optional])
         packed = PackedWeight(self, name, {}, shape, chosen)
         packed.tensors = {key: torch.empty(whole, dtype=dtype, device=device)
-                          for key, (dtype, whole) in self.stored(packed).items() if key not in known or key in optional}
+                          for key, (dtype, whole) in self.stored(packed).items() if key not in field_of or key in optional}
         if layout.shape and torch.device(device).type != "meta":
-            packed.tensors[layout.shape] = said(shape, packed.tensors[layout.shape].device)
+            packed.tensors[layout.shape] = shape_tensor(shape, packed.tensors[layout.shape].device)
         return packed
 
     def stored(self, packed: PackedWeight) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """The dtype and the shape of every tensor that a weight's storage has; extents that depend on the weights are its own."""
-        found, dtypes = {}, packed.dtypes
-        for name, each in packed.layout.tensors.items():
-            shape = extents(each.axes, *packed.shape, packed.sizes, packed.tensors[name].shape if name in packed.tensors else ())
-            if shape is None and each.optional:
+        stored, dtypes = {}, packed.dtypes
+        for name, tensor in packed.layout.tensors.items():
+            own = packed.tensors[name].shape if name in packed.tensors else ()
+            shape = extents(tensor.axes, *packed.shape, packed.sizes, own)
+            if shape is None and tensor.optional:
                 continue                                         # it cannot be there
             assert shape is not None                             # a packed weight has a shape that its storage can hold
             dtype = dtypes[name]
-            found[name] = (dtype_on(packed.tensors[name].device, dtype) if name in packed.tensors else dtype, shape)
-        return found
+            stored[name] = (dtype_on(packed.tensors[name].device, dtype) if name in packed.tensors else dtype, shape)
+        return stored
 
     # -- fields -------------------------------------------------------------------------------------------------------
 
     def unpack(self, packed: PackedWeight) -> dict[str, Tensor]:
         """The fields by name: uint8 codes up to 8 bits, int32 above, floats in their own dtype; missing optional ones absent."""
-        packed = packed.open()
+        packed = packed.decode_streams()
         layout = packed.layout
         fields = layout.fields_of((packed.tensors.get(name) for name in layout.coded), packed.extents)
         if packed.order is None:
@@ -312,36 +314,36 @@ class Format:
         Parameters that the fields' dtypes and shapes decide need not be given.  Raises FormatError for fields of the wrong
         dtype, shape or range, and for values that the storage cannot hold.
         """
-        held = {key: value for key, value in fields.items() if value is not None}
-        for key, field in held.items():
+        present = {key: value for key, value in fields.items() if value is not None}
+        for key, field in present.items():
             if not isinstance(field, Tensor):
                 raise FormatError(f"{self.name}: field '{key}' is a {type(field).__name__}, not a torch tensor")
-        chosen = self.complete({**self._dtype_params(held), **params})
+        chosen = self.complete({**self._dtype_params(present), **params})
         name, layout = self.storage(storage, chosen)
         variant = self.variant(chosen)
-        shape = self._fields_shape(variant, held, chosen)
+        shape = self._fields_shape(variant, present, chosen)
         sizes = self.sizes(chosen, shape)
-        for key, field in held.items():
+        for key, field in present.items():
             self._check_field(variant, key, field, shape, sizes, chosen)
-        others = {key: held.pop(key) for key in layout.where if key in held}
+        others = {key: present.pop(key) for key in layout.where if key in present}
         extra: dict[str, Tensor] = {}
         for key, field in others.items():
             if not self.is_default(variant, key, field, sizes):
                 extra = self._order_of(layout, name, key, field, shape, chosen)
-                held = _moved(variant, held, extra[layout.order])
-        held |= {key: self.default(variant, key, shape, chosen, next(iter(held.values())).device)
-                 for key in layout.always if key not in held}
+                present = _moved(variant, present, extra[layout.order])
+        present |= {key: self.default(variant, key, shape, chosen, next(iter(present.values())).device)
+                 for key in layout.always if key not in present}
         stored = [key for key in variant.fields if key not in layout.where]
-        missing = [key for key in stored if key not in held and key not in variant.defaults]
+        missing = [key for key in stored if key not in present and key not in variant.defaults]
         if missing:
             raise FormatError(f"{self.name}: field '{missing[0]}' is missing; given are {', '.join(fields)}")
-        self._check_shape(name, layout.opened, shape, sizes, held)
-        made = layout.tensors_of({key: held.get(key) for key in stored}, {**sizes, "N": shape[0], "K": shape[1]})
-        tensors = {key: made[key].contiguous() for key in layout.opened.tensors if key in made}
-        with damage(self.name):
+        self._check_shape(name, layout.decoded, shape, sizes, present)
+        arranged = layout.tensors_of({key: present.get(key) for key in stored}, {**sizes, "N": shape[0], "K": shape[1]})
+        tensors = {key: arranged[key].contiguous() for key in layout.decoded.tensors if key in arranged}
+        with stream_errors(self.name):
             tensors = streams.encode(layout, tensors, shape) if layout.streams else tensors
         if layout.shape:
-            extra[layout.shape] = said(shape, next(iter(tensors.values())).device)
+            extra[layout.shape] = shape_tensor(shape, next(iter(tensors.values())).device)
         packed = self._packed(name, {**tensors, **extra}, shape, chosen)
         for key in self.unfilled(packed):
             raise FormatError(f"{self.name}.{name}: '{key}' would have one value for all columns, which readers take for missing")
@@ -360,33 +362,33 @@ class Format:
             raise FormatError(f"{self.name}.{storage} cannot hold '{name}', because it stores columns by groups: {why}")
         return {layout.order: order.by_groups(field)}
 
-    def _check_shape(self, name: str, layout: Storage, shape: tuple[int, int], sizes: Mapping[str, int], held: Collection[str],
-                     ) -> None:
-        """Refuse what does not divide as the tensors need; held: the optional fields that are there."""
+    def _check_shape(self, name: str, layout: Storage, shape: tuple[int, int], sizes: Mapping[str, int],
+                     included: Collection[str]) -> None:
+        """Refuse what does not divide as the tensors need; included: the optional fields that are stored."""
         for stored in layout.tensors.values():
-            for each in stored.axes if not stored.optional or stored.optional in held else ():
-                if each.extent(*shape, sizes) is None:
-                    raise FormatError(f"{self.name}.{name}: {each.wrong(*shape, sizes)}")
+            for axis in stored.axes if not stored.optional or stored.optional in included else ():
+                if axis.extent(*shape, sizes) is None:
+                    raise FormatError(f"{self.name}.{name}: {axis.wrong(*shape, sizes)}")
 
     def _dtype_params(self, fields: Mapping[str, Tensor]) -> dict[str, int | str]:
         """Type parameters that the fields' dtypes decide."""
-        found: dict[str, int | str] = {}
+        params: dict[str, int | str] = {}
         for name, field in next(iter(self.variants.values())).fields.items():
             if field.type in self.params and name in fields:
                 fit = [v for v in self.params[field.type] if torch_dtype(str(v)) == fields[name].dtype]
-                found.update({field.type: fit[0]} if fit else {})
-        return found
+                params.update({field.type: fit[0]} if fit else {})
+        return params
 
     def _fields_shape(self, variant: Variant, fields: Mapping[str, Tensor], params: Mapping[str, int | str]) -> tuple[int, int]:
         """(N, K) of the field that has a value for every weight, or for runs of columns that are always whole."""
-        telling = {name: field.axes for name, field in variant.fields.items() if [each.dim for each in field.axes] == ["N", "K"]
-                   and all(each.solve(each.words) is not None for each in field.axes)}
+        telling = {name: field.axes for name, field in variant.fields.items() if [axis.dim for axis in field.axes] == ["N", "K"]
+                   and all(axis.solve(axis.words) is not None for axis in field.axes)}
         full = min(telling, key=lambda name: telling[name][1].by({}))
         if full in fields and fields[full].dim() == 2:
-            n, k = (each.solve(extent) for each, extent in zip(telling[full], fields[full].shape, strict=True))
+            n, k = (axis.solve(extent) for axis, extent in zip(telling[full], fields[full].shape, strict=True))
             if n is not None and k is not None:
                 return n, k
-        shown = ", ".join(each.text for each in telling[full])
+        shown = ", ".join(axis.text for axis in telling[full])
         raise FormatError(f"{self.name}: field '{full}' [{shown}] is missing; given are {', '.join(fields) or 'none'}")
 
     def _check_field(self, variant: Variant, name: str, value: Tensor, shape: tuple[int, int], sizes: Mapping[str, int],
@@ -395,13 +397,13 @@ class Format:
             raise FormatError(f"{self.name} has no field '{name}'; it has {', '.join(variant.fields)}")
         field = variant.fields[name]
         kind = str(params.get(field.type, field.type))
-        wanted = tuple(each.rounded(*shape, sizes) for each in field.axes)
+        wanted = tuple(axis.rounded(*shape, sizes) for axis in field.axes)
         if value.dtype != torch_dtype(kind) or tuple(value.shape) != wanted:
             raise FormatError(f"{self.name}: field '{name}' is {str(value.dtype)[6:]} {list(value.shape)}; the format needs "
                               f"{str(torch_dtype(kind))[6:]} {list(wanted)}")
-        known = number(kind)
-        if known is not None and known.bits < 8 * value.element_size() and value.numel():
-            low, high = (0, (1 << known.bits) - 1) if known.is_float else (known.low, known.high)
+        scalar = number(kind)
+        if scalar is not None and scalar.bits < 8 * value.element_size() and value.numel():
+            low, high = (0, (1 << scalar.bits) - 1) if scalar.is_float else (scalar.low, scalar.high)
             most = int(value.max())
             if most > high or (value.dtype.is_signed and int(value.min()) < low):
                 raise FormatError(f"{self.name}: field '{name}' has values from {int(value.min())} to {most}; {kind} holds {low} "
@@ -438,7 +440,7 @@ class Format:
         Raises FormatError for weights that are not finite, with the row and column, where a scale would overflow, and for
         an importance that does not fit.
         """
-        params, rest, name = self.chosen({"storage": storage, **options})
+        params, scheme_options, name = self.chosen({"storage": storage, **options})
         variant = self.variant(params)
         layout = variant.storages[name]
         assert variant.encode is not None
@@ -452,21 +454,23 @@ class Format:
         shape = (weight.shape[0], weight.shape[1])
         sizes = self.sizes(params, shape)
         types = {key: value for key, value in params.items() if isinstance(value, str)}
-        given = {} if importance is None else {"importance": self._importance(importance, weight)}
-        chosen = {**layout.options, **rest, **(given if variant.importance else {})}
+        importances = {} if importance is None else {"importance": self._importance(importance, weight)}
+        chosen = {**layout.options, **scheme_options, **(importances if variant.importance else {})}
         index = {key: self.default(variant, key, shape, params, weight.device) for key, field in variant.fields.items()
                  if field.type == "index" and key not in (*layout.where, *layout.omits)}
         whole = self._unfilled(name, shape, params)
-        made = _stacked(whole, (self.pack({**fields, **index}, storage=name, **params) for fields in tiles.encode_rows(
+        quantized = _stacked(whole, (self.pack({**fields, **index}, storage=name, **params) for fields in tiles.encode_rows(
             variant, weight, sizes, {**sizes, **types, **chosen}, whole.step("N"))))
         free = "symmetric" in variant.options and not chosen.get("symmetric")   # then all layers have what any may need
-        left = set() if free else convert.omitted(made, layout)
-        return made.derive({key: tensor for key, tensor in made.tensors.items() if key not in left}) if left else made
+        left = set() if free else convert.omitted(quantized, layout)
+        if not left:
+            return quantized
+        return quantized.derive({key: tensor for key, tensor in quantized.tensors.items() if key not in left})
 
     def _unfilled(self, storage: str, shape: tuple[int, int], params: Mapping[str, int | str]) -> PackedWeight:
         """A weight of all the tensors that a storage can have, on meta.  Raises FormatError for a shape that does not fit."""
         layout = self.variant(params).storages[storage]
-        self._check_shape(storage, layout.opened, shape, self.sizes(params, shape), ())
+        self._check_shape(storage, layout.decoded, shape, self.sizes(params, shape), ())
         packed = PackedWeight(self, storage, {}, shape, params)
         packed.tensors = {key: torch.empty(whole, dtype=dtype, device="meta")
                           for key, (dtype, whole) in self.stored(packed).items()}
@@ -477,18 +481,18 @@ class Format:
         if not importance.is_floating_point() or importance.shape != weight.shape[1:]:
             raise FormatError(f"{self.name}: importance is floats [{weight.shape[1]}], one for each column, not "
                               f"{str(importance.dtype)[6:]} {list(importance.shape)}")
-        found = importance.detach().to(weight.device, torch.float32)
-        bad = torch.nonzero(~((found >= 0) & torch.isfinite(found)))
+        importances = importance.detach().to(weight.device, torch.float32)
+        bad = torch.nonzero(~((importances >= 0) & torch.isfinite(importances)))
         if bad.numel():
             raise FormatError(f"{self.name}: the importance of column {int(bad[0])} is {float(importance[int(bad[0])]):g}")
-        return found
+        return importances
 
     def chosen(self, options: Mapping[str, Any]) -> tuple[dict[str, int | str], dict[str, Any], str]:
         """What options of quantize mean: parameters, options of the encode scheme, and the storage.  Raises FormatError."""
         choices = next(iter(self.variants.values())).options
         params = self.complete({key: value for key, value in options.items() if key not in (*choices, "storage")})
-        rest = {key: value for key, value in options.items() if key in choices}
-        for key, value in rest.items():
+        scheme_options = {key: value for key, value in options.items() if key in choices}
+        for key, value in scheme_options.items():
             if choices[key] and value not in choices[key]:
                 raise FormatError(f"{self.name}: {key} is one of {', '.join(map(str, choices[key]))}, not {value}")
             if not choices[key] and not (type(value) in (int, float) and 0 < value < math.inf):
@@ -496,7 +500,7 @@ class Format:
         name, _ = self.storage(options.get("storage"), params)
         if self.variant(params).encode is None:
             raise FormatError(f"{self.name} has no quantizer yet: its spec names no encode scheme")
-        return params, rest, name
+        return params, scheme_options, name
 
     def dequantize(self, packed: PackedWeight, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
         """The weight [N, K]: exact by the formula in float32, rounded to nearest even once for other dtypes.
@@ -523,7 +527,7 @@ class Format:
             with on_device(packed.device):
                 launch.dequantize(packed, out)
             return out
-        packed = packed.open()
+        packed = packed.decode_streams()
         copied = packed.variant.copies
         if copied is not None and torch_dtype(str(packed.params.get(copied, packed.variant.fields[copied].type))) == out.dtype:
             for start, stop in tiles.row_tiles(packed):
@@ -574,11 +578,11 @@ class Format:
             return packed
         with self._offering_requantize(storage):
             if not is_own:
-                tensors, chosen = adopt(self, packed, storage, params)
+                tensors, chosen = convert_format(self, packed, storage, params)
                 return self._packed(storage, tensors, packed.shape, chosen)
             self.storage(storage, packed.params)
         missing = {stored.optional for key, stored in packed.layout.tensors.items() if key not in packed.tensors}
-        self._check_shape(storage, packed.variant.storages[storage].opened, packed.shape, packed.sizes,
+        self._check_shape(storage, packed.variant.storages[storage].decoded, packed.shape, packed.sizes,
                           packed.variant.fields.keys() - missing - {*packed.layout.where})
         with self._offering_requantize(storage):
             return self._packed(storage, convert.convert(self, packed, storage), packed.shape, packed.params)
@@ -590,19 +594,19 @@ class Format:
             yield
         except FormatError as error:
             helps = any(storage in variant.storages and variant.encode is not None for variant in self.variants.values())
-            offer = "; requantize quantizes the decoded weight anew, and reports the error" if helps else ""
+            offer = "; requantize quantizes the decoded weight, and reports the error" if helps else ""
             raise FormatError(f"{error}{offer}") from None
 
     def requantize(self, packed: PackedWeight, other: Format | None = None, storage: str | None = None, **options: Any,
                    ) -> tuple[PackedWeight, Report]:
-        """The weight that this one stands for, quantized in another format or anew in this one, and how far that is off.
+        """The decoded weight, quantized again in another format or in this one, and a report of its errors.
 
         For what `convert` refuses, because numbers would change; storage and options are those of `quantize`.  Needs memory
         for the weight in float32.  Raises FormatError where `quantize` does.
         """
         weight = self.dequantize(packed, torch.float32)
-        made = (other or self).quantize(weight, storage, **options)
-        return made, compare(weight, made)
+        quantized = (other or self).quantize(weight, storage, **options)
+        return quantized, compare(weight, quantized)
 
     def planar(self, packed: PackedWeight) -> PackedWeight:
         """The weight in the storage of the kernels for matrix units, exactly; the same object where it has no such form.
@@ -626,9 +630,9 @@ class Format:
             if why:
                 return f"'{key}': {why}"
         for stored in packed.variant.storages[PLANAR].tensors.values():
-            for each in stored.axes:
-                if each.extent(*packed.shape, packed.sizes) is None:
-                    return f"blocks of {each.by(packed.sizes)} weights go over the ends of rows of {packed.shape[1]}"
+            for axis in stored.axes:
+                if axis.extent(*packed.shape, packed.sizes) is None:
+                    return f"blocks of {axis.by(packed.sizes)} weights go over the ends of rows of {packed.shape[1]}"
         size = sum(tensor.nbytes for tensor in wide.values())
         new = self.planar_like(packed).nbytes
         limit = 1.04 if 8 * size / max(1, math.prod(packed.shape)) >= 4 else 1.12
@@ -701,7 +705,7 @@ def _stacked(whole: PackedWeight, parts: Iterable[PackedWeight]) -> PackedWeight
             return part
         if start == 0:
             whole.tensors = {key: empty(whole.tensors[key].shape, tensor.dtype, part.device) if key != whole.layout.shape
-                             else said(whole.shape, part.device) for key, tensor in part.tensors.items()}
+                             else shape_tensor(whole.shape, part.device) for key, tensor in part.tensors.items()}
         for key, tensor in whole.cut("N", start, start + part.shape[0]).tensors.items():
             tensor.copy_(part.tensors[key])
         start += part.shape[0]
@@ -720,11 +724,11 @@ def _groups(variant: Variant) -> Axis:
 
 def _moved(variant: Variant, fields: Mapping[str, Tensor], columns: Tensor) -> dict[str, Tensor]:
     """Fields of the weight whose column j is column columns[j]; what belongs to groups stays with them."""
-    found = dict(fields)
+    moved = dict(fields)
     for name, field in fields.items():
-        for place, each in enumerate(variant.fields[name].axes):
-            found[name] = field.index_select(place, columns) if each.text == "K" else found[name]
-    return found
+        for place, axis in enumerate(variant.fields[name].axes):
+            moved[name] = field.index_select(place, columns) if axis.text == "K" else moved[name]
+    return moved
 
 
 def _in_order(index: Tensor, by: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a generated module says of its format: fields, storages and variants, as data and functions."""
+"""Descriptions of a format in its generated module: fields, storages and variants, as data and functions."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Lanes:
         return CHUNK if self.in_order else 16
 
     def constants(self, kind: str, half: bool, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """What completes kernel `kind` ('skinny', 'gemv', 'tile_gemm', 'narrow'); half: x is float16, not bfloat16."""
+        """Constants of kernel `kind` ('skinny', 'gemv', 'tile_gemm', 'narrow'); half: x is float16, not bfloat16."""
         place, blocks = int(not half), self.sizes(sizes)
         codes = {"numbers": self.numbers, "WIDTH": self.width, "BITS": self.bits, "SIGNED": self.signed,
                  "UNIT": self.unit[place], "BASE": self.base[place]}
@@ -150,22 +150,23 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """What makes weights of 16 bits, two at a time, of the symbols of a stream and the other bits of eight columns.
+    """How kernels combine the symbols of a stream with the other bits into weights of 16 bits, eight columns at a time.
 
-    made: of four pairs of symbols, which stand at bit `at` of the halves of a word, and of the two words of the other bits, the
-    four pairs of weights.  type: of the weights.  stream, rest: the tensors.
+    weights: the device function that returns the four pairs of weights.  It takes four pairs of symbols, at bit `at` of the
+    halves of a word, and the two words of the other bits.  type: of the weights.  stream, uncoded: the tensors of the symbols
+    and of the other bits.
     """
 
-    made: Any
+    weights: Any
     type: str
     stream: str
     at: int
-    rest: str
+    uncoded: str
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What completes the kernels for a storage, and how their grids cover a weight.
+    """Functions and constants that specialize the kernels for a storage, and how their grids cover a weight.
 
     decode: the function of `dequantize` and `matvec` (runtime/gpu/kernels), which decodes a unit.  rows, units: how many rows of
     tiles and units along K there are, as axes.  last: 'n' or 'k', along which units neighbour in memory.
@@ -185,7 +186,7 @@ class Kernels:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What completes `dequantize` and `matvec`."""
+        """Constants of `dequantize` and `matvec`."""
         return {"decode": self.decode, "ROWS": self.sums, "AXIS": int(self.last == "k")}
 
     def rounds(self, dtype: torch.dtype) -> bool:
@@ -240,19 +241,19 @@ class Storage:
     streams: Mapping[str, Stream] = field(default_factory=dict)
 
     @property
-    def opened(self) -> Storage:
-        """The storage with the tensors that streams hold in their place: what unpack and the kernels take."""
+    def decoded(self) -> Storage:
+        """The storage with decoded tensors in place of streams: what unpack and the kernels take."""
         inside = {name: key for key, stream in self.streams.items() for name in stream.names.values()}
         tensors = {inside.get(name, name): self.streams[inside[name]].plain if name in inside else stored
                    for name, stored in self.tensors.items()}
         return replace(self, tensors=tensors, streams={})
 
     def fields_of(self, tensors: Iterable[torch.Tensor | None], extents: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """What unpack makes of the tensors in `coded`; extents: N, K and the size parameters."""
+        """The fields that unpack returns for the tensors in `coded`; extents: N, K and the size parameters."""
         return self.unpack(*tensors, **{name: extents[name] for name in self.reads})
 
     def tensors_of(self, fields: Mapping[str, torch.Tensor | None], extents: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """What pack makes of all fields that it takes, None where one is missing."""
+        """The tensors that pack returns for all fields that it takes, None where one is missing."""
         return self.pack(**fields, **{name: extents[name] for name in self.extents})
 
     def too_small(self, shape: tuple[int, int], sizes: Mapping[str, int]) -> str:
@@ -270,7 +271,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What depends on the parameters that shape the bits.
+    """The part of a format that depends on the parameters which shape the bits.
 
     defaults: values of fields that may be missing; None is an index in order.  decode takes fields by name and returns
     float32 [rows, columns]; its blocks must be whole, or alone on their axis: `cuts` are axes whose steps say where a caller

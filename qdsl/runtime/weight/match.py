@@ -1,4 +1,4 @@
-"""Tensors as those of a storage: viewed in its dtypes and shapes, which `qdsl.core.stored` finds."""
+"""Matches tensors with storages: views them in the dtypes and shapes that `qdsl.core.stored` computes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Match:
 
 
 def matches(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None, storage: str | None,
-            given: Mapping[str, int | str]) -> list[Match]:
+            params: Mapping[str, int | str]) -> list[Match]:
     """Every way to read the tensors.  Raises FormatError with the reason of the nearest miss where there is none."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -37,19 +37,19 @@ def matches(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int
             raise FormatError(f"'{name}' is a {str(tensor.layout)[6:]} tensor, whose elements do not all lie in memory")
     says = {name for storages in format.description.variants.values() for layout in storages.values()
             for name, stored in layout.items() if stored.dtype == "shape"}
-    known = {name: TensorInfo(str(tensor.dtype)[6:], tuple(tensor.shape), _values(tensor) if name in says else ())
+    infos = {name: TensorInfo(str(tensor.dtype)[6:], tuple(tensor.shape), _values(tensor) if name in says else ())
              for name, tensor in tensors.items()}
     try:
-        found = fits(format.description, known, shape, storage, given)
+        fitting = fits(format.description, infos, shape, storage, params)
     except LayoutMismatch as miss:
         raise FormatError(str(miss)) from None
     return [Match(fit.storage, fit.params, fit.shape,
                   {name: _viewed(tensors[use.name], use.dtype).reshape(use.shape) for name, use in fit.tensors.items()})
-            for fit in found]
+            for fit in fitting]
 
 
 def _values(tensor: Tensor) -> tuple[int, ...]:
-    """What a tensor of a few integers says."""
+    """The integers of a small tensor."""
     return () if tensor.is_meta or tensor.numel() > 2 or tensor.is_floating_point() else tuple(tensor.flatten().tolist())
 
 
@@ -65,9 +65,9 @@ def stored_dtype(kind: str) -> torch.dtype:
 
 @cache
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _viewed(tensor: Tensor, dtype: str) -> Tensor:

@@ -29,7 +29,7 @@ def _scaled(code: Tensor, mantissa: int, bias: int, sign: int) -> Tensor:
 def _holds(codes: Tensor, code: int) -> bool:
     """Whether the largest of some codes is `code`: one fast pass, so that special codes cost where they are.
 
-    While a program is traced there are no codes to look at: then it may be.
+    While a program is traced there are no codes to compare: then it may be.
     """
     if isinstance(codes, FakeTensor):
         return True
@@ -113,5 +113,5 @@ def to_minifloat(value: Tensor, kind: str, ties: str = "even") -> Tensor:
     exact = torch.ldexp(size, mantissa - power)                  # a power of two times the value
     steps = torch.round(exact) if ties == "even" else torch.ceil(exact - 0.5)
     code = steps.to(torch.int32) + (power + bias - 1 << mantissa)
-    found = (code | torch.signbit(value).to(torch.int32) * sign).to(torch.uint8)
-    return found.view(_TORCH[kind]) if kind in _TORCH else found
+    codes = (code | torch.signbit(value).to(torch.int32) * sign).to(torch.uint8)
+    return codes.view(_TORCH[kind]) if kind in _TORCH else codes

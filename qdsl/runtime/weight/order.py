@@ -36,9 +36,9 @@ def by_groups(index: Tensor) -> Tensor:
 
 def places(order: Tensor) -> Tensor:
     """Where each column is stored, the inverse of an order: int64 [K]."""
-    found = torch.empty(order.shape, dtype=torch.int64, device=order.device)
-    found[order.long()] = torch.arange(order.numel(), device=order.device)
-    return found
+    inverse = torch.empty(order.shape, dtype=torch.int64, device=order.device)
+    inverse[order.long()] = torch.arange(order.numel(), device=order.device)
+    return inverse
 
 
 def index_of(order: Tensor, size: int) -> Tensor:
@@ -62,11 +62,11 @@ def wrong_order(order: Tensor, size: int) -> str:
     if outside.numel():
         place = int(outside[0, 0])
         return f"names column {int(order[place])} at place {place}; there are columns 0 to {k - 1}"
-    columns, found = order.sort(stable=True)
+    columns, positions = order.sort(stable=True)
     twice = torch.nonzero(columns[1:] == columns[:-1])
     if twice.numel():
         at = int(twice[0, 0])
-        return f"names column {int(columns[at])} at place {int(found[at])} and again at place {int(found[at + 1])}"
+        return f"names column {int(columns[at])} at place {int(positions[at])} and again at place {int(positions[at + 1])}"
     group = torch.arange(k, device=order.device) // size
     falls = torch.nonzero((order[1:] < order[:-1]) & (group[1:] == group[:-1]))
     if falls.numel():

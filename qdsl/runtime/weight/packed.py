@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def damage(format: str) -> Iterator[None]:
-    """What is wrong with a format's streams as a FormatError."""
+def stream_errors(format: str) -> Iterator[None]:
+    """Raises a FormatError in place of a StreamError."""
     try:
         yield
     except StreamError as error:
@@ -42,15 +42,15 @@ class PackedWeight:
 
     tensors: the storage's tensors by name, in storage order (absent optional ones are missing).  shape: (N, K).
     params: every parameter of the format.  known_finite: whether no code is NaN or infinite; None until `finite` is asked.
-    facts: what runtime/weight/streams.py found when it looked at streams; '' where it has not.
+    stream_info: what streams.check returned for its streams; '' before that.
     names: what the checkpoint calls tensors that it names otherwise.
     Made by the format's own functions, which check shapes, dtypes and indices.
     """
 
     def __init__(self, format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
                  params: Mapping[str, int | str], *, in_order: frozenset[str] = frozenset(), known_finite: bool | None = None,
-                 notes: Sequence[str] = (), names: Mapping[str, str] | None = None, opened: bool = False,
-                 facts: str = "", shape_text: str = "") -> None:
+                 notes: Sequence[str] = (), names: Mapping[str, str] | None = None, is_decoded: bool = False,
+                 stream_info: str = "", shape_text: str = "") -> None:
         self.format = format
         self.storage = storage
         self.tensors = dict(tensors)
@@ -63,9 +63,9 @@ class PackedWeight:
         self.notes = tuple(notes)
         self.names = dict(names or {})
         self.variant: Variant = format.variant(params)
-        self.opened = opened
-        self.facts = facts
-        self.layout: Storage = self.variant.storages[storage].opened if opened else self.variant.storages[storage]
+        self.is_decoded = is_decoded
+        self.stream_info = stream_info
+        self.layout: Storage = self.variant.storages[storage].decoded if is_decoded else self.variant.storages[storage]
         self.sizes = format.sizes(params, shape)                 # -1, the whole axis, written out
         self.extents = {**self.sizes, "N": shape[0], "K": shape[1]}
         self._steps: dict[str, tuple[int, str]] = {}
@@ -73,9 +73,9 @@ class PackedWeight:
         self.dense: Dense | None = None                          # neither pickled nor derived
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What it was made of; the rest follows from the format."""
+        """The constructor's arguments; the format implies all other attributes."""
         return _rebuilt, (self.format, self.storage, picklable(self.tensors), self.shape, self.params, self.in_order,
-                          self.known_finite, self.notes, self.names, self.opened, self.facts)
+                          self.known_finite, self.notes, self.names, self.is_decoded, self.stream_info)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name} {str(t.dtype)[6:]} {list(t.shape)}" for name, t in self.tensors.items())
@@ -118,37 +118,37 @@ class PackedWeight:
         """The same parameters with other tensors, unchecked; one that says the shape says the new one."""
         name = self.layout.shape
         if shape not in (None, self.shape) and name in tensors:
-            tensors = {**tensors, name: said(shape, tensors[name].device)}
+            tensors = {**tensors, name: shape_tensor(shape, tensors[name].device)}
         return PackedWeight(self.format, self.storage, tensors, shape or self.shape, self.params,
                             in_order=self.in_order if in_order is None else in_order, known_finite=self.known_finite,
-                            notes=self.notes, names=self.names, opened=self.opened, facts=self.facts,
+                            notes=self.notes, names=self.names, is_decoded=self.is_decoded, stream_info=self.stream_info,
                             shape_text="" if shape else self.shape_text)
 
-    def open(self) -> PackedWeight:
-        """The weight with what streams hold in plain tensors, which can be cut; itself where there are none.
+    def decode_streams(self) -> PackedWeight:
+        """The weight with its entropy-coded tensors decoded, which then can be cut; itself where it has no streams.
 
-        On meta, where nothing can be decoded, the tensors have what is known of them: dtypes and shapes.
+        On meta the tensors have only dtypes and shapes.
         Raises FormatError for a stream that is damaged.
         """
         if not self.layout.streams:
             return self
         if self.device.type != "meta" and not runs_kernels(self.device):
-            with damage(self.format.name):
+            with stream_errors(self.format.name):
                 return self.with_plain(streams.decode(self.layout, self.tensors, self.shape))
-        found, calls = streams.opened(self)
+        decoded, calls = streams.decoded(self)
         with on_device(self.device):
             for call in calls if self.device.type != "meta" else ():
                 call.run()
-        return found
+        return decoded
 
-    def open_rows(self, rows: Tensor) -> PackedWeight | None:
-        """The weight of these rows, rising int64 [M], opened; None where a stream, or a tensor beside it, has no separate rows.
+    def decode_rows(self, rows: Tensor) -> PackedWeight | None:
+        """The decoded weight of these rows, ascending int64 [M]; None where a stream, or another tensor, has no separate rows.
 
         On a CPU.  Other rows are decoded only where they share lanes with these.  Raises FormatError for a damaged stream.
         """
         if not streams.has_plain_rows(self):
             return None
-        with damage(self.format.name):
+        with stream_errors(self.format.name):
             plain = streams.decode_rows(self.layout, self.tensors, self.shape, rows)
         return None if plain is None else self.with_plain(plain, rows)
 
@@ -163,10 +163,10 @@ class PackedWeight:
                 for place, axis in enumerate(axes):
                     tensors[name] = tensors[name].index_select(place, rows) if axis.dim == "N" else tensors[name]
             return self.derive(tensors, (len(rows), self.shape[1])).with_plain(plain)
-        found = PackedWeight(self.format, self.storage, {}, self.shape, self.params, opened=True)
-        held = {**self.tensors, **plain}                         # without what operations leave out, such as the shape
-        found.tensors = {name: held[name] for name in found.layout.tensors if name in held}
-        return found
+        decoded = PackedWeight(self.format, self.storage, {}, self.shape, self.params, is_decoded=True)
+        available = {**self.tensors, **plain}                    # without what operations leave out, such as the shape
+        decoded.tensors = {name: available[name] for name in decoded.layout.tensors if name in available}
+        return decoded
 
     def to(self, *args: Any, **kwargs: Any) -> PackedWeight:
         """All tensors on another device; a dtype is refused, because stored dtypes belong to the format."""
@@ -190,7 +190,7 @@ class PackedWeight:
     def rows(self, index: Tensor | Sequence[int]) -> PackedWeight:
         """The weight of these rows, index int64 or int32 [M] in any order, with repeats: gathered, not decoded, where it can be.
 
-        Where rows are not stored separately, the fields are gathered and packed again (entropy codes are encoded anew).  The
+        Where rows are not stored separately, the fields are gathered and packed again (entropy codes are encoded again).  The
         result then may have shorter blocks or storage `planar`; its `params` and `storage` say so.
         Raises FormatError where rows share a block that no parameter makes shorter, IndexError for rows that do not exist.
         """
@@ -239,7 +239,7 @@ class PackedWeight:
         """Rows (dim 'N') or columns ('K') [start, stop) as a weight of the same numbers: cut where it can be, else packed again.
 
         Rows of an entropy code keep their codes where the borders are those of its groups of rows.  Another piece that `cut`
-        refuses is unpacked and packed in the same storage (entropy codes are encoded anew); if its borders are inside blocks,
+        refuses is unpacked and packed in the same storage (entropy codes are encoded again); if its borders are inside blocks,
         with a smaller block size that the format has, repeating what the long blocks share; else in storage `planar`.  The
         result's `storage` and `params` say which.  Columns in act-order keep their groups.
         On meta the result has exact shapes, but tensors whose size depends on the numbers have no elements.
@@ -308,16 +308,16 @@ class PackedWeight:
         return first, axis.elements(stop, self.sizes) - first
 
 
-def said(shape: tuple[int, int], device: torch.device) -> Tensor:
-    """What a tensor holds that says the shape."""
+def shape_tensor(shape: tuple[int, int], device: torch.device) -> Tensor:
+    """The int64 [2] tensor that stores the shape (N, K) of a weight."""
     return torch.tensor(shape, dtype=torch.int64, device=device)
 
 
 def _rebuilt(format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
              params: Mapping[str, int | str], in_order: frozenset[str], known_finite: bool | None, notes: Sequence[str],
-             names: Mapping[str, str], opened: bool, facts: str) -> PackedWeight:
+             names: Mapping[str, str], is_decoded: bool, stream_info: str) -> PackedWeight:
     return PackedWeight(format, storage, unpickled(tensors), shape, params, in_order=in_order, known_finite=known_finite,
-                        notes=notes, names=names, opened=opened, facts=facts)
+                        notes=notes, names=names, is_decoded=is_decoded, stream_info=stream_info)
 
 
 def _moved(before: Tensor, dtype: torch.dtype, after: Tensor) -> Tensor:

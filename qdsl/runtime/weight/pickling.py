@@ -44,5 +44,5 @@ def _is_odd(tensor: Tensor) -> bool:
 
 
 def unpickled(tensors: Tensors) -> dict[str, Any]:
-    """The mapping of which `picklable` was made."""
+    """The inverse of `picklable`."""
     return {name: value.tensor if isinstance(value, StoredBits) else value for name, value in tensors.items()}

@@ -1,4 +1,4 @@
-"""How far a weight is from the one that it was made of."""
+"""Errors of a quantized weight against the weight that it was quantized from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qdsl.runtime.weight.packed import PackedWeight
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Errors of a weight that was quantized anew: the largest, their root mean square, and both beside the old weight's.
+    """Errors of a requantized weight: the largest, their root mean square, and both beside the old weight's.
 
     largest, rms: in units of the weight.  weight: the root mean square of the old weight.
     """
@@ -48,7 +48,7 @@ class Report:
 
 
 def compare(weight: Tensor, stored: PackedWeight | Tensor) -> Report:
-    """The errors of a packed or rounded weight [N, K] against the floats [N, K] that it stands for, a tile of rows at a time."""
+    """The errors of a packed or rounded weight [N, K] against its source floats [N, K], a tile of rows at a time."""
     largest = noise = signal = 0.0
     for start, stop in [(0, len(weight))] if isinstance(stored, Tensor) else tiles.row_tiles(stored):
         part = weight[start:stop].float()

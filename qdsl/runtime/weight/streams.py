@@ -50,15 +50,15 @@ def decode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int
 
     Raises StreamError for a stream that is damaged.
     """
-    found = {}
+    plain = {}
     for name, stream in layout.streams.items():
         arrays = {role: _array(tensor) for role, tensor in _tensors(stream, tensors).items()}
         try:
             decoded = torch.from_numpy(CODINGS[stream.coding].decode(arrays, shape))
         except StreamError as error:
             raise StreamError(f"the stream of '{name}' is damaged: {error}") from None
-        found[name] = decoded.to(next(iter(tensors.values())).device)
-    return found
+        plain[name] = decoded.to(next(iter(tensors.values())).device)
+    return plain
 
 
 def decode_rows(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int], rows: Tensor,
@@ -81,54 +81,54 @@ def decode_rows(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int
 
 
 def encode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-    """The tensors of a storage, of those that pack made.  Raises StreamError for elements that a code cannot hold."""
-    found: dict[str, Tensor] = {}
+    """The tensors of a storage, from those that pack returns.  Raises StreamError for elements that a code cannot hold."""
+    encoded: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name not in layout.streams:
-            found[name] = tensor
+            encoded[name] = tensor
             continue
         stream = layout.streams[name]
-        found |= {stream.names[role]: each for role, each in _encoded(name, stream, tensor, shape).items()}
-    return {name: found[name] for name in layout.tensors if name in found}
+        encoded |= {stream.names[role]: array for role, array in _encoded(name, stream, tensor, shape).items()}
+    return {name: encoded[name] for name in layout.tensors if name in encoded}
 
 
 def _encoded(name: str, stream: Stream, tensor: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
     symbols = _array(tensor)
     counts = np.bincount(symbols.reshape(-1), minlength=256)
     try:
-        found = CODINGS[stream.coding].encode(symbols, counts)
+        arrays = CODINGS[stream.coding].encode(symbols, counts)
     except StreamError as error:
-        raise StreamError(f"'{name}' cannot be held: {error}") from None
-    return {role: torch.from_numpy(array).to(tensor.device) for role, array in found.items()}
+        raise StreamError(f"'{name}' cannot be encoded: {error}") from None
+    return {role: torch.from_numpy(array).to(tensor.device) for role, array in arrays.items()}
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:
-    found: NDArray[Any] = tensor.detach().cpu().contiguous().numpy()
-    return found
+    array: NDArray[Any] = tensor.detach().cpu().contiguous().numpy()
+    return array
 
 
 def _tensors(stream: Stream, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {role: tensors[each] for role, each in stream.names.items()}
+    return {role: tensors[name] for role, name in stream.names.items()}
 
 
 # -- what kernels rely on ----------------------------------------------------------------------------------------------
 
 
 def check(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str:
-    """What is known of a storage's streams once their tables, starts and indices are looked at, for kernels that follow them.
+    """Validates the tables, starts and indices of a storage's streams, and returns the stream info that kernels rely on.
 
-    In words, as operations take it: 'exponents.threads=512 ...'.  Raises StreamError for those that do not fit.
+    It is text, as operations take it: 'exponents.threads=512 ...'.  Raises StreamError for streams that do not fit.
     """
-    found = []
+    entries = []
     for name, stream in layout.streams.items():
         launches = LAUNCHES[stream.coding]
         arrays = {role: _like(tensor) if role in launches.BULK else _array(tensor)
                   for role, tensor in _tensors(stream, tensors).items()}
         try:
-            found += [f"{name}.{key}={value}" for key, value in launches.stream_info(arrays, shape).items()]
+            entries += [f"{name}.{key}={value}" for key, value in launches.stream_info(arrays, shape).items()]
         except StreamError as error:
             raise StreamError(f"the stream of '{name}' is damaged: {error}") from None
-    return " ".join(found)
+    return " ".join(entries)
 
 
 def _like(tensor: Tensor) -> NDArray[Any]:
@@ -136,38 +136,38 @@ def _like(tensor: Tensor) -> NDArray[Any]:
     return np.broadcast_to(torch.zeros((), dtype=tensor.dtype, device="cpu").numpy(), tuple(tensor.shape))
 
 
-def _facts(packed: PackedWeight, name: str) -> Mapping[str, int]:
-    """What is known of a stream; on meta, where nothing is, what is usual.  Raises FormatError."""
-    if not packed.facts and packed.device.type == "meta":
-        found: Mapping[str, int] = LAUNCHES[packed.layout.streams[name].coding].ASSUMED
-        return found
-    if not packed.facts:
-        packed.facts = packed.format.facts(packed.layout, packed.tensors, packed.shape)
-    return _read(packed.facts, name)
+def _stream_info(packed: PackedWeight, name: str) -> Mapping[str, int]:
+    """The stream info of a tensor's stream; on meta, where there is none, typical values.  Raises FormatError."""
+    if not packed.stream_info and packed.device.type == "meta":
+        assumed: Mapping[str, int] = LAUNCHES[packed.layout.streams[name].coding].ASSUMED
+        return assumed
+    if not packed.stream_info:
+        packed.stream_info = packed.format.stream_info(packed.layout, packed.tensors, packed.shape)
+    return _read(packed.stream_info, name)
 
 
 @lru_cache(maxsize=1024)
-def _read(facts: str, name: str) -> Mapping[str, int]:
-    words = (word.partition("=") for word in facts.split())
+def _read(stream_info: str, name: str) -> Mapping[str, int]:
+    words = (word.partition("=") for word in stream_info.split())
     return {key.removeprefix(f"{name}."): int(value) for key, _, value in words if key.startswith(f"{name}.")}
 
 
 # -- by kernels --------------------------------------------------------------------------------------------------------
 
 
-def opened(packed: PackedWeight) -> tuple[PackedWeight, list[Call]]:
-    """A weight with what its streams hold in plain tensors, and the launches that write it there; itself where there are none.
+def decoded(packed: PackedWeight) -> tuple[PackedWeight, list[Call]]:
+    """The weight with decoded tensors in place of its streams, and the launches that fill them; itself where it has no streams.
 
     Raises FormatError.
     """
     if not packed.layout.streams:
         return packed, []
-    plain, calls = open_calls(packed)
+    plain, calls = decode_calls(packed)
     return packed.with_plain(plain), calls
 
 
-def open_calls(packed: PackedWeight, rows: Tensor | None = None) -> tuple[dict[str, Tensor], list[Call]]:
-    """Plain tensors for what streams hold, and the launches that write them.  Raises FormatError.
+def decode_calls(packed: PackedWeight, rows: Tensor | None = None) -> tuple[dict[str, Tensor], list[Call]]:
+    """Empty tensors for the decoded streams, and the launches that fill them.  Raises FormatError.
 
     rows: int64 [R] on the device, only these rows, in runs for which has_rows holds.
     """
@@ -181,8 +181,8 @@ def open_calls(packed: PackedWeight, rows: Tensor | None = None) -> tuple[dict[s
         if plain[name].numel():
             height = 1 if rows is None else launches.block_rows(packed.shape)
             blocks = None if rows is None else (rows[::height] // height).to(torch.int32)
-            decoding = launches.decode_calls(_tensors(stream, packed.tensors), _facts(packed, name), plain[name], packed.shape,
-                                             blocks)
+            decoding = launches.decode_calls(_tensors(stream, packed.tensors), _stream_info(packed, name), plain[name],
+                                             packed.shape, blocks)
             calls += [replace(call, workspace=(plain[name],)) for call in decoding]
     return plain, calls
 
@@ -208,11 +208,11 @@ def row_band(packed: PackedWeight, start: int, stop: int) -> PackedWeight | None
         for place, axis in enumerate(axes):
             tensors[name] = tensors[name].narrow(place, start, stop - start) if axis.dim == "N" else tensors[name]
     for name, stream in packed.layout.streams.items():
-        _facts(packed, name)                                     # checks where groups begin
+        _stream_info(packed, name)                               # checks where groups begin
         band = LAUNCHES[stream.coding].row_band(_tensors(stream, packed.tensors), packed.shape, start, stop)
         tensors |= {stream.names[role]: tensor for role, tensor in band.items()}
     result = packed.derive(tensors, (stop - start, k))
-    result.facts = packed.format.facts(packed.layout, result.tensors, result.shape)
+    result.stream_info = packed.format.stream_info(packed.layout, result.tensors, result.shape)
     return result
 
 
@@ -239,42 +239,44 @@ def usual(packed: PackedWeight) -> PackedWeight:
 
 
 def has_dequantize(packed: PackedWeight, out: Tensor) -> bool:
-    """Whether weights are made of symbols in registers: of out's type, by whole words."""
+    """Whether kernels can decode and dequantize in one launch, in registers: weights of out's dtype, by whole words."""
     pairs = _pairs(packed)
     return pairs is not None and out.dtype == PAIRED[pairs.type][0] and out.is_contiguous() and _are_wide(packed, pairs, out)
 
 
 def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
-    """The launches that do; has_dequantize must hold.  Raises FormatError."""
+    """The launches that decode streams and write weights to `out`; has_dequantize must hold.  Raises FormatError."""
     pairs = _pairs(packed)
     assert pairs is not None
     stream = packed.layout.streams[pairs.stream]
     if out.numel():
         yield from LAUNCHES[stream.coding].dequantize_calls(
-            pairs.made, pairs.at, _tensors(stream, packed.tensors), packed.tensors[pairs.rest].contiguous(),
-            _facts(packed, pairs.stream), out)
+            pairs.weights, pairs.at, _tensors(stream, packed.tensors), packed.tensors[pairs.uncoded].contiguous(),
+            _stream_info(packed, pairs.stream), out)
 
 
 def has_few(x: Tensor, packed: PackedWeight) -> bool:
-    """Whether matrix units multiply x [M, K] with weights that are made in registers."""
+    """Whether kernels can multiply x [M, K] with weights that they decode in registers."""
     pairs = _pairs(packed)
     if pairs is None or x.dtype != PAIRED[pairs.type][0] or not _are_wide(packed, pairs, x):
         return False
     if runs_kernels(x.device) and configure.target(x.device).capability < 8:
         return False
     stream = packed.layout.streams[pairs.stream]
-    return bool(LAUNCHES[stream.coding].has_few(packed.shape, _facts(packed, pairs.stream)))
+    return bool(LAUNCHES[stream.coding].has_few(packed.shape, _stream_info(packed, pairs.stream)))
 
 
 def few_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
-    """The launches that do; has_few must hold.  A row's bits do not depend on those beside it.  Raises FormatError."""
+    """The launches that write x @ w.T + bias to `out`; has_few must hold.  Bits of a row do not depend on other rows.
+
+    Raises FormatError."""
     pairs = _pairs(packed)
     assert pairs is not None
     stream = packed.layout.streams[pairs.stream]
     if out.numel():
         yield from LAUNCHES[stream.coding].few_calls(
-            pairs.made, pairs.at, _tensors(stream, packed.tensors), packed.tensors[pairs.rest].contiguous(),
-            _facts(packed, pairs.stream), x, bias, out, PAIRED[pairs.type][1])
+            pairs.weights, pairs.at, _tensors(stream, packed.tensors), packed.tensors[pairs.uncoded].contiguous(),
+            _stream_info(packed, pairs.stream), x, bias, out, PAIRED[pairs.type][1])
 
 
 def _pairs(packed: PackedWeight) -> Pairs | None:
@@ -283,6 +285,6 @@ def _pairs(packed: PackedWeight) -> Pairs | None:
 
 def _are_wide(packed: PackedWeight, pairs: Pairs, other: Tensor) -> bool:
     """Whether rows are whole lines of 128 columns, and tensors begin where loads of 16 bytes may."""
-    wide = [packed.tensors[name] for name in (*packed.layout.streams[pairs.stream].names.values(), pairs.rest)]
+    wide = [packed.tensors[name] for name in (*packed.layout.streams[pairs.stream].names.values(), pairs.uncoded)]
     return packed.shape[1] % 128 == 0 and all(
         tensor.is_meta or tensor.data_ptr() % 16 == 0 for tensor in (*wide, other) if tensor.numel())

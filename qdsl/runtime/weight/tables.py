@@ -55,13 +55,13 @@ class Table:
         return self._on[device]
 
     def with_codes(self, function: Callable[[Tensor, Tensor], Tensor], count: int) -> Table:
-        """What a function makes of each row and each of `count` codes: row r with code c is row r + c * rows of a table."""
+        """The table of function(row, code) for all rows and `count` codes: row r with code c is row r + c * rows."""
         codes = torch.arange(count, dtype=torch.int32, device="cpu")[:, None, None]
         rows = self.values if self.values.is_floating_point() else self.values.to(torch.int32)
-        made = function(rows, codes).flatten(0, 1)
-        least, most = int(made.min()), int(made.max())
-        kind = "f32" if made.is_floating_point() else "i8" if least >= -128 and most < 128 else "i32"
-        return Table(kind, *made.flatten().tolist(), columns=made.shape[1])
+        numbers = function(rows, codes).flatten(0, 1)
+        least, most = int(numbers.min()), int(numbers.max())
+        kind = "f32" if numbers.is_floating_point() else "i8" if least >= -128 and most < 128 else "i32"
+        return Table(kind, *numbers.flatten().tolist(), columns=numbers.shape[1])
 
     def __getitem__(self, codes: Tensor) -> Tensor:
         """The numbers, or rows, of integer codes, each within the table."""
@@ -76,8 +76,8 @@ class Table:
             values = values.view(WORDS[values.shape[1]]).flatten()          # a row is a word: looked up ten times as fast
         elif values.dim() > 1:
             return entries(values, codes)
-        found = values.index_select(0, codes.flatten().to(torch.int32))
-        return found.view(self.values.dtype).view(*codes.shape, *self.values.shape[1:])
+        selected = values.index_select(0, codes.flatten().to(torch.int32))
+        return selected.view(self.values.dtype).view(*codes.shape, *self.values.shape[1:])
 
     def pairs(self) -> Tensor:
         """The numbers of two codes as one word, at the word of the codes' bytes: half as many are looked up."""
@@ -88,7 +88,7 @@ class Table:
         return self._pairs
 
     def _chosen(self, codes: Tensor) -> Tensor:
-        """The same by the bits of the codes, one after the other: operations of which a compiler makes vectors.
+        """As __getitem__, by selecting on one bit of the codes at a time: operations that a compiler vectorizes.
 
         Raises RuntimeError for a table that is too long for that.
         """
@@ -99,5 +99,5 @@ class Table:
         for bit in range(FEW.bit_length() - 1):
             mask = wide << 31 - bit >> 31
             left = [(mask & (a ^ b)) ^ a for a, b in zip(left[::2], left[1::2], strict=True)]
-        found: Tensor = left[0].view(self.values.dtype)
-        return found
+        chosen: Tensor = left[0].view(self.values.dtype)
+        return chosen

@@ -51,27 +51,27 @@ def decode_rows(packed: PackedWeight, start: int, stop: int, out: Tensor) -> Non
 
 def _decode_flat(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str, int], out: Tensor) -> None:
     """Rows one after the other: whole blocks, then the short one that is left; of scattered blocks, some weights of each."""
-    made = out if out.is_contiguous() else empty(out.shape, out.dtype, out.device)
+    target = out if out.is_contiguous() else empty(out.shape, out.dtype, out.device)
     cut = axis(variant.cuts[1])
     shared = {name for name in fields if cut.dim == "1" and len(variant.fields[name].axes) < 2}
     step = max(1, *(fields[name].numel() for name in shared)) if shared else cut.by(sizes)
     pieces = list(_pieces(out.numel(), step, TILE))
     for start, stop in pieces:
         if len(pieces) == 1:
-            variant.decode(**fields, out=made)
+            variant.decode(**fields, out=target)
             break
         shown = {name: field if name in shared else _flat_piece(variant.fields[name], field, start, stop, sizes)
                  for name, field in fields.items()}
-        variant.decode(**shown, out=made.view(-1)[start:stop])
-    if made is not out:
-        out.copy_(made)
+        variant.decode(**shown, out=target.view(-1)[start:stop])
+    if target is not out:
+        out.copy_(target)
 
 
 def _flat_piece(field: Field, values: Tensor, start: int, stop: int, sizes: Mapping[str, int]) -> Tensor:
     """The values of flat positions [start, stop), which are whole blocks or one."""
     if len(field.axes) == 2:
         return values.flatten()[start:stop]
-    by = [each.by(sizes) for each in field.axes]
+    by = [axis.by(sizes) for axis in field.axes]
     return values[start // by[0]:-(-stop // by[0])] if by else values
 
 
@@ -85,7 +85,7 @@ def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], opti
     n, k = weight.shape
     at_once = variant.cuts[1] == "1"
     if not weight.numel():
-        whole = math.lcm(*(max(1, each.by(sizes)) for field in variant.fields.values() for each in field.axes)) if at_once else 1
+        whole = math.lcm(*(max(1, axis.by(sizes)) for field in variant.fields.values() for axis in field.axes)) if at_once else 1
         zeros = weight.new_zeros((max(n, 1), max(k, 1) * whole), dtype=torch.float32)
         yield _nothing(variant, variant.encode(zeros, **options), sizes, (n, k))
         return
@@ -110,16 +110,17 @@ def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], opti
 def _nothing(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str, int], shape: tuple[int, int],
              ) -> dict[str, Tensor]:
     """Fields of a single zero, cut to those of an empty weight."""
-    found = dict(fields)
+    empty_fields = dict(fields)
     for name, field in fields.items():
-        for place, each in enumerate(variant.fields[name].axes):
-            found[name] = found[name].narrow(place, 0, min(field.shape[place], each.extent(*shape, sizes) or 0))
-    return found
+        for place, field_axis in enumerate(variant.fields[name].axes):
+            extent = min(field.shape[place], field_axis.extent(*shape, sizes) or 0)
+            empty_fields[name] = empty_fields[name].narrow(place, 0, extent)
+    return empty_fields
 
 
 def _check_finite(weight: Tensor, start: int = 0) -> None:
     """Raises FormatError with the first row that is not, counted from `start`."""
-    if math.isfinite(float(weight.sum())):                       # one fast pass; a sum that overflows is looked at again
+    if math.isfinite(float(weight.sum())):                       # one fast pass; a sum that overflows is checked again
         return
     if not bool(torch.isfinite(weight).all()):
         n, k = (int(i) for i in torch.nonzero(~torch.isfinite(weight))[0])
@@ -150,8 +151,8 @@ def _pieces(length: int, step: int, most: int) -> Iterator[tuple[int, int]]:
 
 def _rectangle(variant: Variant, sizes: Mapping[str, int], name: str, field: Tensor, rows: tuple[int, int],
                columns: tuple[int, int]) -> Tensor:
-    for place, each in enumerate(variant.fields[name].axes):
-        start, stop = rows if each.dim == "N" else columns
-        by = each.by(sizes)
+    for place, field_axis in enumerate(variant.fields[name].axes):
+        start, stop = rows if field_axis.dim == "N" else columns
+        by = field_axis.by(sizes)
         field = field.narrow(place, start // by, -(-stop // by) - start // by)
     return field

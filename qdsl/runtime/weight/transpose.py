@@ -1,4 +1,4 @@
-"""A change of storage as moves of whole words, a tile at a time in a cache, never one byte per code.
+"""Changes the storage of a weight by moves of whole words, a cache-sized tile at a time, never one byte per code.
 
 Where the bits of a piece lie at digits of its coordinates in both storages, the change permutes digits of (word, bit in word).
 Digits that stay outside of words are axes of a view, and moving them is a copy.  A digit of 2 that leaves a word changes
@@ -57,7 +57,7 @@ class Round:
 class Plan:
     """Words of `bits` bits, and their axes in the order in which they are worked on.
 
-    first, last: the word at which source and result begin.  clear: bits that no element has, which are to be 0.
+    first, last: the word at which source and result begin.  clear: bits that no element has, which become 0.
     """
 
     bits: int
@@ -88,15 +88,15 @@ def plan(source: Placed, result: Placed, width: int) -> Plan | None:
 
     Words are as long as they can be, but rather have all their bits from the piece.
     """
-    found: Plan | None = None
+    best: Plan | None = None
     for bits in WORDS:
         digits = _digits(source, result, width, bits)
         whole = digits is not None and all(digit.source is not None and digit.result is not None for digit in digits)
-        if digits is not None and (whole or found is None):
-            found = _ordered(digits, source.start // bits, result.start // bits, bits)
+        if digits is not None and (whole or best is None):
+            best = _ordered(digits, source.start // bits, result.start // bits, bits)
         if whole:
             break
-    return found
+    return best
 
 
 # -- digits -----------------------------------------------------------------------------------------------------------
@@ -118,27 +118,27 @@ def _digits(source: Placed, result: Placed, width: int, bits: int) -> list[_Digi
                 return None
             digits += _by_two(digit) if inside else [digit]
     places = [1 << i for i in range(bits.bit_length() - 1)]
-    found = [[digit.source for digit in digits if (digit.source or 0) < bits],
+    steps_in_word = [[digit.source for digit in digits if (digit.source or 0) < bits],
              [digit.result for digit in digits if (digit.result or 0) < bits]]
-    if any(len(set(steps)) < len(steps) or not set(steps) <= set(places) for steps in found):
+    if any(len(set(steps)) < len(steps) or not set(steps) <= set(places) for steps in steps_in_word):
         return None
-    return [*digits, *(_Digit(2, step, None) for step in places if step not in found[0]),
-            *(_Digit(2, None, step) for step in places if step not in found[1])]
+    return [*digits, *(_Digit(2, step, None) for step in places if step not in steps_in_word[0]),
+            *(_Digit(2, None, step) for step in places if step not in steps_in_word[1])]
 
 
 def _at_words(digits: Sequence[tuple[int, int]], bits: int) -> list[tuple[int, int]] | None:
     """The same digits, each inside or outside of words."""
-    found: list[tuple[int, int]] = []
+    placed: list[tuple[int, int]] = []
     for extent, step in digits:
         if step >= bits or extent * step <= bits:
             if step >= bits and step % bits and extent > 1:
                 return None
-            found.append((extent, step))
+            placed.append((extent, step))
         elif bits % step or extent % (bits // step):
             return None
         else:
-            found += [(bits // step, step), (extent * step // bits, bits)]
-    return [(extent, step) for extent, step in found if extent > 1]
+            placed += [(bits // step, step), (extent * step // bits, bits)]
+    return [(extent, step) for extent, step in placed if extent > 1]
 
 
 def _refined(left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]) -> list[_Digit] | None:
@@ -173,38 +173,38 @@ def _by_two(digit: _Digit) -> list[_Digit]:
 
 def _ordered(digits: Sequence[_Digit], first: int, last: int, bits: int) -> Plan:
     """The rounds that bring every digit to its place in the word, and the axes in the order that suits them."""
-    held = {digit.source: digit for digit in digits if digit.source is not None and digit.source < bits}
+    inside = {digit.source: digit for digit in digits if digit.source is not None and digit.source < bits}
     wanted = {digit.result: digit for digit in digits if digit.result is not None and digit.result < bits}
     clear = 0
-    for step, digit in held.items():
+    for step, digit in inside.items():
         if digit.result is None and wanted[step].source is None:             # no element has this bit, before and after
-            held[step] = wanted[step]
+            inside[step] = wanted[step]
             clear |= ~zeros(step, bits)
-    outside = [digit for digit in digits if digit not in held.values() and (digit.source is None or digit.source >= bits)]
+    outside = [digit for digit in digits if digit not in inside.values() and (digit.source is None or digit.source >= bits)]
     slots = list(outside)                                        # what each axis holds by now
     rounds: list[Round] = []
-    while open_ := [step for step in held if held[step] != wanted[step]]:
+    while open_ := [step for step in inside if inside[step] != wanted[step]]:
         step = next((step for step in open_ if wanted[step] in slots), open_[0])
         if wanted[step] in slots:
             axis = slots.index(wanted[step])
             rounds.append(Round(step, axis))
-            slots[axis], held[step] = held[step], wanted[step]
+            slots[axis], inside[step] = inside[step], wanted[step]
         else:
-            other = next(place for place in held if held[place] == wanted[step])
+            other = next(place for place in inside if inside[place] == wanted[step])
             rounds.append(Round(min(step, other), None, max(step, other)))
-            held[step], held[other] = held[other], held[step]
+            inside[step], inside[other] = inside[other], inside[step]
     axes = [Axis(before.extent, _words(before.source, bits), _words(after.result, bits))
             for before, after in zip(outside, slots, strict=True)]
     return _sorted(Plan(bits, tuple(axes), tuple(rounds), first, last, clear & (1 << bits) - 1))
 
 
-def _sorted(made: Plan) -> Plan:
+def _sorted(plan: Plan) -> Plan:
     """Axes of rounds before the others, those as they lie in the result, these as they lie in the source."""
-    moved = {each.axis for each in made.rounds}
-    far = [(axis.result if i in moved else axis.source) or 0 for i, axis in enumerate(made.axes)]
-    order = sorted(range(len(made.axes)), key=lambda i: (i not in moved, -far[i]))
-    rounds = tuple(replace(each, axis=None if each.axis is None else order.index(each.axis)) for each in made.rounds)
-    return replace(made, axes=tuple(made.axes[i] for i in order), rounds=rounds)
+    moved = {round.axis for round in plan.rounds}
+    far = [(axis.result if i in moved else axis.source) or 0 for i, axis in enumerate(plan.axes)]
+    order = sorted(range(len(plan.axes)), key=lambda i: (i not in moved, -far[i]))
+    rounds = tuple(replace(round, axis=None if round.axis is None else order.index(round.axis)) for round in plan.rounds)
+    return replace(plan, axes=tuple(plan.axes[i] for i in order), rounds=rounds)
 
 
 def _words(step: int | None, bits: int) -> int | None:
@@ -219,22 +219,22 @@ def zeros(step: int, bits: int) -> int:
 # -- work -------------------------------------------------------------------------------------------------------------
 
 
-def move(made: Plan, source: Tensor, result: Tensor) -> None:
-    """From one contiguous tensor to another, of any types."""
-    source, result = _flat(source, made.bits), _flat(result, made.bits)
-    read = _view(source, made.first, [(1 if axis.source is None else axis.extent, axis.source) for axis in made.axes])
-    written = _view(result, made.last, [(1 if axis.result is None else axis.extent, axis.result) for axis in made.axes])
-    if not made.rounds and not made.clear and read.shape == written.shape:
+def move(plan: Plan, source: Tensor, result: Tensor) -> None:
+    """Copies a piece from one contiguous tensor to another, of any dtypes, by a plan."""
+    source, result = _flat(source, plan.bits), _flat(result, plan.bits)
+    read = _view(source, plan.first, [(1 if axis.source is None else axis.extent, axis.source) for axis in plan.axes])
+    written = _view(result, plan.last, [(1 if axis.result is None else axis.extent, axis.result) for axis in plan.axes])
+    if not plan.rounds and not plan.clear and read.shape == written.shape:
         written.copy_(read)
         return
     work: dict[tuple[int, ...], Workspace] = {}
     threads = torch.get_num_threads()
     words = LAUNCHED if source.device.type == "cuda" else TILE if threads == 1 else SHARED * threads
-    for tile in _tiles(made, words):
+    for tile in _tiles(plan, words):
         shape = tuple(length for _, length in tile)
-        space = work.get(shape) or work.setdefault(shape, Workspace(made, shape, source))
+        space = work.get(shape) or work.setdefault(shape, Workspace(plan, shape, source))
         space.take(_part(read, tile))
-        space.turn()
+        space.apply_rounds()
         _part(written, tile).copy_(space.words[space.kept])
 
 
@@ -248,34 +248,34 @@ def _flat(tensor: Tensor, bits: int) -> Tensor:
 class Workspace:
     """Words of a tile, and half as many for the differences of a round."""
 
-    def __init__(self, made: Plan, shape: tuple[int, ...], like: Tensor) -> None:
+    def __init__(self, plan: Plan, shape: tuple[int, ...], like: Tensor) -> None:
         self.words = like.new_zeros(shape)
         self.difference = like.new_empty(math.prod(shape))
-        self.found = tuple(slice(None) if axis.source is not None else slice(0, 1) for axis in made.axes)
-        self.kept = tuple(slice(None) if axis.result is not None else slice(0, 1) for axis in made.axes)
-        self.partial = any(axis.source is None for axis in made.axes)
-        self.clear = like.new_tensor(_signed(~made.clear, made.bits)) if made.clear else None
+        self.read = tuple(slice(None) if axis.source is not None else slice(0, 1) for axis in plan.axes)
+        self.kept = tuple(slice(None) if axis.result is not None else slice(0, 1) for axis in plan.axes)
+        self.partial = any(axis.source is None for axis in plan.axes)
+        self.clear = like.new_tensor(_signed(~plan.clear, plan.bits)) if plan.clear else None
         self.steps: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
-        for each in made.rounds:
-            a, b, by, at = self._pair(each, made.bits)
+        for round in plan.rounds:
+            a, b, by, at = self._pair(round, plan.bits)
             self.steps.append((a, b, self.difference[:a.numel()].view(a.shape), like.new_tensor(by),
-                               like.new_tensor(_signed(at, made.bits))))
+                               like.new_tensor(_signed(at, plan.bits))))
 
-    def _pair(self, each: Round, bits: int) -> tuple[Tensor, Tensor, int, int]:
+    def _pair(self, round: Round, bits: int) -> tuple[Tensor, Tensor, int, int]:
         """What changes places: the words, by how many bits, and the bits of the second ones."""
-        if each.axis is None:
-            return self.words, self.words, each.other - each.step, ~zeros(each.step, bits) & zeros(each.other, bits)
-        return self.words.select(each.axis, 0), self.words.select(each.axis, 1), each.step, zeros(each.step, bits)
+        if round.axis is None:
+            return self.words, self.words, round.other - round.step, ~zeros(round.step, bits) & zeros(round.other, bits)
+        return self.words.select(round.axis, 0), self.words.select(round.axis, 1), round.step, zeros(round.step, bits)
 
     def take(self, source: Tensor) -> None:
         if self.partial:
             self.words.zero_()
-        self.words[self.found].copy_(source)
+        self.words[self.read].copy_(source)
         if self.clear is not None:
             self.words.bitwise_and_(self.clear)
 
-    def turn(self) -> None:
-        """All rounds."""
+    def apply_rounds(self) -> None:
+        """Exchanges the digits of all rounds, in place."""
         for a, b, difference, by, at in self.steps:
             torch.bitwise_right_shift(a, by, out=difference)
             difference.bitwise_xor_(b).bitwise_and_(at)
@@ -283,13 +283,13 @@ class Workspace:
             a.bitwise_xor_(difference.bitwise_left_shift_(by))
 
 
-def gather(source: Placed, result: Placed, width: int, columns: Tensor, stored: Tensor, made: Tensor) -> bool:
-    """As move, for column columns[j], int64 [K], of the source in place of column j; False where words are no way to do it.
+def gather(source: Placed, result: Placed, width: int, columns: Tensor, stored: Tensor, into: Tensor) -> bool:
+    """Moves column columns[j], int64 [K], of the source to column j; returns False where moves of words cannot do that.
 
     Rows are few enough for a cache; in between their columns lie one after the other, `width` bits of several rows in a word.
     """
     bits = max(WORDS)
-    (rows, k) = (math.prod(extent for extent, _ in each) for each in source.coordinates)
+    (rows, k) = (math.prod(extent for extent, _ in digits) for digits in source.coordinates)
     least = math.lcm(bits // width, *(rows // placed.coordinates[0][-1][0] for placed in (source, result)))
     step = max(1, GATHERED // max(1, k * width) // least) * least
     for start in range(0, rows, step):
@@ -302,7 +302,7 @@ def gather(source: Placed, result: Placed, width: int, columns: Tensor, stored: 
             return False
         words = stored.new_empty((k, count * width // bits), dtype=WORDS[bits])
         move(first, stored, words)
-        move(last, words.index_select(0, columns), made)
+        move(last, words.index_select(0, columns), into)
     return True
 
 
@@ -318,18 +318,18 @@ def _signed(value: int, bits: int) -> int:
 Tile = tuple[tuple[int, int], ...]                               # first index and length along every axis
 
 
-def _tiles(made: Plan, words: int) -> Iterator[Tile]:
+def _tiles(plan: Plan, words: int) -> Iterator[Tile]:
     """Parts of about `words` words; axes along which both sides move far are cut first, those of rounds never."""
-    lengths = [axis.extent for axis in made.axes]
-    moved = {each.axis for each in made.rounds}
-    free = [i for i, axis in enumerate(made.axes) if i not in moved and axis.source is not None and axis.result is not None]
-    for i in sorted(free, key=lambda i: _apart(made.axes[i]), reverse=True):
+    lengths = [axis.extent for axis in plan.axes]
+    moved = {round.axis for round in plan.rounds}
+    free = [i for i, axis in enumerate(plan.axes) if i not in moved and axis.source is not None and axis.result is not None]
+    for i in sorted(free, key=lambda i: _apart(plan.axes[i]), reverse=True):
         others = math.prod(lengths) // lengths[i]
         lengths[i] = min(lengths[i], max(1, words // others))
-    ranges = [range(0, axis.extent, length) for axis, length in zip(made.axes, lengths, strict=True)]
+    ranges = [range(0, axis.extent, length) for axis, length in zip(plan.axes, lengths, strict=True)]
     for starts in product(*ranges):
         yield tuple((start, min(length, axis.extent - start))
-                    for start, length, axis in zip(starts, lengths, made.axes, strict=True))
+                    for start, length, axis in zip(starts, lengths, plan.axes, strict=True))
 
 
 def _apart(axis: Axis) -> tuple[int, int]:

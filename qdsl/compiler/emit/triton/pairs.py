@@ -43,7 +43,7 @@ def paired(program: Program) -> Paired | None:
     words = [_pair(placement, uncoded.name, 2 * j) for j in range(COLUMNS // 2)]
     if None in words:
         return None
-    lines = render("pairs", storage=program.storage, field=program.values[0].name, stream=symbols.name, rest=uncoded.name,
+    lines = render("pairs", storage=program.storage, field=program.values[0].name, stream=symbols.name, uncoded=uncoded.name,
                    at=parts[0].lo, words=words)
     return Paired(program.field(program.values[0].name).kind, symbols.name, parts[0].lo, uncoded.name, tuple(lines))
 

@@ -15,13 +15,13 @@ def table(g, N, t0: tl.constexpr, t1: tl.constexpr, t2: tl.constexpr, t3: tl.con
           h1: tl.constexpr = 0, h2: tl.constexpr = 0, h3: tl.constexpr = 0):
     """What bytes() and floats() take: the selectors of bytes 0 to 3, twice, and the words of a table, in registers."""
     g = g[:, :, None]
-    return ((held(0x32103210, g, N), held(t0, g, N), held(t1, g, N), held(t2, g, N), held(t3, g, N),
-             held(h0, g, N), held(h1, g, N), held(h2, g, N), held(h3, g, N)),)
+    return ((in_lane(0x32103210, g, N), in_lane(t0, g, N), in_lane(t1, g, N), in_lane(t2, g, N), in_lane(t3, g, N),
+             in_lane(h0, g, N), in_lane(h1, g, N), in_lane(h2, g, N), in_lane(h3, g, N)),)
 
 
 @triton.jit
-def held(word: tl.constexpr, g, N):
-    """The constant in a register of each lane; as a literal, it would be moved there again and again."""
+def in_lane(word: tl.constexpr, g, N):
+    """The constant in a register of every lane; a literal would be loaded into one for every use."""
     return tl.where(g < N + 8, word, 0)
 
 
@@ -39,8 +39,8 @@ def entries(word, i: tl.constexpr, t0, t1, t2, t3, selectors):
 @triton.jit
 def bytes(word, h: tl.constexpr, i: tl.constexpr, table):
     """Pairs of integers from 0 to 255, times 2^-24 as float16."""
-    found = entries(word, i, table[1], table[2], table[3], table[4], table[0])
-    return halves(libdevice.byte_perm(found, 0, 0x4341 if h else 0x4240), tl.float16)
+    codes = entries(word, i, table[1], table[2], table[3], table[4], table[0])
+    return halves(libdevice.byte_perm(codes, 0, 0x4341 if h else 0x4240), tl.float16)
 
 
 @triton.jit

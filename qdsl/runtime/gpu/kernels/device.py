@@ -102,7 +102,7 @@ def trit(byte, place):
 
 @triton.jit
 def bits(words, at: tl.constexpr, width: tl.constexpr):
-    """`width` bits from bit `at` of a record held as a tuple of 32-bit words, low bits first."""
+    """`width` bits from bit `at` of a record in a tuple of 32-bit words, low bits first."""
     value = words[at // 32].to(tl.uint32, bitcast=True) >> (at % 32)
     if at % 32 + width > 32:
         value |= words[at // 32 + 1].to(tl.uint32, bitcast=True) << (32 - at % 32)

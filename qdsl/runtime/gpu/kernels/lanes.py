@@ -141,7 +141,7 @@ def within(index, count):
 
 @triton.jit
 def after(chunk, more: tl.constexpr, count, even: tl.constexpr):
-    """The chunk from which `more` are counted in words(), and where some may be past the last, the one that is meant."""
+    """The chunk from which `more` are counted in words(), and where some may be past the last, the one to load."""
     if even:
         return chunk
     else:
@@ -485,8 +485,8 @@ def by_group(plane, row, count, chunk, size: tl.constexpr, block: tl.constexpr, 
 def of_chunk(plane, chunk, block: tl.constexpr, kind: tl.constexpr):
     """The 128 // block values of a chunk: a tuple of [8 * W, 4], the same in each lane of a row."""
     count: tl.constexpr = 128 // block
-    held: tl.constexpr = 2 if count == 2 else 4                  # by a load of at most 16 bytes of a lane
-    at = chunk * count + tl.arange(0, 4 * held)[None, :] % held
+    width: tl.constexpr = 2 if count == 2 else 4                 # by a load of at most 16 bytes of a lane
+    at = chunk * count + tl.arange(0, 4 * width)[None, :] % width
     value = number(tl.load(plane + at), kind)
     R: tl.constexpr = value.shape[0]
     if count == 2:

@@ -27,7 +27,7 @@ Cost for 4 bits, groups of 128 and 16 rows of x, counted on sm_90: 2.3 instructi
 bfloat16; for 128 rows 3.1 and 3.3.
 """
 
-from qdsl.runtime.gpu.kernels import lanes, many
+from qdsl.runtime.gpu.kernels import lanes, tile
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -38,15 +38,15 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
         if rows == 0:
             return lanes.number(tl.load(plane), kind)
         else:
-            return many.of_rows(plane, many.block(at[0], rows, at[2]), 1, 0, 1, kind)
+            return tile.of_rows(plane, tile.block(at[0], rows, at[2]), 1, 0, 1, kind)
     else:
-        return many.of_rows(plane, many.block(at[0], rows, at[2]), lanes.count(at[3], columns), at[1], columns, kind)
+        return tile.of_rows(plane, tile.block(at[0], rows, at[2]), lanes.count(at[3], columns), at[1], columns, kind)
 
 
 @triton.jit
 def field_as_codes(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
     """A zero point as pairs of numbers like the codes' own; at: (two rows, column, K, columns of a group, F)."""
-    return many.points(plane, lanes.blocks(at[0], rows), lanes.count(at[2], columns), at[1], columns, at[3], at[4])
+    return tile.points(plane, lanes.blocks(at[0], rows), lanes.count(at[2], columns), at[1], columns, at[3], at[4])
 
 
 @triton.jit
@@ -70,28 +70,28 @@ def tile_gemm(
     if WHOLE:
         K = WHOLE
     first = tl.program_id(0) * (16 * W * R)
-    x, at = many.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
+    x, at = tile.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
     flip = lanes.constants(table, lanes.warps(W)[1], N, WIDTH, BITS, SIGNED, F)
-    acc = many.tiles(R, 16 * W, BM)
+    acc = tile.tiles(R, 16 * W, BM)
     ones = tl.zeros((16 * W, BM), tl.float32)
-    begin, end = many.part_of_k(tl.program_id(2), K // 128, SPLIT)
+    begin, end = tile.part_of_k(tl.program_id(2), K // 128, SPLIT)
     for chunk in tl.range(begin, end, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        columns = many.parts(x + chunk * 128, at, SIZE)
+        columns = tile.parts(x + chunk * 128, at, SIZE)
         new = ()
         for r in tl.static_range(R):
-            row = many.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
-            n = many.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
-            loaded = lanes.by_size(many.first_span(words(tensors, row, K, chunk), chunk, SPANS), SIZE)
+            row = tile.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
+            n = tile.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
+            loaded = lanes.by_size(tile.first_span(words(tensors, row, K, chunk), chunk, SPANS), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
                 column = chunk * 128 + u * SIZE
                 less = None
                 if point is not None:
                     less = point(tensors, (row, column, K, SIZE, F), field_as_codes, SIZES)
-                sum = many.rows_product(numbers, loaded, u, columns[u], flip, ZERO, less, WIDTH, BITS, SIZE, F)
+                sum = tile.rows_product(numbers, loaded, u, columns[u], flip, ZERO, less, WIDTH, BITS, SIZE, F)
                 sums = None
                 if ONES:
-                    sums = many.column_sums(columns[u], 16 * W, UNIT, F)
+                    sums = tile.column_sums(columns[u], 16 * W, UNIT, F)
                     if scale is None and r == 0:
                         ones += sums
                 if scale is not None:
@@ -104,18 +104,18 @@ def tile_gemm(
     for r in tl.static_range(R):
         sum = acc[r]
         if finish is not None:
-            n = many.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
+            n = tile.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
             sum = finish(tensors, sum, ones, (n, 0, N, K), field, SIZES, BASE)
         new = new + (sum * UNIT,)
     if SPLIT == 1:
         for r in tl.static_range(R):
-            many.store_tile(new[r], bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+            tile.store_tile(new[r], bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
     else:
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        parts += tile.to(tl.int64) * (SPLIT * R * 16 * W * BM)
+        place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        parts += place.to(tl.int64) * (SPLIT * R * 16 * W * BM)
         for r in tl.static_range(R):
-            many.store_part(new[r], parts, tl.program_id(2) * R + r)
-        if many.is_last(arrivals + tile, SPLIT):
+            tile.store_part(new[r], parts, tl.program_id(2) * R + r)
+        if tile.is_last(arrivals + place, SPLIT):
             for r in tl.static_range(R):
-                sum = many.sum_of_parts(parts + r * (16 * W * BM), R, SPLIT, 16 * W, BM)
-                many.store_tile(sum, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)
+                sum = tile.sum_of_parts(parts + r * (16 * W * BM), R, SPLIT, 16 * W, BM)
+                tile.store_tile(sum, bias, out, first + 16 * W * r, tl.program_id(1) * BM, M, N)

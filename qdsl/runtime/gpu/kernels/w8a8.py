@@ -19,7 +19,7 @@ is unpacked, so shared memory costs nothing that unpacking would save.
 - Where scales vary along K, x has one per 128 columns, too: their product meets each sum.  Else both are applied at the end.
 """
 
-from qdsl.runtime.gpu.kernels import lanes, many, narrow
+from qdsl.runtime.gpu.kernels import eight_bit, lanes, tile
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -30,9 +30,9 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
         if rows == 0:
             return lanes.number(tl.load(plane), kind)
         else:
-            return many.of_rows(plane, many.block(at[0], rows, 1), 1, 0, 1, kind)
+            return tile.of_rows(plane, tile.block(at[0], rows, 1), 1, 0, 1, kind)
     else:
-        return many.of_rows(plane, narrow.block(at[0], at[1], rows, at[4]), lanes.count(at[3], columns), at[2], columns, kind)
+        return tile.of_rows(plane, eight_bit.block(at[0], at[1], rows, at[4]), lanes.count(at[3], columns), at[2], columns, kind)
 
 
 @triton.jit
@@ -48,14 +48,14 @@ def w8a8(
     """
     n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N).to(tl.int64)
     m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
-    acc = narrow.zeros(BN, BM, scale is None and w.dtype.element_ty == tl.int8)
+    acc = eight_bit.zeros(BN, BM, scale is None and w.dtype.element_ty == tl.int8)
     x += m * K + tl.arange(0, 128)[:, None]
     w += n * K + tl.arange(0, 128)[None, :]
     for chunk in tl.range(0, K // 128, num_stages=STAGES):
         if scale is None:
-            acc = narrow.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
+            acc = eight_bit.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
         else:
-            sum = narrow.product(tl.load(w + chunk * 128), tl.load(x + chunk * 128))
+            sum = eight_bit.product(tl.load(w + chunk * 128), tl.load(x + chunk * 128))
             values = fields(tensors, (n, m, chunk * 128, K, BN), field, SIZES)
             acc += sum * scale(values, tl.load(x_scale + (chunk * M + m)), None, 0)
     sum = acc.to(tl.float32)
@@ -66,4 +66,4 @@ def w8a8(
         sum = finish(tensors, sum, ones, (n, m, 0, K, BN), field, SIZES, 0)
     if scale is None:
         sum *= tl.load(x_scale + m)
-    many.store_tile(sum, bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
+    tile.store_tile(sum, bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)

@@ -1,4 +1,4 @@
-"""Device functions of the kernels for many rows of x: tiles of w in registers, of x in shared memory.
+"""Device functions of tile_gemm and w8a8: tiles of w in registers, tiles of x in shared memory.
 
 A warp has 16 rows of a tile of w, whose words lie as lanes.py says; here every code becomes one number, which the
 matrix instruction takes with its columns in order.
@@ -226,7 +226,7 @@ def tile_of_rows(first, W: tl.constexpr, N, whole: tl.constexpr):
 @triton.jit
 def parts(x, at, size: tl.constexpr):
     """The columns of a chunk, transposed [size, BM], by groups of `size`."""
-    found = ()
+    groups = ()
     for u in tl.static_range(128 // size):
-        found = found + (tl.load(x + u * size + at),)
-    return found
+        groups = groups + (tl.load(x + u * size + at),)
+    return groups
