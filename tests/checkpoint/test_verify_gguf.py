@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.cli import app
 from qdsl.jobs.gguf.mixes import Model
-from tests.support.models import Made, weights, written
+from tests.support.models import ToyModel, weights, written
 
-LLAMA = Made(Model("llama", 2, 4, 2), 256, 512)
+LLAMA = ToyModel(Model("llama", 2, 4, 2), 256, 512)
 MATRIX = "blk.1.ffn_down.weight"
 
 

@@ -92,10 +92,10 @@ def test_no_number_changes(name: str, other: str) -> None:
             before = case.module.dequantize(packed, torch.float32)
             for storage in storages if ALL else storages[number % min(6, len(storages))::6]:
                 try:
-                    found = format.convert(packed, storage)
+                    moved = format.convert(packed, storage)
                 except FormatError:
                     continue
                 done = True
-                after = format.dequantize(found, torch.float32)
+                after = format.dequantize(moved, torch.float32)
                 assert bool(((before == after) | (before.isnan() & after.isnan())).all()), (case, storage)
     assert done or (name, other) not in EXACT

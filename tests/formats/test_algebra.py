@@ -40,13 +40,13 @@ def weights(case: Case) -> list[tuple[PackedWeight, Tensor]]:
         kinds = format.variant(case.choice).fields
         fields = {name: field for name, field in fields.items() if kinds[name].type != "index" or number == 1}
         packed.append(format.pack(fields, storage=case.storage, **{**case.choice, **params}))
-    return [(each, decoded(each)) for each in packed]
+    return [(weight, decoded(weight)) for weight in packed]
 
 
 def ragged(case: Case, params: dict[str, int | str]) -> list[tuple[int, int]]:
     """A small shape and a larger one, most of them of no whole blocks."""
-    found = list(shapes(case, (1, 3, 12, 24, 64, 128), (5, 36, 136, 200, 320, 576, 1088, 1280), params))
-    few = [shape for shape in found if shape[0] * shape[1] < 40_000] or found
+    candidates = list(shapes(case, (1, 3, 12, 24, 64, 128), (5, 36, 136, 200, 320, 576, 1088, 1280), params))
+    few = [shape for shape in candidates if shape[0] * shape[1] < 40_000] or candidates
     return [few[len(few) // 3], few[-1]] if few else []
 
 
@@ -112,8 +112,8 @@ def is_refused(packed: PackedWeight, dim: str, start: int, stop: int) -> bool:
     except FormatError as error:
         for border, near in refused(error).items():
             assert near[0] < border < near[1]
-            for each in near:
-                packed.cut(dim, 0, each if each else packed.step(dim))
+            for end in near:
+                packed.cut(dim, 0, end if end else packed.step(dim))
         return True
     return False
 
@@ -154,12 +154,12 @@ def test_on_meta_shapes_are_those_of_numbers(case: Case) -> None:
     for packed, _ in weights(case)[::2]:
         meta = packed.to("meta")
         index = torch.arange(packed.shape[0]).roll(1)            # no whole blocks
-        same_on_meta(lambda each, index=index: each.rows(index.to(each.device)), packed, meta)
+        same_on_meta(lambda weight, index=index: weight.rows(index.to(weight.device)), packed, meta)
         for dim, whole in zip(DIMS, packed.shape, strict=True):
             for start, stop in ((0, whole // 2), (whole // 4, whole // 2), (0, packed.step(dim))):
-                same_on_meta(lambda each, at=(dim, start, stop): each.cut(*at), packed, meta)
-                same_on_meta(lambda each, at=(dim, start, stop): each.shard(*at), packed, meta)
-            same_on_meta(lambda each, dim=dim: PackedWeight.join([each, each], dim), packed, meta)
+                same_on_meta(lambda weight, at=(dim, start, stop): weight.cut(*at), packed, meta)
+                same_on_meta(lambda weight, at=(dim, start, stop): weight.shard(*at), packed, meta)
+            same_on_meta(lambda weight, dim=dim: PackedWeight.join([weight, weight], dim), packed, meta)
 
 
 def same_on_meta(make: Callable[[PackedWeight], PackedWeight], packed: PackedWeight, meta: PackedWeight) -> None:
@@ -359,7 +359,7 @@ def test_join_fills_in_what_only_some_parts_store() -> None:
     """A zero point is missing where it is 0, and an index where columns are in order."""
     generator = torch.Generator().manual_seed(0)
     fields = int8_channel.unpack(int8_channel.quantize(torch.randn(8, 64, generator=generator)))
-    parts = [int8_channel.pack(each) for each in (fields, {**fields, "z": torch.arange(8, dtype=torch.int8)})]
+    parts = [int8_channel.pack(stored) for stored in (fields, {**fields, "z": torch.arange(8, dtype=torch.int8)})]
     assert [len(part.tensors) for part in parts] == [2, 3]
     check(PackedWeight.join(parts), torch.cat([decoded(part) for part in parts]))
     packed = int_group.quantize(torch.randn(32, 256, generator=generator), "gptq_v2")

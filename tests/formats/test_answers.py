@@ -24,8 +24,8 @@ def test_answers(path: Path, bless: bool) -> None:
         FOLDER.mkdir(parents=True, exist_ok=True)
         (FOLDER / f"{path.stem}.json").write_text(text(make(path)))
     wanted = [(case.storage, params, optional) for case, params, optional in plan(path)]
-    held = [(case["storage"], case["params"], "absent" not in case) for case in kept(path.stem)["cases"]]
-    assert held == wanted, f"the known answers are not those of the storages and parameters that {path.name} has: {MEND}"
+    kept_cases = [(case["storage"], case["params"], "absent" not in case) for case in kept(path.stem)["cases"]]
+    assert kept_cases == wanted, f"the known answers are not those of the storages and parameters that {path.name} has: {MEND}"
     wrong = list(differences(kept(path.stem), module(path).FORMAT))
     assert not wrong, f"{wrong[0]} than the known answers have; if {path.name} is meant to mean something else now, {MEND}"
 

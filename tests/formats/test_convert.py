@@ -44,7 +44,7 @@ def places(draw: st.DrawFn) -> tuple[Placed, Placed, int]:
     twos = draw(st.integers(0, 8))
     digits = [*[(draw(st.integers(0, 1)), 2) for _ in range(twos)], (0, draw(st.sampled_from([1, 3, 5]))),
               (1, draw(st.sampled_from([1, 3, 4])))]
-    found = []
+    placements = []
     for _ in range(2):
         order = [*draw(st.permutations(range(twos))), twos, twos + 1]     # whole words first: odd digits never lie in words
         step, steps = width, {}
@@ -54,8 +54,8 @@ def places(draw: st.DrawFn) -> tuple[Placed, Placed, int]:
             steps[i] = step
             step *= digits[i][1]
         coordinates = [tuple((digits[i][1], steps[i]) for i in range(len(digits)) if digits[i][0] == axis) for axis in (0, 1)]
-        found.append(Placed(0, -(-step // 32) * 32, tuple(coordinates)))
-    return found[0], found[1], width
+        placements.append(Placed(0, -(-step // 32) * 32, tuple(coordinates)))
+    return placements[0], placements[1], width
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,10 +67,10 @@ def test_moves_put_every_bit_in_its_place(drawn: tuple[Placed, Placed, int]) -> 
     before = torch.randint(-1 << 31, 1 << 31, (source.size // 32,), dtype=torch.int64).to(torch.int32)
     after = torch.zeros(result.size // 32, dtype=torch.int32)
     transpose.move(plan, before, after)
-    given, found, wanted = bits_of(before), bits_of(after), torch.zeros(result.size, dtype=torch.uint8)
-    for (_, here), (_, there) in zip(addresses(source, width), addresses(result, width), strict=True):
-        wanted[there] = given[here]
-    assert torch.equal(found, wanted)
+    stored, moved, wanted = bits_of(before), bits_of(after), torch.zeros(result.size, dtype=torch.uint8)
+    for (_, origin), (_, target) in zip(addresses(source, width), addresses(result, width), strict=True):
+        wanted[target] = stored[origin]
+    assert torch.equal(moved, wanted)
 
 
 # -- storages of formats --------------------------------------------------------------------------------------------------
@@ -114,8 +114,8 @@ def test_every_bit_that_moves_goes_where_its_field_says(case: Case, storage: str
     index = {name for name, field in packed.variant.fields.items() if field.groups is not None}
     if set(into.layout.where) - set(packed.layout.where) - index or not convert.by_words(packed.format, packed, into):
         return                                                   # by way of fields, which is what this compares with
-    padded = {tensor.name.value for each in case.spec.storages if each.name.value == case.storage
-              for tensor in each.tensors if "pad:" in tensor.record_text.value}
+    padded = {tensor.name.value for layout in case.spec.storages if layout.name.value == case.storage
+              for tensor in layout.tensors if "pad:" in tensor.record_text.value}
     for name, tensor in packed.tensors.items():
         if name == packed.layout.shape:
             continue
@@ -147,17 +147,17 @@ def gptq(n: int, k: int, bits: int = 4, group: int = 128, seed: int = 0, act_ord
     return int_group.pack(fields, "gptq_v2", bits=bits, group=group)
 
 
-class Made(TorchDispatchMode):
+class Allocations(TorchDispatchMode):
     """The size of the largest tensor that operations make, beside the results, which come from numpy."""
 
     most = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        made = func(*args, **(kwargs or {}))
-        old = {each.untyped_storage()._cdata for each in args if isinstance(each, Tensor)}
-        if isinstance(made, Tensor) and made.untyped_storage()._cdata not in old:
-            self.most = max(self.most, made.untyped_storage().nbytes())
-        return made
+        output = func(*args, **(kwargs or {}))
+        old = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, Tensor)}
+        if isinstance(output, Tensor) and output.untyped_storage()._cdata not in old:
+            self.most = max(self.most, output.untyped_storage().nbytes())
+        return output
 
 
 @pytest.mark.parametrize("act_order", [False, True])
@@ -169,10 +169,10 @@ def test_codes_are_never_unpacked_and_work_needs_a_tile(bits: int, act_order: bo
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     packed = start = gptq(512, 1024, bits, act_order=act_order)
     for storage in [*(["awq", PLANAR, "awq"] if bits == 4 and not act_order else []), PLANAR, "gptq_v1", PLANAR, "gptq_v2"]:
-        with Made() as made:
+        with Allocations() as allocations:
             packed = int_group.convert(packed, storage)
-        assert made.most <= 1 << 14 < min(packed.nbytes, start.tensors["qweight"].nbytes)
-    assert all(same_bits(packed.tensors[key], each) for key, each in start.tensors.items())
+        assert allocations.most <= 1 << 14 < min(packed.nbytes, start.tensors["qweight"].nbytes)
+    assert all(same_bits(packed.tensors[key], tensor) for key, tensor in start.tensors.items())
 
 
 @pytest.mark.parametrize(("n", "k", "group"), [(8, 8, 128), (24, 72, 32), (40, 160, -1), (64, 104, 32), (136, 1056, 64)])
@@ -256,9 +256,9 @@ def test_layouts_of_torchs_own_int4_products_are_moves_too() -> None:
         columns = ((k, 4 if len(digits) == 1 else 8 * digits[0][0]),)
         plan = transpose.plan(source, Placed(0, 4 * n * k, (digits, columns)), 4)
         assert plan is not None and len(plan.rounds) <= 3
-        made = torch.empty_like(answer)
-        transpose.move(plan, words, made)
-        assert torch.equal(made, answer)
+        moved = torch.empty_like(answer)
+        transpose.move(plan, words, moved)
+        assert torch.equal(moved, answer)
 
 
 # -- what cannot be converted -------------------------------------------------------------------------------------------------
@@ -285,15 +285,15 @@ def test_requantizing_says_how_far_a_weight_is_off(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tiles, "TILE", 1 << 10)
     packed = gptq(16, 256, act_order=True)
     weight = int_group.dequantize(packed, torch.float32)
-    for made, report in (int_group.requantize(packed, storage="awq", group=32), int_group.requantize(packed, q4_0.FORMAT)):
-        error = (made.format.dequantize(made, torch.float32) - weight).double()
+    for requantized, report in (int_group.requantize(packed, storage="awq", group=32), int_group.requantize(packed, q4_0.FORMAT)):
+        error = (requantized.format.dequantize(requantized, torch.float32) - weight).double()
         assert report.largest == float(error.abs().max()) > 0 and not report.exact
         assert report.rms == pytest.approx(float(error.square().mean().sqrt()))
         assert report.decibels == pytest.approx(10 * math.log10(float(weight.double().square().mean() / error.square().mean())))
         assert f"signal to noise {report.decibels:.2f} dB" in str(report)
-    same, report = q4_0.requantize(made)
+    same, report = q4_0.requantize(requantized)
     assert report.exact and report.decibels == math.inf and str(report) == "the same weight"
-    assert all(same_bits(same.tensors[key], tensor) for key, tensor in made.tensors.items())
+    assert all(same_bits(same.tensors[key], tensor) for key, tensor in requantized.tensors.items())
 
 
 def test_act_order_to_xpu_is_what_gptqmodel_does() -> None:
@@ -302,16 +302,16 @@ def test_act_order_to_xpu_is_what_gptqmodel_does() -> None:
     fields = int_group.unpack(int_group.quantize(weight, "gptq_v2", bits=4, group=64))
     fields["g"] = torch.randperm(256, generator=torch.Generator().manual_seed(1)).int() // 64
     packed = int_group.pack(fields, "gptq_v2", bits=4, group=64)
-    made = int_group.convert(packed, "xpu_int4pack")
+    converted = int_group.convert(packed, "xpu_int4pack")
     by_groups = [k for group in range(4) for k in range(256) if int(fields["g"][k]) == group]
-    assert made.tensors["ret_idx"].tolist() == by_groups
+    assert converted.tensors["ret_idx"].tolist() == by_groups
     codes = fields["q"][:, by_groups].int()
-    assert torch.equal(made.tensors["qweight"], sum(codes[:, i::8] << 4 * i for i in range(8)))
-    assert torch.equal(int_group.dequantize(made, torch.float32), int_group.dequantize(packed, torch.float32))
-    back = int_group.convert(made, "gptq_v2")
+    assert torch.equal(converted.tensors["qweight"], sum(codes[:, i::8] << 4 * i for i in range(8)))
+    assert torch.equal(int_group.dequantize(converted, torch.float32), int_group.dequantize(packed, torch.float32))
+    back = int_group.convert(converted, "gptq_v2")
     assert all(same_bits(back.tensors[name], tensor) for name, tensor in packed.tensors.items())
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(2))
-    assert torch.allclose(int_group.linear(x, made), int_group.linear(x, packed), rtol=0, atol=1e-5)
+    assert torch.allclose(int_group.linear(x, converted), int_group.linear(x, packed), rtol=0, atol=1e-5)
 
 
 def test_act_order_weights_of_several_tiles_are_decoded() -> None:

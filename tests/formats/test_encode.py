@@ -78,8 +78,8 @@ def test_sums_add_one_element_after_the_other(elements: int, blocks: int, first:
     for row in x[1:]:
         wanted = wanted + row
     wide = np.repeat(x, 2, axis=1)
-    for each in (x, np.asfortranarray(x), wide[:, ::2]):
-        assert np.array_equal(search.sums(each, first).view(np.int32), wanted.view(np.int32))
+    for terms in (x, np.asfortranarray(x), wide[:, ::2]):
+        assert np.array_equal(search.sums(terms, first).view(np.int32), wanted.view(np.int32))
 
 
 def test_integers_beyond_those_that_a_sum_rounds_to_are_what_its_bits_say() -> None:
@@ -112,10 +112,10 @@ def test_searches_find_what_plain_loops_find(values: list[float], weights: list[
         assert_same(searches.positive(size[:, 0], w[:, 0], 15), *search.fit_positive(size, w, 15))
 
 
-def assert_same(wanted: tuple[object, ...], *found: search.Floats) -> None:
+def assert_same(wanted: tuple[object, ...], *outputs: search.Floats) -> None:
     *scalars, chosen = wanted
-    assert found[-1][:, 0].tolist() == chosen
-    assert [value.view(np.int32).item() for value in found[:-1]] == [np.float32(value).view(np.int32) for value in scalars]
+    assert outputs[-1][:, 0].tolist() == chosen
+    assert [value.view(np.int32).item() for value in outputs[:-1]] == [np.float32(value).view(np.int32) for value in scalars]
 
 
 FORMATS = [module.FORMAT for module in (q2_k, q3_k, q4_0, q4_1, q4_k, q5_0, q6_k, q8_0)]
@@ -134,11 +134,11 @@ def test_blocks_are_searched_the_same_a_few_at_a_time(form: Format, monkeypatch:
     generator = torch.Generator().manual_seed(0)
     weight, importance = torch.randn(6, 512, generator=generator), torch.rand(512, generator=generator)
     weight[2:4] = 0
-    for each in (None, importance):
-        whole = form.quantize(weight, importance=each).tensors["blocks"]
+    for counts in (None, importance):
+        whole = form.quantize(weight, importance=counts).tensors["blocks"]
         for elements in (1, 96):
             monkeypatch.setattr(rows, "ELEMENTS", elements)
-            assert same_bits(form.quantize(weight, importance=each).tensors["blocks"], whole)
+            assert same_bits(form.quantize(weight, importance=counts).tensors["blocks"], whole)
         monkeypatch.undo()
 
 
@@ -233,9 +233,9 @@ def test_scales_that_are_powers_of_two_may_be_of_any_type() -> None:
     for options in ({}, {"power": "floor"}, {"power": "even", "by": "inverse"}):
         wanted = fp8_block.quantize(weight, bn=1, bk=32, scale_type="e8m0", **options)
         for kind in ("f32", "bf16"):
-            found = fp8_block.quantize(weight, bn=1, bk=32, scale_type=kind, **{"power": "up", **options})
-            assert same_bits(found.tensors["weight"], wanted.tensors["weight"])
-            assert same_bits(found.tensors["weight_scale_inv"].float(), wanted.tensors["weight_scale_inv"].float())
+            packed = fp8_block.quantize(weight, bn=1, bk=32, scale_type=kind, **{"power": "up", **options})
+            assert same_bits(packed.tensors["weight"], wanted.tensors["weight"])
+            assert same_bits(packed.tensors["weight_scale_inv"].float(), wanted.tensors["weight_scale_inv"].float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -254,8 +254,8 @@ def test_codes_of_awq(storage: str, dtype: torch.dtype) -> None:
         scale = (high - low).clamp(min=1e-5) / 15
         zero = (-(low / scale).round()).clamp(0, 15)
     wanted = ((groups / scale).round() + zero).clamp(0, 15)
-    made = int_group.quantize(weight, storage, bits=4, group=64, scale_type="f16")
-    fields = int_group.unpack(made)
+    packed = int_group.quantize(weight, storage, bits=4, group=64, scale_type="f16")
+    fields = int_group.unpack(packed)
     assert torch.equal(fields["q"], wanted.flatten(1).byte()) and same_bits(fields["s"], scale.squeeze(2).half())
     assert "z" not in fields if storage == "modelopt" else torch.equal(fields["z"], zero.squeeze(2).byte())
     if storage == "awq":

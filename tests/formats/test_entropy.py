@@ -41,9 +41,9 @@ def golden(name: str) -> dict[str, NDArray[Any]]:
         return {key: file[key] for key in file.files}
 
 
-def same(found: Mapping[str, NDArray[Any]], wanted: Mapping[str, NDArray[Any]]) -> None:
+def same(tensors: Mapping[str, NDArray[Any]], wanted: Mapping[str, NDArray[Any]]) -> None:
     for name in df11.NAMES:
-        assert found[name].dtype == wanted[name].dtype and np.array_equal(found[name], wanted[name]), name
+        assert tensors[name].dtype == wanted[name].dtype and np.array_equal(tensors[name], wanted[name]), name
 
 
 def normal(n: int, k: int, seed: int = 0) -> NDArray[np.uint16]:
@@ -201,9 +201,9 @@ def test_bits_per_weight() -> None:
               "output": (10.869, 10.902, 12.015)}
     assert set(weights) == set(wanted)
     for name, patterns in weights.items():
-        found = [8 * sum(tensor.nbytes for tensor in tensors.values()) / patterns.size
+        sizes = [8 * sum(tensor.nbytes for tensor in tensors.values()) / patterns.size
                  for tensors in (df11.encode([patterns.reshape(-1)]), HLANE.encode(patterns), FIX4.encode(patterns))]
-        assert found == pytest.approx(wanted[name], rel=0.003), name
+        assert sizes == pytest.approx(wanted[name], rel=0.003), name
     for coding, size in (("huffman_windows", wanted["gauss"][0]), ("huffman_lanes", wanted["gauss"][1])):
         assert 8 + CODECS[coding].normal == pytest.approx(size, rel=0.003)
 
@@ -212,17 +212,17 @@ def test_bits_per_weight() -> None:
 
 def bounded(tensors: dict[str, NDArray[Any]], name: str, random: np.random.Generator) -> dict[str, NDArray[Any]]:
     """One tensor of several, its bytes changed or its end cut off."""
-    found = dict(tensors)
+    bad = dict(tensors)
     flat = tensors[name].copy().reshape(-1)
     if not flat.size:
-        return found
+        return bad
     if random.integers(4) == 0:
-        found[name] = flat[:random.integers(len(flat))].reshape((-1, *tensors[name].shape[1:]) if tensors[name].ndim == 1 else -1)
+        bad[name] = flat[:random.integers(len(flat))].reshape((-1, *tensors[name].shape[1:]) if tensors[name].ndim == 1 else -1)
     else:
         places = random.integers(0, flat.nbytes, random.integers(1, 9))
         flat.view(np.uint8)[places] = random.integers(0, 256, len(places))
-        found[name] = flat.reshape(tensors[name].shape)
-    return found
+        bad[name] = flat.reshape(tensors[name].shape)
+    return bad
 
 
 @pytest.mark.parametrize("form", ["df11", *FORMS])
@@ -239,10 +239,10 @@ def test_damaged_tensors_are_refused_or_decoded_within_bounds(form: str) -> None
             try:
                 damaged = bounded(tensors, name, random)
                 if form == "df11":
-                    found = df11.decode(damaged, 64).reshape(patterns.shape)
+                    decoded = df11.decode(damaged, 64).reshape(patterns.shape)
                 else:
-                    found = FORMS[form].decode(damaged, patterns.shape)
-                assert found.shape == patterns.shape
+                    decoded = FORMS[form].decode(damaged, patterns.shape)
+                assert decoded.shape == patterns.shape
             except StreamError:
                 refused += 1
     assert refused > 100
@@ -283,10 +283,10 @@ def test_the_first_code_stands_where_the_end_is_zero() -> None:
 
 def test_the_codes_of_the_language_are_those_that_run() -> None:
     for name, coding in CODECS.items():
-        made = CODINGS[name].encode(np.zeros((2, 16), np.uint8), np.bincount([0] * 32, minlength=256))
+        coded = CODINGS[name].encode(np.zeros((2, 16), np.uint8), np.bincount([0] * 32, minlength=256))
         kinds = {"i32": np.int32, "i16": np.int16, "u8": np.uint8}
         for role, (kind, axes) in coding.tensors.items():
-            assert made[role].dtype == kinds[kind] and made[role].ndim == len(axes), (name, role)
+            assert coded[role].dtype == kinds[kind] and coded[role].ndim == len(axes), (name, role)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -297,9 +297,9 @@ def test_generated_modules_write_what_whole_formats_are_written_with(form: str) 
         patterns = normal(*shape)
         patterns[1, 5:7] = 0x7F80, 0
         packed = module.pack({"v": torch.from_numpy(patterns.view(np.int16)).view(torch.bfloat16)})
-        made = FORMS[form].encode(patterns)
-        assert packed.tensors.keys() == made.keys()
-        assert all(np.array_equal(packed.tensors[name].numpy(), tensor) for name, tensor in made.items())
+        coded = FORMS[form].encode(patterns)
+        assert packed.tensors.keys() == coded.keys()
+        assert all(np.array_equal(packed.tensors[name].numpy(), tensor) for name, tensor in coded.items())
 
 
 def test_a_group_of_the_package_is_a_weight() -> None:

@@ -24,8 +24,8 @@ BITSANDBYTES = [*(path for path in FILES if path.name.startswith("bnb_")), *sort
 
 def meta(path: Path) -> dict[str, Any]:
     with np.load(path) as file:
-        found: dict[str, Any] = json.loads(str(file["meta"]))
-    return found
+        about: dict[str, Any] = json.loads(str(file["meta"]))
+    return about
 
 
 def format_of(path: Path) -> Any:
@@ -42,61 +42,61 @@ def format_of(path: Path) -> Any:
 
 def params(path: Path) -> dict[str, int]:
     about = meta(path)
-    known = {"blocksize": "block", "group_size": "group", "nbits": "bits"}
-    return {known[key]: value for key, value in about.items() if key in known}
+    param_names = {"blocksize": "block", "group_size": "group", "nbits": "bits"}
+    return {param_names[key]: value for key, value in about.items() if key in param_names}
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
     """Those on disk, with the offset of nested scales, which is a number of the file's description, and codes as bytes."""
-    found = disk(read(path))
+    stored = disk(read(path))
     about = json.loads(meta(path).get("quant_state_json", "{}"))
     if "nested_offset" in about:
-        found["nested_offset"] = torch.tensor(about["nested_offset"])
+        stored["nested_offset"] = torch.tensor(about["nested_offset"])
     if "quant_state_json" in meta(path):
-        found["weight"] = found["weight"].view(torch.uint8).reshape(-1, 1)
-    return found
+        stored["weight"] = stored["weight"].view(torch.uint8).reshape(-1, 1)
+    return stored
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if "bitnet" not in path.name and "gemv_fast" not in path.name],
                          ids=lambda path: path.stem)
 def test_checkpoint(path: Path) -> None:
-    known, format = read(path), format_of(path)
-    packed = format.wrap(tensors(path), shape=tuple(known["dequant_f32"].shape), **params(path))
-    check(format, packed, known["dequant_f32"])
-    if "codes" in known and "q" in packed.variant.fields:
-        assert torch.equal(format.unpack(packed)["q"].int(), known["codes"].int())
+    golden, format = read(path), format_of(path)
+    packed = format.wrap(tensors(path), shape=tuple(golden["dequant_f32"].shape), **params(path))
+    check(format, packed, golden["dequant_f32"])
+    if "codes" in golden and "q" in packed.variant.fields:
+        assert torch.equal(format.unpack(packed)["q"].int(), golden["codes"].int())
 
 
 def test_awq_gemv_fast() -> None:
     """The codes; the file's weights are (q - z) * s with the zero point recovered, which is not what the format says."""
     path = next(path for path in FILES if "gemv_fast" in path.name)
-    known, format = read(path), format_of(path)
-    packed = format.wrap(disk(known), shape=tuple(known["codes"].shape), **params(path))
+    golden, format = read(path), format_of(path)
+    packed = format.wrap(disk(golden), shape=tuple(golden["codes"].shape), **params(path))
     fields = format.unpack(packed)
-    assert torch.equal(fields["q"], known["codes"])
-    assert torch.equal(fields["s"].float(), known["scale_NG"])
-    assert same_bits(fields["z"], -(known["scale_NG"] * known["zero_NG"]).half())
+    assert torch.equal(fields["q"], golden["codes"])
+    assert torch.equal(fields["s"].float(), golden["scale_NG"])
+    assert same_bits(fields["z"], -(golden["scale_NG"] * golden["zero_NG"]).half())
     size = params(path)["group"]
     scale, zero = (fields[name].float().repeat_interleave(size, 1) for name in "sz")
-    check(format, packed, known["codes"].float() * scale + zero)
+    check(format, packed, golden["codes"].float() * scale + zero)
 
 
 @pytest.mark.parametrize(("name", "key"), [("bitnet", "bitlinear"), ("bitnet_offline", "autobitlinear")])
 def test_bitnet(name: str, key: str) -> None:
-    known = read(next(path for path in FILES if "bitnet" in path.name))
+    golden = read(next(path for path in FILES if "bitnet" in path.name))
     format: Any = module(ROOT / "specs" / f"{name}.yaml")
-    packed = format.wrap(disk(known), shape=tuple(known["codes_signed"].shape))
-    check(format, packed, known[f"dequant_f32_{key}"])
-    assert torch.equal(format.unpack(packed)["q"].int() - 1, known["codes_signed"].int())
+    packed = format.wrap(disk(golden), shape=tuple(golden["codes_signed"].shape))
+    check(format, packed, golden[f"dequant_f32_{key}"])
+    assert torch.equal(format.unpack(packed)["q"].int() - 1, golden["codes_signed"].int())
 
 
 @pytest.mark.parametrize("path", [path for path in (*BITSANDBYTES, *FILES) if "W" in read(path)],
                          ids=lambda path: path.stem)
 def test_quantizing_gives_the_producers_bytes(path: Path) -> None:
-    known, format = read(path), format_of(path)
-    wanted = format.wrap(tensors(path), shape=tuple(known["W"].shape), **params(path))
-    made = format.quantize(known["W"], **wanted.params)
-    assert all(same_bits(made.tensors[name], tensor) for name, tensor in wanted.tensors.items())
+    golden, format = read(path), format_of(path)
+    wanted = format.wrap(tensors(path), shape=tuple(golden["W"].shape), **params(path))
+    packed = format.quantize(golden["W"], **wanted.params)
+    assert all(same_bits(packed.tensors[name], tensor) for name, tensor in wanted.tensors.items())
 
 
 @pytest.mark.parametrize("shape", [(33, 96), (3, 8), (5, 128)])
@@ -105,11 +105,11 @@ def test_blocks_over_the_ends_of_rows(shape: tuple[int, int]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     for name in ("nf4", "nf4_nested", "bnb_fp4"):
         format: Any = module(ROOT / "specs" / f"{name}.yaml")
-        made, row = format.quantize(weight, block=64), format.quantize(weight.view(1, -1), block=64)
-        assert all(same_bits(made.tensors[key], tensor) for key, tensor in row.tensors.items())
-        assert same_bits(format.dequantize(made, torch.float32).view(1, -1), format.dequantize(row, torch.float32))
+        packed, row = format.quantize(weight, block=64), format.quantize(weight.view(1, -1), block=64)
+        assert all(same_bits(packed.tensors[key], tensor) for key, tensor in row.tensors.items())
+        assert same_bits(format.dequantize(packed, torch.float32).view(1, -1), format.dequantize(row, torch.float32))
         apart = torch.empty(shape[1], shape[0]).t()              # rows that do not follow one another
-        assert torch.equal(format.dequantize(made, out=apart), format.dequantize(made, torch.float32))
+        assert torch.equal(format.dequantize(packed, out=apart), format.dequantize(packed, torch.float32))
 
 
 def test_tables_are_those_of_bitsandbytes() -> None:

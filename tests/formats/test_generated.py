@@ -62,17 +62,17 @@ def test_generated_text_reads_well(path: Path) -> None:
     assert re.search(r"^ +w = \S", head, re.MULTILINE) and "Built from the spec " in head and "`qdsl build`" in head
     assert max(map(len, text.split("\n"))) <= 140
     assert not re.search(r"[ \t]$", text, re.MULTILINE)
-    found = subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", "--no-cache", str(path)],
-                           capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout
+    linted = subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", "--no-cache", str(path)],
+                            capture_output=True, text=True)
+    assert linted.returncode == 0, linted.stdout
 
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
 def test_every_module_has_the_whole_surface(path: Path) -> None:
-    found = module(path)
-    assert [name for name in SURFACE if not hasattr(found, name)] == []
-    assert found.SPEC.name == path.stem
-    assert found.SPEC.formula in (found.__doc__ or "")
+    generated = module(path)
+    assert [name for name in SURFACE if not hasattr(generated, name)] == []
+    assert generated.SPEC.name == path.stem
+    assert generated.SPEC.formula in (generated.__doc__ or "")
 
 
 def test_a_value_that_went_takes_its_file_along(tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def test_a_row_and_a_field_of_its_own_are_looked_up_together(decode: str, joined
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
     spec = tmp_path / "joint.yaml"
     spec.write_text(JOINT.replace("{decode}", decode))
-    made = qdsl.load(spec)
-    assert hasattr(made, "GRID_S") == joined
+    form = qdsl.load(spec)
+    assert hasattr(form, "GRID_S") == joined
     torch.manual_seed(0)
     fields = {"d": torch.randn(3, 2), "s": torch.randint(0, 4, (3, 8), dtype=torch.uint8),
               "g": torch.randint(0, 8, (3, 8), dtype=torch.uint8)}
@@ -171,5 +171,5 @@ def test_a_row_and_a_field_of_its_own_are_looked_up_together(decode: str, joined
     grid = torch.stack([codes // 4 ** (j // 2) % 4 + j for j in range(4)], -1).float()
     s, d = fields["s"].float()[..., None], fields["d"].repeat_interleave(4, 1)[..., None]
     wanted = {"(1": d * (grid * (1 - 2 * s)), "/ 3": d * (grid / 3 - s), "d * s": d * s * (grid + s)}
-    found = made.dequantize(made.pack(fields), torch.float32)
-    assert torch.equal(found, next(w for key, w in wanted.items() if key in decode).flatten(1))
+    weight = form.dequantize(form.pack(fields), torch.float32)
+    assert torch.equal(weight, next(w for key, w in wanted.items() if key in decode).flatten(1))

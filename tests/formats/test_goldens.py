@@ -70,10 +70,10 @@ def read(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, in the dtypes that its description names."""
     with np.load(path) as file:
         dtypes = json.loads(str(file["meta"]))["dtypes"]
-        found = {name: torch.from_numpy(file[name].copy()) for name in file.files if name != "meta"}
+        named = {name: torch.from_numpy(file[name].copy()) for name in file.files if name != "meta"}
     special = {"bf16": torch.bfloat16, "f8_e4m3fn": torch.float8_e4m3fn, "f8_e5m2": torch.float8_e5m2,
                "f8_e8m0fnu": torch.float8_e8m0fnu}
-    return {name: tensor.view(special[dtypes[name]]) if dtypes.get(name) in special else tensor for name, tensor in found.items()}
+    return {name: tensor.view(special[dtypes[name]]) if dtypes.get(name) in special else tensor for name, tensor in named.items()}
 
 
 def disk(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def storage_of(path: Path) -> str | None:
     return "gptq_v2" if path.name.startswith("gptq") else None
 
 
-def given(path: Path) -> dict[str, int | str]:
+def params_of(path: Path) -> dict[str, int | str]:
     """Parameters that the tensors do not say: of codes in bytes their type; 8 bits of one packing look like 7 of another."""
     if path.name.startswith("ao_mx_") and format_of(path) is not ocp_mxfp4:
         return {"code": path.name.split("_")[2]}
@@ -130,7 +130,7 @@ def test_checkpoint(path: Path) -> None:
     tensors = read(path)
     module = format_of(path)
     weight = weight_of(tensors) + (0 if path.stem in NEGATIVE_ZEROS else -0.0)
-    packed = module.wrap(disk(tensors), shape=tuple(weight.shape), storage=storage_of(path), **given(path))
+    packed = module.wrap(disk(tensors), shape=tuple(weight.shape), storage=storage_of(path), **params_of(path))
     if path.stem == CORRUPT:
         again = module.pack(module.unpack(packed), storage="gptq_v1", **packed.params)
         assert all(same_bits(again.tensors[name], tensor) for name, tensor in packed.tensors.items())
@@ -183,11 +183,11 @@ def test_awq_converts_to_gptq_without_a_change(path: Path) -> None:
 def test_quantizing_gives_the_producers_bytes(path: Path) -> None:
     tensors = read(path)
     module = format_of(path)
-    packed = module.wrap(disk(tensors), **given(path))
+    packed = module.wrap(disk(tensors), **params_of(path))
     options = next(rule for pattern, rule in RULES if fnmatch(path.name, f"{pattern}*"))
-    made = module.quantize(tensors["W"], packed.storage, **{**packed.params, **options})
-    assert made.tensors.keys() == packed.tensors.keys()
-    assert all(same_bits(made.tensors[name], tensor) for name, tensor in packed.tensors.items())
+    quantized = module.quantize(tensors["W"], packed.storage, **{**packed.params, **options})
+    assert quantized.tensors.keys() == packed.tensors.keys()
+    assert all(same_bits(quantized.tensors[name], tensor) for name, tensor in packed.tensors.items())
 
 
 @pytest.mark.parametrize("path", sorted((DATA / "ckpt").glob("ct_pack_oldnew*")), ids=lambda path: path.stem)
@@ -250,15 +250,15 @@ def test_gguf_blocks_of_any_bytes(name: str, rows: str) -> None:
     with np.load(DATA / "gguf" / f"{name}.npz") as file:
         packed = GGUF[name].wrap({"blocks": torch.from_numpy(file[f"raw_{rows}"])})
         weight = torch.from_numpy(file[f"y_{rows}"]).view(packed.shape)
-    for found in (GGUF[name].dequantize(packed, torch.float32), kernel(packed)):
-        assert torch.equal(found.isnan(), weight.isnan())
-        assert same_bits(found.nan_to_num(0), weight.nan_to_num(0))
+    for output in (GGUF[name].dequantize(packed, torch.float32), kernel(packed)):
+        assert torch.equal(output.isnan(), weight.isnan())
+        assert same_bits(output.nan_to_num(0), weight.nan_to_num(0))
     again = GGUF[name].pack(GGUF[name].unpack(packed))
     assert same_bits(again.tensors["blocks"], canonical(packed)["blocks"])
 
 
 # Of the others errors are compared, in test_iq.py.
-QUANTIZED = sorted(name for name, made in GGUF.items() if made.FORMAT.variant({}).encode is not None
+QUANTIZED = sorted(name for name, module in GGUF.items() if module.FORMAT.variant({}).encode is not None
                    and name not in json.loads((DATA / "gguf" / "errors.json").read_text()))
 
 
@@ -269,8 +269,8 @@ def test_gguf_quantizes_to_the_same_bytes(name: str, rows: str) -> None:
     with np.load(DATA / "gguf" / "inputs.npz") as inputs, np.load(DATA / "gguf" / f"{name}.npz") as file:
         weight, wanted = torch.from_numpy(inputs[f"x_{rows}"]), torch.from_numpy(file[f"q_{rows}"])
         undefined = [list(inputs["edge_names"]).index("f32_subnormal")] if (name, rows) == ("mxfp4", "edge") else []
-    found = GGUF[name].quantize(weight).tensors["blocks"]
-    different = (found != wanted).any(1).nonzero().flatten().tolist()
+    blocks = GGUF[name].quantize(weight).tensors["blocks"]
+    different = (blocks != wanted).any(1).nonzero().flatten().tolist()
     assert different == undefined
 
 
@@ -290,6 +290,6 @@ def test_gguf_quantizes_with_an_importance_to_the_same_bytes(name: str, rows: st
 def test_gguf_halves(name: str, module: ModuleType) -> None:
     with np.load(DATA / "gguf" / "inputs.npz") as inputs, np.load(DATA / "gguf" / f"{name}.npz") as file:
         for rows in ("gauss", "edge"):
-            made = module.quantize(torch.from_numpy(inputs[f"x_{rows}"]))
-            assert torch.equal(raw(made.tensors["weight"]), torch.from_numpy(file[f"q_{rows}"]).flatten())
-            check(module, made, torch.from_numpy(file[f"y_{rows}"]))
+            packed = module.quantize(torch.from_numpy(inputs[f"x_{rows}"]))
+            assert torch.equal(raw(packed.tensors["weight"]), torch.from_numpy(file[f"q_{rows}"]).flatten())
+            check(module, packed, torch.from_numpy(file[f"y_{rows}"]))

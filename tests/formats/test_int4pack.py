@@ -27,21 +27,21 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The file's arrays, and what it says of them."""
     with np.load(path) as file:
         about: dict[str, Any] = json.loads(str(file["meta"]))
-        found = {key: torch.from_numpy(file[key].copy()) for key in file.files if key != "meta"}
-    found = {key: tensor.view(torch.bfloat16) if about["dtypes"][key] == "bf16" else tensor for key, tensor in found.items()}
-    return found, about
+        tensors = {key: torch.from_numpy(file[key].copy()) for key in file.files if key != "meta"}
+    tensors = {key: tensor.view(torch.bfloat16) if about["dtypes"][key] == "bf16" else tensor for key, tensor in tensors.items()}
+    return tensors, about
 
 
 def test_tinygemm() -> None:
     """What torchao chooses, in the tiles of torch's CUDA kernel."""
-    known, about = read(DATA / "ao_int4_tinygemm_g32_N64_K128.npz")
-    tensors = {"qdata": known["cuda.qdata_derived"], "scale_and_zero": known["scale_and_zeros"]}
+    golden, about = read(DATA / "ao_int4_tinygemm_g32_N64_K128.npz")
+    tensors = {"qdata": golden["cuda.qdata_derived"], "scale_and_zero": golden["scale_and_zeros"]}
     packed = int4pack.wrap(tensors, (about["N"], about["K"]), group=about["group_size"])
     assert packed.storage == "tinygemm" and packed.params["scale_type"] == "bf16"
-    assert torch.equal(int4pack.unpack(packed)["q"], known["codes"])
-    assert same_bits(int4pack.dequantize(packed, torch.float32), known["dequant_f32"])
-    made = int4pack.quantize(known["W"], group=32)
-    assert all(same_bits(made.tensors[name].flatten(), tensor.flatten()) for name, tensor in tensors.items())
+    assert torch.equal(int4pack.unpack(packed)["q"], golden["codes"])
+    assert same_bits(int4pack.dequantize(packed, torch.float32), golden["dequant_f32"])
+    quantized = int4pack.quantize(golden["W"], group=32)
+    assert all(same_bits(quantized.tensors[name].flatten(), tensor.flatten()) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize(("n", "k"), [(16, 1024), (13, 1024), (16, 896), (1, 64)])
@@ -59,7 +59,7 @@ def test_padded_tiles(n: int, k: int) -> None:
     for name, field in int4pack.unpack(packed).items():
         assert torch.equal(fields[name][:n, :field.shape[1]], field)
         assert not fields[name][n:].any() and not fields[name][:, field.shape[1]:].any()
-    assert {name: tensor.shape for name, tensor in again.tensors.items()} == {name: each.shape for name, each in zeros.items()}
+    assert {name: tensor.shape for name, tensor in again.tensors.items()} == {name: zero.shape for name, zero in zeros.items()}
 
 
 def test_groups_that_steps_do_not_hold() -> None:
@@ -71,18 +71,19 @@ def test_groups_that_steps_do_not_hold() -> None:
 @pytest.mark.parametrize("path", sorted(DATA.glob("torch_*.npz")), ids=lambda path: path.stem)
 def test_tiles_of_cpus(path: Path) -> None:
     """Whole tiles, and behind them the rows that fill none."""
-    known, about = read(path)
-    (n, k), data = (about["N"], about["K"]), known["packed"].flatten()
+    golden, about = read(path)
+    (n, k), data = (about["N"], about["K"]), golden["packed"].flatten()
     whole = n // TILES[about["isa"]] * TILES[about["isa"]]
     for storage, start, stop in ((STORAGES[about["isa"]], 0, whole), ("cpu_rest", whole, n)):
         if start < stop:
-            tensors = {"weight": data[start * k // 2:stop * k // 2], "scales_and_zeros": known["scales_and_zeros"][:, start:stop]}
+            tensors = {"weight": data[start * k // 2:stop * k // 2],
+                       "scales_and_zeros": golden["scales_and_zeros"][:, start:stop]}
             packed = int4pack.wrap(tensors, (stop - start, k), storage, group=about["group"])
             fields = int4pack.unpack(packed)
-            assert torch.equal(fields["q"], known["codes"][start:stop])
-            made = int4pack.pack(fields, storage=packed.storage, **packed.params)
-            assert all(same_bits(made.tensors[name].flatten(), tensor.flatten()) for name, tensor in tensors.items())
-            assert torch.allclose(int4pack.linear(known["x"], packed), known["y"][:, start:stop], rtol=0, atol=2e-5)
+            assert torch.equal(fields["q"], golden["codes"][start:stop])
+            again = int4pack.pack(fields, storage=packed.storage, **packed.params)
+            assert all(same_bits(again.tensors[name].flatten(), tensor.flatten()) for name, tensor in tensors.items())
+            assert torch.allclose(int4pack.linear(golden["x"], packed), golden["y"][:, start:stop], rtol=0, atol=2e-5)
 
 
 def gptq(storage: str = "gptq_v2", scale_type: str = "f16", **options: Any) -> PackedWeight:
@@ -95,8 +96,8 @@ def test_torch_packs_alike_and_multiplies_it() -> None:
     packed = int4pack.convert(gptq(), STORAGES[CAPABILITY])
     torchs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(int4pack.unpack(packed)["q"].int(), 1)
     assert same_bits(packed.tensors["weight"].view(torchs.shape), torchs)
-    made = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(256), torchs, 64, packed.tensors["scales_and_zeros"])
-    assert torch.allclose(made.t(), int4pack.dequantize(packed, torch.float32), rtol=0, atol=1e-5)
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(256), torchs, 64, packed.tensors["scales_and_zeros"])
+    assert torch.allclose(product.t(), int4pack.dequantize(packed, torch.float32), rtol=0, atol=1e-5)
 
 
 @pytest.mark.skipif(CAPABILITY not in STORAGES, reason="torch packs otherwise on this machine")
@@ -124,17 +125,17 @@ def test_weights_of_integers(storage: str, to: str) -> None:
     """With scales of 16 bits all numbers stay, in float32."""
     for scale_type in ("f16", "bf16"):
         packed = gptq(storage, scale_type)
-        made = int4pack.convert(packed, to)
+        converted = int4pack.convert(packed, to)
         symmetric = storage in ("marlin", "modelopt")
-        assert made.params == {"group": 64, "scale_type": "bf16" if symmetric and scale_type == "bf16" else "f32"}
-        assert torch.equal(int4pack.dequantize(made, torch.float32), int_group.dequantize(packed, torch.float32))
+        assert converted.params == {"group": 64, "scale_type": "bf16" if symmetric and scale_type == "bf16" else "f32"}
+        assert torch.equal(int4pack.dequantize(converted, torch.float32), int_group.dequantize(packed, torch.float32))
 
 
 def test_one_group_is_a_row_of_as_many_columns() -> None:
     packed = int_group.quantize(torch.randn(64, 128), "gptq_v2", bits=4, group=-1)
-    made = int4pack.convert(packed, "cpu_avx2")
-    assert made.params["group"] == 128
-    assert torch.equal(int4pack.dequantize(made, torch.float32), int_group.dequantize(packed, torch.float32))
+    converted = int4pack.convert(packed, "cpu_avx2")
+    assert converted.params["group"] == 128
+    assert torch.equal(int4pack.dequantize(converted, torch.float32), int_group.dequantize(packed, torch.float32))
 
 
 def test_what_floats_do_not_hold_is_refused() -> None:
@@ -142,8 +143,8 @@ def test_what_floats_do_not_hold_is_refused() -> None:
         int4pack.convert(gptq(scale_type="f32"), "cpu_avx2")
     with pytest.raises(FormatError, match=r"cannot hold this weight of int_group: at row"):
         int4pack.convert(gptq(scale_type="bf16"), "tinygemm")
-    made, report = int_group.FORMAT.requantize(gptq(scale_type="bf16"), int4pack.FORMAT, "tinygemm", group=64)
-    assert made.storage == "tinygemm" and report.decibels > 15
+    requantized, report = int_group.FORMAT.requantize(gptq(scale_type="bf16"), int4pack.FORMAT, "tinygemm", group=64)
+    assert requantized.storage == "tinygemm" and report.decibels > 15
     with pytest.raises(FormatError, match="int4pack has no storage 'tinygemm' for scale_type=f32"):
         int4pack.convert(gptq(), "tinygemm")
     with pytest.raises(FormatError, match="'q' is u8"):
@@ -169,14 +170,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 
 def assert_near(weight: PackedWeight, dtype: torch.dtype, tolerance: float) -> PackedWeight:
     """The weight for this machine; its products are those of the weight, but for roundings of scales and of results."""
-    made = int4pack.for_device(weight, dtype)
+    converted = int4pack.for_device(weight, dtype)
     n, k = weight.shape
     x, bias = (torch.randn(*shape, generator=torch.Generator().manual_seed(3)).to(dtype) for shape in ((2, 3, k), (n,)))
     wanted = int_group.linear(x.float(), weight, bias.float())
-    got = int4pack.linear(x, made, bias)
+    got = int4pack.linear(x, converted, bias)
     assert got.dtype == dtype and got.shape == (2, 3, n)
     assert float((got.float() - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
-    return made
+    return converted
 
 
 @pytest.mark.skipif(CAPABILITY not in STORAGES, reason="torch packs otherwise on this machine")
@@ -191,9 +192,9 @@ def test_for_device(storage: str, group: int, act_order: bool, calls: list[torch
             pytest.skip("columns are in order")
         columns = torch.randperm(1024, generator=torch.Generator().manual_seed(1))
         weight = int_group.pack(int_group.unpack(weight) | {"g": columns.int() // group}, storage, **weight.params)
-    made = assert_near(weight, torch.bfloat16, 2 ** -7)
-    assert made.storage == STORAGES[CAPABILITY] and made.params == {"group": min(group % 1025, 256), "scale_type": "bf16"}
-    assert calls == [torch.bfloat16] and made.notes == ("scales and zeros are rounded to bfloat16",)
+    packed = assert_near(weight, torch.bfloat16, 2 ** -7)
+    assert packed.storage == STORAGES[CAPABILITY] and packed.params == {"group": min(group % 1025, 256), "scale_type": "bf16"}
+    assert calls == [torch.bfloat16] and packed.notes == ("scales and zeros are rounded to bfloat16",)
     exact = int4pack.for_device(weight, torch.float32)
     assert torch.equal(int4pack.dequantize(exact, torch.float32), int_group.dequantize(weight, torch.float32)) and not exact.notes
     assert_near(weight, torch.float16, 2 ** -9)
@@ -202,11 +203,11 @@ def test_for_device(storage: str, group: int, act_order: bool, calls: list[torch
 def test_for_device_of_scales_that_bfloat16_holds(calls: list[torch.dtype]) -> None:
     numbers = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     weight = int_group.quantize(numbers, "marlin", bits=4, group=64, scale_type="bf16")
-    made = assert_near(weight, torch.bfloat16, 3 * 2 ** -9)      # weights, products and their sums with the bias are rounded
-    assert not made.notes and torch.equal(int4pack.dequantize(made, torch.float32), int_group.dequantize(weight, torch.float32))
+    own = assert_near(weight, torch.bfloat16, 3 * 2 ** -9)       # weights, products and their sums with the bias are rounded
+    assert not own.notes and torch.equal(int4pack.dequantize(own, torch.float32), int_group.dequantize(weight, torch.float32))
     x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
-    int4pack.linear(x, made).sum().backward()
-    assert x.grad is not None and torch.allclose(x.grad.float(), int4pack.dequantize(made, torch.float32).sum(0), atol=0.1)
+    int4pack.linear(x, own).sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad.float(), int4pack.dequantize(own, torch.float32).sum(0), atol=0.1)
     with pytest.raises(FormatError, match="torch has fused int4 operations for cpu and xpu, not for meta"):
         int4pack.for_device(weight.to("meta"))
 
@@ -217,17 +218,17 @@ def test_columns_lie_by_groups(storage: str, monkeypatch: pytest.MonkeyPatch) ->
     packed = gptq(scale_type="bf16")
     fields = int_group.unpack(packed) | {"g": torch.randperm(256, generator=torch.Generator().manual_seed(1)).int() // 64}
     packed = int_group.pack(fields, storage=storage, **packed.params)
-    made = int4pack.convert(packed, "cpu_avx2")
-    assert torch.equal(made.tensors["ret_idx"], fields["g"].argsort(stable=True).int())
-    assert torch.equal(int4pack.dequantize(made, torch.float32), int_group.dequantize(packed, torch.float32))
+    converted = int4pack.convert(packed, "cpu_avx2")
+    assert torch.equal(converted.tensors["ret_idx"], fields["g"].argsort(stable=True).int())
+    assert torch.equal(int4pack.dequantize(converted, torch.float32), int_group.dequantize(packed, torch.float32))
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(2))
-    assert torch.allclose(int4pack.linear(x, made), int_group.linear(x, packed), rtol=0, atol=1e-3)
+    assert torch.allclose(int4pack.linear(x, converted), int_group.linear(x, packed), rtol=0, atol=1e-3)
     with pytest.raises(FormatError, match=r"tinygemm has columns in order; those of this weight belong to groups all over K"):
         int4pack.convert(packed, "tinygemm")
     monkeypatch.setattr(tiles, "TILE", 1 << 13)
-    monkeypatch.setattr(convert, "by_words", lambda *given: {})
+    monkeypatch.setattr(convert, "by_words", lambda *args: {})
     again = int4pack.convert(packed, "cpu_avx2")
-    assert all(same_bits(again.tensors[name], tensor) for name, tensor in made.tensors.items())
+    assert all(same_bits(again.tensors[name], tensor) for name, tensor in converted.tensors.items())
 
 
 def test_only_codes_that_are_there_count() -> None:
@@ -236,8 +237,8 @@ def test_only_codes_that_are_there_count() -> None:
     fields = int_group.unpack(packed)
     fields["z"].fill_(7)
     fields["q"].clamp_(7, 8)                                     # 0 and s alone
-    made = int4pack.convert(int_group.pack(fields, storage="awq", **packed.params), "cpu_avx2")
-    assert torch.equal(int4pack.dequantize(made, torch.float32), (fields["q"] - 7.) * fields["s"].repeat_interleave(64, 1))
+    converted = int4pack.convert(int_group.pack(fields, storage="awq", **packed.params), "cpu_avx2")
+    assert torch.equal(int4pack.dequantize(converted, torch.float32), (fields["q"] - 7.) * fields["s"].repeat_interleave(64, 1))
 
 
 @pytest.mark.parametrize("storage", ["gptq_v2", "gptq_v1", "awq", "pack_quantized", "marlin", "modelopt", "planar"])

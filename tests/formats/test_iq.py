@@ -43,22 +43,22 @@ def error(module: ModuleType, weight: Tensor, importance: Tensor | None) -> floa
     return relative(weight, module.dequantize(module.quantize(weight, importance=importance), torch.float32), importance)
 
 
-def relative(weight: Tensor, found: Tensor, importance: Tensor | None) -> float:
+def relative(weight: Tensor, decoded: Tensor, importance: Tensor | None) -> float:
     """importance * sqrt(mean square of 256 + w^2) * error^2, summed, relative to the weight's own squares."""
     x = weight.double().view(-1, weight.shape[1] // 256, 256)
     counts = ((x * x).mean(-1, keepdim=True) + x * x).sqrt()
     if importance is not None:
         counts *= importance.double().view(-1, 256)
-    return float((counts * (x - found.double().view_as(x)) ** 2).sum() / (counts * x * x).sum())
+    return float((counts * (x - decoded.double().view_as(x)) ** 2).sum() / (counts * x * x).sum())
 
 
 @pytest.mark.parametrize("importance", ["none", "ones", "imatrix"])
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_on_real_weights_are_at_most_those_of_ggml(name: str, importance: str) -> None:
     """Without an importance all columns count alike."""
-    given = {"none": None, "ones": torch.ones(1536), "imatrix": inputs()["imatrix"].repeat(3)}[importance]
+    counts = {"none": None, "ones": torch.ones(1536), "imatrix": inputs()["imatrix"].repeat(3)}[importance]
     wanted = ERRORS[name][importance if importance == "imatrix" else "ones"]
-    assert error(FORMATS[name], real(), given) <= MOST.get(name, 1) * wanted
+    assert error(FORMATS[name], real(), counts) <= MOST.get(name, 1) * wanted
 
 
 class _RealWeight:
@@ -90,8 +90,8 @@ def test_errors_on_rows_of_every_kind_are_hardly_above_those_of_ggml(name: str) 
         theirs = torch.from_numpy(file["y_edge"]).double()
     ours = FORMATS[name].dequantize(FORMATS[name].quantize(weight), torch.float32).double()
     counts = ((weight.double() ** 2).mean(1, keepdim=True) + weight.double() ** 2).sqrt()
-    found, wanted = ((counts * (weight.double() - each) ** 2).sum(1) for each in (ours, theirs))
-    assert (found > 1.05 * wanted).nonzero().flatten().tolist() == []
+    errors, wanted = ((counts * (weight.double() - decoded) ** 2).sum(1) for decoded in (ours, theirs))
+    assert (errors > 1.05 * wanted).nonzero().flatten().tolist() == []
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
@@ -135,9 +135,9 @@ def test_columns_of_more_importance_are_nearer(name: str) -> None:
     importance = torch.full((512,), 0.05)
     importance[::4] = 1
     plain = FORMATS[name].quantize(weight, importance=torch.ones(512)).tensors["blocks"]
-    found = FORMATS[name].dequantize(FORMATS[name].quantize(weight, importance=importance), torch.float32)
+    weighted = FORMATS[name].dequantize(FORMATS[name].quantize(weight, importance=importance), torch.float32)
     usual = FORMATS[name].dequantize(FORMATS[name].wrap({"blocks": plain}), torch.float32)
-    assert relative(weight, found, importance) < 0.95 * relative(weight, usual, importance)
+    assert relative(weight, weighted, importance) < 0.95 * relative(weight, usual, importance)
     assert same_bits(FORMATS[name].quantize(weight, importance=torch.full((512,), 2.0 ** -60)).tensors["blocks"], plain)
 
 
@@ -146,8 +146,8 @@ def test_the_power_of_two_of_a_weight_does_not_matter(name: str) -> None:
     """The largest weights that fit, and weights whose squares are 0 in float32, have the codes of all others."""
     weight = inputs()["x_gauss"]
     wanted = FORMATS[name].unpack(FORMATS[name].quantize(weight))
-    found = FORMATS[name].unpack(FORMATS[name].quantize(weight * 2 ** 12))
-    assert all(torch.equal(found[key], value * 2 ** 12 if key == "d" else value) for key, value in wanted.items())
+    fields = FORMATS[name].unpack(FORMATS[name].quantize(weight * 2 ** 12))
+    assert all(torch.equal(fields[key], value * 2 ** 12 if key == "d" else value) for key, value in wanted.items())
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -22,16 +22,16 @@ Words = npt.NDArray[np.int32]
 
 def dense(codes: Tensor, bits: int) -> Words:
     """Codes [R, C] as a stream of bits for each row, low bits first, int32 [R, ceil(C * bits / 32)]."""
-    each = codes.numpy()[:, :, None] >> np.arange(bits) & 1
-    return words(each.reshape(len(codes), -1))
+    bit_rows = codes.numpy()[:, :, None] >> np.arange(bits) & 1
+    return words(bit_rows.reshape(len(codes), -1))
 
 
 def apart(codes: Tensor, bits: int) -> Words:
     """As compressed-tensors did it before 0.18: as many whole codes as a word has room for, int32 [R, ceil(C / (32 // bits))]."""
-    held = 32 // bits
-    filled = np.pad(codes.numpy(), ((0, 0), (0, -codes.shape[1] % held))).reshape(len(codes), -1, held)
-    each = (filled[..., None] >> np.arange(bits) & 1).reshape(*filled.shape[:2], -1)
-    return words(np.pad(each, ((0, 0), (0, 0), (0, 32 - held * bits))).reshape(len(codes), -1))
+    per_word = 32 // bits
+    filled = np.pad(codes.numpy(), ((0, 0), (0, -codes.shape[1] % per_word))).reshape(len(codes), -1, per_word)
+    bit_rows = (filled[..., None] >> np.arange(bits) & 1).reshape(*filled.shape[:2], -1)
+    return words(np.pad(bit_rows, ((0, 0), (0, 0), (0, 32 - per_word * bits))).reshape(len(codes), -1))
 
 
 def words(stream: npt.NDArray[np.int64]) -> Words:
@@ -73,8 +73,8 @@ def test_any_size(weight: tuple[dict[str, Tensor], dict[str, int]], storage: str
     assert np.array_equal(packed.tensors["weight_packed"].numpy(), stream(fields["q"], bits))
     if "z" in fields:
         assert np.array_equal(packed.tensors["weight_zero_point"].numpy(), stream(fields["z"].t().contiguous(), bits).T)
-    found = int_group.unpack(packed)
-    assert found.keys() == fields.keys() and all(torch.equal(found[name], field) for name, field in fields.items())
+    unpacked = int_group.unpack(packed)
+    assert unpacked.keys() == fields.keys() and all(torch.equal(unpacked[name], field) for name, field in fields.items())
     check_multiplied(packed, expected(fields, **params))
     check_found_and_cut(packed)
 
@@ -112,7 +112,7 @@ def test_changes_of_storage(weight: tuple[dict[str, Tensor], dict[str, int]], st
     try:
         moved = int_group.convert(packed, storage)
     except FormatError as error:
-        assert any(told in str(error) for told in ("must be a multiple of", "does not hold", "act-order", "in order"))
+        assert any(reason in str(error) for reason in ("must be a multiple of", "does not hold", "act-order", "in order"))
         return
     assert same_bits(int_group.dequantize(moved, torch.float32), int_group.dequantize(packed, torch.float32))
     back = int_group.unpack(int_group.convert(moved, "pack_quantized"))

@@ -27,7 +27,7 @@ def params(case: Case) -> Iterator[dict[str, int | str]]:
     format = case.module.FORMAT
     values = {size: format.params[size] for size in format.size_axes}
     for i in range(max(map(len, values.values()), default=1)):
-        chosen = {**case.choice, **{size: found[min(i, len(found) - 1)] for size, found in values.items()}}
+        chosen = {**case.choice, **{size: choices[min(i, len(choices) - 1)] for size, choices in values.items()}}
         if is_held(case, chosen):
             yield chosen
 
@@ -144,8 +144,8 @@ def test_act_order_there_and_back(case: Case, k: int, monkeypatch: pytest.Monkey
         again = case.module.pack(case.module.unpack(planar), storage=PLANAR, **packed.params)
         assert again.tensors.keys() == planar.tensors.keys()
         assert all(same_bits(again.tensors[name], tensor) for name, tensor in planar.tensors.items())
-        found = case.module.unpack(planar)
-        assert all(torch.equal(found[name], field) for name, field in fields.items() if index == set() or name in found)
+        unpacked = case.module.unpack(planar)
+        assert all(torch.equal(unpacked[name], field) for name, field in fields.items() if index == set() or name in unpacked)
         for dtype in (torch.float32, torch.bfloat16):
             assert same_bits(case.module.dequantize(planar, dtype), case.module.dequantize(packed, dtype))
         out = torch.empty(k, SHAPE[0]).t()                       # strides of any kind
@@ -155,8 +155,8 @@ def test_act_order_there_and_back(case: Case, k: int, monkeypatch: pytest.Monkey
 def full(case: Case, storage: str, chosen: dict[str, int | str]) -> PackedWeight:
     """A weight without data that has every tensor of its storage."""
     tensors = case.module.FORMAT.variant(chosen).storages[storage].tensors
-    given = [name for name, stored in tensors.items() if stored.optional]
-    return case.module.FORMAT.empty((4096, 4096), storage, "meta", given, **chosen)
+    present = [name for name, stored in tensors.items() if stored.optional]
+    return case.module.FORMAT.empty((4096, 4096), storage, "meta", present, **chosen)
 
 
 @pytest.mark.parametrize("case", [case for case in ORDERED if case.path.stem == "int_group"], ids=str)
@@ -192,16 +192,16 @@ storage:
 """
 
 
-@pytest.mark.parametrize(("name", "block", "step", "found"), [
+@pytest.mark.parametrize(("name", "block", "step", "order"), [
     ("named_order", "g", "group", "order_"), ("placed_scales", "k // 32", "32", "")])
-def test_which_formats_have_an_order(name: str, block: str, step: str, found: str, tmp_path: Path) -> None:
+def test_which_formats_have_an_order(name: str, block: str, step: str, order: str, tmp_path: Path) -> None:
     (tmp_path / f"{name}.yaml").write_text(NAMED.format(name=name, block=block, step=step))
     module = qdsl.load(tmp_path / f"{name}.yaml")
-    assert module.FORMAT.variants[()].storages[PLANAR].order == found
+    assert module.FORMAT.variants[()].storages[PLANAR].order == order
     case = Case(tmp_path / f"{name}.yaml", "rows", (("group", 64),))
     packed = module.pack(shuffled_fields(case, (16, 256)), "rows", group=64)
     planar = module.planar(packed)
-    if not found:
+    if not order:
         assert planar is packed and module.FORMAT.why_not_planar(packed) == "'g': columns are out of order"
         return
     assert planar.tensors.keys() == {"q", "s", "order", "order_"}

@@ -121,17 +121,17 @@ def padded(item: str, before: int, after: int) -> str:
 
 def values(draw: random.Random, name: str, kind: str, index: tuple[str, ...]) -> str:
     """A tensor of one field, an element each."""
-    axes = [f"{'xy'[i]}<{extent(each)}" for i, each in enumerate(index)]
+    axes = [f"{'xy'[i]}<{extent(axis)}" for i, axis in enumerate(index)]
     item = f"{name}[{', '.join('xy'[:len(index)])}]" if index else name
-    known = number(kind)
-    assert known is not None
-    if known.is_float and draw.random() < 0.25:
-        kind = draw.choice(("i16", "i32")) if known.bits == 16 else "i32"
-        before = draw.choice((0, int(kind[1:]) - known.bits))
-        item = padded(item, before, int(kind[1:]) - known.bits - before)
-    elif not known.is_float:
-        kind = draw.choice(("u8", "i8")) if known.bits <= 8 else "i16"
-        room = int(kind[1:]) - known.bits
+    form = number(kind)
+    assert form is not None
+    if form.is_float and draw.random() < 0.25:
+        kind = draw.choice(("i16", "i32")) if form.bits == 16 else "i32"
+        before = draw.choice((0, int(kind[1:]) - form.bits))
+        item = padded(item, before, int(kind[1:]) - form.bits - before)
+    elif not form.is_float:
+        kind = draw.choice(("u8", "i8")) if form.bits <= 8 else "i16"
+        room = int(kind[1:]) - form.bits
         before = draw.choice((0, room))
         item = padded(item, before, room - before)
     return tensor(f"t_{name}", kind, axes[::draw.choice((1, -1))], item)
@@ -153,18 +153,18 @@ def filled(spec: Drawn, n: int, k: int, group: int | None) -> tuple[dict[str, Te
     fields: dict[str, Tensor] = {}
     whole: dict[str, Tensor] = {}
     for name, (kind, index) in spec.fields.items():
-        lengths = [n if each[0] == "n" else k for each in index]
-        blocks = [block(each, length, group) for each, length in zip(index, lengths, strict=True)]
+        lengths = [n if subscript[0] == "n" else k for subscript in index]
+        blocks = [block(subscript, length, group) for subscript, length in zip(index, lengths, strict=True)]
         shape = [-(-length // by) for length, by in zip(lengths, blocks, strict=True)]
-        known = number(kind)
-        assert known is not None
-        fields[name] = torch.randn(shape, generator=generator).to(torch_dtype(kind)) if known.is_float else \
-            torch.randint(int(known.low), 3 if name == "q" and "base3" in spec.text else int(known.high) + 1, shape,
+        form = number(kind)
+        assert form is not None
+        fields[name] = torch.randn(shape, generator=generator).to(torch_dtype(kind)) if form.is_float else \
+            torch.randint(int(form.low), 3 if name == "q" and "base3" in spec.text else int(form.high) + 1, shape,
                           generator=generator).to(torch_dtype(kind))
-        spread = fields[name].float() if known.is_float else fields[name].to(torch.int32)
+        spread = fields[name].float() if form.is_float else fields[name].to(torch.int32)
         for axis, (length, by) in enumerate(zip(lengths, blocks, strict=True)):
             spread = spread.repeat_interleave(by, axis).narrow(axis, 0, length)
-        whole[name] = (spread[:, None] if [each[0] for each in index] == ["n"] else spread).expand(n, k)
+        whole[name] = (spread[:, None] if [subscript[0] for subscript in index] == ["n"] else spread).expand(n, k)
     return fields, whole
 
 
@@ -182,7 +182,7 @@ def test_a_drawn_format(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sizes = random.Random(seed).sample([(n, k) for n in ROWS for k in COLUMNS], 12)
     for group in (32, 7, -1) if "group" in module.SPEC.params else (None,):
         params = {} if group is None else {"group": group}
-        held = 0
+        checked = 0
         for n, k in sizes:
             fields, whole = filled(spec, n, k, group)
             try:
@@ -190,12 +190,12 @@ def test_a_drawn_format(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             except FormatError as error:
                 assert "must be a multiple of" in str(error)
                 continue
-            found = module.unpack(packed)
-            assert all(same_bits(found[name], field) for name, field in fields.items()), (spec.text, n, k, group)
+            unpacked = module.unpack(packed)
+            assert all(same_bits(unpacked[name], field) for name, field in fields.items()), (spec.text, n, k, group)
             exact = eval(spec.decode, {}, whole)  # noqa: S307
             check(module, packed, exact, (spec.text, n, k, group))
-            held += 1
-            if held == 2:
+            checked += 1
+            if checked == 2:
                 break
 
 

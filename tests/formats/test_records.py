@@ -82,12 +82,12 @@ class Bits:
 
 def _starts(widths: dict[str, int], tensors: dict[str, Tensor]) -> dict[str, int]:
     """Where each tensor's bits begin in a flat array; '' is the end."""
-    found: dict[str, int] = {}
+    starts: dict[str, int] = {}
     at = 0
     for name, tensor in tensors.items():
-        found[name] = at
+        starts[name] = at
         at += tensor.numel() * widths[name]
-    return {**found, "": at}
+    return {**starts, "": at}
 
 
 def _flat(shape: torch.Size, index: tuple[int, ...]) -> int:
@@ -150,25 +150,25 @@ def test_any_bytes_survive(case: Case, seed: int) -> None:
     pattern = np.random.default_rng(seed).integers(0, 2, bits.size, dtype=np.uint8)
     kept = np.zeros(bits.size, np.uint8)
     kept[bits.source] = pattern[bits.source]
-    made = bits.pack(bits.unpack(pattern))
-    assert (made[bits.source] == kept[bits.source]).all()
+    again = bits.pack(bits.unpack(pattern))
+    assert (again[bits.source] == kept[bits.source]).all()
     for name, tensor in bits.tensors.items():
         at = bits.stored_at[name]
         if not bits.layout.tensors[name].adds:
-            assert (made[at:at + 8 * tensor.nbytes] == kept[at:at + 8 * tensor.nbytes]).all()
-    assert (bits.pack(bits.unpack(made)) == made).all()
+            assert (again[at:at + 8 * tensor.nbytes] == kept[at:at + 8 * tensor.nbytes]).all()
+    assert (bits.pack(bits.unpack(again)) == again).all()
 
 
 @pytest.mark.parametrize("case", DIGITS, ids=str)
 def test_every_byte_has_its_digits(case: Case) -> None:
     """All 256 in every byte of digits, beside any other bits: read, and written again, as by exact fractions."""
-    made = random_packed(case, smallest(case, tiles=2), params=case.choice)
-    read = Reading(case.spec, case.storage, made.shape, case.choice, made.sizes)
+    packed = random_packed(case, smallest(case, tiles=2), params=case.choice)
+    read = Reading(case.spec, case.storage, packed.shape, case.choice, packed.sizes)
     generator = torch.Generator().manual_seed(1)
-    first = {name: torch.randint(0, 256, raw(t).shape, generator=generator).to(torch.uint8) for name, t in made.tensors.items()}
+    first = {name: torch.randint(0, 256, raw(t).shape, generator=generator).to(torch.uint8) for name, t in packed.tensors.items()}
     for step in range(256):
-        tensors = {name: (first[name] + step).view(t.dtype).view(t.shape) for name, t in made.tensors.items()}
-        prove_stored(read, case.module.wrap(tensors, shape=made.shape, storage=case.storage, **case.choice))
+        tensors = {name: (first[name] + step).view(t.dtype).view(t.shape) for name, t in packed.tensors.items()}
+        prove_stored(read, case.module.wrap(tensors, shape=packed.shape, storage=case.storage, **case.choice))
 
 
 @pytest.mark.parametrize("case", DIGITS, ids=str)
@@ -195,9 +195,9 @@ def test_fields_survive(case: Case, data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from(list(shapes(case, rows, columns, params))))
     fields = random_fields(case, shape, data.draw(st.integers(0, 1 << 30)), params)
     packed = case.module.pack(fields, storage=case.storage, **params)
-    found = case.module.unpack(packed)
-    assert found.keys() == fields.keys()
-    assert [name for name, field in fields.items() if not same_bits(found[name], field)] == []
+    unpacked = case.module.unpack(packed)
+    assert unpacked.keys() == fields.keys()
+    assert [name for name, field in fields.items() if not same_bits(unpacked[name], field)] == []
     wrapped = case.module.wrap(packed.tensors, shape=shape, storage=case.storage, **params)
     assert isinstance(wrapped, PackedWeight) and wrapped.shape == shape
     assert all(same_bits(wrapped.tensors[name], tensor) for name, tensor in packed.tensors.items())

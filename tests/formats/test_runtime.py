@@ -103,7 +103,7 @@ def test_dialects_of_fp8(form: ModuleType, extents: tuple[int, ...], kind: torch
     assert packed.params["scale_type"] == {torch.uint8: "e8m0", torch.float8_e8m0fnu: "e8m0", torch.float32: "f32",
                                            torch.float16: "f16", torch.bfloat16: "bf16"}[kind]
     assert torch.equal(form.dequantize(packed, torch.float32), torch.full((130, 257), 2.0))
-    assert {f"tensor '{each}' is not part of {form.SPEC.name}.safetensors" for each in others} <= set(packed.notes)
+    assert {f"tensor '{other}' is not part of {form.SPEC.name}.safetensors" for other in others} <= set(packed.notes)
     if form is fp8_block:
         assert (packed.params["bn"], packed.params["bk"]) == ((128, 128) if extents == (2, 3) else (1, 32))
 
@@ -217,11 +217,11 @@ def test_an_index_is_filled_in_place() -> None:
     shuffled = fields["g"][torch.randperm(128, generator=torch.Generator().manual_seed(0))]
     packed = int_group.pack({**fields, "g": shuffled}, "gptq_v2", bits=4, group=32)
     layer = int_group.Linear.empty((64, 128), "gptq_v2", device="cpu", optional=["g_idx"], bits=4, group=32)
-    held = dict(layer.named_parameters())
-    for tensor in held.values():
+    parameters = dict(layer.named_parameters())
+    for tensor in parameters.values():
         tensor.data.zero_()
     layer.to("cpu")(torch.ones(1, 128))
-    for name, tensor in held.items():
+    for name, tensor in parameters.items():
         tensor.data.copy_(packed.tensors[name])
     assert same_bits(layer.dequantize(), int_group.dequantize(packed))
     layer.g_idx = torch.nn.Parameter(torch.empty(0, dtype=torch.int32), requires_grad=False)
@@ -265,8 +265,8 @@ def test_converting_keeps_every_number(case: Case) -> None:
     n, k = (max(sizes) for sizes in zip(*(smallest(Case(case.path, name, case.params)) for name in storages), strict=True))
     fields = random_fields(case, (n * 8, k * 3))
     for name, layout in storages.items():
-        held = {key: field for key, field in fields.items() if key not in layout.where}
-        packed = case.module.pack(held, storage=case.storage, **case.choice)
+        stored = {key: field for key, field in fields.items() if key not in layout.where}
+        packed = case.module.pack(stored, storage=case.storage, **case.choice)
         weight = case.module.dequantize(packed, torch.float32)
         other = case.module.convert(packed, name)
         assert (other.storage, other.shape, other.params) == (name, packed.shape, packed.params)
@@ -392,8 +392,8 @@ def test_what_has_no_numbers_is_not_quantized() -> None:
 def test_fp8_weights_are_the_floats_that_they_are(case: Case) -> None:
     n, k = smallest(case)
     weight = torch.randn(n, k, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
-    made, expected = (case.module.quantize(each, storage=case.storage, **case.choice) for each in (weight, weight.float()))
-    assert all(same_bits(tensor, expected.tensors[name]) for name, tensor in made.tensors.items())
+    packed, expected = (case.module.quantize(source, storage=case.storage, **case.choice) for source in (weight, weight.float()))
+    assert all(same_bits(tensor, expected.tensors[name]) for name, tensor in packed.tensors.items())
     assert case.module.quantize(weight[:0], storage=case.storage, **case.choice).shape == (0, k)
 
 
@@ -435,11 +435,11 @@ def test_an_importance_changes_what_a_search_finds_and_nothing_else(case: Case) 
     weight = torch.randn(next(shapes(case, (64, 128), (512,))), generator=generator)
     importance = torch.rand(weight.shape[1], generator=generator) ** 4
     plain = case.module.quantize(weight, case.storage, **case.choice)
-    made = case.module.quantize(weight, case.storage, importance=importance, **case.choice)
-    same = all(same_bits(made.tensors[name], tensor) for name, tensor in plain.tensors.items())
+    weighted = case.module.quantize(weight, case.storage, importance=importance, **case.choice)
+    same = all(same_bits(weighted.tensors[name], tensor) for name, tensor in plain.tensors.items())
     assert same != case.module.FORMAT.variant(case.choice).importance
     if not same:
-        errors = [(case.module.dequantize(each, torch.float32) - weight).square() @ importance for each in (made, plain)]
+        errors = [(case.module.dequantize(packed, torch.float32) - weight).square() @ importance for packed in (weighted, plain)]
         assert errors[0].sum() < errors[1].sum()
 
 
@@ -487,9 +487,9 @@ def test_codes_of_minmax_are_the_nearest(seed: int, ties: str, symmetric: bool) 
     scale, zero = (fields[name].double().repeat_interleave(32, 1) for name in ("s", "z"))
     every = (torch.arange(16).double()[:, None, None] - zero) * scale
     best = (every - weight.double()).abs().amin(0)
-    found = (int_group.dequantize(packed, torch.float32).double() - weight.double()).abs()
+    errors = (int_group.dequantize(packed, torch.float32).double() - weight.double()).abs()
     # A zero point is a whole code: it may be half a step off, and so may the ends of the range.
-    assert (found <= best + 1e-6 * weight.abs().max()).all()
+    assert (errors <= best + 1e-6 * weight.abs().max()).all()
 
 
 # -- dequantize -----------------------------------------------------------------------------------------------------------
@@ -569,13 +569,13 @@ def test_meta_tensors_are_wrapped_by_shape() -> None:
 @pytest.mark.parametrize("text", ["N", "K", "1", "18*K/32", "ceil(K/group)", "128*N/64", "N*K/2", "3*K/32", "ceil(N*K/64)",
                                   "16*ceil(K/256)", "ceil(3*K/32)"])
 def test_axes_solve_for_what_they_measure(text: str) -> None:
-    each = axis(text)
+    measure = axis(text)
     sizes = {"group": 32}
     for n, k in ((64, 128), (128, 64), (192, 320)):
-        extent = each.extent(n, k, sizes)
+        extent = measure.extent(n, k, sizes)
         assert extent is not None
-        assert each.solve(extent) in ({"N": n, "K": k, "N*K": n * k, "1": 1}[each.dim], None)
-    assert (each.solve(6) is None) == ("ceil" in text or text == "18*K/32" or text == "128*N/64")
+        assert measure.solve(extent) in ({"N": n, "K": k, "N*K": n * k, "1": 1}[measure.dim], None)
+    assert (measure.solve(6) is None) == ("ceil" in text or text == "18*K/32" or text == "128*N/64")
 
 
 def test_the_last_step_of_an_axis_may_be_short() -> None:
@@ -682,8 +682,8 @@ def test_codes_of_small_floats_have_a_range(tmp_path: Path) -> None:
 def test_load_takes_names_and_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(qdsl.load, ["q6_k"] * 8))
-    assert all(module is found[0] and hasattr(module, "wrap") for module in found)
+        modules = list(pool.map(qdsl.load, ["q6_k"] * 8))
+    assert all(module is modules[0] and hasattr(module, "wrap") for module in modules)
     with pytest.raises(UnknownSpec, match="did you mean 'q6_k'"):
         qdsl.load("q6k")
 
@@ -691,6 +691,6 @@ def test_load_takes_names_and_threads(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_factor_of_x_is_not_passed_over() -> None:
     """ModelOpt's AWQ divides weights by what it multiplies x by: without that, every product would be wrong."""
     packed = int_group.quantize(torch.randn(32, 128), "modelopt", bits=4, symmetric=True)
-    given = {**packed.tensors, "pre_quant_scale": torch.ones(128)}
+    tensors = {**packed.tensors, "pre_quant_scale": torch.ones(128)}
     with pytest.raises(FormatError, match="'pre_quant_scale' multiplies the columns of x"):
-        int_group.wrap(given, shape=(32, 128), bits=4)
+        int_group.wrap(tensors, shape=(32, 128), bits=4)

@@ -34,7 +34,7 @@ def test_weights_bytes_and_kernels(dtype: torch.dtype) -> None:
     wanted = plain(tensors)
     assert packed.shape == (17, 72)
     assert same_bits(AQLM.dequantize(packed, torch.float32), wanted)
-    assert all(same_bits(made, tensors[name]) for name, made in AQLM.pack(AQLM.unpack(packed)).tensors.items())
+    assert all(same_bits(tensor, tensors[name]) for name, tensor in AQLM.pack(AQLM.unpack(packed)).tensors.items())
     assert same_bits(dequantized(packed.to(DEVICE)).cpu(), wanted)
     x = torch.randn(2, 72, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(linear(x.to(DEVICE), packed.to(DEVICE), None).cpu(), x @ wanted.t())

@@ -30,7 +30,7 @@ from qdsl.jobs.gguf.mixes import (
     type_named,
 )
 from tests.support import llama_mixes
-from tests.support.models import MODELS, Made
+from tests.support.models import MODELS, ToyModel
 from tests.support.paths import ROOT
 
 EXPECTED: dict[str, dict[str, dict[str, Any]]] = json.loads((ROOT / "tests/data/mixes.json").read_text())
@@ -38,7 +38,7 @@ ARCHITECTURES: dict[str, Any] = json.loads(llama_mixes.RECORD.read_text())
 NAMED = [name for name, mix in MIXES.items() if mix.default]
 
 
-def expected(made: Made, answer: dict[str, Any]) -> dict[str, str]:
+def expected(made: ToyModel, answer: dict[str, Any]) -> dict[str, str]:
     """An answer's type for every tensor that is not kept.  A role stands for all layers, or those after its colon."""
     found: dict[tuple[str, int | None], str] = {}
     for type, roles in answer.items():

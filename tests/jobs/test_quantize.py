@@ -31,11 +31,11 @@ from qdsl.jobs.gguf import QuantizeError, diffusion, quality, run
 from qdsl.jobs.gguf.mixes import MIXES, Model, Options, Tensor, mix_of
 from qdsl.jobs.gguf.plan import plan
 from qdsl.jobs.gguf.source import open_source
-from tests.support.models import Made, weights, written
+from tests.support.models import ToyModel, weights, written
 from tests.support.paths import ROOT
 
-DENSE = Made(Model("llama", 2, 4, 2), 256, 512)
-EXPERTS = Made(Model("llama", 1, 4, 4, 3), 64, 96, tied=True)
+DENSE = ToyModel(Model("llama", 2, 4, 2), 256, 512)
+EXPERTS = ToyModel(Model("llama", 1, 4, 4, 3), 64, 96, tied=True)
 PLAIN = ("--type", "q4_0", "--output-tensor-type", "q8_0")        # types that need no search
 
 

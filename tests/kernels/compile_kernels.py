@@ -52,10 +52,10 @@ def compiled(case: Case, kind: str, target: str, optional: bool, large: bool, dt
     call = launched(case, kind, optional, dtype)
     types, constants, hints = specialised(replace(call, constants={**call.constants, "LARGE": large}))
     source = ASTSource(call.kernel, types, constants, hints)
-    made = triton.compile(source, target=TARGETS[target], options=dict(call.options))
-    text = made.asm["ttgir"]
+    binary = triton.compile(source, target=TARGETS[target], options=dict(call.options))
+    text = binary.asm["ttgir"]
     loop = text[text.index("scf.for"):text.rindex("scf.yield")] if "scf.for" in text else ""
-    assembly = made.asm["ptx"] if "ptx" in made.asm else made.asm["amdgcn"]
+    assembly = binary.asm["ptx"] if "ptx" in binary.asm else binary.asm["amdgcn"]
     return {"kernel": f"{case} {kind}", "target": target, "optional": optional, "dtype": str(dtype)[6:], "large": large,
             "moves_in_loop": loop.count("convert_layout"), "shared_in_loop": loop.count("local_alloc"),
             "fused": len(re.findall(FUSED, assembly)),
@@ -77,5 +77,5 @@ def every(target: str) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    for found in every(sys.argv[1]):
-        print(json.dumps(found), flush=True)
+    for line in every(sys.argv[1]):
+        print(json.dumps(line), flush=True)

@@ -40,11 +40,11 @@ def every(arch: str) -> Iterator[dict[str, Any]]:
                       if launch.has_lanes(x, packed) and (len(x) < 16 or regimes.candidate(x, packed).kind == "tile_gemm")]
             for x in served if case in COVERING else served[i % len(served):][:1]:
                 [call] = launch.linear_calls(x, packed, None, torch.empty_like(x), candidate=regimes.candidate(x, packed))
-                made = report(call, arch)
-                yield {"kernel": f"{case} {made.kernel} {len(x)}", "opcodes": sorted({op.split(".")[0] for op in made.opcodes}),
-                       "hot": made.hot, "spills": made.spills, "tensor": sorted(made.tensor), "loads": made.loads}
+                row = report(call, arch)
+                yield {"kernel": f"{case} {row.kernel} {len(x)}", "opcodes": sorted({op.split(".")[0] for op in row.opcodes}),
+                       "hot": row.hot, "spills": row.spills, "tensor": sorted(row.tensor), "loads": row.loads}
 
 
 if __name__ == "__main__":
-    for found in every(sys.argv[1]):
-        print(json.dumps(found), flush=True)
+    for line in every(sys.argv[1]):
+        print(json.dumps(line), flush=True)

@@ -75,7 +75,7 @@ def main() -> None:
                 call = Call(split_sum, (x, partial, arrived, total),
                             {"SPLITS": SPLITS, "PART": COLUMNS // SPLITS, "SEM": semantics}, (ROWS, SPLITS), {"num_warps": 4})
                 findings = execute(call, arch, workspaces=(partial,), options=Options(order=order)).findings
-                print(json.dumps({"what": f"split_sum {semantics} {arch} {order}", "findings": [each.kind for each in findings],
+                print(json.dumps({"what": f"split_sum {semantics} {arch} {order}", "findings": [f.kind for f in findings],
                                   "error": (total - x.sum(1)).abs().max().item()}))
         narrow = [torch.float8_e4m3fn] if arch == "sm_90" else []
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int8, *narrow):

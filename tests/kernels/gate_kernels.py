@@ -81,17 +81,17 @@ def weight(gate: Gate, shape: tuple[int, int]) -> PackedWeight:
 
 
 def every(arch: str) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = []
+    rows: list[dict[str, object]] = []
     with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         for gate in GATES:
             packed = weight(gate, gate.shape or SHAPES[arch])
             for kind, limit in gate.limits if arch in gate.archs else ():
                 x, out = (torch.empty(gate.rows, size, dtype=TYPES[kind], device="meta") for size in reversed(packed.shape))
                 for call in launch.linear_calls(x, packed, None, out, candidate=regimes.candidate(x, packed)):
-                    made = asdict(report(call, arch))
-                    del made["listing"]
-                    found.append({"gate": str(gate), "x": kind, "limit": limit, "picked": gate.kernel, **made})
-    return found
+                    counts = asdict(report(call, arch))
+                    del counts["listing"]
+                    rows.append({"gate": str(gate), "x": kind, "limit": limit, "picked": gate.kernel, **counts})
+    return rows
 
 
 def main() -> None:

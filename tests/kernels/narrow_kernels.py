@@ -52,6 +52,6 @@ def every() -> Iterator[tuple[str, str, Call]]:
 
 if __name__ == "__main__":
     for title, arch, call in every():
-        found = report(call, arch)
-        print(json.dumps({"title": title, "arch": arch, "spills": found.spills, "stack": found.stack,
-                          "shared": found.shared_bytes, "hot": found.hot, "tensor": sorted(found.tensor)}), flush=True)
+        counts = report(call, arch)
+        print(json.dumps({"title": title, "arch": arch, "spills": counts.spills, "stack": counts.stack,
+                          "shared": counts.shared_bytes, "hot": counts.hot, "tensor": sorted(counts.tensor)}), flush=True)

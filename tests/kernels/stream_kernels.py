@@ -48,14 +48,14 @@ def launches(form: str) -> Iterator[tuple[str, Call]]:
 
 def windows(call: Call, arch: str) -> float:
     """Instructions of a thread per symbol: of both loops for each lookup, and of all else once for a window."""
-    made = compiled(call, arch_of(arch))
-    code = sass.parse(made.text)
+    binary = compiled(call, arch_of(arch))
+    code = sass.parse(binary.text)
     every = [[code.instructions[place] for place in loop] for loop in sass.loops(code)]
     lookups = call.constants["LEVELS"] + 1                       # loads of a trip
     trips = {True: 0.0, False: 0.0}
     for loop in every:
-        count = sum(bool(each.loaded) for each in loop) / lookups
-        writes = any(each.base == "STG" for each in loop)
+        count = sum(bool(instruction.loaded) for instruction in loop) / lookups
+        writes = any(instruction.base == "STG" for instruction in loop)
         trips[writes] = min(trips[writes] or len(loop), len(loop) / count)
     outside = len(code.instructions) - sum(map(len, every))
     return (sum(trips.values()) * STEPS + outside) / SYMBOLS
@@ -66,20 +66,20 @@ def every(arch: str) -> Iterator[dict[str, Any]]:
         for form in ("df11", "hlane", "fix4"):
             for what, call in launches(form):
                 types, constants, hints = specialised(call)
-                made = triton.compile(ASTSource(call.kernel, types, constants, hints), target=GPUTarget("hip", arch, 64),
-                                      options=dict(call.options))
-                yield {"form": form, "what": what, "bytes": len(made.asm["hsaco"])}
+                binary = triton.compile(ASTSource(call.kernel, types, constants, hints), target=GPUTarget("hip", arch, 64),
+                                        options=dict(call.options))
+                yield {"form": form, "what": what, "bytes": len(binary.asm["hsaco"])}
         return
     with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
         for form in ("df11", "hlane", "fix4"):
             for what, call in launches(form):
                 is_counted = "LEVELS" not in call.constants
-                found = report(call, arch) if is_counted else counted(compiled(call, arch_of(arch)), arch, 1, 1, call.step, 1)
-                count = found.hot if is_counted else windows(call, arch)
-                yield {"form": form, "what": what, "count": count, "spills": found.spills, "shared": found.shared_bytes,
-                       "opcodes": found.opcodes, "tensor": found.tensor, "loads": found.loads}
+                counts = report(call, arch) if is_counted else counted(compiled(call, arch_of(arch)), arch, 1, 1, call.step, 1)
+                count = counts.hot if is_counted else windows(call, arch)
+                yield {"form": form, "what": what, "count": count, "spills": counts.spills, "shared": counts.shared_bytes,
+                       "opcodes": counts.opcodes, "tensor": counts.tensor, "loads": counts.loads}
 
 
 if __name__ == "__main__":
-    for each in every(sys.argv[1]):
-        print(json.dumps(each), flush=True)
+    for line in every(sys.argv[1]):
+        print(json.dumps(line), flush=True)

@@ -84,15 +84,15 @@ CHAINED = """
 """
 
 
-def compiled(printed: str = KERNEL, **facts: Any) -> Compiled:
-    made = Compiled("kernel", warps=4, stages=3, registers=40, stack=8, shared=0, text=printed, step=128, loads=3)
-    return replace(made, **facts)
+def compiled(printed: str = KERNEL, **changes: Any) -> Compiled:
+    kernel = Compiled("kernel", warps=4, stages=3, registers=40, stack=8, shared=0, text=printed, step=128, loads=3)
+    return replace(kernel, **changes)
 
 
-def example(**facts: Any) -> Report:
+def example(**changes: Any) -> Report:
     """The kernel above: 264 programs of 16384 weights at half a byte, 1024 in a trip of the source's loop."""
-    made = counted(compiled(), "sm_90", programs=264, weights=16384, step=1024, traffic=264 * 8192)
-    return replace(made, **facts)
+    counts = counted(compiled(), "sm_90", programs=264, weights=16384, step=1024, traffic=264 * 8192)
+    return replace(counts, **changes)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_a_disassembly_is_read() -> None:
     load = code.instructions[5]
     assert (load.address, load.guard, load.opcode, load.base) == (0x50, "P1", "LDG.E.128", "LDG")
     assert load.operands == ("R4", "desc[UR6][R8.64]")
-    assert [each.loaded for each in code.instructions[4:9]] == [0, 16, 2, 32, 0]
+    assert [instruction.loaded for instruction in code.instructions[4:9]] == [0, 16, 2, 32, 0]
     assert sass.loops(code) == [range(5, 14)] and sass.hot_loop(code) == range(5, 14)
 
 
@@ -137,8 +137,8 @@ def test_what_is_no_counter_is_none() -> None:
 @pytest.mark.parametrize(("step", "loads", "unroll"), [(128, 3, 4), (512, 3, 1), (None, 1, 3), (768, 3, 1), (768, 1, 3),
                                                        (None, 0, 1)])
 def test_unrolling_is_seen_in_the_counter_or_else_in_the_loads(step: int | None, loads: int, unroll: int) -> None:
-    made = counted(compiled(step=step, loads=loads), "sm_90", 1, weights=1 << 20, step=1024, traffic=1)
-    assert (made.unroll, made.hot_weights, made.trips) == (unroll, 1024 * unroll, math.ceil(1024 / unroll))
+    counts = counted(compiled(step=step, loads=loads), "sm_90", 1, weights=1 << 20, step=1024, traffic=1)
+    assert (counts.unroll, counts.hot_weights, counts.trips) == (unroll, 1024 * unroll, math.ceil(1024 / unroll))
 
 
 def test_a_counter_of_trips_says_how_far_a_loop_is_unrolled() -> None:
@@ -175,27 +175,27 @@ def test_loops_of_the_compilers_texts() -> None:
 
 def test_instructions_per_weight() -> None:
     """Nine in a loop of 4 x 1024 weights, seven outside, 128 threads; by pipe and by cycles as counted by hand."""
-    made = example()
-    assert (made.registers, made.stack, made.spills, made.shared_bytes) == (40, 8, 2, 0)
-    assert (made.unroll, made.hot_weights, made.trips, made.has_loop) == (4, 4096, 4, True)
-    assert made.hot == 9 * 128 / 4096 and made.whole == (7 + 4 * 9) * 128 / 16384
+    counts = example()
+    assert (counts.registers, counts.stack, counts.spills, counts.shared_bytes) == (40, 8, 2, 0)
+    assert (counts.unroll, counts.hot_weights, counts.trips, counts.has_loop) == (4, 4096, 4, True)
+    assert counts.hot == 9 * 128 / 4096 and counts.whole == (7 + 4 * 9) * 128 / 16384
     per_trip = {"memory": 3, "alu": 3, "convert": 1, "fma": 1, "control": 1}
-    assert made.hot_pipes == {name: count / 32 for name, count in per_trip.items()}
+    assert counts.hot_pipes == {name: count / 32 for name, count in per_trip.items()}
     whole = {"memory": 3 + 12, "alu": 1 + 12, "convert": 4, "fma": 4, "imad": 1, "control": 2 + 4}
-    assert made.whole_pipes == {name: count / 128 for name, count in whole.items()}
+    assert counts.whole_pipes == {name: count / 128 for name, count in whole.items()}
     cycles = {"issue": 43, "memory": 4 * 15, "alu": 2 * 13, "convert": 8 * 4, "fma": 4 + 1, "imad": 2}
-    assert made.cycles == {name: count / 128 for name, count in cycles.items()}
-    assert made.loads == {"LDG.E.128": 1, "LDG.E.U16": 1, "LDG.E.ENL2.256": 1} and made.load_widths == {16: 1, 128: 1, 256: 1}
-    assert made.hot_bytes == (16 + 2 + 32) * 128 and not made.copied and made.tensor == {}
-    assert made.opcodes["LDG.E.ENL2.256"] == made.opcodes["BRA"] == 1 and sum(made.opcodes.values()) == 9
-    assert made.listing[0].endswith("@P1 LDG.E.128 R4, desc[UR6][R8.64] ;") and len(made.listing) == 9
+    assert counts.cycles == {name: count / 128 for name, count in cycles.items()}
+    assert counts.loads == {"LDG.E.128": 1, "LDG.E.U16": 1, "LDG.E.ENL2.256": 1} and counts.load_widths == {16: 1, 128: 1, 256: 1}
+    assert counts.hot_bytes == (16 + 2 + 32) * 128 and not counts.copied and counts.tensor == {}
+    assert counts.opcodes["LDG.E.ENL2.256"] == counts.opcodes["BRA"] == 1 and sum(counts.opcodes.values()) == 9
+    assert counts.listing[0].endswith("@P1 LDG.E.128 R4, desc[UR6][R8.64] ;") and len(counts.listing) == 9
 
 
 def test_a_kernel_without_a_loop_is_hot_as_a_whole() -> None:
     for printed, step in ((KERNEL, 0), (KERNEL.replace("@!P0 BRA `(.L_x_0)", "NOP"), 1024)):
-        made = counted(compiled(printed), "sm_90", 1, weights=2048, step=step, traffic=1)
-        assert not made.has_loop and (made.hot_weights, made.trips, made.unroll) == (2048, 1, 1)
-        assert made.hot == made.whole == 1.0 and made.hot_pipes == made.whole_pipes
+        counts = counted(compiled(printed), "sm_90", 1, weights=2048, step=step, traffic=1)
+        assert not counts.has_loop and (counts.hot_weights, counts.trips, counts.unroll) == (2048, 1, 1)
+        assert counts.hot == counts.whole == 1.0 and counts.hot_pipes == counts.whole_pipes
 
 
 def test_bytes_tell_how_far_a_loop_is_unrolled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +310,7 @@ def test_the_dependence_chain_of_a_trip(lines: tuple[str, ...], loads: float, cy
 def test_x_comes_from_the_l2_cache() -> None:
     """Which load is one of x is told by the argument that its address was made of."""
     code, loop = looped("LEA R8, P1, R0, UR4, 0x2", "LDG.E R4, desc[UR6][R8.64]", "FADD R5, R4, R9")
-    code = sass.parse("/*0000*/ ULDC.64 UR4, c[0x0][0x220] ;\n.L_x_0:\n" + "\n".join(each.line for each in code.instructions)
+    code = sass.parse("/*0000*/ ULDC.64 UR4, c[0x0][0x220] ;\n.L_x_0:\n" + "\n".join(op.line for op in code.instructions)
                       .replace("0x2 ;", "0x5 ;"))
     loop = range(1, 7)
     trips = [chains(code, loop, "sm_90", x)[1] for x in (0x218, 0x220)]
@@ -347,10 +347,10 @@ def test_programs_on_a_multiprocessor(arch: str, registers: int, shared: int, wa
 
 def test_a_kernel_whose_programs_wait_for_their_loads() -> None:
     """All 264 programs run at once, four trips each: four latencies of memory, and nothing else to wait for."""
-    found = predict(example(hot_chain=Chain(0, 1), outside_chain=Chain(0, 0)), GPUS["h200"])
-    assert (found.gpu, found.resident, found.occupancy) == ("h200", 12, 0.75)
-    assert found.chain == pytest.approx(4 * 500e-9) and found.seconds == pytest.approx(1.5e-6 + 4 * 500e-9)
-    assert found.start == pytest.approx(1.5e-6 + 500e-9) and found.limit == "start"
+    estimate = predict(example(hot_chain=Chain(0, 1), outside_chain=Chain(0, 0)), GPUS["h200"])
+    assert (estimate.gpu, estimate.resident, estimate.occupancy) == ("h200", 12, 0.75)
+    assert estimate.chain == pytest.approx(4 * 500e-9) and estimate.seconds == pytest.approx(1.5e-6 + 4 * 500e-9)
+    assert estimate.start == pytest.approx(1.5e-6 + 500e-9) and estimate.limit == "start"
     longer = predict(example(trips=40, hot_chain=Chain(0, 1), outside_chain=Chain(198, 0)), GPUS["h200"])
     assert longer.limit == "chain" and longer.seconds == pytest.approx(1.5e-6 + 40 * 500e-9 + 198 / 1.98e9)
 
@@ -365,13 +365,13 @@ def test_a_kernel_that_is_busy_and_one_that_is_fast_enough() -> None:
     """What does not overlap is added: the launch and the first loads; programs come whole, 265 in three turns."""
     still = {"hot_chain": Chain(0, 0), "outside_chain": Chain(0, 0)}
     many = example(programs=132 * 1000, traffic=132 * 1000 * 8192, **still)
-    found = predict(many, GPUS["h200"])
-    assert found.limit == "memory" and found.start == 1.5e-6 and 0.88 < found.share < 0.9
+    estimate = predict(many, GPUS["h200"])
+    assert estimate.limit == "memory" and estimate.start == 1.5e-6 and 0.88 < estimate.share < 0.9
     assert predict(many, GPUS["h100"]).seconds == pytest.approx(1.5e-6 + 132 * 1000 * 8192 / 3.35e12 / 0.9)
     slow = replace(many, cycles={"convert": 8.0, "alu": 6.0}, hot_cycles={"convert": 900.0, "alu": 9.0},
                    outside_cycles={"convert": 96.0, "alu": 99.0})
-    found = predict(slow, GPUS["h200"])
-    assert found.limit == "convert" and found.busy == pytest.approx(1000 * (96 + 4 * 900) / 1.98e9)
+    estimate = predict(slow, GPUS["h200"])
+    assert estimate.limit == "convert" and estimate.busy == pytest.approx(1000 * (96 + 4 * 900) / 1.98e9)
     turns = [predict(replace(slow, programs=count), GPUS["h200"]).busy for count in (264, 265)]
     assert turns[1] == pytest.approx(turns[0] * 1.5)
     read_often = predict(replace(many, read=1 << 40), GPUS["h200"])
@@ -384,10 +384,10 @@ def test_a_prediction_is_for_the_architecture_that_was_compiled_for() -> None:
 
 
 def test_a_program_that_no_multiprocessor_holds_is_not_run() -> None:
-    for facts in ({"shared_bytes": 400000}, {"registers": 255, "warps": 16}):
-        found = predict(example(**facts), GPUS["h200"])
-        assert (found.share, found.limit, found.seconds, found.resident) == (0, "does not fit", None, 0)
-        assert text.row(example(**facts), found)[2:5] == ["-", "0%", "does not fit"]
+    for changes in ({"shared_bytes": 400000}, {"registers": 255, "warps": 16}):
+        estimate = predict(example(**changes), GPUS["h200"])
+        assert (estimate.share, estimate.limit, estimate.seconds, estimate.resident) == (0, "does not fit", None, 0)
+        assert text.row(example(**changes), estimate)[2:5] == ["-", "0%", "does not fit"]
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def surveyed() -> dict[str, Any]:
     done = process("tests.kernels.analyze_kernels")
     assert done.returncode == 0, done.stderr[-4000:]
     result: dict[str, Any] = json.loads(done.stdout)
@@ -427,50 +427,50 @@ def found() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100"])
-def test_loads_of_real_kernels(found: dict[str, Any], arch: str) -> None:
+def test_loads_of_real_kernels(surveyed: dict[str, Any], arch: str) -> None:
     """Every byte of a trip is loaded once; as wide as what is known of pointers and integers allows."""
-    reports = found["reports"][arch]
+    reports = surveyed["reports"][arch]
     sizes = {"f16": 2, "i8": 1, "odd": 2, "offset": 2, "spilling": 2, "copy": 2, "product": 2 * (64 + 16) / 64}
-    assert {name: each["hot_bytes"] / each["hot_weights"] for name, each in reports.items()} == sizes
-    assert {name: set(each["load_widths"]) for name, each in reports.items()} == {
+    assert {name: row["hot_bytes"] / row["hot_weights"] for name, row in reports.items()} == sizes
+    assert {name: set(row["load_widths"]) for name, row in reports.items()} == {
         "f16": {"128"}, "i8": {"128"}, "odd": {"16"}, "offset": {"16"}, "spilling": {"128"}, "copy": {"128"}, "product": {"128"}}
-    assert {name for name, each in reports.items() if not each["has_loop"]} == {"copy"}
-    assert {name for name, each in reports.items() if each["copied"]} == {"product"}
+    assert {name for name, row in reports.items() if not row["has_loop"]} == {"copy"}
+    assert {name for name, row in reports.items() if row["copied"]} == {"product"}
 
 
 @pytest.mark.parametrize(("arch", "matrix"), [("sm_80", "HMMA"), ("sm_100", "UTCHMMA")])
-def test_resources_of_real_kernels(found: dict[str, Any], arch: str, matrix: str) -> None:
-    reports = found["reports"][arch]
+def test_resources_of_real_kernels(surveyed: dict[str, Any], arch: str, matrix: str) -> None:
+    reports = surveyed["reports"][arch]
     assert reports["f16"]["spills"] == 0 and reports["f16"]["stack"] == 0 and reports["copy"]["shared_bytes"] == 0
     assert reports["spilling"]["registers"] <= 24 and reports["spilling"]["spills"] > 100 and reports["spilling"]["stack"] > 100
     assert {opcode.split(".")[0] for opcode in reports["product"]["tensor"]} == {matrix}
     assert reports["product"]["shared_bytes"] >= 2 * 64 * (64 + 16) * 2
-    assert not any(each["tensor"] for name, each in reports.items() if name != "product")
-    for each in reports.values():
-        assert each["hot"] == pytest.approx(sum(each["hot_pipes"].values()))
-        assert each["whole"] == pytest.approx(sum(each["whole_pipes"].values())) == pytest.approx(each["cycles"]["issue"])
-        assert 0.3 < each["hot"] < 12
+    assert not any(row["tensor"] for name, row in reports.items() if name != "product")
+    for row in reports.values():
+        assert row["hot"] == pytest.approx(sum(row["hot_pipes"].values()))
+        assert row["whole"] == pytest.approx(sum(row["whole_pipes"].values())) == pytest.approx(row["cycles"]["issue"])
+        assert 0.3 < row["hot"] < 12
 
 
-def test_a_kernel_for_consumer_blackwell(found: dict[str, Any]) -> None:
+def test_a_kernel_for_consumer_blackwell(surveyed: dict[str, Any]) -> None:
     """sm_120 has the matrix instructions of a warp, no others."""
-    made = found["sm_120"]
-    assert made["arch"] == "sm_120" and {opcode.split(".")[0] for opcode in made["tensor"]} == {"HMMA"} and made["copied"]
-    assert made["loaded"] >= 0.9 * 4096 * 4096 * 2 and made["hot_chain"]["cycles"] > 0
+    kernel = surveyed["sm_120"]
+    assert kernel["arch"] == "sm_120" and {opcode.split(".")[0] for opcode in kernel["tensor"]} == {"HMMA"} and kernel["copied"]
+    assert kernel["loaded"] >= 0.9 * 4096 * 4096 * 2 and kernel["hot_chain"]["cycles"] > 0
 
 
-def test_functions_of_a_format_are_part_of_the_key(found: dict[str, Any]) -> None:
+def test_functions_of_a_format_are_part_of_the_key(surveyed: dict[str, Any]) -> None:
     """Kernels of one family that other functions complete are other kernels."""
-    keys, again, others = found["keys"]
+    keys, again, others = surveyed["keys"]
     assert keys == again and len({*keys, *others}) == 4
 
 
-def test_arguments_are_specialised_as_the_launcher_does_it(found: dict[str, Any]) -> None:
-    assert len(found["specialised"]) > 10 and all(found["specialised"])
+def test_arguments_are_specialised_as_the_launcher_does_it(surveyed: dict[str, Any]) -> None:
+    assert len(surveyed["specialised"]) > 10 and all(surveyed["specialised"])
 
 
-def test_what_cannot_be_examined_is_refused_in_one_line(found: dict[str, Any]) -> None:
-    assert found["refused"] == {
+def test_what_cannot_be_examined_is_refused_in_one_line(surveyed: dict[str, Any]) -> None:
+    assert surveyed["refused"] == {
         "static_assert": "refused does not compile for sm_90: this kernel never compiles",
         "weights": "the launch of copy does not say how many weights a program takes",
         "argument": "copy is launched without its argument 'out'",
@@ -480,24 +480,24 @@ def test_what_cannot_be_examined_is_refused_in_one_line(found: dict[str, Any]) -
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_a_block_and_a_table(found: dict[str, Any]) -> None:
-    lines = found["text"].splitlines()
+def test_the_command_prints_a_block_and_a_table(surveyed: dict[str, Any]) -> None:
+    lines = surveyed["text"].splitlines()
     assert lines[0].startswith("linear of q4_0.gguf [4096, 4096], 1 row of x in bf16, sm_90: matvec")
     for label in ("resources", "hot loop", "kernel", "loads", "tensor"):
         assert sum(line.startswith(f"  {label} ") for line in lines) == 1, label
-    assert re.search(r"^/\*[0-9a-f]{4}\*/ .*LDG", found["text"], re.MULTILINE)
+    assert re.search(r"^/\*[0-9a-f]{4}\*/ .*LDG", surveyed["text"], re.MULTILINE)
     rows = [line for line in lines if re.search(r" sm_90 +\d+\.\d +\d+% ", line)]
     assert [line.split("  ")[0] for line in rows] == ["H100 SXM", "H200 SXM"]
     assert any(line.startswith("predicted for") for line in lines) and "Predicted, not measured." in lines
 
 
-def test_the_json_of_the_command(found: dict[str, Any]) -> None:
-    rows = json.loads(found["json"])["kernels"]
+def test_the_json_of_the_command(surveyed: dict[str, Any]) -> None:
+    rows = json.loads(surveyed["json"])["kernels"]
     assert [(row["what"], row["arch"]) for row in rows] == [
         ("linear of int_group.gptq_v1 [256, 512], 3 rows of x in f16", "sm_90"),
         ("dequantize of int_group.gptq_v1 [256, 512] to f16", "sm_90")]
     for row in rows:
-        assert [each["gpu"] for each in row["predicted"]] == ["h200"] and "listing" not in row
+        assert [estimate["gpu"] for estimate in row["predicted"]] == ["h200"] and "listing" not in row
         assert 0 < row["predicted"][0]["share"] <= 0.9 and row["weights"] * row["programs"] >= 256 * 512
     weight = 256 * 512 + 256 * 512 // 32 * 2 + 256 * 512 // 32                             # codes, scales, zero points
     assert [row["traffic"] for row in rows] == [weight + 3 * (256 + 512) * 2, weight + 256 * 512 * 2]
@@ -518,7 +518,7 @@ def test_predictions_stand_with_the_kernel_that_they_are_of() -> None:
     reports = {arch: example(arch=arch) for arch in ("sm_90", "sm_100")}
     predictions = [predict(reports[GPUS[name].arch], GPUS[name]) for name in ("b200", "h100", "h200")]
     rows = list(survey.data(survey.Examined("both", reports, predictions), listing=True))
-    assert [[each["gpu"] for each in row["predicted"]] for row in rows] == [["h100", "h200"], ["b200"]]
+    assert [[estimate["gpu"] for estimate in row["predicted"]] for row in rows] == [["h100", "h200"], ["b200"]]
     assert [(row["what"], row["arch"], len(row["listing"])) for row in rows] == [("both", "sm_90", 9), ("both", "sm_100", 9)]
 
 
@@ -529,8 +529,8 @@ def test_predictions_stand_with_the_kernel_that_they_are_of() -> None:
 ])
 def test_architectures_and_gpus_follow_from_each_other(archs: tuple[str, ...], gpus: tuple[str, ...], shown: list[str],
                                                        chosen: list[str]) -> None:
-    found = survey.targets(archs, gpus)
-    assert (found[0], [gpu.name for gpu in found[1]]) == (shown, chosen)
+    targets = survey.targets(archs, gpus)
+    assert (targets[0], [gpu.name for gpu in targets[1]]) == (shown, chosen)
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -552,8 +552,8 @@ def run(*arguments: str) -> tuple[int, str]:
     (("q4_0", "--shape", "64", "100"), 2, "error: q4_0.gguf: K = 100 must be a multiple of 32"),
 ])
 def test_what_the_command_refuses(arguments: tuple[str, ...], code: int, message: str) -> None:
-    found, said = run(*arguments)
-    assert found == code and message in said and "\n" not in said
+    exit_code, printed = run(*arguments)
+    assert exit_code == code and message in printed and "\n" not in printed
 
 
 def test_kernels_that_are_interpreted_are_refused() -> None:

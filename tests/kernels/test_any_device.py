@@ -60,12 +60,12 @@ def test_a_layer_on_a_device_without_kernels(module: Any, device: torch.device) 
     x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1))
     expected = layer(x)
     layer.to(device)
-    there = x.to(device).requires_grad_()
-    out = layer(there)
+    x_there = x.to(device).requires_grad_()
+    out = layer(x_there)
     assert torch.equal(out.detach().cpu(), expected.detach())
     out.sum().backward()
-    assert there.grad is not None
-    torch.testing.assert_close(there.grad.cpu(), module.dequantize(packed, torch.float32).sum(0).expand(2, 256))
+    assert x_there.grad is not None
+    torch.testing.assert_close(x_there.grad.cpu(), module.dequantize(packed, torch.float32).sum(0).expand(2, 256))
     assert torch.equal(layer.to("cpu")(x).detach(), expected.detach())
 
 

@@ -50,7 +50,7 @@ def hopper() -> Iterator[None]:
 
 
 def one(name: str, grid: tuple[tuple[int, ...], tuple[int, ...]] = plan.WHOLE) -> Weight:
-    weight = next(each for each in every() if f"{each.name}.{each.storage}" == name)
+    weight = next(case for case in every() if f"{case.name}.{case.storage}" == name)
     shape = plan.shape_of(weight, grid)
     assert shape is not None
     return replace(weight, shape=shape)
@@ -72,8 +72,8 @@ def test_every_storage_is_planned_on_every_kind_of_shape(quick: bool) -> None:
                 == (weight.name, weight.storage, weight.params)]
         where = f"{weight.name}.{weight.storage}"
         assert any(n % 16 == 0 and k % 256 == 0 for n, k in mine), where
-        assert any(k % 128 == 0 and k % 256 for n, k in mine) or any(each.startswith(where) and "384" in each for each in out)
-        assert any(k % 128 for n, k in mine) or any(each.startswith(where) and "no multiple" in each for each in out)
+        assert any(k % 128 == 0 and k % 256 for n, k in mine) or any(line.startswith(where) and "384" in line for line in out)
+        assert any(k % 128 for n, k in mine) or any(line.startswith(where) and "no multiple" in line for line in out)
         planar = weight.storage == "planar"
         assert not planar or any(n % 16 and k % 128 == 0 for n, k in mine), where
     assert all(fits(case.weight) for case in planned) and len(set(planned)) == len(planned)
@@ -88,7 +88,7 @@ def test_every_regime_of_rows_is_planned(hopper: None) -> None:
         cases = [(case, calls) for case, calls in planned
                  if (case.weight.name, case.weight.storage) == (weight.name, weight.storage)
                  and set(weight.params) <= set(case.weight.params)]
-        found = {kernel for _, calls in cases for kernel in kernels(calls)}
+        launched = {kernel for _, calls in cases for kernel in kernels(calls)}
         lanes = case_lanes(weight)
         streams = weight.meta().layout.streams
         pairs = bool(streams) and weight.meta().layout.kernels.pairs is not None
@@ -96,7 +96,7 @@ def test_every_regime_of_rows_is_planned(hopper: None) -> None:
         wanted |= {"skinny"} if lanes and lanes.skinny else set()
         wanted |= {"gemv_records" if lanes.records else "gemv"} if lanes and lanes.gemv else set()
         wanted |= {"tile_gemm"} if lanes and lanes.tile_gemm else set()
-        assert wanted <= found, weight
+        assert wanted <= launched, weight
         assert bool(pairs or (lanes and lanes.skinny)) == any(check.invariant for case, _ in cases for check in case.checks)
         if lanes:
             configs = [call.constants for _, calls in cases for call in calls if "WK" in call.constants]
@@ -112,8 +112,8 @@ def case_lanes(weight: Weight) -> Any:
 
 def test_other_parameters_and_missing_tensors_are_planned() -> None:
     planned = {(case.weight.name, case.weight.storage, case.weight.params, case.weight.optional) for case in plan.cases()}
-    others = [(each.name, each.storage, each.params, each.optional) for each in plan.others()]
-    left = {(*each[:2], dict(each[2])["group"]) for each in set(others) - planned}
+    others = [(weight.name, weight.storage, weight.params, weight.optional) for weight in plan.others()]
+    left = {(*key[:2], dict(key[2])["group"]) for key in set(others) - planned}
     assert left == {("int_group", "awq_gemv", 1024), ("int_group", "awq_gemv", -1)}     # steps of columns have no whole ones
     assert any(optional for *_, optional in others) and any(("group", -1) in params for _, _, params, _ in others)
 
@@ -149,22 +149,22 @@ def test_a_right_kernel_is_found_right_and_a_planted_mistake_wrong(hopper: None,
     weight = one("int_group.planar", plan.RAGGED)
     case = Case(weight, (Check(1, "f16", bias=True), Check(5, "f16"), Check(12, "f16"), Check(0, "f32"),
                          Check(8, "f16", invariant=True)))
-    found = list(checks.examine(case, CPU))
-    assert [each.wrong for each in found] == [""] * 5
-    assert [each.kernel for each in found] == ["gemv", "skinny", "tile_gemm", "dequantize", "skinny"]
-    assert all(each.worst < 1 for each in found)
+    outcomes = list(checks.examine(case, CPU))
+    assert [check.wrong for check in outcomes] == [""] * 5
+    assert [check.kernel for check in outcomes] == ["gemv", "skinny", "tile_gemm", "dequantize", "skinny"]
+    assert all(check.worst < 1 for check in outcomes)
     right = checks.product
 
-    def off(x: Any, *rest: Any, **named: Any) -> Any:
-        made = right(x, *rest, **named)
-        made[-1, 3] += 0.02 * made.abs().max()
-        return made
+    def off(x: Any, *args: Any, **named: Any) -> Any:
+        output = right(x, *args, **named)
+        output[-1, 3] += 0.02 * output.abs().max()
+        return output
 
     monkeypatch.setattr(checks, "product", off)
-    found = list(checks.examine(replace(case, checks=(Check(1, "f16"), Check(8, "f16", invariant=True))), CPU))
-    assert "times the bound" in found[0].wrong and "in another place" in found[1].wrong
+    outcomes = list(checks.examine(replace(case, checks=(Check(1, "f16"), Check(8, "f16", invariant=True))), CPU))
+    assert "times the bound" in outcomes[0].wrong and "in another place" in outcomes[1].wrong
 
-    def failing(*rest: Any, **named: Any) -> Any:
+    def failing(*args: Any, **named: Any) -> Any:
         raise RuntimeError("an illegal memory access\nand more")
 
     monkeypatch.setattr(checks, "product", failing)
@@ -176,10 +176,10 @@ def test_a_right_kernel_is_found_right_and_a_planted_mistake_wrong(hopper: None,
 def test_bits_that_change_from_run_to_run_are_wrong(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     right, runs = checks.product, iter(range(99))
 
-    def unsteady(x: Any, *rest: Any, **named: Any) -> Any:
-        made = right(x, *rest, **named)
-        made[0, 0] = made[0, 0].nextafter(torch.tensor(9.0, dtype=made.dtype)) if next(runs) % 2 else made[0, 0]
-        return made
+    def unsteady(x: Any, *args: Any, **named: Any) -> Any:
+        output = right(x, *args, **named)
+        output[0, 0] = output[0, 0].nextafter(torch.tensor(9.0, dtype=output.dtype)) if next(runs) % 2 else output[0, 0]
+        return output
 
     monkeypatch.setattr(checks, "product", unsteady)
     [outcome] = checks.examine(Case(one("q4_0.planar"), (Check(2, "f16"),)), CPU)
@@ -230,8 +230,8 @@ def test_questions_are_asked_while_there_is_time(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(answers, "QUESTIONS", {3: failing, 1: quickly, 2: quickly})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    found, left_out = answers.run(answers.Asked(H200, Ahead(H200, 0)), Budget(60, time).part("answers"))
-    assert [(each["question"], each["what"], each["answer"]) for each in found] == [
+    rows, left_out = answers.run(answers.Asked(H200, Ahead(H200, 0)), Budget(60, time).part("answers"))
+    assert [(row["question"], row["what"], row["answer"]) for row in rows] == [
         (3, "Does it", "failed: ValueError: no"), (1, "Is it", "yes")]
     assert left_out == ["question 2, quickly: no time"]
 
@@ -248,24 +248,24 @@ def test_times_are_taken_in_order_of_value(monkeypatch: pytest.MonkeyPatch) -> N
     time, loaded, kept = Clock(), [], []
 
     class Loaded:
-        def __init__(self, shape: tuple[int, int], *rest: Any) -> None:
+        def __init__(self, shape: tuple[int, int], *args: Any) -> None:
             self.shape, self.sides = shape, []
             loaded.append(shape)
 
-    def group(loaded: Any, rows: int, *rest: Any) -> tuple[list[times.Timed], list[str]]:
+    def group(loaded: Any, rows: int, *args: Any) -> tuple[list[times.Timed], list[str]]:
         time.now += 10
-        made = [times.Timed(loaded.shape, rows, times.DENSE, "bf16", [2e-5], 1), times.Timed(
+        timed = [times.Timed(loaded.shape, rows, times.DENSE, "bf16", [2e-5], 1), times.Timed(
             loaded.shape, rows, "q4_0.planar", "bf16", [1e-5, 1e-5, 3e-5], 10 ** 7)]
-        return made, ["another package: absent"] * (rows == 1)
+        return timed, ["another package: absent"] * (rows == 1)
 
     monkeypatch.setattr(times, "Loaded", Loaded)
     monkeypatch.setattr(times, "_group", group)
-    found: list[dict[str, Any]] = []
-    left_out = times.run(H200, 4e12, Ahead(H200, 0), Budget(70, time).part("times"), 3, False, found, peers.Packages(),
-                         lambda: kept.append(len(found)))
+    table: list[dict[str, Any]] = []
+    left_out = times.run(H200, 4e12, Ahead(H200, 0), Budget(70, time).part("times"), 3, False, table, peers.Packages(),
+                         lambda: kept.append(len(table)))
     assert loaded == [(8192, 8192), (4096, 4096)] and kept == [2, 4, 6, 8, 10, 12]
-    assert [each["rows"] for each in found[::2]] == [1, 16, 8, 64, 1, 16]
-    assert found[1] == {"n": 8192, "k": 8192, "rows": 1, "what": "q4_0.planar", "x": "bf16", "us": 10.0, "min": 10.0, "max": 30.0,
+    assert [row["rows"] for row in table[::2]] == [1, 16, 8, 64, 1, 16]
+    assert table[1] == {"n": 8192, "k": 8192, "rows": 1, "what": "q4_0.planar", "x": "bf16", "us": 10.0, "min": 10.0, "max": 30.0,
                         "times_dense": 2.0, "gbps": 1000.0, "of_copy": 0.25}
     assert len(left_out) == 2 + 36 - 6 and left_out[-1] == "N x K = 4096 x 14336, M = 0: no time"
 
@@ -285,13 +285,13 @@ def test_samples_are_of_several_replays() -> None:
 
 def test_large_weights_repeat_rows_that_are_finite() -> None:
     for weight in every((512, 512)):
-        made = large(weight, "cpu")
-        weights = made.format.dequantize(made, torch.float32)
+        big = large(weight, "cpu")
+        weights = big.format.dequantize(big, torch.float32)
         rows = sorted(row.numpy().tobytes() for row in weights)  # where a word holds rows far apart they are not in order
         assert weights.isfinite().all() and rows[::2] == rows[1::2] and len({*rows}) > 128, weight
-        coded = {name for stream in made.layout.streams.values() for name in stream.names.values()}     # as large as they come
-        assert {key: (each.dtype, each.shape) for key, each in made.tensors.items() if key not in coded} == {
-            key: (each.dtype, each.shape) for key, each in weight.meta().tensors.items() if key not in coded}
+        coded = {name for stream in big.layout.streams.values() for name in stream.names.values()}      # as large as they come
+        assert {key: (tensor.dtype, tensor.shape) for key, tensor in big.tensors.items() if key not in coded} == {
+            key: (tensor.dtype, tensor.shape) for key, tensor in weight.meta().tensors.items() if key not in coded}
     assert all(fits(side.weight) for shape in times.SHAPES for side in times.sides(shape))
     assert len(times.sides(times.SHAPES[0])) == len(times.SIDES)
 
@@ -307,9 +307,9 @@ def test_optional_tensors_are_there_where_asked_for() -> None:
 def test_overridden_launches_stay_launches(hopper: None) -> None:
     [row] = probes.Launched(answers.weight((4096, 4096)), 1, "bf16").calls()
     for warps in probes.WARPS_ALONG_K:
-        made = probes.along_k(row, warps)
-        assert made.constants["WK"] == made.options["num_warps"] == warps and made.step == 16 * row.constants["R"] * 256 * warps
-        assert made.constants["EVEN"] and made.grid == row.grid
+        call = probes.along_k(row, warps)
+        assert call.constants["WK"] == call.options["num_warps"] == warps and call.step == 16 * row.constants["R"] * 256 * warps
+        assert call.constants["EVEN"] and call.grid == row.grid
     many, _ = probes.Launched(answers.weight((16896, 8192), answers.GROUPED), 64, "bf16", stages=((3, 1),)).calls()
     assert probes.staged(many, many.constants["STAGES"]) == many
     twice, once = (probes.staged(many, 4, r) for r in (2, 1))
@@ -345,11 +345,11 @@ def test_small_kernels_compile_and_hold_what_they_are_about(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, capture_output=True, text=True,
                           env={**environment, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr[-3000:]
-    *found, made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert not any(each["stack"] for each in found)
+    *small, compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    assert not any(probe["stack"] for probe in small)
     opcodes = {}
-    for each in found:
-        opcodes[each["name"], *each["constants"].values()] = each["opcodes"]
+    for probe in small:
+        opcodes[probe["name"], *probe["constants"].values()] = probe["opcodes"]
     for (name, *constants), inside in opcodes.items():
         if name == "convert":
             asm = constants[0]
@@ -363,7 +363,7 @@ def test_small_kernels_compile_and_hold_what_they_are_about(tmp_path: Path) -> N
             assert {opcode for opcode in inside if opcode.startswith("LD")} == {"LDG.E.128"}
     assert any(opcode.startswith("HMMA") for opcode in opcodes["multiply", "16", "16", "64"])
     assert any(opcode.startswith("HGMMA") for opcode in opcodes["multiply", "64", "16", "64"])
-    first, second = made["made"]
+    first, second = compiled["made"]
     assert first["launches"] == second["launches"] == 2 and not first["error"] and second["seconds"] < first["seconds"] / 2
 
 
@@ -380,28 +380,28 @@ def test_a_run_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(checks, "examine", lambda case, device: iter(outcomes))
     options = argparse.Namespace(minutes=8.0, quick=True, only=["checks"], json=tmp_path / "found.json", processes=0)
     assert command.Run(options, "python -m bench.gpu --quick").all() == 1
-    found = json.loads(options.json.read_text())
-    assert set(found) == {"schema", "kind", "command", "date", "quick", "device", "versions", "minutes", "seconds", "checks",
-                          "left_out"}
-    assert (found["kind"], found["command"], found["device"]["gpu"]) == ("gpu", "python -m bench.gpu --quick", "NVIDIA H200")
-    assert {"torch", "triton", "python", "qdsl", "cuda"} <= found["versions"].keys()
-    assert found["checks"]["wrong"] == [{"weight": "w", "check": "2 rows", "storage": "q4_0.planar", "kernel": "skinny",
-                                         "worst": None, "wrong": "no number"}]
-    assert found["checks"]["done"] == 2 and isinstance(found["left_out"]["checks"], list)
+    report = json.loads(options.json.read_text())
+    assert set(report) == {"schema", "kind", "command", "date", "quick", "device", "versions", "minutes", "seconds", "checks",
+                           "left_out"}
+    assert (report["kind"], report["command"], report["device"]["gpu"]) == ("gpu", "python -m bench.gpu --quick", "NVIDIA H200")
+    assert {"torch", "triton", "python", "qdsl", "cuda"} <= report["versions"].keys()
+    assert report["checks"]["wrong"] == [{"weight": "w", "check": "2 rows", "storage": "q4_0.planar", "kernel": "skinny",
+                                          "worst": None, "wrong": "no number"}]
+    assert report["checks"]["done"] == 2 and isinstance(report["left_out"]["checks"], list)
     assert not list(tmp_path.glob("*.part"))
 
 
 def test_a_run_that_breaks_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(*rest: Any) -> Iterator[checks.Outcome]:
+    def lost_device(*args: Any) -> Iterator[checks.Outcome]:
         yield checks.Outcome("w", "1 row", "q4_0.planar", "gemv", 0.5, "")
         raise checks.DeviceLost("an illegal memory access was encountered")
 
     monkeypatch.setattr(command, "device_info", lambda: H200)
-    monkeypatch.setattr(checks, "examine", lost)
+    monkeypatch.setattr(checks, "examine", lost_device)
     options = argparse.Namespace(minutes=8.0, quick=True, only=["checks"], json=tmp_path / "found.json", processes=0)
     assert command.Run(options, "python -m bench.gpu").all() == 1
-    found = json.loads(options.json.read_text())
-    assert found["checks"]["done"] == 1 and found["ended"].startswith("DeviceLost: an illegal")
+    results = json.loads(options.json.read_text())
+    assert results["checks"]["done"] == 1 and results["ended"].startswith("DeviceLost: an illegal")
 
 
 def test_without_a_device_there_is_nothing_to_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -424,12 +424,12 @@ def test_absent_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ModuleNotFoundError(f"No module named '{name}'", name=name if name != "torchao" else "something_else")
 
     monkeypatch.setattr("importlib.import_module", absent)
-    found = peers.find()
-    assert found.peers_for((4096, 4096), H200.l2) == []
-    said = found.data()
-    assert said.keys() == {"gemlite", "torchao", "bitsandbytes", "dfloat11"}
-    assert said["gemlite"] == {"version": None, "note": "not installed"}
-    assert said["torchao"]["note"].startswith("cannot be imported: ModuleNotFoundError")
+    packages = peers.find()
+    assert packages.peers_for((4096, 4096), H200.l2) == []
+    notes = packages.data()
+    assert notes.keys() == {"gemlite", "torchao", "bitsandbytes", "dfloat11"}
+    assert notes["gemlite"] == {"version": None, "note": "not installed"}
+    assert notes["torchao"]["note"].startswith("cannot be imported: ModuleNotFoundError")
 
 
 def test_what_dfloat11_decodes_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,26 +445,26 @@ def test_what_dfloat11_decodes_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
 
     module = SimpleNamespace(get_function=lambda name: kernel)
     cupy = SimpleNamespace(RawModule=lambda path: module, cuda=SimpleNamespace(ExternalStream=lambda stream: nullcontext()))
-    there = {"cupy": cupy, "dfloat11": SimpleNamespace(__file__="/x/__init__.py")}
-    monkeypatch.setattr(peers.importlib, "import_module", lambda name: there[name])
+    modules = {"cupy": cupy, "dfloat11": SimpleNamespace(__file__="/x/__init__.py")}
+    monkeypatch.setattr(peers.importlib, "import_module", lambda name: modules[name])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    found = peers.Packages({"dfloat11": "0.5.0"})
-    assert len(found.decoded([weight, weight], out)) == 2 and found.data()["dfloat11"]["note"] == ""
+    packages = peers.Packages({"dfloat11": "0.5.0"})
+    assert len(packages.decoded([weight, weight], out)) == 2 and packages.data()["dfloat11"]["note"] == ""
     size, rows = weight.tensors["encoded_exponent"].numel(), len(weight.tensors["luts"])
     assert launched == [((-(-size // 4096),), (512,), [rows, size, 512 * 256], launched[0][3])]
     assert 25_000 < launched[0][3] < 30_000
     numbers[300, 7] += 1
-    assert found.decoded([weight], out) == []
-    assert found.data()["dfloat11"]["note"] == "not timed: ValueError: it decodes other numbers"
+    assert packages.decoded([weight], out) == []
+    assert packages.data()["dfloat11"]["note"] == "not timed: ValueError: it decodes other numbers"
 
 
 def test_predictions_are_of_what_is_timed() -> None:
-    found = json.loads(PREDICTED.read_text())
-    assert found["kind"] == "predicted" and found["command"].startswith("python -m bench.gpu --predict")
-    named = {(each["what"], each["x"]) for each in found["times"]}
+    predicted = json.loads(PREDICTED.read_text())
+    assert predicted["kind"] == "predicted" and predicted["command"].startswith("python -m bench.gpu --predict")
+    named = {(row["what"], row["x"]) for row in predicted["times"]}
     assert named == {(side.name, side.x) for side in times.sides(times.SHAPES[0]) if side.weight.name != "df11"}
-    assert all(0 < each["of_bandwidth"] <= 0.9 and each["us"] > 0 for each in found["times"])
+    assert all(0 < row["of_bandwidth"] <= 0.9 and row["us"] > 0 for row in predicted["times"])
 
 
 def test_the_table_calls_each_number_measured_or_predicted() -> None:

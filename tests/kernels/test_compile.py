@@ -41,7 +41,7 @@ def test_every_kernel_compiles(target: str) -> None:
     assert fused <= {f"{case} dequantize" for case in divides}
     if target.startswith("sm_"):
         wide = {row["kernel"] for row in rows if any(".v2." in load or ".v4." in load for load in row["loads"])}
-        aligned = {each for each in kernels if each.startswith(VECTORS) and ".planar" not in each}
+        aligned = {kernel for kernel in kernels if kernel.startswith(VECTORS) and ".planar" not in kernel}
         assert aligned - wide == set()
 
 

@@ -21,16 +21,16 @@ SPILLS = 16
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_every_format(arch: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    made = subprocess.run([sys.executable, "-m", "tests.kernels.compile_lanes", arch], cwd=ROOT, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-m", "tests.kernels.compile_lanes", arch], cwd=ROOT, capture_output=True, text=True,
                           env={**environment, "PYTHONPATH": str(ROOT)})
-    assert made.returncode == 0, made.stderr[-4000:]
-    found = [json.loads(line) for line in made.stdout.splitlines()]
-    assert {each["kernel"].split(" ")[0] for each in found} == {str(case) for case in compiled_for(arch)}
-    for each in found:
-        slow = SLOW & set(each["opcodes"])
-        if "tile_gemm" in each["kernel"]:                           # on the way in weights and x pass through shared memory
-            assert not slow & {"SHFL", "I2F"}, each
-            assert any(op.startswith("HGMMA") for op in each["tensor"]), each
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {row["kernel"].split(" ")[0] for row in rows} == {str(case) for case in compiled_for(arch)}
+    for row in rows:
+        slow = SLOW & set(row["opcodes"])
+        if "tile_gemm" in row["kernel"]:                            # on the way in weights and x pass through shared memory
+            assert not slow & {"SHFL", "I2F"}, row
+            assert any(op.startswith("HGMMA") for op in row["tensor"]), row
         else:
-            assert not slow and any("128" in load for load in each["loads"]), each
-        assert each["spills"] <= SPILLS, each
+            assert not slow and any("128" in load for load in row["loads"]), row
+        assert row["spills"] <= SPILLS, row

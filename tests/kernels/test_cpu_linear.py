@@ -51,23 +51,23 @@ def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 16).to(dtype)
 
 
-def check(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+def check(product: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     """Against float64, with exact weights: a float32 sum of K + 1 terms in any order, rounded to x's dtype once."""
     extra = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double()
     wanted = x.double() @ weight.double().t() + extra
     spread = x.double().abs() @ weight.double().abs().t() + extra.abs()
     info = torch.finfo(x.dtype)
     sums = 1.01 * (weight.shape[1] + 1) * 2.0 ** -24 * spread
-    assert found.dtype == x.dtype and found.shape == wanted.shape
+    assert product.dtype == x.dtype and product.shape == wanted.shape
     allowed = sums + info.eps / 2 * (wanted.abs() + sums) + info.smallest_normal * info.eps
-    assert ((found.double() - wanted).abs() <= allowed).all()
+    assert ((product.double() - wanted).abs() <= allowed).all()
 
 
 def in_order(case: Case, shape: tuple[int, int], seed: int = 0) -> PackedWeight:
     """A random weight without an order of its columns: the form of a loop."""
     fields = case.module.FORMAT.variant(case.choice).fields
-    found = {name: value for name, value in random_fields(case, shape, seed).items() if fields[name].type != "index"}
-    packed: PackedWeight = case.module.pack(found, storage=case.storage, **case.choice)
+    stored = {name: value for name, value in random_fields(case, shape, seed).items() if fields[name].type != "index"}
+    packed: PackedWeight = case.module.pack(stored, storage=case.storage, **case.choice)
     return packed.decode_streams()
 
 
@@ -133,9 +133,9 @@ def test_the_compiled_loop(name: str) -> None:
     bias = sample(packed.shape[0], seed=9)
     for rows, dtype in ((1, torch.bfloat16), (3, torch.float32), (6, torch.float16)):
         x = sample(rows, packed.shape[1], seed=rows, dtype=dtype)
-        found = packed.format.linear(x, packed, bias)
-        check(found, x, weight, bias)
-        assert same_bits(found, packed.format.linear(x, packed, bias))
+        product = packed.format.linear(x, packed, bias)
+        check(product, x, weight, bias)
+        assert same_bits(product, packed.format.linear(x, packed, bias))
     assert cpu._programs and None not in cpu._programs.values()
 
 
@@ -157,8 +157,8 @@ def test_rows_of_x_do_not_depend_on_their_neighbours() -> None:
 def test_nan_codes_stay_nan() -> None:
     packed = fp8_block.quantize(sample(128, 128), bn=128, bk=128)
     packed.tensors["weight"].view(torch.uint8)[5, 7] = 127
-    found = fp8_block.linear(torch.ones(1, 128), packed)
-    assert found.isnan().nonzero().tolist() == [[0, 5]]
+    product = fp8_block.linear(torch.ones(1, 128), packed)
+    assert product.isnan().nonzero().tolist() == [[0, 5]]
 
 
 # -- memory, threads, and what is not compiled -------------------------------------------------------------------------
@@ -173,11 +173,11 @@ class Largest(TorchDispatchMode):
         self.stored = {tensor.untyped_storage().data_ptr() for tensor in packed.tensors.values()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for each in found if isinstance(found, (list, tuple)) else [found]:
-            if isinstance(each, Tensor) and each.is_floating_point() and each.untyped_storage().data_ptr() not in self.stored:
-                self.numel = max(self.numel, each.numel())
-        return found
+        outputs = func(*args, **(kwargs or {}))
+        for part in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
+            if isinstance(part, Tensor) and part.is_floating_point() and part.untyped_storage().data_ptr() not in self.stored:
+                self.numel = max(self.numel, part.numel())
+        return outputs
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -188,21 +188,21 @@ def test_the_weight_is_never_there_at_once(rows: int, compiled: bool, monkeypatc
     packed, x = q8_0.quantize(sample(512, 128)), sample(rows, 128)
     wanted = q8_0.linear(x, packed)                              # compiled here, outside what is watched
     with Largest(packed) as largest:
-        found = q8_0.linear(x, packed)
-    assert same_bits(found, wanted)
+        product = q8_0.linear(x, packed)
+    assert same_bits(product, wanted)
     assert largest.numel <= max(1 << 13, rows * 512)
     assert bool(cpu._programs) == compiled
 
 
 @pytest.mark.usefixtures("traced")
 def test_threads_make_a_program_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[object] = []
+    programs: list[object] = []
     make = cpu._try_compile
-    monkeypatch.setattr(cpu, "_try_compile", lambda *args: made.append(args) or make(*args))
+    monkeypatch.setattr(cpu, "_try_compile", lambda *args: programs.append(args) or make(*args))
     packed, x = WEIGHTS["q4_0"](), sample(1, 256)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: q4_0.linear(x, packed), range(8)))
-    assert len(made) == 1 and all(same_bits(each, found[0]) for each in found)
+        products = list(pool.map(lambda _: q4_0.linear(x, packed), range(8)))
+    assert len(programs) == 1 and all(same_bits(product, products[0]) for product in products)
 
 
 def test_without_a_compiler_tiles_do_it_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,10 +212,10 @@ def test_without_a_compiler_tiles_do_it_and_it_is_said(monkeypatch: pytest.Monke
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", missing)
     packed, x = WEIGHTS["q8_0"](), sample(1, 256)
     with pytest.warns(RuntimeWarning, match="not compiled: No working C"):
-        found = q8_0.linear(x, packed)
+        product = q8_0.linear(x, packed)
     again = q8_0.linear(x, packed)                               # not tried again: a warning would be an error here
     cpu.compile_products(False)
-    assert same_bits(found, q8_0.linear(x, packed)) and same_bits(again, found)
+    assert same_bits(product, q8_0.linear(x, packed)) and same_bits(again, product)
 
 
 def test_nothing_is_compiled_unasked() -> None:
@@ -257,7 +257,7 @@ def test_bytes_at_odd_addresses_go_by_tiles() -> None:
     moved = torch.empty(blocks.numel() + 1, dtype=torch.uint8)[1:].view(blocks.shape).copy_(blocks)
     x = sample(1, 256)
     assert not (q8_0.linear(x, packed) - q8_0.linear(x, q8_0.wrap({"blocks": moved}))).abs().max() > 1e-5
-    assert {each is None for each in cpu._programs.values()} == {False, True}
+    assert {program is None for program in cpu._programs.values()} == {False, True}
 
 
 def test_plain_weights_are_multiplied_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,12 +94,12 @@ def test_operands_of_warp_groups(dtype: torch.dtype, swizzle: int, a_by_rows: bo
     data = torch.from_numpy(np.concatenate([image(a, swizzle, a_by_rows), image(b, swizzle, b_by_rows)]))
     out = torch.zeros(128, 8)
     kind = {torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}[dtype]
-    turned = f", {int(not a_by_rows)}, {int(not b_by_rows)}" if kind == "f16" else ""
+    order = f", {int(not a_by_rows)}, {int(not b_by_rows)}" if kind == "f16" else ""
     registers = ", ".join(f"%r{20 + i}" for i in range(8))
     body = FILL.format(step=2048, size=len(data), after="fence.proxy.async.shared::cta; bar.sync 0;") + "".join(
         f"mov.b32 %r{20 + i}, 0;" for i in range(8)) + f"""
 mov.b64 %d20, {descriptor(0, swizzle, a_by_rows)}; mov.b64 %d21, {descriptor(OPERAND, swizzle, b_by_rows)};
-wgmma.fence.sync.aligned; wgmma.mma_async.sync.aligned.m64n16k{k}.f32.{kind}.{kind} {{{registers}}}, %d20, %d21, 0, 1, 1{turned};
+wgmma.fence.sync.aligned; wgmma.mma_async.sync.aligned.m64n16k{k}.f32.{kind}.{kind} {{{registers}}}, %d20, %d21, 0, 1, 1{order};
 wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
 mul.wide.u32 %d11, %r60, 32; add.s64 %d11, %d11, %d0; st.global.v4.b32 [%d11], {{%r20, %r21, %r22, %r23}};
 st.global.v4.b32 [%d11+16], {{%r24, %r25, %r26, %r27}};"""

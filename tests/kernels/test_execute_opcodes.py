@@ -132,9 +132,9 @@ def test_integers(name: str, kinds: str, width: int, function: Callable[..., int
     letters = ", ".join(f"{{{letter}}}" for letter, _ in zip("abce", widths, strict=False))
     results = evaluate(f"{name} {{d}}, {letters};", widths, width, columns)
     for place, result in enumerate(results):
-        given = [signed(int(column[place]), bits) if kind[0] == "s" else int(column[place])
-                 for column, kind, bits in zip(columns, kinds.split(), widths, strict=True)]
-        assert int(result) == function(*given) % (1 << width), given
+        operands = [signed(int(column[place]), bits) if kind[0] == "s" else int(column[place])
+                    for column, kind, bits in zip(columns, kinds.split(), widths, strict=True)]
+        assert int(result) == function(*operands) % (1 << width), operands
 
 
 def test_logic_of_three_operands() -> None:
@@ -304,9 +304,9 @@ def test_halves_meet_floats_without_a_conversion(kind: str) -> None:
         widths = [8 * column.dtype.itemsize for column in columns]
         letters = ", ".join(f"{{{letter}}}" for letter in "abc"[:len(columns)])
         for place, result in enumerate(evaluate(f"{name}.rn.f32.{kind} {{d}}, {letters};", widths, 32, columns)):
-            given = [number(int(column[place]), of) for column, of in zip(columns, (*[kind] * (len(columns) - 1), "f32"),
-                                                                          strict=True)]
-            assert int(result) == coded(function(*given), "f32"), given
+            operands = [number(int(column[place]), of) for column, of in zip(columns, (*[kind] * (len(columns) - 1), "f32"),
+                                                                             strict=True)]
+            assert int(result) == coded(function(*operands), "f32"), operands
 
 
 def test_fma_where_64_bit_extended_floats_round_twice() -> None:
@@ -440,10 +440,10 @@ def test_shuffles() -> None:
 
 def test_reductions_and_votes() -> None:
     values = np.array([(17 * i) % 32 - 9 for i in range(32)])
-    given = [int(value) for value in values]
+    lanes = [int(value) for value in values]
     for name, function in (("add.s32", sum), ("min.s32", min), ("max.s32", max)):
-        assert lanes_of(f"redux.sync.{name} {{d}}, {{a}}, -1;", values) == [function(given) % (1 << 32)] * 32
-    ballot = sum((value > 0) << lane for lane, value in enumerate(given))
+        assert lanes_of(f"redux.sync.{name} {{d}}, {{a}}, -1;", values) == [function(lanes) % (1 << 32)] * 32
+    ballot = sum((value > 0) << lane for lane, value in enumerate(lanes))
     assert lanes_of("setp.gt.s32 %p1, {a}, 0; vote.sync.ballot.b32 {d}, %p1, -1;", values) == [ballot] * 32
     assert lanes_of("setp.gt.s32 %p1, {a}, 0; vote.sync.any.pred %p2, %p1, -1; selp.b32 {d}, 1, 0, %p2;", values) == [1] * 32
 

@@ -40,7 +40,7 @@ def x_of(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Te
     return (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) / 64).to(dtype).to(DEVICE)
 
 
-def close(found: torch.Tensor, x: torch.Tensor, packed: PackedWeight, offsets: Sequence[int], bias: torch.Tensor | None) -> None:
+def close(out: torch.Tensor, x: torch.Tensor, packed: PackedWeight, offsets: Sequence[int], bias: torch.Tensor | None) -> None:
     """Every row within what rounding the result once and float32 sums of K terms may lose, by its own expert in float64."""
     weight = packed.format.dequantize(packed.to("cpu"), torch.float32).double().unflatten(0, (len(offsets) - 1, -1))
     wide, eps = x.cpu().double(), torch.finfo(x.dtype).eps
@@ -49,7 +49,7 @@ def close(found: torch.Tensor, x: torch.Tensor, packed: PackedWeight, offsets: S
         exact = wide[start:stop] @ weight[e].t() + added
         spread = wide[start:stop].abs() @ weight[e].abs().t() + added.abs()
         bound = exact.abs() * eps / 2 + spread * x.shape[1] * 2.0 ** -24 + torch.finfo(x.dtype).tiny
-        assert ((found[start:stop].cpu().double() - exact).abs() <= bound).all(), (e, start, stop)
+        assert ((out[start:stop].cpu().double() - exact).abs() <= bound).all(), (e, start, stop)
 
 
 def test_the_cases_are_there() -> None:
@@ -108,12 +108,12 @@ def test_grouped_linear(module: object, rows: tuple[int, ...]) -> None:
     n, offsets = 128, offsets_of(rows)
     packed = module.quantize(torch.randn(len(rows) * n, 256, generator=torch.Generator().manual_seed(0))).to(DEVICE)
     x, bias = x_of(offsets[-1], 256, torch.bfloat16), x_of(len(rows), n, torch.bfloat16, 4)
-    found = module.grouped_linear(x, packed, offsets, bias)
+    product = module.grouped_linear(x, packed, offsets, bias)
     parts = [module.linear(x[a:b], packed.cut("N", e * n, (e + 1) * n), bias[e])
              for e, (a, b) in enumerate(pairwise(offsets))]
     if INTERPRETED:
-        assert torch.equal(found, torch.cat(parts))
-    assert torch.equal(found, module.grouped_linear(x, packed, torch.tensor(offsets, device=DEVICE), bias))
+        assert torch.equal(product, torch.cat(parts))
+    assert torch.equal(product, module.grouped_linear(x, packed, torch.tensor(offsets, device=DEVICE), bias))
 
 
 def test_one_launch_serves_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,9 +246,9 @@ def test_experts_with_one_order_of_columns(monkeypatch: pytest.MonkeyPatch) -> N
     assert packed.order is not None
     x, bias = x_of(offsets[-1], 256, torch.float16), x_of(4, 24, torch.float16, 3)
     wide = x.double().requires_grad_()
-    found = case.module.grouped_linear(wide, packed, offsets, bias)
-    close(found.detach(), wide.detach(), packed, offsets, bias)
-    [to_x] = torch.autograd.grad(found.sum(), wide)
+    product = case.module.grouped_linear(wide, packed, offsets, bias)
+    close(product.detach(), wide.detach(), packed, offsets, bias)
+    [to_x] = torch.autograd.grad(product.sum(), wide)
     rows = case.module.dequantize(packed, torch.float32).double().unflatten(0, (4, 24)).sum(1)
     torch.testing.assert_close(to_x, rows.repeat_interleave(torch.tensor(ROWS[0], device=DEVICE), 0))
     monkeypatch.setattr(experts, "is_on_gpu", lambda *arguments: True)
@@ -271,14 +271,14 @@ def test_rows_of_no_expert_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_streams_decode_experts_that_have_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(6 * 64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
-    packed, opened = hlane.quantize(weight), []
+    packed, decoded = hlane.quantize(weight), []
     decode_rows = PackedWeight.decode_rows
-    monkeypatch.setattr(PackedWeight, "decode_rows", lambda self, rows: opened.append(rows) or decode_rows(self, rows))
+    monkeypatch.setattr(PackedWeight, "decode_rows", lambda self, rows: decoded.append(rows) or decode_rows(self, rows))
     x = x_of(5, 128, torch.bfloat16).cpu()
-    found = hlane.grouped_linear(x, packed, [0, 0, 2, 2, 2, 5, 5])
-    assert [rows.tolist() for rows in opened] == [[*range(64, 128), *range(256, 320)]]
+    product = hlane.grouped_linear(x, packed, [0, 0, 2, 2, 2, 5, 5])
+    assert [rows.tolist() for rows in decoded] == [[*range(64, 128), *range(256, 320)]]
     dense = weight.unflatten(0, (6, 64))
-    assert torch.equal(found, torch.cat((x[:2] @ dense[1].t(), x[2:] @ dense[4].t())))
+    assert torch.equal(product, torch.cat((x[:2] @ dense[1].t(), x[2:] @ dense[4].t())))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the product itself may be another one there")
@@ -322,15 +322,15 @@ def test_sums_of_a_router(expert_map: list[int] | None, is_input_weighted: bool)
     ids = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(7)])
     weights = torch.rand(7, 2, generator=generator, dtype=torch.float64)
     places = None if expert_map is None else torch.tensor(expert_map)
-    found = routed_sum(x, lambda x, offsets, tokens: stack(x, offsets, None, True, tokens).relu(), count, weights, ids, places,
-                       is_input_weighted)
+    product = routed_sum(x, lambda x, offsets, tokens: stack(x, offsets, None, True, tokens).relu(), count, weights, ids, places,
+                         is_input_weighted)
     exact = torch.zeros_like(x)
     for token, own in enumerate(ids.tolist()):
         for place, expert in enumerate(own):
             local = expert if expert_map is None else expert_map[expert]
             if local != -1:
                 exact[token] += weights[token, place] * (dense[local] @ x[token]).relu()
-    torch.testing.assert_close(found, exact)
+    torch.testing.assert_close(product, exact)
 
 
 def test_no_rows() -> None:

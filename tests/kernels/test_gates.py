@@ -19,28 +19,28 @@ SLOW = ("SHFL", "STS", "LDS", "LDSM", "I2F")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_gates(arch: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    made = subprocess.run([sys.executable, "-m", "tests.kernels.gate_kernels", arch], cwd=ROOT, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-m", "tests.kernels.gate_kernels", arch], cwd=ROOT, capture_output=True, text=True,
                           env={**environment, "PYTHONPATH": str(ROOT)})
-    assert made.returncode == 0, made.stderr[-4000:]
-    found = json.loads(made.stdout)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads(done.stdout)
     wanted = [(str(gate), kind) for gate in GATES for kind, _ in gate.limits if arch in gate.archs]
-    assert [(each["gate"], each["x"]) for each in found] == wanted
+    assert [(row["gate"], row["x"]) for row in rows] == wanted
     wrong: list[str] = []
-    for each in found:
-        what = f"{each['gate']} {each['x']}"
-        slow = {op for op in each["opcodes"] if op.split(".")[0] in SLOW}
-        if each["picked"] == "tile_gemm":                        # x passes through shared memory, and weights on the way in
+    for row in rows:
+        what = f"{row['gate']} {row['x']}"
+        slow = {op for op in row["opcodes"] if op.split(".")[0] in SLOW}
+        if row["picked"] == "tile_gemm":                         # x passes through shared memory, and weights on the way in
             slow = {op for op in slow if op.split(".")[0] not in ("LDS", "LDSM")}
-            if not any(op.startswith("HGMMA") for op in each["tensor"]):
-                wrong.append(f"{what}: no HGMMA among {each['tensor']}")
-        elif not any("128" in op for op in each["loads"]):
-            wrong.append(f"{what}: weights are loaded by {each['loads']}")
-        if each["hot"] > each["limit"]:
-            wrong.append(f"{what}: {each['hot']:.3f} instructions per weight, at most {each['limit']}")
-        if each["spills"]:
-            wrong.append(f"{what}: {each['spills']} spills")
+            if not any(op.startswith("HGMMA") for op in row["tensor"]):
+                wrong.append(f"{what}: no HGMMA among {row['tensor']}")
+        elif not any("128" in op for op in row["loads"]):
+            wrong.append(f"{what}: weights are loaded by {row['loads']}")
+        if row["hot"] > row["limit"]:
+            wrong.append(f"{what}: {row['hot']:.3f} instructions per weight, at most {row['limit']}")
+        if row["spills"]:
+            wrong.append(f"{what}: {row['spills']} spills")
         if slow:
             wrong.append(f"{what}: {sorted(slow)} in the loop")
-        if each["kernel"] != each["picked"]:
-            wrong.append(f"{what}: {each['kernel']} was picked")
+        if row["kernel"] != row["picked"]:
+            wrong.append(f"{what}: {row['kernel']} was picked")
     assert wrong == []

@@ -40,12 +40,12 @@ MOST_AT_ONCE = 1 << 18 if ALL else 1 << 16                       # weights of on
 def grid(case: Case) -> list[tuple[int, int]]:
     """Shapes that the storage can hold: empty ones, the smallest, and the most awkward of a size that runs; of most three."""
     most = max(MOST, math.prod(smallest(case)))
-    found = [shape for shape in shapes(case, ROWS, COLUMNS) if shape[0] * shape[1] <= most]
-    empty = [shape for shape in found if 0 in shape][:2]
-    rest = sorted((shape for shape in found if 0 not in shape), key=lambda s: (s[0] * s[1], s))
+    candidates = [shape for shape in shapes(case, ROWS, COLUMNS) if shape[0] * shape[1] <= most]
+    empty = [shape for shape in candidates if 0 in shape][:2]
+    filled = sorted((shape for shape in candidates if 0 not in shape), key=lambda s: (s[0] * s[1], s))
     if case not in COVERING:
-        return [([shape for shape in rest if shape[1] % 128] or rest)[-1], rest[len(rest) // 2], rest[-1]]
-    return list(dict.fromkeys([*empty, *(rest[i * (len(rest) - 1) // 8] for i in range(9))]))
+        return [([shape for shape in filled if shape[1] % 128] or filled)[-1], filled[len(filled) // 2], filled[-1]]
+    return list(dict.fromkeys([*empty, *(filled[i * (len(filled) - 1) // 8] for i in range(9))]))
 
 
 def dequantized(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -105,14 +105,14 @@ def test_linear(case: Case) -> None:
         dtype, rows = ((torch.float32, 3), (torch.float16, 1), (torch.bfloat16, 2))[number % 3]
         x = (torch.randn(rows, shape[1], generator=generator) / 256).to(dtype)   # so that float16 holds the sums
         bias = torch.randn(shape[0], generator=generator).to(dtype) if number % 2 else None
-        found = linear(x.to(DEVICE), packed, None if bias is None else bias.to(DEVICE)).cpu()
+        product = linear(x.to(DEVICE), packed, None if bias is None else bias.to(DEVICE)).cpu()
         wanted = x.double() @ weight.t() + (0 if bias is None else bias.double())
         spread = x.double().abs() @ weight.abs().t() + (0 if bias is None else bias.double().abs())
         kernels = packed.layout.kernels                          # those for matrix units round numbers of tables to x's dtype
         rounded = torch.finfo(dtype).eps / 2 if kernels.lanes and kernels.rounds(dtype) else 0
         bound = spread * ((shape[1] + 2) * 2.0 ** -24 + rounded) + wanted.abs() * torch.finfo(dtype).eps / 2
         bound += torch.finfo(dtype).tiny
-        assert ((found.double() - wanted).abs() <= bound).all(), shape
+        assert ((product.double() - wanted).abs() <= bound).all(), shape
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -122,8 +122,8 @@ def test_linear_reads_each_weight_where_it_belongs(case: Case) -> None:
     columns = sorted({0, 1, packed.shape[1] // 2, packed.shape[1] - 1} & set(range(packed.shape[1])))
     x = torch.zeros(len(columns), packed.shape[1])
     x[range(len(columns)), columns] = 1
-    found = linear(x.to(DEVICE), packed, None).cpu()
-    assert torch.equal(found, case.module.dequantize(packed.to("cpu"), torch.float32)[:, columns].t())
+    product = linear(x.to(DEVICE), packed, None).cpu()
+    assert torch.equal(product, case.module.dequantize(packed.to("cpu"), torch.float32)[:, columns].t())
 
 
 @pytest.mark.parametrize("case", cases(types=True), ids=str)
@@ -137,9 +137,9 @@ def test_every_value_of_every_field(case: Case, monkeypatch: pytest.MonkeyPatch)
     for name, field in random_fields(case, smallest(case)).items():
         values = every_value(case, name, field.dtype)
         for packed in holding(case, name, values):
-            found, wanted = dequantized(packed.to(DEVICE)).cpu(), case.module.dequantize(packed, torch.float32)
-            assert torch.equal(found.isnan(), wanted.isnan())
-            assert torch.equal(raw(found.nan_to_num(0)), raw(wanted.nan_to_num(0)))
+            decoded, wanted = dequantized(packed.to(DEVICE)).cpu(), case.module.dequantize(packed, torch.float32)
+            assert torch.equal(decoded.isnan(), wanted.isnan())
+            assert torch.equal(raw(decoded.nan_to_num(0)), raw(wanted.nan_to_num(0)))
 
 
 def every_value(case: Case, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -214,9 +214,9 @@ def test_a_word_of_codes_is_loaded_once(case: Case) -> None:
     with guarded(packed, x, product) as linear:
         launch.linear(x, packed, None, product)
     for trace in (dequantize, linear):
-        found = {int(count) for name, elements in words_of_codes(case, packed).items()
+        loads = {int(count) for name, elements in words_of_codes(case, packed).items()
                  for count in times(trace.loads, packed.tensors[name])[elements]}
-        assert (found == {1}) == (str(case) not in BY_WEIGHT), found
+        assert (loads == {1}) == (str(case) not in BY_WEIGHT), loads
 
 
 def words_of_codes(case: Case, packed: PackedWeight) -> dict[str, list[int]]:
@@ -227,15 +227,15 @@ def words_of_codes(case: Case, packed: PackedWeight) -> dict[str, list[int]]:
     full = {name for name in random_fields(case, packed.shape) if field_shape(case, name, packed.shape) == packed.shape}
     holds: dict[tuple[str, int], set[str]] = {}
     placed = [(name, element, field) for name, element, _, (field, _, _) in bits(case.spec, storage, env, params)]
-    placed += [(name, element, held[0]) for (name, element, _), each in digits(case.spec, storage, env, params).items()
-               for held in each if held is not None]
+    placed += [(name, element, digit[0]) for (name, element, _), digits_at in digits(case.spec, storage, env, params).items()
+               for digit in digits_at if digit is not None]
     for name, element, field in placed:
         at = 0
         for extent, i in zip(packed.tensors[name].shape, element, strict=True):
             at = at * extent + i
         holds.setdefault((name, at), set()).add(field)
-    found: dict[str, list[int]] = {}
+    codes: dict[str, list[int]] = {}
     for (name, at), fields in holds.items():
         if fields <= full:
-            found.setdefault(name, []).append(at)
-    return found
+            codes.setdefault(name, []).append(at)
+    return codes

@@ -21,8 +21,8 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 def lanes_of(case: Case) -> Lanes:
-    found: Lanes = case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.lanes
-    return found
+    lanes: Lanes = case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.lanes
+    return lanes
 
 
 CASES = [case for case in cases() if lanes_of(case)]
@@ -47,7 +47,7 @@ def choices(case: Case) -> Iterator[Mapping[str, int | str]]:
     lanes = lanes_of(case)
     values = {size: format.params[size] for size in format.size_axes}
     for i in range(max(map(len, values.values()), default=1)):
-        params = {size: found[min(i, len(found) - 1)] for size, found in values.items()}
+        params = {size: candidates[min(i, len(candidates) - 1)] for size, candidates in values.items()}
         sizes = format.sizes({**case.choice, **params}, SHAPES[0])
         if min(lanes.sizes(sizes), default=lanes.least) >= lanes.least:
             yield params
@@ -55,8 +55,8 @@ def choices(case: Case) -> Iterator[Mapping[str, int | str]]:
 
 def tried(case: Case) -> list[Mapping[str, int | str]]:
     """The choices that dear tests run over: all, or the first of a format whose lines others have."""
-    found = list(choices(case))
-    return found if case in COVERING else found[:1]
+    launches = list(choices(case))
+    return launches if case in COVERING else launches[:1]
 
 
 def packed_of(case: Case, shape: tuple[int, int], params: Mapping[str, int | str], seed: int = 0) -> PackedWeight:
@@ -73,7 +73,7 @@ def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = N
     out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device=DEVICE)
     x, packed = as_stored(x, packed)
     calls = list(launch.linear_calls(x, packed, bias, out, candidate=candidate or regimes.candidate(x, packed)))
-    with guarded(packed, x, bias, out, *(each for call in calls for each in call.scratch)) as trace:
+    with guarded(packed, x, bias, out, *(tensor for call in calls for tensor in call.scratch)) as trace:
         for call in calls:
             call.run()
     assert not INTERPRETED or (times(trace.stores, out) == 1).all()
@@ -174,7 +174,7 @@ def test_tiles_of_128_rows(case: Case, tile: configure.Tall, hopper: None) -> No
     if params is None:                                           # groups of fewer than 128 columns
         return
     configs = configure.candidates("tile_gemm", packed_of(case, shape, params), rows)
-    config = next(each for each in configs if (each["R"], each["W"], each["WHOLE"] > 0) == (tile.R, tile.W, tile.whole))
+    config = next(c for c in configs if (c["R"], c["W"], c["WHOLE"] > 0) == (tile.R, tile.W, tile.whole))
     candidate = Candidate("tile_gemm", config)
     for dtype in DTYPES:
         check(case, shape, params, rows, dtype, bias=tile.whole, candidate=candidate)
@@ -207,14 +207,14 @@ def test_one_hot_rows_read_the_weight(case: Case, dtype: torch.dtype) -> None:
     weight = case.module.dequantize(packed.to("cpu"), torch.float32).t()
     if lanes_of(case).skinny:
         x, weight = (x, weight) if ALL else (x[::3].contiguous(), weight[::3])
-        found = product(x, packed).float()
+        products = product(x, packed).float()
     else:
         x, weight = x[5::11], weight[5::11]
-        found = torch.cat([product(row[None], packed) for row in x]).float()
+        products = torch.cat([product(row[None], packed) for row in x]).float()
     eps = torch.finfo(dtype).eps
     # Zero points and bfloat16's 128 are taken off in float32: what they leave is at most that much of the largest term.
     slack = weight.abs().amax() * 2.0 ** -15
-    assert ((found - weight).abs() <= weight.abs() * (eps / 2 + rounding(case, dtype) * 1.01) + slack * eps).all()
+    assert ((products - weight).abs() <= weight.abs() * (eps / 2 + rounding(case, dtype) * 1.01) + slack * eps).all()
 
 
 @pytest.mark.parametrize("case", [case for case in FEW if case in COVERING], ids=str)
@@ -266,9 +266,9 @@ def test_records_where_they_lie(case: Case) -> None:
     assert kernels_of(one, part) == {"gemv_records"} and torch.equal(product(one, part), whole[:, 5:40])
     (name, tensor), = packed.tensors.items()
     for offset, kernel in ((16, "gemv_records"), (4, "matvec"), (1, "matvec")):
-        held = torch.empty(tensor.numel() + 32, dtype=torch.uint8, device=DEVICE)
-        start = -held.data_ptr() % 16 + offset
-        moved = packed.derive({name: held[start:start + tensor.numel()].view_as(tensor).copy_(tensor)})
+        memory = torch.empty(tensor.numel() + 32, dtype=torch.uint8, device=DEVICE)
+        start = -memory.data_ptr() % 16 + offset
+        moved = packed.derive({name: memory[start:start + tensor.numel()].view_as(tensor).copy_(tensor)})
         assert kernels_of(one, moved) == {kernel}
         assert (product(one, moved) - whole).abs().max() <= whole.abs().max() * 2.0 ** -9
     for call in launch.linear_calls(one, packed, None, torch.empty(1, 48, dtype=x.dtype, device=DEVICE)):

@@ -57,15 +57,15 @@ def bound(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tenso
     extra = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double()
     wanted = x.double() @ weight.t() + extra
     spread = x.double().abs() @ weight.abs().t() + extra.abs()
-    lost = info.smallest_normal * info.eps / 2 * (1 + x.double().abs().sum(-1, keepdim=True))
-    inner = ((1 + u) * (1 + g) - 1) * spread + (1 + g) * lost
-    return wanted, inner + u * (wanted.abs() + inner) + lost
+    underflow = info.smallest_normal * info.eps / 2 * (1 + x.double().abs().sum(-1, keepdim=True))
+    inner = ((1 + u) * (1 + g) - 1) * spread + (1 + g) * underflow
+    return wanted, inner + u * (wanted.abs() + inner) + underflow
 
 
-def check(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, what: object = "") -> None:
+def check(product: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, what: object = "") -> None:
     wanted, allowed = bound(x, weight, bias)
-    assert found.dtype == x.dtype and found.shape == wanted.shape, what
-    assert ((found.double() - wanted).abs() <= allowed).all(), what
+    assert product.dtype == x.dtype and product.shape == wanted.shape, what
+    assert ((product.double() - wanted).abs() <= allowed).all(), what
 
 
 # -- linear ------------------------------------------------------------------------------------------------------------
@@ -93,9 +93,9 @@ def test_x_may_have_any_batch_dimensions(case: Case, batch: tuple[int, ...]) -> 
     shape = smallest(case)
     packed = random_packed(case, shape)
     x, bias = sample(*batch, shape[1]), sample(shape[0], seed=1)
-    found = case.module.linear(x, packed, bias)
-    assert found.shape == (*batch, shape[0])
-    check(found, x, weight_of(case, packed), bias)
+    product = case.module.linear(x, packed, bias)
+    assert product.shape == (*batch, shape[0])
+    check(product, x, weight_of(case, packed), bias)
 
 
 def test_x_need_not_be_contiguous() -> None:
@@ -118,10 +118,10 @@ def test_weights_without_rows_or_columns(case: Case) -> None:
     for shape in shapes(case, (0, n), (0, k)):
         packed = random_packed(case, shape)
         x, bias = torch.ones(3, shape[1], requires_grad=True), torch.ones(shape[0], requires_grad=True)
-        found = case.module.linear(x, packed, bias)
-        assert found.shape == (3, shape[0]), shape
-        assert shape[1] or torch.equal(found, torch.ones(3, shape[0])), shape
-        found.sum().backward()
+        product = case.module.linear(x, packed, bias)
+        assert product.shape == (3, shape[0]), shape
+        assert shape[1] or torch.equal(product, torch.ones(3, shape[0])), shape
+        product.sum().backward()
         assert x.grad is not None and x.grad.shape == x.shape, shape
         assert bias.grad is not None and torch.equal(bias.grad, torch.full((shape[0],), 3.0)), shape
 
@@ -178,8 +178,8 @@ def test_a_weight_of_another_format_is_refused() -> None:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def gradients(found: Tensor, out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(found, leaves, out)
+def gradients(product: Tensor, out: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(product, leaves, out)
 
 
 @pytest.mark.parametrize(("case", "dtype"), by_turns(CASES, DTYPES), ids=str)
@@ -233,9 +233,9 @@ def test_weights_tie_as_in_a_dense_layer() -> None:
     dense = q8_0.dequantize(packed, torch.float32).double()
     x = sample(2, 64).requires_grad_()
     out = sample(2, 64, seed=3)
-    (found,) = gradients(q8_0.linear(q8_0.linear(x, packed), packed), out, x)
+    (gradient,) = gradients(q8_0.linear(q8_0.linear(x, packed), packed), out, x)
     most = out.double().abs() @ dense.abs() @ dense.abs()        # what two sums of 64 terms in float32 may lose
-    assert ((found.double() - out.double() @ dense @ dense).abs() <= 2 * 66 * 2.0 ** -24 * most).all()
+    assert ((gradient.double() - out.double() @ dense @ dense).abs() <= 2 * 66 * 2.0 ** -24 * most).all()
 
 
 # -- the module --------------------------------------------------------------------------------------------------------
@@ -264,10 +264,10 @@ def test_a_module_is_a_linear_layer_over_the_tensors_it_was_given(case: Case) ->
     assert same_bits(module(x), case.module.linear(x, packed, bias))
     assert same_bits(case.module.Linear(packed)(x), case.module.linear(x, packed))
     assert same_bits(module.dequantize(torch.float32), case.module.dequantize(packed, torch.float32))
-    held = dict(module.named_parameters())
-    assert {name: p.data_ptr() for name, p in held.items()} == {
+    parameters = dict(module.named_parameters())
+    assert {name: p.data_ptr() for name, p in parameters.items()} == {
         name: t.data_ptr() for name, t in {**packed.tensors, "bias": bias}.items()}
-    assert [name for name, p in held.items() if p.requires_grad] == ["bias"]
+    assert [name for name, p in parameters.items() if p.requires_grad] == ["bias"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -424,9 +424,9 @@ def test_autocast_decides_the_dtype_as_for_a_dense_layer() -> None:
     x = sample(3, 64)
     dense = nn.Linear(64, 8, bias=False)
     with torch.autocast("cpu", torch.bfloat16):
-        found, wanted = q4_0.linear(x, packed), dense(x)
-    assert found.dtype == wanted.dtype == torch.bfloat16
-    assert same_bits(found, q4_0.linear(x.bfloat16(), packed))
+        product, wanted = q4_0.linear(x, packed), dense(x)
+    assert product.dtype == wanted.dtype == torch.bfloat16
+    assert same_bits(product, q4_0.linear(x.bfloat16(), packed))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.complex64], ids=str)

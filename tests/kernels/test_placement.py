@@ -39,7 +39,7 @@ def gptq(n: int, k: int, is_permuted: bool = False) -> PackedWeight:
 
 def checkpoint(path: Path, is_permuted: bool = False) -> Path:
     packed = [gptq(*shape, is_permuted) for shape in ((256, 128), (128, 256))]
-    return folder(path, mlp_tensors(*(each.tensors for each in packed)), GPTQ)
+    return folder(path, mlp_tensors(*(weight.tensors for weight in packed)), GPTQ)
 
 
 def storages(loaded: Mlp) -> set[str]:
@@ -114,8 +114,8 @@ def test_a_callers_weight_stays_with_a_note(gpu: None) -> None:
     packed = q4_0.quantize(weight(1024, 4096))
     planar = q4_0.planar(packed)
     with patch.object(product, "by"):                            # what is multiplied is of no interest
-        for each in (packed, planar):
-            product.product(torch.zeros(1, 4096, dtype=torch.bfloat16), each, None, "", False)
+        for stored in (packed, planar):
+            product.product(torch.zeros(1, 4096, dtype=torch.bfloat16), stored, None, "", False)
     assert packed.plan is not None and packed.storage == "gguf"
     assert packed.plan.note is not None and packed.plan.note.endswith("times as fast: qdsl.planar_")
     assert planar.plan is not None and planar.plan.note == ""

@@ -85,7 +85,7 @@ def test_candidates_are_launches() -> None:
             x, out = (torch.empty(m, size, dtype=BF16, device="meta") for size in packed.shape[::-1])
             with configure.assumed(9, 132):
                 legal = plan.candidates(packed, m, BF16, META)
-                kinds = [each.kind for each in legal]
+                kinds = [option.kind for option in legal]
                 assert (kinds[-1], kinds.count("decode"), kinds.count("matvec")) == ("decode", 1, m <= plan.MATVEC)
                 for candidate in legal[:-1]:
                     [call] = launch.linear_calls(x, packed, None, out, candidate=candidate)
@@ -95,8 +95,8 @@ def test_candidates_are_launches() -> None:
 
 def test_an_invariant_product_has_one_configuration() -> None:
     packed = q4_0.FORMAT.empty((512, 8192), "planar", "meta")
-    found = {json.dumps(dict(plan.invariant(packed, m, BF16, META).config)) for m in (1, 2, 8, 9, 64, 500)}
-    assert len(found) == 1 and plan.invariant(packed, 1, BF16, META).kind == "skinny"
+    configs = {json.dumps(dict(plan.invariant(packed, m, BF16, META).config)) for m in (1, 2, 8, 9, 64, 500)}
+    assert len(configs) == 1 and plan.invariant(packed, 1, BF16, META).kind == "skinny"
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_a_plan_holds_no_memory(kernels: None) -> None:
     for name, tensor in other.tensors.items():
         layer._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
     gc.collect()
-    assert not any(each() for each in before)
+    assert not any(reference() for reference in before)
     assert torch.equal(layer(x), q4_0.linear(x, other))
     for name, tensor in q4_0.planar(q4_0.quantize(torch.ones(32, 256))).tensors.items():
         layer._parameters[name].data = tensor
@@ -169,9 +169,9 @@ def test_products_of_the_interpreter(kernels: None) -> None:
                              ((256,), BF16)):
             x = torch.randn(shape).to(dtype)
             for mode in ("", linear.INVARIANT):
-                found = ops.linear(x, packed, bias, mode)
-                assert found.shape == (*shape[:-1], 48) and found.dtype == dtype
-                assert torch.allclose(found.double(), x.double() @ exact + bias, rtol=2 ** -6, atol=2 ** -4)
+                product = ops.linear(x, packed, bias, mode)
+                assert product.shape == (*shape[:-1], 48) and product.dtype == dtype
+                assert torch.allclose(product.double(), x.double() @ exact + bias, rtol=2 ** -6, atol=2 ** -4)
 
 
 # -- what is prepared --------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def test_captured_launches_have_counters_of_their_own(monkeypatch: pytest.Monkey
     monkeypatch.setattr(scratch, "RESERVE", 0)                   # used up
     taken += [counters.take(5, CPU, 1)]
     assert not any(overlap(one, other) for one, other in combinations(taken, 2))
-    assert all(each.data_ptr() % 16 == 0 and len(each) >= 5 and not each.any() for each in taken)
+    assert all(tensor.data_ptr() % 16 == 0 and len(tensor) >= 5 and not tensor.any() for tensor in taken)
 
 
 def test_sums_are_allocated_for_every_launch() -> None:

@@ -23,26 +23,26 @@ SLOW = ("SHFL", "STS", "LDS", "LDSM", "I2F", "BAR")              # moves between
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942", *(["sm_80", "sm_100"] if ALL else [])])
 def test_kernels_of_streams(arch: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    made = subprocess.run([sys.executable, "-m", "tests.kernels.stream_kernels", arch], cwd=ROOT, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-m", "tests.kernels.stream_kernels", arch], cwd=ROOT, capture_output=True, text=True,
                           env={**environment, "PYTHONPATH": str(ROOT)})
-    assert made.returncode == 0, made.stderr[-4000:]
-    found = [json.loads(line) for line in made.stdout.splitlines()]
-    assert {(each["form"], each["what"]) for each in found} == set(LIMITS)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {(row["form"], row["what"]) for row in rows} == set(LIMITS)
     if not arch.startswith("sm_"):
         return
     wrong: list[str] = []
     totals: dict[tuple[str, str], float] = {}
-    for each in found:
-        key = each["form"], each["what"]
-        totals[key] = totals.get(key, 0.0) + each["count"]
-        if each["spills"]:
-            wrong.append(f"{key}: {each['spills']} spills")
-        slow = {op for op in each["opcodes"] if op.split(".")[0] in SLOW}
-        if slow and each["form"] != "df11":
+    for row in rows:
+        key = row["form"], row["what"]
+        totals[key] = totals.get(key, 0.0) + row["count"]
+        if row["spills"]:
+            wrong.append(f"{key}: {row['spills']} spills")
+        slow = {op for op in row["opcodes"] if op.split(".")[0] in SLOW}
+        if slow and row["form"] != "df11":
             wrong.append(f"{key}: {sorted(slow)} in the loop")
-        if "rows" in each["what"] and not any(op.startswith("HMMA") for op in each["tensor"]):
-            wrong.append(f"{key}: no HMMA among {each['tensor']}")
-    after = totals["df11", "decode"] - next(each["count"] for each in found if each["what"] == "decode")
+        if "rows" in row["what"] and not any(op.startswith("HMMA") for op in row["tensor"]):
+            wrong.append(f"{key}: no HMMA among {row['tensor']}")
+    after = totals["df11", "decode"] - next(row["count"] for row in rows if row["what"] == "decode")
     totals["df11", "decode, three levels"] += after              # its second launch is the same
     if arch == "sm_90":
         wrong += [f"{key}: {count:.2f} instructions per weight, at most {LIMITS[key]}" for key, count in totals.items()

@@ -46,8 +46,8 @@ def numbers(patterns: NDArray[np.uint16]) -> torch.Tensor:
 
 
 def packed(form: str, patterns: NDArray[np.uint16]) -> PackedWeight:
-    found: PackedWeight = importlib.import_module(f"qdsl.generated.{form}").pack({"v": numbers(patterns)})
-    return ready(found.to(DEVICE))
+    weight: PackedWeight = importlib.import_module(f"qdsl.generated.{form}").pack({"v": numbers(patterns)})
+    return ready(weight.to(DEVICE))
 
 
 def ready(weight: PackedWeight) -> PackedWeight:
@@ -57,13 +57,13 @@ def ready(weight: PackedWeight) -> PackedWeight:
     return weight
 
 
-def opened(weight: PackedWeight) -> torch.Tensor:
+def exponents(weight: PackedWeight) -> torch.Tensor:
     """The exponents that kernels find."""
-    found, calls = streams.decoded(weight)
-    with guarded(*weight.tensors.values(), *found.tensors.values()):
+    streamed, calls = streams.decoded(weight)
+    with guarded(*weight.tensors.values(), *streamed.tensors.values()):
         for call in calls:
             call.run()
-    return found.tensors["exponents"].cpu()
+    return streamed.tensors["exponents"].cpu()
 
 
 def dequantized(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -76,8 +76,8 @@ def dequantized(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> to
     return out.cpu()
 
 
-def same_bits(found: torch.Tensor, patterns: NDArray[np.uint16]) -> bool:
-    return np.array_equal(found.view(torch.int16).numpy().view(np.uint16), patterns)
+def same_bits(tensor: torch.Tensor, patterns: NDArray[np.uint16]) -> bool:
+    return np.array_equal(tensor.view(torch.int16).numpy().view(np.uint16), patterns)
 
 
 # Decoding
@@ -88,7 +88,7 @@ def test_groups_of_the_package(name: str) -> None:
     with np.load(DATA / f"{name}.npz") as file:
         tensors = {key: torch.from_numpy(file[key]) for key in file.files if key in df11.NAMES}
     weight = importlib.import_module("qdsl.generated.df11").wrap(tensors, shape=(1, len(tensors["sign_mantissa"])))
-    assert torch.equal(opened(weight.to(DEVICE)), weight.decode_streams().tensors["exponents"])
+    assert torch.equal(exponents(weight.to(DEVICE)), weight.decode_streams().tensors["exponents"])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -102,7 +102,7 @@ def test_any_weight(form: str, data: st.DataObject) -> None:
             "constant": lambda: np.full((n, k), seed % least, np.uint16), "normal": lambda: normal(n, k, seed)}
     patterns = draw[data.draw(st.sampled_from(sorted(draw)))]()
     weight = packed(form, patterns)
-    assert torch.equal(opened(weight), weight.to("cpu").decode_streams().tensors["exponents"])
+    assert torch.equal(exponents(weight), weight.to("cpu").decode_streams().tensors["exponents"])
     assert same_bits(dequantized(weight), patterns)
 
 
@@ -123,7 +123,7 @@ def test_chunks_without_a_run() -> None:
     """Of a row so long that the last of its chunks have nothing to hold."""
     patterns = np.resize(PATTERNS, (1, 270464))
     weight = packed("hlane", patterns)
-    assert torch.equal(opened(weight), weight.to("cpu").decode_streams().tensors["exponents"])
+    assert torch.equal(exponents(weight), weight.to("cpu").decode_streams().tensors["exponents"])
     assert same_bits(dequantized(weight), patterns)
 
 
@@ -144,13 +144,13 @@ def product(weight: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None = N
     return out
 
 
-def wrong_by(found: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None,
+def wrong_by(product: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None,
              eps: float = 2.0**-8) -> float:
     """The error over what one rounding of the result and sums of float32 allow."""
     wide = x.cpu().double(), w.double()
     wanted = wide[0] @ wide[1].T + (0 if bias is None else bias.cpu().double())
     allowed = wanted.abs() * eps + wide[0].abs() @ wide[1].abs().T * w.shape[1] * 2.0**-24 + 1e-30
-    return float(((found.cpu().double() - wanted).abs() / allowed).max())
+    return float(((product.cpu().double() - wanted).abs() / allowed).max())
 
 
 def tokens(m: int, k: int) -> torch.Tensor:
@@ -180,8 +180,8 @@ def test_columns_of_the_weight_come_out_as_they_are(form: str) -> None:
     x = torch.zeros(4, 2048, dtype=torch.bfloat16, device=DEVICE)
     columns = [0, 5, 100, 2047]
     x[range(4), columns] = 1
-    found = product(packed(form, patterns), x).cpu()
-    assert same_bits(found.t().contiguous(), np.ascontiguousarray(patterns[:, columns]))
+    columns_out = product(packed(form, patterns), x).cpu()
+    assert same_bits(columns_out.t().contiguous(), np.ascontiguousarray(patterns[:, columns]))
 
 
 def test_infinite_x_at_patches() -> None:
@@ -191,10 +191,10 @@ def test_infinite_x_at_patches() -> None:
     x = torch.zeros(5, 256, dtype=torch.bfloat16, device=DEVICE)
     x[range(4), [100, 100, 7, 100]] = torch.tensor([1, -1, 1, torch.nan], dtype=x.dtype, device=DEVICE) * torch.inf
     x[4, 6:8] = torch.tensor([1, -1], dtype=x.dtype, device=DEVICE) * torch.inf
-    found = product(packed("fix4", patterns), x).cpu()
+    result = product(packed("fix4", patterns), x).cpu()
     wanted = x.cpu().float() @ numbers(patterns).float().T
-    assert torch.equal(found.isnan(), wanted.isnan()) and torch.equal(found.isinf(), wanted.isinf())
-    assert torch.equal(found[found.isinf()].sign(), wanted[wanted.isinf()].sign()) and found.isinf().sum() > 40
+    assert torch.equal(result.isnan(), wanted.isnan()) and torch.equal(result.isinf(), wanted.isinf())
+    assert torch.equal(result[result.isinf()].sign(), wanted[wanted.isinf()].sign()) and result.isinf().sum() > 40
     low = np.full((16, 256), 0x0010, np.uint16)
     low[3, 5] = 0x3F80
     assert not streams.has_few(x, packed("fix4", low))           # what its code says could be 0
@@ -217,8 +217,8 @@ def test_other_rows_meet_the_decoded_weight(form: str) -> None:
     weight = packed(form, patterns)
     for m, dtype, mode in ((40, torch.bfloat16, ""), (2, torch.float32, ""), (1, torch.bfloat16, linear.INVARIANT)):
         x = tokens(m, 2176).to(dtype)
-        found = gpu_product(x, weight, None, mode, mode == linear.INVARIANT)
-        assert found.dtype == dtype and wrong_by(found, x, numbers(patterns)) <= 1
+        result = gpu_product(x, weight, None, mode, mode == linear.INVARIANT)
+        assert result.dtype == dtype and wrong_by(result, x, numbers(patterns)) <= 1
     odd = normal(5, 100)
     x = tokens(3, 100)
     assert wrong_by(gpu_product(x, packed(form, odd), None, "", False), x, numbers(odd)) <= 1
@@ -269,10 +269,10 @@ def damaged(weight: PackedWeight, name: str, random: np.random.Generator) -> Pac
     for place in random.integers(0, len(flat), random.integers(1, 9)):
         flat[place] = int(random.integers(0, 256))
     try:
-        found = weight.format.wrap(tensors, shape=weight.shape)
+        changed = weight.format.wrap(tensors, shape=weight.shape)
     except FormatError:
         return None
-    return ready(found.to(DEVICE))
+    return ready(changed.to(DEVICE))
 
 
 def places(form: str) -> Iterator[str]:
@@ -288,14 +288,14 @@ def test_damage_leads_no_kernel_out_of_its_tensors(form: str, name: str) -> None
     random = np.random.default_rng(1)
     refused = 0
     for _ in range(TIMES):
-        made = damaged(weight, name, random)
-        refused += made is None
-        if made is not None:
-            opened(made)
+        changed = damaged(weight, name, random)
+        refused += changed is None
+        if changed is not None:
+            exponents(changed)
             if form != "df11":
-                dequantized(made)
-                if streams.has_few(x := tokens(1, 2048), made):
-                    product(made, x)
+                dequantized(changed)
+                if streams.has_few(x := tokens(1, 2048), changed):
+                    product(changed, x)
     assert refused < TIMES or name not in ("words", "data", "codes", "encoded_exponent", "gaps", "sign_mantissa")
 
 
@@ -303,22 +303,22 @@ def test_words_that_are_all_alike() -> None:
     """A lane whose codes are all the longest asks for more turns than there are."""
     weight = packed("hlane", PATTERNS.reshape(32, 2048)[:8])
     for word in (-1, 0):
-        made = PackedWeight.derive(weight, {**weight.tensors, "words": torch.full_like(weight.tensors["words"][:2048], word)})
-        opened(made)
-        dequantized(made)
-        product(made, tokens(1, 2048))
+        repeated = PackedWeight.derive(weight, {**weight.tensors, "words": torch.full_like(weight.tensors["words"][:2048], word)})
+        exponents(repeated)
+        dequantized(repeated)
+        product(repeated, tokens(1, 2048))
 
 
 def test_what_kernels_rely_on_is_looked_at_once() -> None:
     """When a weight is wrapped, moved or loaded into a module; operations are told it."""
     module = importlib.import_module("qdsl.generated.df11")
     weight = packed("df11", normal(8, 512)).to("cpu")
-    stream_info = weight.stream_info
-    assert stream_info == "exponents.threads=512 exponents.levels=2 exponents.steps=32"
-    assert weight.apply(torch.clone).stream_info == stream_info and weight_key(weight)[1].stream_info == stream_info
+    described = weight.stream_info
+    assert described == "exponents.threads=512 exponents.levels=2 exponents.steps=32"
+    assert weight.apply(torch.clone).stream_info == described and weight_key(weight)[1].stream_info == described
     layer = module.Linear.empty((8, 512))
     layer.load_state_dict(weight.tensors, assign=True)
-    assert layer.packed.stream_info == stream_info
+    assert layer.packed.stream_info == described
     broken = {**weight.tensors, "output_positions": weight.tensors["output_positions"].clone()}
     broken["output_positions"][0] = 1
     with pytest.raises(RuntimeError, match="the stream of 'exponents' is damaged: positions do not rise from 0"):

@@ -44,9 +44,9 @@ def test_the_fastest_is_kept_and_used(packed: PackedWeight, monkeypatch: pytest.
     monkeypatch.setattr(tune, "_time", lambda x, packed, candidate: times.append(candidate) or timed(x, packed, candidate))
     before = chosen(packed, 1), chosen(packed, 3)
     assert before[0].config["WK"] != 2
-    found = qdsl.tune(packed, rows=(1, 3))
+    tuned = qdsl.tune(packed, rows=(1, 3))
     assert len(times) <= 2 * tune.MOST
-    assert {each["config"]["WK"] for each in found.values()} == {2} and {each["config"]["R"] for each in found.values()} == {1}
+    assert {best["config"]["WK"] for best in tuned.values()} == {2} and {best["config"]["R"] for best in tuned.values()} == {1}
     plan.forget()                                                # as a process that starts later
     for rows in (1, 3, 5):                                       # what 3 rows took stands for 2 to 8
         choice = plan.choice(packed, rows, torch.float16, CPU)

@@ -57,7 +57,7 @@ def exact(x: torch.Tensor, packed: PackedWeight) -> tuple[torch.Tensor, torch.Te
     return wide @ weight.t(), wide.abs() @ ((q.abs() + (128 if "z" in fields else 0)) * by).t()
 
 
-def check(found: torch.Tensor, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None, bits: int = 24) -> None:
+def check(product: torch.Tensor, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None, bits: int = 24) -> None:
     """Within what rounding the result once and sums of K terms in numbers of so many bits may lose."""
     wanted, spread = exact(x, packed)
     if bias is not None:
@@ -65,7 +65,7 @@ def check(found: torch.Tensor, x: torch.Tensor, packed: PackedWeight, bias: torc
     info = torch.finfo(x.dtype)
     wanted = wanted.clamp(info.min, info.max)
     bound = wanted.abs() * info.eps / 2 + spread * (x.shape[1] // 32 + 4) * 2.0 ** -bits + info.tiny
-    assert ((found.cpu().double().clamp(info.min, info.max) - wanted).abs() <= bound).all()
+    assert ((product.cpu().double().clamp(info.min, info.max) - wanted).abs() <= bound).all()
 
 
 def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -73,12 +73,12 @@ def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = N
     out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device=DEVICE)
     calls = list(launch.quantized_calls(x, packed, bias, out))
     assert [call.family for call in calls] == ["quantize", "w8a8"]
-    with guarded(packed, x, bias, out, *(each for call in calls for each in call.tensors)) as trace:
+    with guarded(packed, x, bias, out, *(tensor for call in calls for tensor in call.tensors)) as trace:
         for call in calls:
             call.run()
     assert not INTERPRETED or (times(trace.stores, out) == 1).all()
-    for each in calls[0].arguments[1:4]:
-        assert not INTERPRETED or each is None or (times(trace.stores, each) == 1).all()
+    for operand in calls[0].arguments[1:4]:
+        assert not INTERPRETED or operand is None or (times(trace.stores, operand) == 1).all()
     return out
 
 
@@ -231,15 +231,15 @@ COUNTS = {
 def test_compiled() -> None:
     """For GPUs that are not there: 8 bits meet 8 bits, nothing is spilled, and experts cost what one weight does."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    made = subprocess.run([sys.executable, "-m", "tests.kernels.narrow_kernels"], cwd=ROOT, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-m", "tests.kernels.narrow_kernels"], cwd=ROOT, capture_output=True, text=True,
                           env={**environment, "PYTHONPATH": str(ROOT)})
-    assert made.returncode == 0, made.stderr[-4000:]
-    found = {f"{each['title']} {each['arch']}": each for each in map(json.loads, made.stdout.splitlines())}
-    assert found.keys() == COUNTS.keys()
-    for title, each in found.items():
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = {f"{row['title']} {row['arch']}": row for row in map(json.loads, done.stdout.splitlines())}
+    assert rows.keys() == COUNTS.keys()
+    for title, row in rows.items():
         most, instruction = COUNTS[title]
-        assert each["tensor"] == [instruction] and each["hot"] <= most, (title, each)
-        assert each["spills"] == each["stack"] == 0 and each["shared"] <= 99 * 1024, (title, each)
+        assert row["tensor"] == [instruction] and row["hot"] <= most, (title, row)
+        assert row["spills"] == row["stack"] == 0 and row["shared"] <= 99 * 1024, (title, row)
 
 
 # -- the functions -----------------------------------------------------------------------------------------------------
@@ -257,10 +257,10 @@ def test_linear(module: ModuleType, dtype: torch.dtype) -> None:
     """It is the product of the quantized x, and not of x; leading axes stay."""
     packed, x = weight_of(module), x_of(6, 256, dtype)
     bias = torch.randn(96, device=DEVICE).to(dtype)
-    found = module.linear(x.unflatten(0, (2, 3)), packed, bias, quantize_x=True)
-    assert found.shape == (2, 3, 96) and found.dtype == dtype
-    check(found.flatten(0, 1), x, packed, bias, bits_of(packed))
-    assert not torch.equal(found.flatten(0, 1), module.linear(x, packed, bias))
+    product = module.linear(x.unflatten(0, (2, 3)), packed, bias, quantize_x=True)
+    assert product.shape == (2, 3, 96) and product.dtype == dtype
+    check(product.flatten(0, 1), x, packed, bias, bits_of(packed))
+    assert not torch.equal(product.flatten(0, 1), module.linear(x, packed, bias))
 
 
 def test_columns_that_are_no_whole_chunks() -> None:
@@ -274,8 +274,8 @@ def test_columns_that_are_no_whole_chunks() -> None:
 def test_numbers_that_are_not_finite_stay_in_their_rows() -> None:
     packed, x = weight_of(fp8_channel), x_of(3, 256, torch.float32)
     x[1, 7] = torch.nan
-    found = fp8_channel.linear(x, packed, quantize_x=True)
-    assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
+    product = fp8_channel.linear(x, packed, quantize_x=True)
+    assert product[1].isnan().all() and product[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("module", [fp8_block, int8_channel], ids=lambda module: module.SPEC.name)

@@ -1,6 +1,6 @@
 """Known answers: what small weights of a format are, bit for bit, as kept in a file, against what a format does.
 
-An array is told as text: dtype[shape] and its bytes in hex, or of a long one the first bytes and half the SHA-256 of all.
+An array is written as text: dtype[shape] and its bytes in hex, or of a long one the first bytes and half the SHA-256 of all.
 tests/support/blessing.py makes the files and proves them.
 """
 
@@ -50,8 +50,8 @@ def kept(stem: str) -> Answers:
     """The file of a spec."""
     file = FOLDER / f"{stem}.json"
     assert file.is_file(), f"{stem}.yaml has no known answers: {MEND}"
-    found: Answers = json.loads(file.read_text())
-    return found
+    answers: Answers = json.loads(file.read_text())
+    return answers
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
@@ -77,36 +77,36 @@ def weights(shape: tuple[int, int], seed: int, low: int, high: int, step: float)
     return torch.from_numpy(np.where(n % 4 == 3, zero, step * h / 2).astype(np.float32))
 
 
-def told(tensor: Tensor, most: int = 1 << 62) -> str:
+def as_text(tensor: Tensor, most: int = 1 << 62) -> str:
     """A tensor as text, with all bytes if they are `most` or fewer."""
     data = bytes(raw(tensor).numpy())
     head = f"{str(tensor.dtype)[6:]}[{','.join(map(str, tensor.shape))}] "
     return head + (data.hex() if len(data) <= most else f"{data[:8].hex()}... sha256 {hashlib.sha256(data).hexdigest()[:32]}")
 
 
-def told_all(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: told(tensor) for name, tensor in tensors.items()}
+def all_as_text(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: as_text(tensor) for name, tensor in tensors.items()}
 
 
 def agrees(text: str, tensor: Tensor) -> bool:
-    return text == told(tensor, -1 if "..." in text else 1 << 62)
+    return text == as_text(tensor, -1 if "..." in text else 1 << 62)
 
 
 def inputs(case: Answers) -> dict[str, Tensor]:
     """The stored tensors of a case: the generator's bytes in the dtypes and shapes that the file tells."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for i, (name, text) in enumerate(case["tensors"].items()):
-        kind, _, rest = text.partition("[")
-        shape = [int(extent) for extent in rest.split("]")[0].split(",") if extent]
+        kind, _, extents = text.partition("[")
+        shape = [int(extent) for extent in extents.split("]")[0].split(",") if extent]
         dtype = getattr(torch, kind)
         if name == case.get("says"):
-            found[name] = torch.tensor(case["shape"])
+            tensors[name] = torch.tensor(case["shape"])
             continue
         data = stream(case["seed"] + i, int(np.prod(shape)) * dtype.itemsize)
-        found[name] = torch.from_numpy(data).view(dtype).view(shape)
+        tensors[name] = torch.from_numpy(data).view(dtype).view(shape)
         if name == case.get("index"):
-            found[name] = (found[name] & 0x7FFFFFFF) % case["groups"]
-    return found
+            tensors[name] = (tensors[name] & 0x7FFFFFFF) % case["groups"]
+    return tensors
 
 
 def canonical(weight: Tensor) -> Tensor:
@@ -151,9 +151,9 @@ def _quantized(case: Answers, format: Format) -> Iterator[str]:
     few = case.get("integers", 0)
     yield from _compared(f"{label(case)}: the weight to quantize", {"weight": case["weight"]}, {"weight": weight})
     for key, other in case["results"].items():
-        made = format.quantize(changed_weight(weight, key, few), storage=case["storage"], **case["params"], **options(key, k))
+        packed = format.quantize(changed_weight(weight, key, few), storage=case["storage"], **case["params"], **options(key, k))
         wanted = {name: text for name, text in {**case["results"][""], **other}.items() if text}
-        yield from _compared(f"{label(case)}: quantize({key})", wanted, made.tensors)
+        yield from _compared(f"{label(case)}: quantize({key})", wanted, packed.tensors)
 
 
 def whole(format: Format, params: Mapping[str, int | str]) -> dict[str, int | str]:
@@ -176,9 +176,9 @@ def refuses(format: Format, storage: str, params: Mapping[str, int | str], shape
         return True
 
 
-def _compared(what: str, wanted: Mapping[str, str], found: Mapping[str, Tensor]) -> Iterator[str]:
-    for name in {**wanted, **found}:
-        if name not in wanted or name not in found or not agrees(wanted[name], found[name]):
+def _compared(what: str, wanted: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    for name in {**wanted, **tensors}:
+        if name not in wanted or name not in tensors or not agrees(wanted[name], tensors[name]):
             yield f"{what}: another '{name}'"
 
 
@@ -219,17 +219,17 @@ def told_params(format: Format) -> dict[str, list[int | str]]:
 
 def told_lacking(format: Format) -> dict[str, list[str]]:
     """The storages that there are not, by the parameters for which there are others."""
-    found = {" ".join(f"{name}={value}" for name, value in zip(format.by, key, strict=True)):
-             [name for name in format.storages if name not in (*variant.storages, PLANAR)]
-             for key, variant in format.variants.items()}
-    return {key: names for key, names in found.items() if names}
+    lacking = {" ".join(f"{name}={value}" for name, value in zip(format.by, key, strict=True)):
+               [name for name in format.storages if name not in (*variant.storages, PLANAR)]
+               for key, variant in format.variants.items()}
+    return {key: names for key, names in lacking.items() if names}
 
 
 def packed_again(packed: PackedWeight, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that pack makes of fields; of a storage with streams what those hold, for not every code holds all bytes."""
     if packed.is_decoded:
-        made = {name: tensor.contiguous() for name, tensor in packed.layout.pack(**fields).items()}
-        return made | ({packed.layout.shape: torch.tensor(packed.shape)} if packed.layout.shape else {})
+        tensors = {name: tensor.contiguous() for name, tensor in packed.layout.pack(**fields).items()}
+        return tensors | ({packed.layout.shape: torch.tensor(packed.shape)} if packed.layout.shape else {})
     return packed.format.pack(fields, storage=packed.storage, **packed.params).tensors
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from qdsl.core.shapes import Axis
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.weight.format import Format
-from tests.support import answers as known
+from tests.support import answers as known_answers
 from tests.support import oracle
 from tests.support.answers import (
     ABOUT,
@@ -27,13 +27,13 @@ from tests.support.answers import (
     ROWS,
     TINY,
     Answers,
+    all_as_text,
+    as_text,
     canonical,
     changed_weight,
     inputs,
     options,
     packed_again,
-    told,
-    told_all,
     told_lacking,
     told_params,
     weights,
@@ -43,7 +43,7 @@ from tests.support.formats import Case, cases, module, random_packed, raw
 from tests.support.slow_reading import Codes, Reading, nearest
 
 STEPS = (0.0625, 0.05625)                                        # scales of weights: a power of two, for ties, and another
-LONGEST = 20_000                                                 # characters of a file, for which longer arrays are told short
+LONGEST = 20_000                                                 # characters of a file, for which longer arrays are cut short
 _LONG = re.compile(r'(?<=")(\w+\[[\d,]*\]) ([0-9a-f]+)(?=")')
 _LIST = re.compile(r"\[\s+([^\[\]{}]*?)\s+\]")
 
@@ -60,7 +60,7 @@ def plan(path: Path) -> list[tuple[Case, dict[str, int | str], bool]]:
 
     (case, parameters, whether optional tensors are there)
     """
-    found: list[tuple[Case, dict[str, int | str], bool]] = []
+    answered: list[tuple[Case, dict[str, int | str], bool]] = []
     ours = [case for case in cases(types=True) if case.path == path]
     more = [replace(case, params=tuple({**case.choice, name: case.module.FORMAT.params[name][1]}.items()))
             for case in ours for name in _several(case)]
@@ -70,16 +70,16 @@ def plan(path: Path) -> list[tuple[Case, dict[str, int | str], bool]]:
         # Different lengths for different parameters, so that they cannot be taken for one another.
         positive = {name: sorted(v for v in format.params[name] if v > 1) for name in format.size_axes}
         short = {name: values[min(i, len(values) - 1)] for i, (name, values) in enumerate(positive.items())}
-        again = bool(format.by) and any(case.storage == other.storage for other, _, _ in found)
+        again = bool(format.by) and any(case.storage == other.storage for other, _, _ in answered)
         optional = any(layout.tensors[name].optional for name in layout.coded) and not again
-        found += [(case, {**case.choice, **short}, there) for there in ((True, False) if optional else (True,))]
-    return found
+        answered += [(case, {**case.choice, **short}, present) for present in ((True, False) if optional else (True,))]
+    return answered
 
 
 def _several(case: Case) -> list[str]:
     """The types, first values as they are, of which a record of a tensor holds several elements."""
     tensors = case.module.FORMAT.variant(case.choice).storages[case.storage].decoded.tensors.values()
-    names = {stored.dtype for stored in tensors if stored.dtype in case.choice and any(each.words > 1 for each in stored.axes)}
+    names = {stored.dtype for stored in tensors if stored.dtype in case.choice and any(axis.words > 1 for axis in stored.axes)}
     format = case.module.FORMAT
     return sorted(name for name in names if name not in format.by and case.choice[name] == format.params[name][0])
 
@@ -103,7 +103,7 @@ def smallest(case: Case, params: Mapping[str, int | str]) -> tuple[int, int]:
     return next(shape for ragged in (True, False) for shape in grid if fits(*shape, ragged))
 
 
-def beside(case: Case, params: Mapping[str, int | str], shape: tuple[int, int]) -> list[tuple[int, int]]:
+def neighbours(case: Case, params: Mapping[str, int | str], shape: tuple[int, int]) -> list[tuple[int, int]]:
     """Shapes that differ in one axis by one, or by a block or record of it."""
     sizes = case.module.FORMAT.sizes(params, shape)
     steps = sorted({1, *(by for axis in _axes(case, params) if (by := axis.by(sizes)) < 256)})
@@ -128,26 +128,26 @@ def make(path: Path) -> Answers:
     wanted = plan(path)
     seeds = iter(range(0, 1 << 20, 16))
     own = cases(types=True)
-    made = [_stored(case, params, optional, next(seeds)) for case, params, optional in wanted if case in own]
+    stored = [_stored(case, params, optional, next(seeds)) for case, params, optional in wanted if case in own]
     quantized: list[Answers] = []
     seen: list[Any] = [""]                                       # parameters, and storages that choose options
     for case, params, _ in wanted:
         chosen = params, case.storage if format.variant(params).storages[case.storage].options else ""
-        if format.variant(params).encode is not None and not all(each in seen for each in chosen):
+        if format.variant(params).encode is not None and not all(choice in seen for choice in chosen):
             seen += chosen
-            whole = known.whole(format, params)
-            held = not known.refuses(format, case.storage, whole, smallest(case, whole))
+            whole = known_answers.whole(format, params)
+            fits = not known_answers.refuses(format, case.storage, whole, smallest(case, whole))
             quantized += [_quantized(case, params, STEPS[0], next(seeds)),
-                          _quantized(case, whole if held else params, STEPS[1], next(seeds))]
-    made += [_stored(case, params, optional, next(seeds)) for case, params, optional in wanted if case not in own]
+                          _quantized(case, whole if fits else params, STEPS[1], next(seeds))]
+    stored += [_stored(case, params, optional, next(seeds)) for case, params, optional in wanted if case not in own]
     lacking = {"lacking": told_lacking(format)} if told_lacking(format) else {}
     return {"format": format.name, **ABOUT, "params": told_params(format), "storages": list(format.storages), **lacking,
-            "cases": made, "quantized": quantized}
+            "cases": stored, "quantized": quantized}
 
 
-def text(made: Answers) -> str:
-    """A file of answers: with as many arrays told in full as its length allows."""
-    whole = _LIST.sub(lambda match: "[" + " ".join(match[1].split()) + "]", json.dumps(made, indent=1)) + "\n"
+def text(answers: Answers) -> str:
+    """A file of answers: with as many arrays in full as its length allows."""
+    whole = _LIST.sub(lambda match: "[" + " ".join(match[1].split()) + "]", json.dumps(answers, indent=1)) + "\n"
     short = whole
     for most in (2048, 512, 128, 32):
         if len(short) > LONGEST:
@@ -158,7 +158,7 @@ def text(made: Answers) -> str:
 def _short(most: int, match: re.Match[str]) -> str:
     """An array as text with all its bytes if they are few, else without most of them."""
     data = torch.frombuffer(bytearray.fromhex(match[2]), dtype=torch.uint8)
-    return match[1] + told(data, most).partition("]")[2]
+    return match[1] + as_text(data, most).partition("]")[2]
 
 
 def reading(case: Case, params: Mapping[str, int | str], shape: tuple[int, int]) -> Reading:
@@ -172,29 +172,29 @@ def _stored(case: Case, params: dict[str, int | str], optional: bool, seed: int)
     layout = format.variant(params).storages[case.storage].decoded
     like = random_packed(case, shape, params=params).decode_streams().tensors
     absent = [name for name, stored in layout.tensors.items() if stored.optional and not optional]
-    made: Answers = {"storage": case.storage, "params": params, "shape": list(shape), "seed": seed}
-    made |= {"absent": absent} if absent else {}
-    made |= {"says": layout.shape} if layout.shape else {}
-    made["tensors"] = told_all({name: tensor for name, tensor in like.items() if name not in absent})
+    answer: Answers = {"storage": case.storage, "params": params, "shape": list(shape), "seed": seed}
+    answer |= {"absent": absent} if absent else {}
+    answer |= {"says": layout.shape} if layout.shape else {}
+    answer["tensors"] = all_as_text({name: tensor for name, tensor in like.items() if name not in absent})
     groups = next((field.groups for field in format.variant(params).fields.values() if field.groups is not None), None)
-    index = next((name for name in made["tensors"] if layout.tensors[name].dtype == "index"), None)
+    index = next((name for name in answer["tensors"] if layout.tensors[name].dtype == "index"), None)
     if index is not None and groups is not None:
-        made |= {"index": index, "groups": groups.extent(*shape, format.sizes(params, shape))}
-    made["tensors"] = told_all(inputs(made))
-    read, packed = reading(case, params, shape), wrapped(format, made)
+        answer |= {"index": index, "groups": groups.extent(*shape, format.sizes(params, shape))}
+    answer["tensors"] = all_as_text(inputs(answer))
+    read, packed = reading(case, params, shape), wrapped(format, answer)
     fields, again = prove_stored(read, packed)
-    made["fields"] = told_all(fields)
-    made |= {"packed": told_all(again)} if told_all(again) != made["tensors"] else {}
-    made["weight"] = told(prove_decoded(read, packed, fields))
-    made["refused"] = _refused(case, params, shape)
+    answer["fields"] = all_as_text(fields)
+    answer |= {"packed": all_as_text(again)} if all_as_text(again) != answer["tensors"] else {}
+    answer["weight"] = as_text(prove_decoded(read, packed, fields))
+    answer["refused"] = _refused(case, params, shape)
     if any(-1 in format.params[name] for name in format.size_axes) and not layout.least:
-        made["refused whole"] = _refused(case, known.whole(format, params), shape)
-    return made
+        answer["refused whole"] = _refused(case, known_answers.whole(format, params), shape)
+    return answer
 
 
 def _refused(case: Case, params: Mapping[str, int | str], shape: tuple[int, int]) -> list[list[int]]:
     """The shapes beside this one that are refused."""
-    return [list(other) for other in beside(case, params, shape)
+    return [list(other) for other in neighbours(case, params, shape)
             if prove_refused(reading(case, params, other), case.module.FORMAT)]
 
 
@@ -207,21 +207,21 @@ def _quantized(case: Case, params: dict[str, int | str], step: float, seed: int)
     weight = weights(shape, seed, low, high, step)
     results: dict[str, dict[str, str]] = {}
     variant = format.variant(params)
-    held = variant.storages[case.storage].options                # others than these may not fit the storage
-    keys = ["", *(f"{name}={word}" for name, words in variant.options.items() if name not in held for word in words)]
+    fixed = variant.storages[case.storage].options               # others than these may not fit the storage
+    keys = ["", *(f"{name}={word}" for name, words in variant.options.items() if name not in fixed for word in words)]
     keys += [IMPORTANCE] if format.variant(params).importance else []
     keys += [ROWS, EDGES] if "power" in read.arguments or "empty" in read.arguments else []
     keys += [TINY] if read.arguments.get("by") == "exact" else []
     few = {"integers": (1 << int(read.kind(str(read.arguments["code"]))[1:])) + 3} if "steps" in read.arguments else {}
     for key in [*keys, *([INTEGERS] if few else [])]:
-        given, other = options(key, shape[1]), changed_weight(weight, key, few.get("integers", 0))
-        packed = format.quantize(other, storage=case.storage, **params, **given)
-        prove_quantized(replace(read, shape=tuple(other.shape)), packed, other, given)
+        arguments, other = options(key, shape[1]), changed_weight(weight, key, few.get("integers", 0))
+        packed = format.quantize(other, storage=case.storage, **params, **arguments)
+        prove_quantized(replace(read, shape=tuple(other.shape)), packed, other, arguments)
         default = results.get("", {})
-        results[key] = {name: text for name, text in told_all(packed.tensors).items() if default.get(name) != text}
+        results[key] = {name: text for name, text in all_as_text(packed.tensors).items() if default.get(name) != text}
         results[key] |= {name: "" for name in default if name not in packed.tensors}
     return {"storage": case.storage, "params": params, "shape": list(shape), "seed": seed, "low": low, "high": high,
-            "step": step, **few, "weight": told(weight), "results": results}
+            "step": step, **few, "weight": as_text(weight), "results": results}
 
 
 # -- proving ----------------------------------------------------------------------------------------------------------
@@ -249,14 +249,14 @@ def prove_stored(read: Reading, packed: PackedWeight) -> tuple[dict[str, Tensor]
     if stored_shape and packed.tensors[stored_shape].tolist() != list(read.shape):
         raise Disagreement(f"{read.spec.name}.{read.storage}: '{stored_shape}' says another shape")
     like = {name: tuple(tensor.shape) for name, tensor in packed.tensors.items() if name != stored_shape}
-    made, held = read.pack(field_codes(read, fields), like)
+    own, used = read.pack(field_codes(read, fields), like)
     sizes = {name: oracle.element_bits(read.spec, read.tensors[name], read.params) for name in like}
     stored = read.canonical({name: codes(packed.tensors[name], sizes[name]) for name in like})
     again = packed_again(packed, fields)
     for name, size in sizes.items():
-        if not np.array_equal(stored[name] & held[name], made[name] & held[name]):
+        if not np.array_equal(stored[name] & used[name], own[name] & used[name]):
             raise Disagreement(f"{read.spec.name}.{read.storage}: unpack reads '{name}' otherwise than the second reading")
-        if not np.array_equal(codes(again[name], size), made[name]):
+        if not np.array_equal(codes(again[name], size), own[name]):
             raise Disagreement(f"{read.spec.name}.{read.storage}: pack writes '{name}' otherwise than the second reading")
     return fields, again
 
@@ -264,14 +264,14 @@ def prove_stored(read: Reading, packed: PackedWeight) -> tuple[dict[str, Tensor]
 def prove_decoded(read: Reading, packed: PackedWeight, fields: Mapping[str, Tensor]) -> Tensor:
     """The weights of the code, which are those of the second reading of decode."""
     weight = canonical(packed.format.dequantize(packed, torch.float32))
-    if told(weight) != told(canonical(torch.from_numpy(read.decode(field_codes(read, fields))))):
+    if as_text(weight) != as_text(canonical(torch.from_numpy(read.decode(field_codes(read, fields))))):
         raise Disagreement(f"{read.spec.name}.{read.storage}: dequantize differs from the second reading of decode")
     return weight
 
 
 def prove_refused(read: Reading, format: Format) -> bool:
     """Whether a shape is refused, by the code and by the second reading."""
-    if known.refuses(format, read.storage, read.params, read.shape) == read.holds():
+    if known_answers.refuses(format, read.storage, read.params, read.shape) == read.holds():
         raise Disagreement(f"{read.spec.name}.{read.storage}: {read.shape} is {'' if read.holds() else 'not '}refused")
     return not read.holds()
 
@@ -285,10 +285,10 @@ def default_code(read: Reading, name: str) -> int:
 def prove_quantized(read: Reading, packed: PackedWeight, weight: Tensor, chosen: Mapping[str, Any]) -> None:
     """The quantized fields are those of the second reading of the encode scheme, and are stored as it stores them."""
     fields, again = prove_stored(read, packed.decode_streams())
-    found = field_codes(read, fields)
+    packed_codes = field_codes(read, fields)
     for name, expected in read.encode(weight.numpy(), chosen).items():
-        left_out = name not in found and bool((expected == default_code(read, name)).all())
-        if not left_out and not np.array_equal(found.get(name, ()), expected):
+        left_out = name not in packed_codes and bool((expected == default_code(read, name)).all())
+        if not left_out and not np.array_equal(packed_codes.get(name, ()), expected):
             raise Disagreement(f"{read.spec.name}: quantize({chosen or ''}) chooses another '{name}' than the second reading")
-    if told_all(again) != told_all(packed.decode_streams().tensors):
+    if all_as_text(again) != all_as_text(packed.decode_streams().tensors):
         raise Disagreement(f"{read.spec.name}.{read.storage}: quantize does not write what pack writes")

@@ -24,15 +24,15 @@ def golden(name: str) -> dict[str, Tensor]:
     """The tensors of a golden checkpoint file, as they lie on disk."""
     with np.load(next(path for path in GOLDENS if path.stem == name)) as file:
         dtypes = json.loads(str(file["meta"]))["dtypes"]
-        found = {key: torch.from_numpy(file[key].copy()) for key in file.files if key.startswith("disk.")}
+        stored = {key: torch.from_numpy(file[key].copy()) for key in file.files if key.startswith("disk.")}
     return {key.removeprefix("disk."): tensor.view(_SPECIAL[dtypes[key]]) if dtypes.get(key) in _SPECIAL else tensor
-            for key, tensor in found.items()}
+            for key, tensor in stored.items()}
 
 
 def folder(path: Path, modules: Mapping[str, Mapping[str, Tensor]], config: Mapping[str, Any] | None = None,
            shards: int = 1, files: Mapping[str, Any] | None = None) -> Path:
     """A checkpoint folder: modules with their tensors, dealt out to shards, a config.json, other files as JSON."""
-    tensors = {f"{module}.{leaf}": tensor for module, each in modules.items() for leaf, tensor in each.items()}
+    tensors = {f"{module}.{leaf}": tensor for module, leaves in modules.items() for leaf, tensor in leaves.items()}
     names = [f"model-{place:05}-of-{shards:05}.safetensors" for place in range(1, shards + 1)]
     placed = {name: names[place % shards] for place, name in enumerate(tensors)}
     for shard in names:

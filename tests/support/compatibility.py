@@ -89,14 +89,14 @@ def lines() -> list[str]:
 
 def outcomes(reports: Iterable[Path]) -> dict[str, str]:
     """'passed', 'failed' or 'skipped' of every test in reports of pytest, by its node id."""
-    found: dict[str, str] = {}
+    by_test: dict[str, str] = {}
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):
             place = str(case.get("classname")).replace(".", "/")
             marks = {child.tag for child in case}
             outcome = "failed" if marks & {"failure", "error"} else "skipped" if "skipped" in marks else "passed"
-            found[f"{place}.py::{case.get('name')}"] = outcome
-    return found
+            by_test[f"{place}.py::{case.get('name')}"] = outcome
+    return by_test
 
 
 def failures(target: str, results: dict[str, str]) -> list[str]:

@@ -51,11 +51,11 @@ def covering(cases: Sequence[T], functions: Callable[[T], Sequence[Any]], which:
         return list(cases)
     lines = {case: {line for function in functions(case) for line in lines_of(function) if which.search(line)} for case in cases}
     left = set().union(*lines.values())
-    found: list[T] = []
+    chosen: list[T] = []
     while left:
-        found.append(max(cases, key=lambda case: len(lines[case] & left)))
-        left -= lines[found[-1]]
-    return found
+        chosen.append(max(cases, key=lambda case: len(lines[case] & left)))
+        left -= lines[chosen[-1]]
+    return chosen
 
 
 def by_turns(cases: Sequence[T], choices: Sequence[U]) -> list[tuple[T, U]]:
@@ -81,11 +81,11 @@ def lines_of(function: Any) -> tuple[str, ...]:
             return "0"
         return text if iskeyword(text) or isinstance(scope.get(text), ModuleType) else names.setdefault(text, f"v{len(names)}")
 
-    found: list[str] = []
+    lines: list[str] = []
     for line in inspect.getsource(plain).split('"""')[-1].splitlines():
         names: dict[str, str] = {}
-        found.append(re.sub(r"(?<![\w.])\w+", word, line.strip()))
+        lines.append(re.sub(r"(?<![\w.])\w+", word, line.strip()))
     for name in plain.__code__.co_names:
         if hasattr(scope.get(name), "fn"):
-            found += lines_of(scope[name])
-    return tuple(found)
+            lines += lines_of(scope[name])
+    return tuple(lines)

@@ -34,8 +34,8 @@ def folder(path: Path, *shards: Mapping[str, torch.Tensor], config: Mapping[str,
         placed.update(dict.fromkeys(tensors, name))
     if index:
         (path / INDEX).write_text(json.dumps({"metadata": {"total_size": 0, "total_parameters": 7}, "weight_map": placed}))
-    said = {"model_type": "toy", "quantization_config": GPTQ} if config is None else config
-    (path / "config.json").write_text(json.dumps(said))
+    settings = {"model_type": "toy", "quantization_config": GPTQ} if config is None else config
+    (path / "config.json").write_text(json.dumps(settings))
     (path / "tokenizer").mkdir()
     (path / "tokenizer" / "vocab.txt").write_text("a\nb\n")
     (path / "pytorch_model.bin").write_bytes(b"PK")
@@ -44,7 +44,7 @@ def folder(path: Path, *shards: Mapping[str, torch.Tensor], config: Mapping[str,
 
 def files(path: Path) -> dict[str, bytes]:
     """Every file below a folder."""
-    return {str(each.relative_to(path)): each.read_bytes() for each in sorted(path.rglob("*")) if each.is_file()}
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
 
 
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")

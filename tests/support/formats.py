@@ -88,7 +88,7 @@ def module(path: Path) -> ModuleType:
 @cache
 def cases(types: bool = False) -> list[Case]:
     """All storages of all formats; with `types`, the first and the planar one once more for every type that a scale may have."""
-    found: list[Case] = []
+    combinations: list[Case] = []
     for path in SPECS:
         format = module(path).FORMAT
         for key, variant in format.variants.items():
@@ -99,8 +99,8 @@ def cases(types: bool = False) -> list[Case]:
                     for name, values in format.params.items():
                         if isinstance(values[0], str) and name not in format.by:
                             choices += [{**base, name: value} for value in values[1:]]
-                found += [Case(path, storage, tuple(choice.items())) for choice in choices]
-    return found
+                combinations += [Case(path, storage, tuple(choice.items())) for choice in choices]
+    return combinations
 
 
 def shapes(case: Case, rows: tuple[int, ...], columns: tuple[int, ...], params: Mapping[str, int | str] | None = None,
@@ -112,7 +112,7 @@ def shapes(case: Case, rows: tuple[int, ...], columns: tuple[int, ...], params: 
     for n in rows:
         for k in columns:
             sizes = format.sizes(chosen, (n, k))
-            if all(each.extent(n, k, sizes) is not None for stored in layout.tensors.values() for each in stored.axes) and \
+            if all(a.extent(n, k, sizes) is not None for stored in layout.tensors.values() for a in stored.axes) and \
                     all((axis(text).extent(n, k, sizes) or 0) >= fewest for text, fewest in layout.least.items()):
                 yield n, k
 
@@ -138,7 +138,7 @@ def field_shape(case: Case, name: str, shape: tuple[int, int], params: Mapping[s
     format = case.module.FORMAT
     chosen = {**case.choice, **(params or {})}
     sizes = format.sizes(chosen, shape)
-    return tuple(each.rounded(*shape, sizes) for each in format.variant(chosen).fields[name].axes)
+    return tuple(axis.rounded(*shape, sizes) for axis in format.variant(chosen).fields[name].axes)
 
 
 def random_fields(case: Case, shape: tuple[int, int], seed: int = 0, params: Mapping[str, int | str] | None = None,
@@ -149,7 +149,7 @@ def random_fields(case: Case, shape: tuple[int, int], seed: int = 0, params: Map
     chosen = {**case.choice, **(params or {})}
     generator = torch.Generator().manual_seed(seed)
     variant = format.variant(chosen)
-    found: dict[str, Tensor] = {}
+    fields: dict[str, Tensor] = {}
     for name, field in variant.fields.items():
         if name in variant.storages[case.storage].where:
             continue
@@ -159,20 +159,20 @@ def random_fields(case: Case, shape: tuple[int, int], seed: int = 0, params: Map
         if kind == "index":
             assert field.groups is not None
             groups = field.groups.extent(*shape, format.sizes(chosen, shape)) or 1
-            found[name] = torch.randint(0, max(1, groups), size, generator=generator, dtype=torch.int32)
+            fields[name] = torch.randint(0, max(1, groups), size, generator=generator, dtype=torch.int32)
         elif kind in ("f16", "bf16", "f32"):
-            found[name] = torch.randn(size, generator=generator).to(dtype)
+            fields[name] = torch.randn(size, generator=generator).to(dtype)
         elif dtype.is_floating_point:
             end = 124 if kind == "e5m2" else 126                 # those above are no finite numbers
-            found[name] = torch.randint(100, end, size, generator=generator, dtype=torch.uint8).view(dtype)
+            fields[name] = torch.randint(100, end, size, generator=generator, dtype=torch.uint8).view(dtype)
         else:
-            known = number(kind)
-            assert known is not None
-            low, count = (0 if known.is_float else int(known.low)), 3 if name in digits else 1 << known.bits
-            if known.exponent == 8:                              # powers of two that a product can do with
-                low, count = known.bias - 20, 24
-            found[name] = torch.randint(low, low + count, size, generator=generator).to(dtype)
-    return found
+            form = number(kind)
+            assert form is not None
+            low, count = (0 if form.is_float else int(form.low)), 3 if name in digits else 1 << form.bits
+            if form.exponent == 8:                               # powers of two that a product can do with
+                low, count = form.bias - 20, 24
+            fields[name] = torch.randint(low, low + count, size, generator=generator).to(dtype)
+    return fields
 
 
 def shuffled_fields(case: Case, shape: tuple[int, int], seed: int = 0, params: Mapping[str, int | str] | None = None,
@@ -180,12 +180,12 @@ def shuffled_fields(case: Case, shape: tuple[int, int], seed: int = 0, params: M
     """Random fields with columns in any order (act-order), and groups as large as those in order are."""
     format = case.module.FORMAT
     chosen = {**case.choice, **(params or {})}
-    found = random_fields(case, shape, seed, params)
+    fields = random_fields(case, shape, seed, params)
     columns = torch.randperm(shape[1], generator=torch.Generator().manual_seed(seed)).int()
     for name, field in format.variant(chosen).fields.items():
         if field.groups is not None:
-            found[name] = columns // field.groups.by(format.sizes(chosen, shape))
-    return found
+            fields[name] = columns // field.groups.by(format.sizes(chosen, shape))
+    return fields
 
 
 def random_packed(case: Case, shape: tuple[int, int], seed: int = 0, params: Mapping[str, int | str] | None = None,
@@ -205,13 +205,13 @@ def plain_packed(case: Case, fields: Mapping[str, Tensor]) -> PackedWeight:
 
 def canonical(packed: PackedWeight) -> dict[str, Tensor]:
     """The tensors of a weight as packing its fields writes them: bytes of base-3 digits are those that pack makes."""
-    found = spec(next(path for path in SPECS if path.stem == packed.format.name))
-    if packed.storage == PLANAR or not oracle.digit_fields(found):
+    parsed = spec(next(path for path in SPECS if path.stem == packed.format.name))
+    if packed.storage == PLANAR or not oracle.digit_fields(parsed):
         return packed.tensors
-    read = Reading(found, packed.storage, packed.shape, packed.params, packed.sizes)
+    read = Reading(parsed, packed.storage, packed.shape, packed.params, packed.sizes)
     assert all(tensor.dtype == torch.uint8 for tensor in packed.tensors.values())
     codes = read.canonical({name: tensor.numpy().astype(np.int64) for name, tensor in packed.tensors.items()})
-    return {name: torch.from_numpy(each.astype(np.uint8)) for name, each in codes.items()}
+    return {name: torch.from_numpy(code.astype(np.uint8)) for name, code in codes.items()}
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -91,8 +91,8 @@ def decode_(model: Any, recorded: GgufMap, types: Mapping[str, str]) -> Any:
             keys, values = (_rounded(part, type) for part, type in zip(latent_parts(model.config, tensor), own, strict=True))
             tensor.copy_(torch.cat([keys.transpose(1, 2), values], 1).view(tensor.shape))
         elif own[0] != "F32":
-            turned = tensor.transpose(-1, -2) if rule.transposed else tensor
-            turned.copy_(_rounded(rows_of(tensor, rule), own[0]).reshape(turned.shape))
+            target = tensor.transpose(-1, -2) if rule.transposed else tensor
+            target.copy_(_rounded(rows_of(tensor, rule), own[0]).reshape(target.shape))
     return model
 
 

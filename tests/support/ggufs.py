@@ -29,7 +29,7 @@ def pair(key: bytes, type: str, content: object) -> bytes:
     if element == type:
         return text(key) + struct.pack("<I", WORDS[type]) + item(type, content)
     assert isinstance(content, list | tuple)
-    return text(key) + array(element, len(content)) + b"".join(item(element, each) for each in content)
+    return text(key) + array(element, len(content)) + b"".join(item(element, value) for value in content)
 
 
 def array(element: str | int, count: int) -> bytes:

@@ -27,7 +27,7 @@ class Search:
     columns: int
     shared: int = 1
 
-    def found(self, weight: Floats, importance: Floats | None, signs: Floats | bool | None,
+    def search(self, weight: Floats, importance: Floats | None, signs: Floats | bool | None,
               ) -> tuple[list[int], list[int], list[int], list[int], np.float16]:
         """(rows, tables, signs, scales, super-scale); signs are rows of a table, bits (None), or the grid's own (False)."""
         power = exponent(weight)
@@ -37,14 +37,14 @@ class Search:
         if signs is None:
             chosen, x = [int(v < 0) for v in x], np.abs(x)
         elif not isinstance(signs, bool):
-            x = self._turned(x, counts, signs, chosen)
+            x = self._with_signs(x, counts, signs, chosen)
         subs = [(x[i:i + self.columns], counts[i:i + self.columns]) for i in range(0, len(x), self.columns)]
         wanted = [self._free(*sub) for sub in subs]
         d, scales, most = F(0), [0] * len(subs), F(-np.inf)
         for factor in FACTORS:
             tried = np.ldexp(F(np.float16(np.ldexp(max(wanted) / self.steps[-1], power) * factor)), -power)
             near = [self._nearest(*sub, scale, tried) for sub, scale in zip(subs, wanted, strict=True)]
-            gain = halved(np.array([each for _, each in near], F))
+            gain = halved(np.array([value for _, value in near], F))
             if gain > most:
                 d, scales, most = tried, [scale for scale, _ in near], gain
         picked = [self._best(*sub, d * self.steps[scale]) for sub, scale in zip(subs, scales, strict=True)]
@@ -61,11 +61,11 @@ class Search:
         total = F(0)
         for v in x:
             total = total + v * v
-        given = np.ones_like(x) if importance is None or not importance.any() else np.ldexp(importance, -exponent(importance))
-        return np.array([i * np.sqrt(v * v + total / F(len(x))) for v, i in zip(x, given, strict=True)], F)
+        weights = np.ones_like(x) if importance is None or not importance.any() else np.ldexp(importance, -exponent(importance))
+        return np.array([i * np.sqrt(v * v + total / F(len(x))) for v, i in zip(x, weights, strict=True)], F)
 
     @staticmethod
-    def _turned(x: Floats, counts: Floats, signs: Floats, chosen: list[int]) -> Floats:
+    def _with_signs(x: Floats, counts: Floats, signs: Floats, chosen: list[int]) -> Floats:
         out = []
         for run in np.split(x * counts, len(x) // signs.shape[1]):
             whole, _ = integers(run, 1)
@@ -109,7 +109,7 @@ class Search:
 
     def _row(self, x: Floats, counts: Floats, table: Floats, unit: np.float32, scale: np.float32) -> tuple[int, np.float32]:
         whole = (table / unit).astype(np.int64)
-        most = max(int(np.abs(each / unit).max()) for each in self.tables)
+        most = max(int(np.abs(levels / unit).max()) for levels in self.tables)
         linear, worth = integers(counts * x, most)
         square, other = integers(counts, most * most)
         marks = (whole @ linear).astype(F) - (whole * whole @ square).astype(F) * (scale * (other / worth * (unit / 2)))

@@ -67,10 +67,10 @@ def _read(packed: PackedWeight) -> list[torch.Tensor]:
 
 
 @contextmanager
-def guarded(*held: torch.Tensor | PackedWeight | None) -> Iterator[Trace]:
+def guarded(*allowed: torch.Tensor | PackedWeight | None) -> Iterator[Trace]:
     """Launches inside may touch these tensors, and what weights are made of, alone."""
     global _trace
-    tensors = [tensor for each in held for tensor in (_read(each) if isinstance(each, PackedWeight) else [each])]
+    tensors = [tensor for stored in allowed for tensor in (_read(stored) if isinstance(stored, PackedWeight) else [stored])]
     _trace = trace = Trace([tensor for tensor in tensors if tensor is not None])
     try:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # infinities are values here
@@ -93,11 +93,11 @@ def _byte_perm(first: np.ndarray, second: np.ndarray, selectors: np.ndarray) -> 
     """Byte i of the result is the byte of the two words, of eight, that bits 4 * i to 4 * i + 2 of a selector name."""
     words = first.astype(np.int32).view(np.uint32).astype(np.uint64) | \
         second.astype(np.int32).view(np.uint32).astype(np.uint64) << np.uint64(32)
-    found = np.zeros(np.broadcast(first, second, selectors).shape, np.uint64)
+    picked = np.zeros(np.broadcast(first, second, selectors).shape, np.uint64)
     for i in range(4):
         place = (selectors.astype(np.int32).view(np.uint32) >> np.uint32(4 * i) & np.uint32(7)).astype(np.uint64) * np.uint64(8)
-        found |= (words >> place & np.uint64(255)) << np.uint64(8 * i)
-    return found.astype(np.uint32).view(np.int32)
+        picked |= (words >> place & np.uint64(255)) << np.uint64(8 * i)
+    return picked.astype(np.uint32).view(np.int32)
 
 
 def _patch() -> None:
@@ -110,15 +110,15 @@ def _patch() -> None:
     load, store, cast = builder.create_masked_load, builder.create_masked_store, builder.cast_impl
     dot, binary = builder.create_dot, builder.binary_op
 
-    def masked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+    def masked_load(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:
         if _trace is not None:
             _trace.loads.append(_trace.check(pointers, mask, "load"))
-        return load(self, pointers, mask, *rest)
+        return load(self, pointers, mask, *args)
 
-    def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *args: Any) -> Any:
         if _trace is not None:
             _trace.stores.append(_trace.check(pointers, mask, "store"))
-        return store(self, pointers, value, mask, *rest)
+        return store(self, pointers, value, mask, *args)
 
     def cast_impl(self: Any, source: Any, kind: Any) -> Any:
         if source.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16:
@@ -127,11 +127,11 @@ def _patch() -> None:
             return interpreter.TensorHandle(_from_bf16(source.data), tl.float32)
         return cast(self, source, kind)
 
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *args: Any) -> Any:
         if a.dtype.scalar == tl.bfloat16 and b.dtype.scalar == tl.bfloat16:
             product = np.matmul(_from_bf16(a.data), _from_bf16(b.data), dtype=np.float32)
             return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-        return dot(self, a, b, d, *rest)
+        return dot(self, a, b, d, *args)
 
     def binary_op(self: Any, left: Any, right: Any, operation: Any) -> Any:
         if left.dtype.scalar == tl.bfloat16 and operation in (np.add, np.subtract, np.multiply):
@@ -140,8 +140,8 @@ def _patch() -> None:
         return binary(self, left, right, operation)
 
     def byte_perm(*words: Any) -> Any:
-        found = _byte_perm(*(np.asarray(word.handle.data if isinstance(word, tl.tensor) else int(word)) for word in words))
-        return tl.tensor(interpreter.TensorHandle(found, tl.int32), tl.block_type(tl.int32, list(found.shape)))
+        picked = _byte_perm(*(np.asarray(word.handle.data if isinstance(word, tl.tensor) else int(word)) for word in words))
+        return tl.tensor(interpreter.TensorHandle(picked, tl.int32), tl.block_type(tl.int32, list(picked.shape)))
 
     codebook.libdevice = SimpleNamespace(byte_perm=byte_perm)    # the interpreter knows no functions of libdevice
     builder.create_masked_load, builder.create_masked_store, builder.cast_impl = masked_load, masked_store, cast_impl

@@ -10,9 +10,9 @@ from typer.testing import CliRunner, Result
 from qdsl.cli import app
 from qdsl.jobs.gguf.mixes import Model
 from tests.support import folders
-from tests.support.models import Made, written
+from tests.support.models import ToyModel, written
 
-DENSE = Made(Model("llama", 2, 4, 2), 256, 512)
+DENSE = ToyModel(Model("llama", 2, 4, 2), 256, 512)
 CONFIG = {"model_type": "llama", "num_hidden_layers": 1}
 
 
@@ -60,4 +60,4 @@ JOBS = {
 
 def files(path: Path) -> dict[str, bytes]:
     """All files below a folder, hidden ones and names of empty folders among them."""
-    return {str(each.relative_to(path)): each.read_bytes() if each.is_file() else b"" for each in sorted(path.rglob("*"))}
+    return {str(file.relative_to(path)): file.read_bytes() if file.is_file() else b"" for file in sorted(path.rglob("*"))}

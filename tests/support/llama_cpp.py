@@ -29,8 +29,8 @@ LACKING: dict[str, dict[str, Any]] = {
 
 def folder() -> Path | None:
     """Where the converter lies; None where it is not there."""
-    stated = os.environ.get("QDSL_LLAMA_CPP")
-    places = [Path(stated)] if stated else PLACES
+    variable = os.environ.get("QDSL_LLAMA_CPP")
+    places = [Path(variable)] if variable else PLACES
     return next((place for place in reversed(places) if (place / "conversion").is_dir()), None)
 
 

@@ -26,7 +26,7 @@ from tests.support.paths import ROOT
 
 RECORD = ROOT / "tests/data/mixes_architectures.json"
 WITH_IMATRIX = ("IQ3_XXS", "IQ4_NL", "IQ4_XS", "Q4_0", "Q5_0")   # the mixes whose rules ask for one
-QUESTIONS = [*((mix, False) for mix, facts in MIXES.items() if facts.default), *((mix, True) for mix in WITH_IMATRIX)]
+QUESTIONS = [*((mix, False) for mix, about in MIXES.items() if about.default), *((mix, True) for mix in WITH_IMATRIX)]
 WIDTH = 256
 # Of two models of an architecture: layers, heads, heads of values, experts where it has any.
 SIZES = ((16, 8, 2, 4), (8, 8, 4, 8))
@@ -78,8 +78,8 @@ def tensors(model: Model, names: Sequence[str]) -> list[Tensor]:
 
 def case(architecture: str, names: Sequence[str], size: int) -> tuple[Model, list[Tensor]]:
     """A model as the rules see it, and its tensors."""
-    made = model(architecture, names, size)
-    return Model("clip", 0, 0, 0) if architecture == "clip" else made, tensors(made, names)
+    built = model(architecture, names, size)
+    return Model("clip", 0, 0, 0) if architecture == "clip" else built, tensors(built, names)
 
 
 def program() -> Path | None:
@@ -163,15 +163,15 @@ def _ranges(places: Sequence[int]) -> str:
 
 def prepared(folder: Path, architecture: str, names: Sequence[str], size: int, scale: float = 0) -> Path:
     """A file that llama-quantize reads: metadata that it misses is added until it does.  scale: of its numbers."""
-    made = model(architecture, names, size)
+    built = model(architecture, names, size)
     path = folder / f"{architecture}.{size}.gguf"
-    layers = made.layers - (architecture == "graniteswitch")     # it counts one of its own
-    counts = {"block_count": layers, "attention.head_count": made.heads, "attention.head_count_kv": made.heads_kv}
-    experts = {"expert_count": made.experts, "expert_used_count": 2} if made.experts else {}
+    layers = built.layers - (architecture == "graniteswitch")    # it counts one of its own
+    counts = {"block_count": layers, "attention.head_count": built.heads, "attention.head_count_kv": built.heads_kv}
+    experts = {"expert_count": built.experts, "expert_used_count": 2} if built.experts else {}
     special = {"hrm.layers_per_stack": layers // 2} if architecture == "hrm_text" else SPECIAL.get(architecture, {})
     metadata = {f"{architecture}.{key}": value for key, value in (counts | experts | COMMON | special).items()}
     for _ in range(40):
-        written(path, made, tensors(made, names), metadata, scale)
+        written(path, built, tensors(built, names), metadata, scale)
         try:
             dry_run(path, "Q8_0")
             return path
@@ -181,7 +181,7 @@ def prepared(folder: Path, architecture: str, names: Sequence[str], size: int, s
             if not (missing or wrong):
                 raise
             if missing:
-                metadata[missing[2]] = [True] * made.layers if missing[1] else 1
+                metadata[missing[2]] = [True] * built.layers if missing[1] else 1
             elif wrong:
                 metadata[wrong[1]] = {"f32": 1.0, "bool": True, "i32": [16] * 4, "arr": [1] * layers}[wrong[2]]
     raise AssertionError(f"{architecture}: its metadata has no end")
@@ -197,11 +197,11 @@ def answer(path: Path, mix: str, imatrix: Path | None) -> str:
         raise
 
 
-def record(folder: Path, known: Path, architecture: str, names: Sequence[str], size: int) -> list[str]:
-    """What a model's tensors get of every question.  known: an importance matrix."""
+def record(folder: Path, importance: Path, architecture: str, names: Sequence[str], size: int) -> list[str]:
+    """What a model's tensors get of every question.  importance: the file of an importance matrix."""
     path = prepared(folder, architecture, names, size)
     try:
-        return [answer(path, mix, known if with_imatrix else None) for mix, with_imatrix in QUESTIONS]
+        return [answer(path, mix, importance if with_imatrix else None) for mix, with_imatrix in QUESTIONS]
     finally:
         path.unlink()
 
@@ -215,12 +215,12 @@ def main() -> None:
     models = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         wanted = [(name, roles(name), size) for name in architectures() if name not in UNSUPPORTED for size in range(len(SIZES))]
-        known = imatrix(Path(folder, "imatrix.gguf"))
-        answers = pool.map(lambda case: record(Path(folder), known, *case), wanted)
+        importance = imatrix(Path(folder, "imatrix.gguf"))
+        answers = pool.map(lambda case: record(Path(folder), importance, *case), wanted)
         for (name, names, _), answer in zip(wanted, answers, strict=True):
             row = models.setdefault(name, {"tensors": " ".join(names), "answers": []})
             row["answers"].append([texts.setdefault(text, len(texts)) for text in answer])
-    data = {"recorded": llama_cpp.release(), "questions": [mix + "+imatrix" * known for mix, known in QUESTIONS],
+    data = {"recorded": llama_cpp.release(), "questions": [mix + "+imatrix" * with_imatrix for mix, with_imatrix in QUESTIONS],
             "texts": list(texts), "architectures": models}
     RECORD.write_text(re.sub(r"(?<=\d),\n +(?=\d)", ",", json.dumps(data, indent=0)) + "\n")
 

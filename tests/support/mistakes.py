@@ -91,13 +91,13 @@ def _entries(table: Table) -> str:
 
 def recomputed(spec: Spec) -> Spec | None:
     """The spec with its computed tables computed again; None where one cannot be."""
-    made: dict[str, Table] = {}
+    computed: dict[str, Table] = {}
     for table in spec.tables:
         try:
-            made[table.name.value] = table if table.formula is None else tables.evaluated(table, made)
+            computed[table.name.value] = table if table.formula is None else tables.evaluated(table, computed)
         except GrammarError:
             return None
-    return replace(spec, tables=tuple(made.values()))
+    return replace(spec, tables=tuple(computed.values()))
 
 
 def shown(node: Any) -> str:
@@ -216,8 +216,8 @@ def _own(node: Any, place: str, spec: Spec) -> Iterator[Change]:
             last = node.values[-1]
             fewer = replace(node, values=node.values[:-1], shape=(len(node.values) - 1,))
             yield from (("entry", replace(node, values=values)) for values in _exchanged(node.values))
-            yield from (("entry", each) for each in (fewer, *(replace(node, values=(*node.values[:-1], new))
-                                                              for new in (-last, last + 1))))
+            yield from (("entry", entry) for entry in (fewer, *(replace(node, values=(*node.values[:-1], new))
+                                                                for new in (-last, last + 1))))
         case Storage():
             yield from (("where", replace(node, where=where)) for where in _dropped(node.where))
             for i, (key, values) in enumerate(node.only):
@@ -273,8 +273,8 @@ def _names(node: g.Name, place: str, spec: Spec) -> Iterator[Change]:
     if node.name in LETTERS:
         yield "axis", replace(node, name=LETTERS[node.name])
     if place in ("decode", "encode"):
-        known = [field.name.value for field in spec.fields]
-        yield from (("field", replace(node, name=name)) for name in known if name != node.name and node.name in known)
+        fields = [field.name.value for field in spec.fields]
+        yield from (("field", replace(node, name=name)) for name in fields if name != node.name and node.name in fields)
 
 
 def _operations(node: g.Binary, place: str) -> Iterator[Change]:
@@ -298,16 +298,16 @@ def _calls(node: g.Apply, place: str) -> Iterator[Change]:
     scheme = SCHEMES[node.name]
     yield from (("scheme", replace(node, name=name)) for name in SCHEMES if name != node.name)
     yield from (("option", replace(node, keywords=keywords)) for keywords in _dropped(node.keywords))
-    given = {key.name: i for i, (key, _) in enumerate(node.keywords)}
+    places = {key.name: i for i, (key, _) in enumerate(node.keywords)}
     for (a, left), (b, right) in pairwise(pair for pair in node.keywords if pair[0].name in scheme.roles):
         swapped = {a.name: right, b.name: left}
         yield "role", replace(node, keywords=tuple((key, swapped.get(key.name, value)) for key, value in node.keywords))
     defaults = signature(getattr(encode, node.name)).parameters
     for option, words in scheme.options.items():
         for word in words or ():
-            if option not in given and word == str(defaults[option].default).lower():
+            if option not in places and word == str(defaults[option].default).lower():
                 continue                                         # says what is so anyway
-            at = given.get(option, len(node.keywords))
+            at = places.get(option, len(node.keywords))
             changed = (g.Name(option, NOWHERE), g.Name(word, NOWHERE))
             yield "option", replace(node, keywords=(*node.keywords[:at], changed, *node.keywords[at + 1:]))
 
@@ -320,8 +320,8 @@ def _subscripts(node: g.Typed, spec: Spec) -> Iterator[Change]:
     if len(node.index) == 2 and len(blocks) == 1:
         block = blocks[0]
         other = LETTERS[block.left.name]                         # type: ignore[union-attr]
-        turned = replace(block, left=g.Name(other, NOWHERE)), g.Name(LETTERS[other], NOWHERE)
-        yield "group-axis", replace(node, index=turned if other == "n" else turned[::-1])
+        swapped = replace(block, left=g.Name(other, NOWHERE)), g.Name(LETTERS[other], NOWHERE)
+        yield "group-axis", replace(node, index=swapped if other == "n" else swapped[::-1])
 
 
 def _types(kind: g.Type, spec: Spec) -> Iterator[g.Type]:
@@ -358,13 +358,13 @@ def mutants(path: Path) -> tuple[Mutant, ...]:
     spec = load(path, path.name)
     rows = listing(spec)
     seen = {_meaning(spec)}
-    found: list[Mutant] = []
-    for kind, each in mistakes(spec, "", spec):
-        changed = each if each.tables is spec.tables else recomputed(each)
+    listed: list[Mutant] = []
+    for kind, change in mistakes(spec, "", spec):
+        changed = change if change.tables is spec.tables else recomputed(change)
         if changed is not None and (now := _meaning(changed)) not in seen:
             seen.add(now)
-            found.append(Mutant(kind, _difference(rows, listing(changed)), changed))
-    return tuple(found)
+            listed.append(Mutant(kind, _difference(rows, listing(changed)), changed))
+    return tuple(listed)
 
 
 def _meaning(spec: Spec) -> tuple[object, ...]:

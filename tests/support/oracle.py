@@ -50,9 +50,9 @@ def width_of(spec: Spec, field: str, params: Mapping[str, int | str]) -> int:
     """Bits of a field."""
     kind = next(f for f in spec.fields if f.name.value == field).typed.type
     word = str(params.get(kind.name, kind.name)) + (str(params[kind.parameter.name]) if kind.parameter else "")
-    known = {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8, "e8m0h": 8, "ue4m3": 8, "index": 32}
-    if word in known:
-        return known[word]
+    widths = {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8, "e8m0h": 8, "ue4m3": 8, "index": 32}
+    if word in widths:
+        return widths[word]
     if word[0] in "ui" and word[1:].isdigit():
         return int(word[1:])
     return 1 + int(word[1]) + int(word[3])                       # eXmY
@@ -71,7 +71,7 @@ def bits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[s
          ) -> Iterator[tuple[str, tuple[int, ...], int, Bit]]:
     """(tensor, element of the tensor, bit of that element, what lies there) for every stored bit but padding and digits."""
     for tensor in storage.tensors:
-        yield from (found[:4] for found in _tensor(spec, tensor, env, params) if found[4] < 0)
+        yield from (bit[:4] for bit in _tensor(spec, tensor, env, params) if bit[4] < 0)
 
 
 def digits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
@@ -80,12 +80,12 @@ def digits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping
 
     A digit of an element that no weight has is None.
     """
-    found: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, tuple[int, ...]]]] = {}
+    by_byte: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, tuple[int, ...]]]] = {}
     for tensor in storage.tensors:
         for name, element, bit, (field, index, _), place in _tensor(spec, tensor, env, params):
             if place >= 0:
-                found.setdefault((name, element, bit), {})[place] = field, index
-    return {key: [held.get(place) for place in range(1 + max(held))] for key, held in found.items()}
+                by_byte.setdefault((name, element, bit), {})[place] = field, index
+    return {key: [codes.get(place) for place in range(1 + max(codes))] for key, codes in by_byte.items()}
 
 
 def digit_fields(spec: Spec) -> set[str]:
@@ -149,9 +149,9 @@ def _line(spec: Spec, line: g.Line, env: Mapping[str, int], params: Mapping[str,
         local = {**env, **dict(zip(names, counters, strict=True))}
         for item in line.items:
             if isinstance(item, g.Digits):
-                held = list(_line(spec, item.line, local, params))
-                yield from ((name, index, low, 8 * (place == len(held) - 1), place)
-                            for place, (name, index, low, _, _) in enumerate(held))
+                digits = list(_line(spec, item.line, local, params))
+                yield from ((name, index, low, 8 * (place == len(digits) - 1), place)
+                            for place, (name, index, low, _, _) in enumerate(digits))
                 continue
             if item.field is None:
                 assert item.width is not None
@@ -194,8 +194,8 @@ def _shape(fields: Mapping[str, Field], field: Field, env: Mapping[str, int]) ->
 def _run(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Stored]:
     """Bytes in records along k, with local subscripts."""
     pieces = list(_record(spec, tensor, env, params))
-    held = {name for name, *_ in pieces}
-    fields = {f.name.value: f for f in spec.fields if f.name.value in held}
+    stored = {name for name, *_ in pieces}
+    fields = {f.name.value: f for f in spec.fields if f.name.value in stored}
     shared = {name: 1 if isinstance(f.typed.index[1], g.Name) else evaluate(f.typed.index[1].right, env)  # type: ignore[union-attr]
               for name, f in fields.items()}
     run = max((1 + (index[0] if index else 0)) * shared[name] for name, index, *_ in pieces if name)

@@ -55,7 +55,7 @@ class Factories(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         device = (options or {}).get("device")
-        if (device is not None and torch.device(device).type == NAME) or any(isinstance(each, OtherTensor) for each in arguments):
+        if (device is not None and torch.device(device).type == NAME) or any(isinstance(a, OtherTensor) for a in arguments):
             return _run(function, arguments, options or {})
         return function(*arguments, **(options or {}))
 

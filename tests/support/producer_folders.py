@@ -295,11 +295,11 @@ def named(layer: str, packed: PackedWeight) -> dict[str, Tensor]:
     """The tensors of a layer as files have them, with the small ones that producers add."""
     description = next(page for page in descriptions() if page.name == packed.format.name)
     single = numbers(description)                                # which JSON states
-    known = Layer(layer, packed.format.name, packed.storage, packed.params, packed.shape)
-    tensors = {full_name(known, name, packed.layout.tensors[name].aliases): tensor.contiguous()
+    described = Layer(layer, packed.format.name, packed.storage, packed.params, packed.shape)
+    tensors = {full_name(described, name, packed.layout.tensors[name].aliases): tensor.contiguous()
                for name, tensor in packed.tensors.items() if name not in single}
-    small = small_tensors(known, packed.format, packed.params, {}, {name: float(packed.tensors[name]) for name in single})
-    return tensors | {full_name(known, name): torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
+    small = small_tensors(described, packed.format, packed.params, {}, {name: float(packed.tensors[name]) for name in single})
+    return tensors | {full_name(described, name): torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
                       for name, (dtype, shape, data) in small.items()}
 
 

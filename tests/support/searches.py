@@ -20,10 +20,10 @@ def rounded(value: np.float32) -> int:
 
 
 def total(values: Floats) -> np.float32:
-    found = F(0)
+    partial = F(0)
     for value in values:
-        found = found + value
-    return found
+        partial = partial + value
+    return partial
 
 
 def between(low: int, value: int, high: int) -> int:
@@ -164,19 +164,19 @@ def super_minmax(blocks: list[list[np.float32]], importance: list[list[np.float3
                  first: float, step: float, steps: int, magnitudes: bool, spread: float,
                  ) -> tuple[list[list[int]], list[int], list[int], np.float32, np.float32]:
     """(codes, scales, mins, super-scale, super-min) of the weights of sub-blocks."""
-    found, sizes = [], []
+    fits, sizes = [], []
     if importance is None:
         for x in blocks:
             mean = F(np.sqrt(total([v * v for v in x]) / F(len(x))))
-            found.append(ranged(x, [abs(v) if magnitudes else mean + abs(v) for v in x], high, first, step, steps, magnitudes))
+            fits.append(ranged(x, [abs(v) if magnitudes else mean + abs(v) for v in x], high, first, step, steps, magnitudes))
     else:
         mean = _mean(blocks, spread)
-        for x, each in zip(blocks, importance, strict=True):
-            weights = counts(x, each, mean)
+        for x, by in zip(blocks, importance, strict=True):
+            weights = counts(x, by, mean)
             sizes.append(total(weights))
-            found.append(ranged(x, weights, high, *IMPORTANT))
+            fits.append(ranged(x, weights, high, *IMPORTANT))
     levels = []
-    for values in ([max(F(0), scale) for scale, _, _ in found], [max(F(0), -low) for _, low, _ in found]):
+    for values in ([max(F(0), scale) for scale, _, _ in fits], [max(F(0), -low) for _, low, _ in fits]):
         if importance is not None:
             exact, chosen = positive(values, sizes, highest)
         else:
@@ -186,7 +186,7 @@ def super_minmax(blocks: list[list[np.float32]], importance: list[list[np.float3
         levels.append((half(exact), chosen))
     (d, scales), (dm, mins) = levels
     codes = []
-    for x, scale, low, (_, _, kept) in zip(blocks, scales, mins, found, strict=True):
+    for x, scale, low, (_, _, kept) in zip(blocks, scales, mins, fits, strict=True):
         unit, less = d * F(scale), dm * F(low)
         codes.append([between(0, rounded((v + less) / unit), high) for v in x] if unit else kept)
     return codes, scales, mins, d, dm
@@ -195,27 +195,27 @@ def super_minmax(blocks: list[list[np.float32]], importance: list[list[np.float3
 def super_signmax(blocks: list[list[np.float32]], importance: list[list[np.float32]] | None, low: int, high: int, least: int,
                   most: int, exchange: bool, spread: float) -> tuple[list[list[int]], list[int] | None, np.float32]:
     """(codes, scales, super-scale) of the weights of sub-blocks; None for scales that are all stored as 0."""
-    found, sizes = [], []
+    fits, sizes = [], []
     for i, x in enumerate(blocks):
         if importance is None:
-            found.append(exchanged(x, low, high) if exchange else trials(x, [v * v for v in x], low, high))
+            fits.append(exchanged(x, low, high) if exchange else trials(x, [v * v for v in x], low, high))
         else:
             weights = counts(x, importance[i], _mean(blocks, spread) if spread else None)
             sizes.append(total(weights))
-            found.append(trials(x, weights, low, high))
-    values = [scale for scale, _ in found]
+            fits.append(trials(x, weights, low, high))
+    values = [scale for scale, _ in fits]
     top = extreme(values)
     scales: list[int] | None
     if importance is not None and spread:
         exact, scales = trials(values, sizes, least, most)
     elif not top or (abs(top) < TINY and not (exchange and importance is None)):
-        return [[low] * len(x) if not exchange else kept for x, (_, kept) in zip(blocks, found, strict=True)], None, F(0)
+        return [[low] * len(x) if not exchange else kept for x, (_, kept) in zip(blocks, fits, strict=True)], None, F(0)
     else:
         inverse = F(least) / top
         exact, scales = F(1) / inverse, [between(least, rounded(inverse * v), most) for v in values]
     d = half(exact)
     codes = []
-    for x, scale, (_, kept) in zip(blocks, scales, found, strict=True):
+    for x, scale, (_, kept) in zip(blocks, scales, fits, strict=True):
         unit = d * F(scale)
         codes.append([between(low, rounded(v / unit), high) for v in x] if unit else kept)
     return codes, scales, d

@@ -76,8 +76,8 @@ def _magnitudes(kind: str) -> list[tuple[float, int]]:
 
 
 def width(kind: str) -> int:
-    known = {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8, "e8m0h": 8, "ue4m3": 8}
-    return known.get(kind) or (int(kind[1:]) if kind[0] in "ui" else 1 + int(kind[1]) + int(kind[3]))
+    widths = {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8, "e8m0h": 8, "ue4m3": 8}
+    return widths.get(kind) or (int(kind[1:]) if kind[0] in "ui" else 1 + int(kind[1]) + int(kind[3]))
 
 
 def nearest(kind: str, x: np.float32, ties: str = "even") -> int:
@@ -102,13 +102,13 @@ def whole(kind: str, x: np.float32, ties: str = "even", offset: int = 0) -> int:
     """The integer nearest to x plus an offset, cut to the type's range, as a code."""
     bits = int(kind[1:])
     if ties == "up":                                             # the one rule that is defined by a sum in float32
-        found = floor(x + np.float32(offset + 0.5))
+        code = floor(x + np.float32(offset + 0.5))
     elif ties == "away":
-        found = (1 if x > 0 else -1) * floor(abs(float(x)) + 0.5) + offset
+        code = (1 if x > 0 else -1) * floor(abs(float(x)) + 0.5) + offset
     else:
-        found = round(float(x)) + offset
+        code = round(float(x)) + offset
     low = -(1 << bits - 1) if kind[0] == "i" else 0
-    return min(max(found, low), low + (1 << bits) - 1) & (1 << bits) - 1
+    return min(max(code, low), low + (1 << bits) - 1) & (1 << bits) - 1
 
 
 # -- one weight of a spec ---------------------------------------------------------------------------------------------
@@ -143,22 +143,22 @@ class Reading:
         """The values of fields that this storage does not hold, or need not."""
         storage = next(s for s in self.spec.storages if s.name.value == self.storage)
         fields = {field.name.value for field in self.spec.fields}
-        found = {key.value: expr for key, expr in storage.where if key.value in fields}
+        defaults = {key.value: expr for key, expr in storage.where if key.value in fields}
         for tensor in storage.tensors:
             if tensor.optional is not None:
                 (item,) = (item for line in tensor.record for item in line.fields if item.field is not None)
-                found[item.field.name] = tensor.optional         # type: ignore[union-attr]
-        return found
+                defaults[item.field.name] = tensor.optional      # type: ignore[union-attr]
+        return defaults
 
-    def places(self, held: Mapping[str, Codes]) -> Iterator[tuple[tuple[int, int], dict[str, int], dict[str, tuple[int, ...]]]]:
+    def places(self, fields: Mapping[str, Codes]) -> Iterator[tuple[tuple[int, int], dict[str, int], dict[str, tuple[int, ...]]]]:
         """Every weight: (n, k), the values of the fields that are not held, and the elements of those that are."""
         indices = [f.name.value for f in self.spec.fields if f.typed.type.name == "index"]
         for n, k in np.ndindex(*self.shape):
             env = {**self.env, "n": n, "k": k}
-            free = {name: oracle.evaluate(expr, env) for name, expr in self.defaults.items() if name not in held}
-            env |= free | {name: int(held[name][k]) for name in indices if name in held}
+            free = {name: oracle.evaluate(expr, env) for name, expr in self.defaults.items() if name not in fields}
+            env |= free | {name: int(fields[name][k]) for name in indices if name in fields}
             yield (n, k), free, {f.name.value: tuple(oracle.evaluate(i, env) for i in f.typed.index)
-                                 for f in self.spec.fields if f.name.value in held and not oracle.table(f)}
+                                 for f in self.spec.fields if f.name.value in fields and not oracle.table(f)}
 
     @property
     def stored_tables(self) -> dict[str, tuple[int, ...]]:
@@ -168,12 +168,12 @@ class Reading:
     @cached_property
     def tables(self) -> Tables:
         """Every table by its subscripts; computed ones are computed once more."""
-        found: Tables = {}
+        tables: Tables = {}
         for t in self.spec.tables:
             for i, at in enumerate(np.ndindex(*t.shape)):
-                value = t.values[i] if t.formula is None else _step(t.formula, dict(zip(t.loops, at, strict=True)), found)
-                found[t.name.value, at] = value if isinstance(value, int) else np.float32(value)
-        return found
+                value = t.values[i] if t.formula is None else _step(t.formula, dict(zip(t.loops, at, strict=True)), tables)
+                tables[t.name.value, at] = value if isinstance(value, int) else np.float32(value)
+        return tables
 
     # -- decode -------------------------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class Reading:
         """Tensors of these shapes that hold the fields, element by element, and the bits of them that are not padding."""
         env = self.env
         packed = {name: np.zeros(shape, np.int64) for name, shape in like.items()}
-        held = {name: np.zeros(shape, np.int64) for name, shape in like.items()}
+        used = {name: np.zeros(shape, np.int64) for name, shape in like.items()}
         rules = {name: rule for name, tensor in self.tensors.items() for rule in tensor.stored
                  if all(self.params.get(key.value) in values for key, values in rule.when)}
         for name, element, bit, (field, index, low) in self._bits:
@@ -219,42 +219,42 @@ class Reading:
             if rule is not None and rule.target.value == field:
                 code = oracle.evaluate(rule.value, {**env, field: code})
             packed[name][element] |= (code >> low & 1) << bit
-            held[name][element] |= 1 << bit
+            used[name][element] |= 1 << bit
         for (name, element, bit), digits in self._digits.items():
             if name not in like:
                 continue
-            codes = [0 if each is None else int(fields[each[0]][each[1]]) for each in digits]
+            codes = [0 if digit is None else int(fields[digit[0]][digit[1]]) for digit in digits]
             number = sum(code * 3 ** (4 - place) for place, code in enumerate(codes))
             packed[name][element] |= ceil(Fraction(number * 256, 243)) << bit
-            held[name][element] |= 255 << bit
+            used[name][element] |= 255 << bit
         for name, rule in rules.items():
             if rule.target.value == "word" and name in like:
                 size = oracle.element_bits(self.spec, self.tensors[name], self.params)
                 for element in np.ndindex(*like[name]):
                     word = oracle.evaluate(rule.value, {**env, "word": int(packed[name][element])})
                     packed[name][element] = word % (1 << size)
-        return packed, held
+        return packed, used
 
     def canonical(self, tensors: Mapping[str, Codes]) -> dict[str, Codes]:
         """The same with the bytes of digits as `pack` writes them: of all that have these digits, the least."""
-        found = {name: tensor.copy() for name, tensor in tensors.items()}
+        canonical = {name: tensor.copy() for name, tensor in tensors.items()}
         for (name, element, bit), digits in self._digits.items():
-            if name in found:
+            if name in canonical:
                 byte = int(tensors[name][element]) >> bit & 255
                 number = byte * 3 ** len(digits) // 256
-                found[name][element] += (ceil(Fraction(number * 256, 3 ** len(digits))) - byte) << bit
-        return found
+                canonical[name][element] += (ceil(Fraction(number * 256, 3 ** len(digits))) - byte) << bit
+        return canonical
 
     def holds(self) -> bool:
         """Whether the storage can hold the shape: divisions divide, and every element that a weight has is stored."""
         try:
             stored = {(field, index) for _, _, _, (field, index, _) in self._bits}
-            stored |= {each for digits in self._digits.values() for each in digits if each is not None}
+            stored |= {digit for digits in self._digits.values() for digit in digits if digit is not None}
         except AssertionError:
             return False
         fields = {field for field, _ in stored}
-        held = {name: np.zeros(self.shape[1], np.int64) for name in fields}
-        used = {element for _, _, places in self.places(held) for element in places.items()}
+        zeros = {name: np.zeros(self.shape[1], np.int64) for name in fields}
+        used = {element for _, _, places in self.places(zeros) for element in places.items()}
         used |= {(name, at) for name, shape in self.stored_tables.items() for at in np.ndindex(*shape)}
         return used <= stored
 
@@ -265,13 +265,14 @@ class Reading:
         """Roles and options of the encode scheme, as the spec gives them, and the storage in place of some."""
         assert self.spec.encode is not None
         storage = next(s for s in self.spec.storages if s.name.value == self.storage)
-        found: dict[str, str | float] = {}
-        for key, given in self.spec.encode.keywords:
-            inner = given.value if isinstance(given, g.Negate) else given
+        arguments: dict[str, str | float] = {}
+        for key, option in self.spec.encode.keywords:
+            inner = option.value if isinstance(option, g.Negate) else option
             assert isinstance(inner, g.Name | g.Number)
-            found[key.name] = inner.name if isinstance(inner, g.Name) else -inner.value if inner is not given else inner.value
+            sign = 1 if inner is option else -1
+            arguments[key.name] = inner.name if isinstance(inner, g.Name) else sign * inner.value
         own = {key.value: word.value for key, word in storage.options}
-        return {**found, **{key: float(word) if is_number(word) else word for key, word in own.items()}}
+        return {**arguments, **{key: float(word) if is_number(word) else word for key, word in own.items()}}
 
     def span(self) -> tuple[int, int]:
         """Half steps, from and to, in which weights fill the codes' range when the scale is one step."""
@@ -287,8 +288,8 @@ class Reading:
     def encode(self, weight: npt.NDArray[np.float32], options: Mapping[str, Any]) -> dict[str, Codes]:
         """The fields that the spec's encode scheme chooses for a float32 weight; `importance` is one of the options."""
         assert self.spec.encode is not None
-        given = {**self.arguments, **options}
-        code = str(given["code"])
+        arguments = {**self.arguments, **options}
+        code = str(arguments["code"])
         fields: dict[str, Codes] = {code: np.zeros(self.shape, np.int64)}
         if self.spec.encode.name == "nearest":
             for place in np.ndindex(*self.shape):
@@ -297,8 +298,8 @@ class Reading:
         if self.spec.encode.name == "unit_level_nested":
             return self._nested(weight)
         if self.spec.encode.name.startswith("grid_"):
-            return self._grids(weight, {role: str(name) for role, name in self.arguments.items()}, given.get("importance"))
-        roles = {role: str(given[role]) for role in ("scale", "min", "zero", "super_scale", "super_min") if role in given}
+            return self._grids(weight, {role: str(name) for role, name in self.arguments.items()}, arguments.get("importance"))
+        roles = {role: str(arguments[role]) for role in ("scale", "min", "zero", "super_scale", "super_min") if role in arguments}
         shared = {place: at for place, _, at in self.places({name: np.zeros(0, np.int64) for name in roles.values()})}
         for name in roles.values():
             fields[name] = np.zeros([1 + max(i) for i in zip(*(at[name] for at in shared.values()), strict=True)], np.int64)
@@ -308,51 +309,51 @@ class Reading:
             blocks.setdefault(outer, {}).setdefault(inner, []).append(place)
         for parts in blocks.values():
             with np.errstate(all="ignore"):
-                codes, values = self._block(weight, list(parts.values()), given)
+                codes, values = self._block(weight, list(parts.values()), arguments)
             for places, part in zip(parts.values(), codes, strict=True):
-                for place, each in zip(places, part, strict=True):
-                    fields[code][place] = each
-            for role, found in values.items():
+                for place, own in zip(places, part, strict=True):
+                    fields[code][place] = own
+            for role, coded in values.items():
                 name = roles[role]
                 elements = dict.fromkeys(shared[places[0]][name] for places in parts.values())
-                for element, each in zip(elements, found, strict=True):
-                    fields[name][element] = each
-        return {**fields, **self._sums(weight, fields[code], given)} if "sums" in given else fields
+                for element, value in zip(elements, coded, strict=True):
+                    fields[name][element] = value
+        return {**fields, **self._sums(weight, fields[code], arguments)} if "sums" in arguments else fields
 
-    def _sums(self, weight: npt.NDArray[np.float32], codes: Codes, given: Mapping[str, Any]) -> dict[str, Codes]:
+    def _sums(self, weight: npt.NDArray[np.float32], codes: Codes, arguments: Mapping[str, Any]) -> dict[str, Codes]:
         """The field that is sums of the codes: integers, or floats that are times the scale that codes were computed with."""
-        name, code, scheme = str(given["sums"]), str(given["code"]), self.spec.encode.name if self.spec.encode else ""
-        kinds, offset = {role: self.kind(str(given[role])) for role in ("code", "scale", "sums")}, self._offset(code)
+        name, code, scheme = str(arguments["sums"]), str(arguments["code"]), self.spec.encode.name if self.spec.encode else ""
+        kinds, offset = {role: self.kind(str(arguments[role])) for role in ("code", "scale", "sums")}, self._offset(code)
         runs: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for place, _, at in self.places({name: np.zeros(0, np.int64)}):
             runs.setdefault(at[name], []).append(place)
-        found = np.zeros([1 + max(i) for i in zip(*runs, strict=True)], np.int64)
+        sums = np.zeros([1 + max(i) for i in zip(*runs, strict=True)], np.int64)
         for element, places in runs.items():
             total = sum(int(value(kinds["code"], int(codes[place]))) - offset for place in places)
             with np.errstate(all="ignore"):
                 x = [np.float32(weight[place]) for place in places]
-                used = _absmax(x, kinds["code"], kinds["scale"], scheme, offset, given)[2]
-                found[element] = total & (1 << width(kinds["sums"])) - 1 if kinds["sums"][0] == "i" else \
+                used = _absmax(x, kinds["code"], kinds["scale"], scheme, offset, arguments)[2]
+                sums[element] = total & (1 << width(kinds["sums"])) - 1 if kinds["sums"][0] == "i" else \
                     nearest(kinds["sums"], np.float32(total) * used)
-        return {name: found}
+        return {name: sums}
 
-    def _block(self, weight: npt.NDArray[np.float32], parts: list[list[tuple[int, int]]], given: Mapping[str, Any],
+    def _block(self, weight: npt.NDArray[np.float32], parts: list[list[tuple[int, int]]], arguments: Mapping[str, Any],
                ) -> tuple[list[list[int]], dict[str, list[int]]]:
         """Codes of a block's parts, and the codes of what its parts, or all of it, share."""
         assert self.spec.encode is not None
-        scheme, code, importance = self.spec.encode.name, str(given["code"]), given.get("importance")
-        kinds = {role: self.kind(str(given[role])) for role in ("code", "scale", "min", "zero", "super_scale", "super_min")
-                 if role in given}
+        scheme, code, importance = self.spec.encode.name, str(arguments["code"]), arguments.get("importance")
+        kinds = {role: self.kind(str(arguments[role])) for role in ("code", "scale", "min", "zero", "super_scale", "super_min")
+                 if role in arguments}
         x = [[np.float32(weight[place]) for place in part] for part in parts]
         by = None if importance is None else [[np.float32(importance[k]) for _, k in part] for part in parts]
         low, high = (end - self._offset(code) for end in _ends(kinds["code"]))
         if scheme == "kquant_minmax":
-            return _super_minmax(x, by, kinds, given)
+            return _super_minmax(x, by, kinds, arguments)
         if scheme == "kquant_signmax":
-            ends = tuple(end - self._offset(str(given["scale"])) for end in _ends(kinds["scale"]))
-            return _super_signmax(x, by, kinds, given, (low, high), ends)
+            ends = tuple(end - self._offset(str(arguments["scale"])) for end in _ends(kinds["scale"]))
+            return _super_signmax(x, by, kinds, arguments, (low, high), ends)
         if scheme in ("block_levels", "kquant_levels"):
-            return _leveled(x, by, kinds, [np.float32(v) for v in self._levels()], self._offset(str(given["scale"])))
+            return _leveled(x, by, kinds, [np.float32(v) for v in self._levels()], self._offset(str(arguments["scale"])))
         if by is not None:
             row = [np.float32(v) for v in weight[parts[0][0][0]]]
             counts = searches.counts(x[0], by[0], searches.total([v * v for v in row]) / np.float32(len(row)))
@@ -372,7 +373,7 @@ class Reading:
             return [[int(v >= 0) for v in x[0]]], {"scale": [_stored(mean, kinds["scale"])[0]]}
         if scheme == "nested_absmax":
             divided = any(isinstance(part, g.Binary) and part.op == "/" for part in _walk(self.spec.decode))
-            codes, scales, above = _nested(x, kinds, divided, given)
+            codes, scales, above = _nested(x, kinds, divided, arguments)
             return codes, {"scale": scales, "super_scale": [above]}
         if scheme == "absmax_level":
             codes, scale_code = _level(x[0], kinds["scale"], [float(v) for v in self._levels()], self._factor())
@@ -389,7 +390,7 @@ class Reading:
             codes, zero, scale_code = _float_middle(x[0], kinds, self._offset(code))
             return [codes], {"zero": [zero], "scale": [scale_code]}
         if scheme == "minmax":
-            codes, zero, scale_code = _minmax(x[0], kinds["code"], kinds["zero"], kinds["scale"], given)
+            codes, zero, scale_code = _minmax(x[0], kinds["code"], kinds["zero"], kinds["scale"], arguments)
             return [codes], {"zero": [zero], "scale": [scale_code]}
         if scheme == "scaled_zero":
             rule = {"by": "exact", "span": "tight"}
@@ -403,7 +404,7 @@ class Reading:
             codes = [min(max(round(float(v * inverse)), -1), 1) + 1 for v in x[0]]
             return [codes], {"scale": [_stored(inverse if divided else mean, kinds["scale"])[0]]}
         if scheme in ("absmax", "signmax"):
-            codes, scale_code, _ = _absmax(x[0], kinds["code"], kinds["scale"], scheme, self._offset(code), given)
+            codes, scale_code, _ = _absmax(x[0], kinds["code"], kinds["scale"], scheme, self._offset(code), arguments)
             return [codes], {"scale": [scale_code]}
         raise Unread(f"no second reading of encode scheme '{scheme}': add it to tests/support/slow_reading.py")
 
@@ -418,14 +419,14 @@ class Reading:
         codes, scales = np.zeros(self.shape, np.int64), []
         levels, entries = ([self.tables[t.name.value, (i,)] for i in range(t.shape[0])] for t in self.spec.tables)
         for places in blocks.values():
-            found, scale = _unit([np.float32(weight[place]) for place in places], levels)
-            for place, code in zip(places, found, strict=True):
+            coded, scale = _unit([np.float32(weight[place]) for place in places], levels)
+            for place, code in zip(places, coded, strict=True):
                 codes[place] = code
             scales.append(np.uint32(scale).view(np.float32))
         mean = np.float32(sum(map(float, scales)) / len(scales))
         pairs = [_unit([s - mean for s, p in zip(scales, parents.values(), strict=True) if p == parent], entries)
                  for parent in dict.fromkeys(parents.values())]
-        return {roles["code"]: codes, roles["scale"]: np.array([code for found, _ in pairs for code in found]),
+        return {roles["code"]: codes, roles["scale"]: np.array([code for coded, _ in pairs for code in coded]),
                 roles["super_scale"]: np.array([scale for _, scale in pairs]),
                 roles["offset"]: np.array(int(mean.view(np.uint32)))}
 
@@ -441,19 +442,19 @@ class Reading:
                   if isinstance(part, g.Binary) and set(g.names(part.right)) == {roles.get("shift")} and part.op == "+"
                   for code in range(2)]
         size = {role: self.shape[1] // self._extent(name) for role, name in roles.items()}
-        search = grids.Search([tables["grid"] + by for by in shifts or [np.float32(0)]], np.array(steps, np.float32),
-                              size["scale"], size.get("shift", size["code"]) // size["code"])
+        block = grids.Search([tables["grid"] + by for by in shifts or [np.float32(0)]], np.array(steps, np.float32),
+                             size["scale"], size.get("shift", size["code"]) // size["code"])
         signs = False if shifts else tables.get("sign")
-        found: dict[str, list[list[int]]] = {name: [[] for _ in weight] for name in roles.values()}
+        stored: dict[str, list[list[int]]] = {name: [[] for _ in weight] for name in roles.values()}
         with np.errstate(all="ignore"):
             for n, k in np.ndindex(self.shape[0], self.shape[1] // size["super_scale"]):
                 part = slice(k * size["super_scale"], (k + 1) * size["super_scale"])
                 by = None if importance is None else np.asarray(importance, np.float32)[part]
-                made = search.found(weight[n, part], by, signs)
-                chosen = dict(zip(("code", "shift", "sign", "scale"), made, strict=False))
+                picked = block.search(weight[n, part], by, signs)
+                chosen = dict(zip(("code", "shift", "sign", "scale"), picked, strict=False))
                 for role, name in roles.items():
-                    found[name][n] += [int(made[4].view(np.uint16))] if role == "super_scale" else chosen[role]
-        return {name: np.array(values, np.int64) for name, values in found.items()}
+                    stored[name][n] += [int(picked[4].view(np.uint16))] if role == "super_scale" else chosen[role]
+        return {name: np.array(values, np.int64) for name, values in stored.items()}
 
     def _extent(self, name: str) -> int:
         """How many elements of a field lie along the columns."""
@@ -564,7 +565,7 @@ def _level(x: list[np.float32], scale: str, levels: list[float], factor: float) 
         code = _ue4m3(largest / np.float32(top))
     unit = np.float32(value(scale, code)) * np.float32(factor)
     errors = [[abs(np.float32(level) * unit - v) for level in levels] for v in x]
-    return [each.index(min(each)) for each in errors], code
+    return [row.index(min(row)) for row in errors], code
 
 
 def _ue4m3(x: np.float32) -> int:
@@ -580,18 +581,18 @@ Parts = list[list[np.float32]]
 Chosen = tuple[list[list[int]], dict[str, list[int]]]
 
 
-def _super_minmax(x: Parts, by: Parts | None, kinds: Mapping[str, str], given: Mapping[str, Any]) -> Chosen:
-    trials = float(given["first"]), float(given["step"]), int(given["steps"])
+def _super_minmax(x: Parts, by: Parts | None, kinds: Mapping[str, str], arguments: Mapping[str, Any]) -> Chosen:
+    trials = float(arguments["first"]), float(arguments["step"]), int(arguments["steps"])
     codes, scales, mins, d, dm = searches.super_minmax(x, by, _ends(kinds["code"])[1], _ends(kinds["scale"])[1], *trials,
-                                                       given.get("errors") == "magnitudes", float(given.get("spread", 1)))
+                                                       arguments.get("errors") == "magnitudes", float(arguments.get("spread", 1)))
     return codes, {"scale": scales, "min": mins, "super_scale": [_stored(d, kinds["super_scale"])[0]],
                    "super_min": [_stored(dm, kinds["super_min"])[0]]}
 
 
-def _super_signmax(x: Parts, by: Parts | None, kinds: Mapping[str, str], given: Mapping[str, Any], ends: tuple[int, int],
+def _super_signmax(x: Parts, by: Parts | None, kinds: Mapping[str, str], arguments: Mapping[str, Any], ends: tuple[int, int],
                    steps: tuple[int, ...]) -> Chosen:
-    codes, scales, d = searches.super_signmax(x, by, *ends, steps[0], steps[1], given.get("by") == "exchange",
-                                              float(given.get("spread", 0)))
+    codes, scales, d = searches.super_signmax(x, by, *ends, steps[0], steps[1], arguments.get("by") == "exchange",
+                                              float(arguments.get("spread", 0)))
     base, least = _ends(kinds["code"])[0] - ends[0], _ends(kinds["scale"])[0] - steps[0]
     width = (1 << int(kinds["scale"][1:])) - 1
     return ([[c + base for c in part] for part in codes],
@@ -611,18 +612,18 @@ def _leveled(x: Parts, by: Parts | None, kinds: Mapping[str, str], levels: list[
     return codes, {"scale": [step + offset for step in steps], "super_scale": [_stored(d, kinds["super_scale"])[0]]}
 
 
-def _absmax(x: list[np.float32], kind: str, scale: str, scheme: str, offset: int, given: Mapping[str, str | float | bool],
+def _absmax(x: list[np.float32], kind: str, scale: str, scheme: str, offset: int, arguments: Mapping[str, str | float | bool],
             ) -> tuple[list[int], int, np.float32]:
     """Codes, and the scale's code and exact value, for scale = largest / divisor, where signmax keeps the largest's sign."""
     first = max(x, key=abs)                                      # of equals, the first
     largest = first + np.float32(0) if scheme == "signmax" else abs(first)
-    divisor = np.float32(given["divisor"] if "divisor" in given else _magnitudes(kind)[-1][0])
-    by, ties = given.get("by", "stored"), str(given.get("ties", "even"))
-    least = np.float32(given.get("least", 0))
+    divisor = np.float32(arguments["divisor"] if "divisor" in arguments else _magnitudes(kind)[-1][0])
+    by, ties = arguments.get("by", "stored"), str(arguments.get("ties", "even"))
+    least = np.float32(arguments.get("least", 0))
     exact = max(largest / divisor, least) if least else largest / divisor
-    zeros = str(given.get("zeros", "signed"))
-    if "power" in given or scale == "e8m0":
-        rule = str(given.get("power", "up"))
+    zeros = str(arguments.get("zeros", "signed"))
+    if "power" in arguments or scale == "e8m0":
+        rule = str(arguments.get("power", "up"))
         step = np.float32(1) / (np.float32(1) / largest * divisor) if by == "inverse" and largest else largest / divisor
         exponent = _exponent(float(largest), step, float(divisor), kind, rule) if largest else -127
         exponent = min(max(exponent, ceil(log2(least)) if least else -127, -127), 127)
@@ -645,20 +646,20 @@ def _absmax(x: list[np.float32], kind: str, scale: str, scheme: str, offset: int
         used = exact
         code, _ = _stored(exact, scale)
         factor = np.float32(1) / exact if exact else np.float32(0)
-        lost = np.float32(0 if given.get("lost") == "zero" else -offset)
-        scaled = [lost if np.isinf(factor) else v * factor for v in x]
+        overflow = np.float32(0 if arguments.get("lost") == "zero" else -offset)
+        scaled = [overflow if np.isinf(factor) else v * factor for v in x]
     else:
         code, used = _stored(exact if exact else np.float32(2 ** -23), scale)
         scaled = [v / used for v in x]
     return [_chosen(v, kind, ties, offset, zeros) for v in scaled], code, used
 
 
-def _nested(x: list[list[np.float32]], kinds: Mapping[str, str], divided: bool, given: Mapping[str, Any],
+def _nested(x: list[list[np.float32]], kinds: Mapping[str, str], divided: bool, arguments: Mapping[str, Any],
             ) -> tuple[list[list[int]], list[int], int]:
     """Codes of all blocks, their scales' codes, and that of the scale of all, by which the others are multiplied or divided."""
-    one, divisor, top = np.float32(1), np.float32(given["divisor"]), np.float32(448)
+    one, divisor, top = np.float32(1), np.float32(arguments["divisor"]), np.float32(448)
     largest = [max(abs(v) for v in block) for block in x]
-    whole = np.float32(given.get("amax", max(largest)))
+    whole = np.float32(arguments.get("amax", max(largest)))
     above = one / whole * (divisor * top) if divided else whole / (divisor * top)
     above = above if np.isfinite(above) else one
     codes, scales = [], []
@@ -666,17 +667,17 @@ def _nested(x: list[list[np.float32]], kinds: Mapping[str, str], divided: bool, 
         if divided:
             exact = above * (most / divisor)
         else:
-            exact = most / divisor / above if given.get("by") == "inverse" else most / (divisor * above)
-        code, stored = _stored(max(np.float32(given.get("least", 0)), exact) if most else np.float32(0), kinds["scale"])
+            exact = most / divisor / above if arguments.get("by") == "inverse" else most / (divisor * above)
+        code, stored = _stored(max(np.float32(arguments.get("least", 0)), exact) if most else np.float32(0), kinds["scale"])
         if not stored:
-            code, stored = _stored(np.float32(given["empty"]), kinds["scale"])
-        if given.get("by") == "inverse":
+            code, stored = _stored(np.float32(arguments["empty"]), kinds["scale"])
+        if arguments.get("by") == "inverse":
             factor = (above if divided else one / above) / stored
             scaled = [v * factor if np.isfinite(factor) else np.float32(0) for v in block]
         else:
             unit = stored / above if divided else stored * above
             scaled = [v / unit if unit else np.float32(0) for v in block]
-        codes.append([_chosen(v, kinds["code"], str(given.get("ties", "even")), 0, str(given.get("zeros", "signed")))
+        codes.append([_chosen(v, kinds["code"], str(arguments.get("ties", "even")), 0, str(arguments.get("zeros", "signed")))
                       for v in scaled])
         scales.append(code)
     return codes, scales, _stored(above, kinds["super_scale"])[0]
@@ -693,11 +694,11 @@ def _exponent(largest: float, exact: np.float32, divisor: float, kind: str, rule
     return power - frexp(divisor)[1] + carries
 
 
-def _minmax(x: list[np.float32], kind: str, zero: str, scale: str, given: Mapping[str, str | float | bool],
+def _minmax(x: list[np.float32], kind: str, zero: str, scale: str, arguments: Mapping[str, str | float | bool],
             ) -> tuple[list[int], int, int]:
     """Codes, the zero point's code and the scale's code for a range from the least weight to the largest, zero included."""
-    symmetric, full = given.get("symmetric") in (True, "true"), given.get("span") == "full"
-    tight = given.get("span") == "tight"                         # zero need not be in the range
+    symmetric, full = arguments.get("symmetric") in (True, "true"), arguments.get("span") == "full"
+    tight = arguments.get("span") == "tight"                     # zero need not be in the range
     low, high = (min(x), max(x)) if tight else (min(np.float32(0), *x), max(np.float32(0), *x))
     if symmetric and not tight:
         high = max(high, -low)
@@ -708,18 +709,18 @@ def _minmax(x: list[np.float32], kind: str, zero: str, scale: str, given: Mappin
     bits, zeros = int(kind[1:]), int(zero[1:])
     least = -(1 << bits - 1) if kind[0] == "i" else 0
     middle = (1 << bits - 1) + least
-    first = middle if given.get("rounds") == "sum" else 0        # where codes are counted from
+    first = middle if arguments.get("rounds") == "sum" else 0    # where codes are counted from
     exact = np.float32(2 ** -23) if empty and full else (high - low) / np.float32((1 << bits) - 1)
     if tight:
         reach, steps = (max(map(abs, x)), (1 << bits - 1) - 1) if symmetric else (high - low, (1 << bits) - 1)
         exact = max(reach, np.float32(1e-5)) / np.float32(steps)
     code, stored = _stored(exact, scale)
-    used = exact if given.get("by") == "exact" else stored
+    used = exact if arguments.get("by") == "exact" else stored
     point = middle - first
     if not symmetric and not (empty and full):
-        found = round(float(np.float32(least - first) - low / used))
-        point = min(max(found, least - first), least - first + (1 << bits) - 1)
-    if first or given.get("rounds") == "sum":
+        wanted = round(float(np.float32(least - first) - low / used))
+        point = min(max(wanted, least - first), least - first + (1 << bits) - 1)
+    if first or arguments.get("rounds") == "sum":
         codes = [round(float(v / used + np.float32(point))) + first for v in x]
     else:
         codes = [round(float(v / used)) + point for v in x]

@@ -30,7 +30,7 @@ def folder(path: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None
 
 def files(path: Path) -> dict[str, bytes]:
     """The files of a folder, without the checksums that qdsl adds."""
-    return {each.name: each.read_bytes() for each in path.iterdir() if not each.name.endswith(crc.FILE)}
+    return {file.name: file.read_bytes() for file in path.iterdir() if not file.name.endswith(crc.FILE)}
 
 
 def weight(n: int, k: int, seed: int = 0) -> Tensor:

@@ -96,30 +96,30 @@ def reserved() -> list[str]:
 def passes() -> list[str]:
     """The first sentence of each pass's file."""
     files = [choose_variants, *PASSES]
-    said = {step.__name__: (sys.modules[step.__module__].__doc__ or "").split("\n\n")[0].replace("\n", " ") for step in files}
-    return rows(["pass", "what it does"], ([f"`{name}`", sentence] for name, sentence in said.items()))
+    texts = {step.__name__: (sys.modules[step.__module__].__doc__ or "").split("\n\n")[0].replace("\n", " ") for step in files}
+    return rows(["pass", "what it does"], ([f"`{name}`", sentence] for name, sentence in texts.items()))
 
 
 def formats() -> list[str]:
-    found = []
+    lines = []
     for path in places.shipped():
         programs = compile_spec(load(path))
         about = summary(programs)
         encode = programs[0].encode
-        found.append([f"[{about['name']}](../specs/{path.name})", about["title"], f"`{about['formula']}`", about["bits"],
+        lines.append([f"[{about['name']}](../specs/{path.name})", about["title"], f"`{about['formula']}`", about["bits"],
                       ", ".join(about["storages"]), encode.scheme if encode else "not yet"])
-    return rows(["format", "what it is", "weight", "bits per weight", "storages", "quantize"], found)
+    return rows(["format", "what it is", "weight", "bits per weight", "storages", "quantize"], lines)
 
 
 def figures() -> list[str]:
     """The figures that have a goal, or a rate beside another package's, of the committed result."""
-    found = json.loads(RESULTS.read_text())
+    results = json.loads(RESULTS.read_text())
     lines = [[figure["what"], f"{figure['median']:.3g} {figure['unit']}",
               "" if figure["goal"] is None else f"{'at least' if figure['better'] == 'more' else 'at most'} {figure['goal']:g}",
               "**missed**" if is_missed(figure) else ""]
-             for figure in found["figures"] if figure["goal"] is not None or figure["what"].startswith("quantize")]
+             for figure in results["figures"] if figure["goal"] is not None or figure["what"].startswith("quantize")]
     return [*rows(["what", "measured", "goal", ""], lines), "",
-            f"Device: {found['device']['cpu']}, `{found['command']}`, {found['date']}."]
+            f"Device: {results['device']['cpu']}, `{results['command']}`, {results['date']}."]
 
 
 def is_missed(figure: dict[str, Any]) -> bool:
@@ -147,19 +147,19 @@ def no_planar() -> list[str]:
 
 def speeds() -> list[str]:
     """Linear on a GPU: what was measured, beside what is predicted; while no GPU has been measured, that alone."""
-    found = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("gpu-*.json"))]
-    return speed_lines(json.loads(PREDICTED.read_text()), max(found, key=lambda each: (each["date"], len(each.get("times", []))),
+    runs = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("gpu-*.json"))]
+    return speed_lines(json.loads(PREDICTED.read_text()), max(runs, key=lambda run: (run["date"], len(run.get("times", []))),
                                                               default=None))
 
 
 def speed_lines(predicted: dict[str, Any], measured: dict[str, Any] | None) -> list[str]:
     """A line for each format in a storage for matrix units, bfloat16 x, the shape and the rows that are predicted."""
-    shape = {(each["n"], each["k"]) for each in predicted["times"]}
+    shape = {(row["n"], row["k"]) for row in predicted["times"]}
     [(n, k)] = shape
-    counts = sorted({each["rows"] for each in predicted["times"]})
-    expected = {(each["what"], each["rows"]): each for each in predicted["times"] if each["x"] == "bf16"}
-    times = {(each["what"], each["rows"]): each for each in (measured or {}).get("times", [])
-             if each["x"] == "bf16" and (each["n"], each["k"]) == (n, k)}
+    counts = sorted({row["rows"] for row in predicted["times"]})
+    expected = {(row["what"], row["rows"]): row for row in predicted["times"] if row["x"] == "bf16"}
+    times = {(row["what"], row["rows"]): row for row in (measured or {}).get("times", [])
+             if row["x"] == "bf16" and (row["n"], row["k"]) == (n, k)}
     names = [name for name in dict.fromkeys(name for name, _ in expected) if any(part in name for part in SHOWN)]
     heads = ["linear, bfloat16 x", *(f"M = {count}" for count in counts)]
     lines = [[name, *(_speed(expected.get((name, count)), times.get((name, count))) for count in counts)] for name in names]
@@ -169,15 +169,15 @@ def speed_lines(predicted: dict[str, Any], measured: dict[str, Any] | None) -> l
     if not times:
         return [*rows(heads, lines), "", f"N x K = {n} x {k}. No number here is measured: there is no result of a GPU yet. {how}"]
     assert measured is not None
-    made = (f"Measured on {measured['device']['gpu']}: microseconds, the share of a copy's {measured['copy_gbps']:.0f} GB/s, and "
+    note = (f"Measured on {measured['device']['gpu']}: microseconds, the share of a copy's {measured['copy_gbps']:.0f} GB/s, and "
             f"the speed by that of torch's F.linear with the weight in bfloat16; `{measured['command']}`, torch "
             f"{measured['versions']['torch']}, triton {measured['versions']['triton']}, {measured['date']}.")
-    return [*rows(heads, lines), "", f"N x K = {n} x {k}. {made} {how}"]
+    return [*rows(heads, lines), "", f"N x K = {n} x {k}. {note} {how}"]
 
 
-def _speed(expected: dict[str, Any] | None, found: dict[str, Any] | None) -> str:
+def _speed(expected: dict[str, Any] | None, measured: dict[str, Any] | None) -> str:
     """A cell: what is measured first, then what is predicted, each called so."""
-    cells = [f"measured {found['us']:.1f} us, {found['of_copy']:.0%}, {found['times_dense']:.2f} x"] if found else []
+    cells = [f"measured {measured['us']:.1f} us, {measured['of_copy']:.0%}, {measured['times_dense']:.2f} x"] if measured else []
     cells += [f"predicted {expected['us']:.1f} us, {expected['of_bandwidth']:.0%}"] if expected else []
     return "; ".join(cells) or "-"
 

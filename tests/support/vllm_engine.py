@@ -39,7 +39,7 @@ def answer(reload: bool = False, **options: Any) -> dict[str, Any]:
         engine = None
         gc.collect()
         cleanup_dist_env_and_memory()
-    logprobs = [known[token].logprob for known, token in zip(result.prompt_logprobs[1:], PROMPT[1:], strict=True)]
+    logprobs = [candidates[token].logprob for candidates, token in zip(result.prompt_logprobs[1:], PROMPT[1:], strict=True)]
     return {"logprobs": logprobs, "tokens": list(result.outputs[0].token_ids)}
 
 

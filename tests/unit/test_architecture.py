@@ -117,13 +117,13 @@ def imports(body: list[ast.stmt], at_import: bool) -> Iterator[str]:
 
 def statements_in(node: ast.AST) -> list[ast.stmt]:
     """The statements directly inside a statement, those of its handlers and cases too."""
-    found: list[ast.stmt] = []
+    statements: list[ast.stmt] = []
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt):
-            found.append(child)
+            statements.append(child)
         elif isinstance(child, ast.ExceptHandler | ast.match_case):
-            found += statements_in(child)
-    return found
+            statements += statements_in(child)
+    return statements
 
 
 @cache
@@ -140,8 +140,8 @@ def test_a_module_imports_only_what_lies_below_it(path: Path) -> None:
     """Of qdsl what ALLOWED says, of other packages what PACKAGES says."""
     part = part_of(name_of(path))
     assert part in ALLOWED, f"say in this file what {part} may import"
-    found = {name for name in imported(path) if name.split(".")[0] == "qdsl"}
-    wrong = sorted(name for name in found if part_of(name) not in ALLOWED[part] | {part})
+    imports = {name for name in imported(path) if name.split(".")[0] == "qdsl"}
+    wrong = sorted(name for name in imports if part_of(name) not in ALLOWED[part] | {part})
     assert wrong == []
     others = {name.split(".")[0] for name in imported(path)} - {"qdsl"} - sys.stdlib_module_names
     assert others <= PACKAGES.get(part, set())
@@ -153,19 +153,19 @@ def test_the_compiler_imports_nothing_heavy(path: Path) -> None:
     seen: set[Path] = set()
     waiting = [path]
     while waiting:
-        each = waiting.pop()
-        if each not in seen:
-            seen.add(each)
-            names = imported(each, at_import=True)
-            assert {name.split(".")[0] for name in names}.isdisjoint(HEAVY), named(each)
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            names = imported(module, at_import=True)
+            assert {name.split(".")[0] for name in names}.isdisjoint(HEAVY), named(module)
             waiting += [file for name in names if name.split(".")[0] == "qdsl" for file in files_of(name)]
 
 
 def files_of(module: str) -> list[Path]:
     """A module's file, and the __init__ of every package that it lies in."""
     parts = module.split(".")
-    found = [ROOT.joinpath(*parts[:count], "__init__.py") for count in range(1, len(parts) + 1)]
-    return [path for path in [*found, ROOT.joinpath(*parts).with_suffix(".py")] if path.is_file()]
+    packages = [ROOT.joinpath(*parts[:count], "__init__.py") for count in range(1, len(parts) + 1)]
+    return [path for path in [*packages, ROOT.joinpath(*parts).with_suffix(".py")] if path.is_file()]
 
 
 # Lines that are not blank.  A number may be raised by a commit that says why.

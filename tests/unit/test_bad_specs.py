@@ -54,9 +54,9 @@ def write_answer(path: Path) -> None:
     """Write the answer into a file, until the lines that it adds move nothing any more."""
     for _ in range(5):
         text = path.read_bytes().decode()
-        found = answer(text)
-        blessed = "\n".join([*(MARK + line for line in found), split(text)[1]])
-        if not found or blessed == text:
+        lines = answer(text)
+        blessed = "\n".join([*(MARK + line for line in lines), split(text)[1]])
+        if not lines or blessed == text:
             return
         path.write_bytes(blessed.encode())
     raise AssertionError(f"the answer to {path.name} does not settle")

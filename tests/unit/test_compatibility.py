@@ -25,7 +25,7 @@ def functions(path: Path) -> dict[str, ast.FunctionDef]:
 
 def live_tests() -> list[str]:
     """Tests that need other programs, as FILE::NAME: those of live files, and those that `live` marks elsewhere."""
-    found = []
+    tests = []
     for path in sorted((ROOT / "tests").glob("*/test_*.py")):
         is_live = (path.name.endswith("_live.py") and path.name != "test_live.py") or path.name in WHOLE_FILES
         if not is_live and not MARKS.search(path.read_text()):
@@ -33,8 +33,8 @@ def live_tests() -> list[str]:
         for name, node in functions(path).items():
             marks = " ".join(f"@{ast.unparse(mark)}" for mark in node.decorator_list)
             if (is_live or MARKS.search(marks)) and not name.startswith(NO_PAIRS):
-                found.append(f"{path.relative_to(ROOT)}::{name}")
-    return found
+                tests.append(f"{path.relative_to(ROOT)}::{name}")
+    return tests
 
 
 def test_pairs_name_tests() -> None:

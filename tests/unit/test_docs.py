@@ -36,7 +36,7 @@ from qdsl.jobs.compress.units import Aim
 from qdsl.jobs.gguf.mixes import Model
 from tests.support import folders, gguf_models, language_models, producer_folders
 from tests.support.ggufs import framed, info
-from tests.support.models import Made, written
+from tests.support.models import ToyModel, written
 from tests.support.paths import ROOT
 from tests.support.tables import TABLES
 
@@ -51,7 +51,7 @@ def blocks(path: Path, language: str) -> list[str]:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_tables_are_what_the_code_says(path: Path, bless: bool) -> None:
     text = path.read_text()
-    wanted = TABLE.sub(lambda found: f"{found[1]}" + "\n".join(TABLES[found[2]]()) + f"\n{found[3]}", text)
+    wanted = TABLE.sub(lambda match: f"{match[1]}" + "\n".join(TABLES[match[2]]()) + f"\n{match[3]}", text)
     if bless:
         path.write_text(wanted)
         text = wanted
@@ -59,7 +59,7 @@ def test_tables_are_what_the_code_says(path: Path, bless: bool) -> None:
 
 
 def test_every_table_is_shown() -> None:
-    shown = [found[1] for path in DOCUMENTS for found in TABLE.findall(path.read_text())]
+    shown = [match[1] for path in DOCUMENTS for match in TABLE.findall(path.read_text())]
     assert sorted(shown) == sorted(TABLES)
 
 
@@ -313,10 +313,10 @@ def write_folders(folder: Path) -> None:
 
 def write_gguf_files(folder: Path) -> None:
     (folder / "model.gguf").write_bytes(framed([info(dims=[32], type=2)], data=bytes(32)))
-    written(folder / "model-bf16.gguf", Made(Model("llama", 1, 1, 1), 256, 256))
+    written(folder / "model-bf16.gguf", ToyModel(Model("llama", 1, 1, 1), 256, 256))
     ones = {"in_sum2": np.ones((1, 256), np.float32), "counts": np.ones((1, 1), np.float32)}
     importance = {f"blk.0.attn_v.weight.{name}": values for name, values in ones.items()}
-    written(folder / "imatrix.gguf", Made(Model("imatrix", 0, 0, 0), 0, 0), importance)
+    written(folder / "imatrix.gguf", ToyModel(Model("imatrix", 0, 0, 0), 0, 0), importance)
     safetensors.write(folder / "flux1-dev.safetensors", {"double_blocks.0.img_attn.proj.weight": torch.ones(8, 256)})
 
 
@@ -379,7 +379,7 @@ def test_kernels_of_the_page_are_analyzed() -> None:
     commands = [line for line in lines if line.startswith("qdsl analyze ")]
     done = [subprocess.run([sys.executable, "-m", *shlex.split(command)], cwd=ROOT, capture_output=True, text=True,
                            env={**environment, "PYTHONPATH": str(ROOT)}) for command in commands]
-    assert done and not [each.stderr for each in done if each.returncode or each.stderr]
+    assert done and not [process.stderr for process in done if process.returncode or process.stderr]
     [shown] = blocks(ROOT / "docs" / "kernels.md", "text")
     labels = [line[:14].rstrip() for line in shown.splitlines()]
     assert len(labels) > 8 and set(labels) <= {line[:14].rstrip() for line in done[0].stdout.splitlines()}

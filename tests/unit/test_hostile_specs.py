@@ -142,32 +142,32 @@ def check_module(path: str, code: str, files: Mapping[str, str]) -> None:
     assert all(letter == "\n" or letter.isprintable() for letter in code)
     compile(code, path, "exec", dont_inherit=True)
     tree = ast.parse(code)
-    made: set[str] = set()
+    defined: set[str] = set()
     read: set[str] = set()
     siblings = {Path(file).stem for file in files}
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
                 assert all(alias.name.split(".")[0] in ("torch", "triton") for alias in names), ast.unparse(node)
-                made |= {alias.asname or alias.name.split(".")[0] for alias in names}
+                defined |= {alias.asname or alias.name.split(".")[0] for alias in names}
             case ast.ImportFrom(module=source, names=names, level=level):
                 allowed = {alias.name for alias in names} <= siblings if level else \
                     any(source == start or str(source).startswith(f"{start}.") for start in IMPORTS)
                 assert allowed and level <= 1, ast.unparse(node)
-                made |= {alias.asname or alias.name for alias in names}
+                defined |= {alias.asname or alias.name for alias in names}
             case ast.FunctionDef(name=name):
-                made.add(name)
+                defined.add(name)
             case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
-                made.add(name)
+                defined.add(name)
             case ast.Name(id=name):
                 read.add(name)
             case ast.Attribute(attr=name) | ast.keyword(arg=str(name)):
                 assert NAME.match(name) and not name.startswith("__"), name
             case ast.Global() | ast.Nonlocal() | ast.ClassDef() | ast.Lambda() | ast.Await() | ast.JoinedStr():
                 raise AssertionError(f"generated code has no {type(node).__name__}")
-    assert all(NAME.match(name) for name in made | read), made | read
-    assert read <= made | BUILTINS, read - made - BUILTINS
-    assert not (made & {name for name in vars(builtins) if name.startswith("__")} or "eval" in read or "exec" in read)
+    assert all(NAME.match(name) for name in defined | read), defined | read
+    assert read <= defined | BUILTINS, read - defined - BUILTINS
+    assert not (defined & {name for name in vars(builtins) if name.startswith("__")} or "eval" in read or "exec" in read)
 
 
 # -- by name ----------------------------------------------------------------------------------------------------------
@@ -335,12 +335,12 @@ def mutated(draw: st.DrawFn) -> str:
         rows = text.split("\n")
         if not pieces:
             break
-        here, there = (draw(st.sampled_from(pieces)) for _ in range(2))
+        here, source = (draw(st.sampled_from(pieces)) for _ in range(2))
         row, other = (draw(st.integers(0, len(rows) - 1)) for _ in range(2))
         at = draw(st.integers(0, len(text)))
         match draw(st.sampled_from(("piece", "number", "token", "insert", "delete", "double", "cut", "row", "copy", "drop"))):
             case "piece":
-                text = text[:here.start()] + there.group() + text[here.end():]
+                text = text[:here.start()] + source.group() + text[here.end():]
             case "number":
                 text = text[:here.start()] + draw(st.sampled_from(NUMBERS)) + text[here.end():]
             case "token":

@@ -34,14 +34,14 @@ def worlds(draw: st.DrawFn) -> World:
     extents = {name: draw(st.sampled_from((1, 2, 3, 4, 8, 16))) for name in "ij"}
     least = draw(st.integers(-9, 3))
     most = draw(st.one_of(st.none(), st.integers(least, 20)))
-    known = {"a": (least, most), "p": draw(st.sampled_from(((1, None), (8, None), (1, 40)))),
-             "q": draw(st.sampled_from(((1, None), (1, 7)))), **{name: (0, extent - 1) for name, extent in extents.items()}}
+    ranges = {"a": (least, most), "p": draw(st.sampled_from(((1, None), (8, None), (1, 40)))),
+              "q": draw(st.sampled_from(((1, None), (1, 7)))), **{name: (0, extent - 1) for name, extent in extents.items()}}
     divisors = {name: draw(st.sampled_from(some)) for name, some in (("N", (1, 4, 6, 12)), ("p", (1, 2, 8)))}
     values = [{
         "a": draw(st.integers(least, 30 if most is None else most)), "n": draw(st.integers(0, 100)),
         "N": 12 * draw(st.integers(0, 9)), "p": 8 * draw(st.integers(1, 5)), "q": draw(st.integers(1, 7)),
         **{name: draw(st.integers(0, extent - 1)) for name, extent in extents.items()}} for _ in range(4)]
-    return World(Domain(known, divisors), tuple(values))
+    return World(Domain(ranges, divisors), tuple(values))
 
 
 CONSTANTS = st.sampled_from((0, 1, 2, 3, 4, 6, 8, 16, 32, -1, -4, 7))
@@ -75,12 +75,12 @@ def _sum(const: int, terms: list[tuple[int, str]]) -> Tree:
 
 def built(tree: Tree, domain: Domain = Domain()) -> Index:
     """The normal form."""
-    op, *rest = tree
+    op, *operands = tree
     if op == "const":
-        return ix.as_index(rest[0])
+        return ix.as_index(operands[0])
     if op == "name":
-        return ix.name(rest[0])
-    left, right = (built(part, domain) for part in rest)
+        return ix.name(operands[0])
+    left, right = (built(part, domain) for part in operands)
     if op in ("div", "mod"):
         return {"div": ix.div, "mod": ix.mod}[op](left, right, domain)
     if op in ("ceil", "exact"):
@@ -90,12 +90,12 @@ def built(tree: Tree, domain: Domain = Domain()) -> Index:
 
 def plain(tree: Tree, values: Mapping[str, int]) -> int:
     """The value by Python's arithmetic."""
-    op, *rest = tree
+    op, *operands = tree
     if op == "const":
-        return int(rest[0])
+        return int(operands[0])
     if op == "name":
-        return values[rest[0]]
-    left, right = (plain(part, values) for part in rest)
+        return values[operands[0]]
+    left, right = (plain(part, values) for part in operands)
     if op == "exact":
         assert left % right == 0
     if op in ("div", "exact"):
@@ -119,9 +119,9 @@ def read(source: str, values: Mapping[str, int]) -> int:
 @PROPERTY
 @given(EXPRESSIONS, worlds())
 def test_a_normal_form_has_the_value_of_the_expression(tree: Tree, world: World) -> None:
-    found = built(tree, world.domain)
+    index = built(tree, world.domain)
     for values in world.values:
-        assert found(values) == plain(tree, values)
+        assert index(values) == plain(tree, values)
 
 
 @PROPERTY
@@ -131,31 +131,31 @@ def test_quotients_of_quotients_and_remainders_of_remainders_keep_their_values(
     for outer in ("div", "mod"):
         for inner in ("div", "mod"):
             nested = (outer, (inner, tree, ("const", first)), ("const", second))
-            found = built(nested, world.domain)
-            assert [found(values) for values in world.values] == [plain(nested, values) for values in world.values]
+            index = built(nested, world.domain)
+            assert [index(values) for values in world.values] == [plain(nested, values) for values in world.values]
 
 
 def test_an_exact_division_that_leaves_a_remainder_raises() -> None:
-    found = ix.exact(ix.name("K"), 32) * 4
-    assert found({"K": 64}) == 8
+    index = ix.exact(ix.name("K"), 32) * 4
+    assert index({"K": 64}) == 8
     with pytest.raises(ArithmeticError, match="65 is not a multiple of 32"):
-        found({"K": 65})
+        index({"K": 65})
 
 
 @pytest.mark.parametrize("op", [ix.div, ix.mod, ix.ceil, ix.exact])
 def test_division_by_a_name_that_is_zero_raises(op: Callable[[Index, Index], Index]) -> None:
-    found = op(ix.name("K"), ix.name("g"))
+    index = op(ix.name("K"), ix.name("g"))
     with pytest.raises(ArithmeticError, match="division by zero"):
-        found({"K": 64, "g": 0})
+        index({"K": 64, "g": 0})
 
 
 @PROPERTY
 @given(EXPRESSIONS, worlds())
 def test_names_are_those_of_the_text(tree: Tree, world: World) -> None:
-    found = built(tree, world.domain)
-    nodes = ast.walk(ast.parse(text(found), mode="eval"))
-    assert found.names() == {node.id for node in nodes if isinstance(node, ast.Name)} - {"cdiv"}
-    assert found.is_const == (not found.names())
+    index = built(tree, world.domain)
+    nodes = ast.walk(ast.parse(text(index), mode="eval"))
+    assert index.names() == {node.id for node in nodes if isinstance(node, ast.Name)} - {"cdiv"}
+    assert index.is_const == (not index.names())
 
 
 def test_a_constant_is_an_index() -> None:
@@ -170,17 +170,17 @@ def test_a_constant_is_an_index() -> None:
 @PROPERTY
 @given(EXPRESSIONS, worlds())
 def test_text_has_the_value_of_the_expression(tree: Tree, world: World) -> None:
-    found = built(tree, world.domain)
-    assert str(found) == text(found)
+    index = built(tree, world.domain)
+    assert str(index) == text(index)
     for values in world.values:
-        assert read(text(found), values) == plain(tree, values)
+        assert read(text(index), values) == plain(tree, values)
 
 
 @PROPERTY
 @given(EXPRESSIONS, worlds())
 def test_text_keeps_its_value_beside_an_operator(tree: Tree, world: World) -> None:
-    found = built(tree, world.domain)
-    left, right = text(found, 2), text(found, 3)
+    index = built(tree, world.domain)
+    left, right = text(index, 2), text(index, 3)
     for values in world.values:
         value = plain(tree, values)
         assert [read(f"{left} {op} 7", values) for op in ("*", "//", "%")] == [value * 7, value // 7, value % 7]
@@ -192,8 +192,8 @@ def test_text_keeps_its_value_beside_an_operator(tree: Tree, world: World) -> No
 @PROPERTY
 @given(EXPRESSIONS, worlds())
 def test_the_ceiling_division_of_a_text_has_the_name_that_is_asked_for(tree: Tree, world: World) -> None:
-    found = built(tree, world.domain)
-    assert text(found, cdiv="tl.cdiv") == text(found).replace("cdiv(", "tl.cdiv(")
+    index = built(tree, world.domain)
+    assert text(index, cdiv="tl.cdiv") == text(index).replace("cdiv(", "tl.cdiv(")
 
 
 @pytest.mark.parametrize("tree, wanted", [
@@ -327,9 +327,9 @@ def test_substitution_has_the_value_of_the_expression_with_its_names_replaced(
         tree: Tree, trees: dict[str, Tree], positive: Tree | None, world: World) -> None:
     """All names at once: what comes in is not replaced again."""
     trees = {**trees, "q": positive} if positive is not None else trees
-    found = substitute(built(tree, FREE), {name: built(new, world.domain) for name, new in trees.items()}, world.domain)
+    index = substitute(built(tree, FREE), {name: built(new, world.domain) for name, new in trees.items()}, world.domain)
     for values in world.values:
-        assert found(values) == plain(tree, {**values, **{name: plain(new, values) for name, new in trees.items()}})
+        assert index(values) == plain(tree, {**values, **{name: plain(new, values) for name, new in trees.items()}})
 
 
 @PROPERTY
@@ -353,8 +353,8 @@ def test_substitution_keeps_names_that_are_not_replaced() -> None:
 @PROPERTY
 @given(EXPRESSIONS, worlds())
 def test_bounds_hold_every_value(tree: Tree, world: World) -> None:
-    found = built(tree, world.domain)
-    low, high = bounds(found, world.domain)
+    index = built(tree, world.domain)
+    low, high = bounds(index, world.domain)
     for values in world.values:
         assert low is None or low <= plain(tree, values)
         assert high is None or plain(tree, values) <= high
@@ -364,13 +364,13 @@ def test_bounds_hold_every_value(tree: Tree, world: World) -> None:
 @given(st.dictionaries(st.sampled_from(NAMES), st.integers(-9, 9)), st.integers(-20, 20), worlds())
 def test_bounds_of_a_sum_of_names_are_its_extremes(terms: dict[str, int], const: int, world: World) -> None:
     """None exactly where a name without an upper bound moves the sum that way."""
-    found = ix.combine([(Index(const), 1), *((ix.name(name), c) for name, c in terms.items())])
+    index = ix.combine([(Index(const), 1), *((ix.name(name), c) for name, c in terms.items())])
     ends: list[int | None] = [const, const]
     for name, coefficient in terms.items():
         least, most = world.domain.bounds.get(name, (0, None))
         for side, end in enumerate((least, most) if coefficient > 0 else (most, least)):
             ends[side] = None if ends[side] is None or (end is None and coefficient) else ends[side] + coefficient * (end or 0)
-    assert bounds(found, world.domain) == tuple(ends)
+    assert bounds(index, world.domain) == tuple(ends)
 
 
 @pytest.mark.parametrize("tree, wanted", [
@@ -395,8 +395,8 @@ def test_known_bounds(tree: Tree, wanted: tuple[int | None, int | None]) -> None
 @PROPERTY
 @given(EXPRESSIONS, worlds())
 def test_a_divisor_divides_every_value(tree: Tree, world: World) -> None:
-    found = built(tree, world.domain)
-    by = divisor(found, world.domain)
+    index = built(tree, world.domain)
+    by = divisor(index, world.domain)
     for values in world.values:
         assert plain(tree, values) % by == 0 if by else plain(tree, values) == 0
 
@@ -404,9 +404,9 @@ def test_a_divisor_divides_every_value(tree: Tree, world: World) -> None:
 @PROPERTY
 @given(st.dictionaries(st.sampled_from(NAMES), st.integers(-64, 64)), st.integers(-64, 64), worlds())
 def test_the_divisor_of_a_sum_of_names_is_the_greatest(terms: dict[str, int], const: int, world: World) -> None:
-    found = ix.combine([(Index(const), 1), *((ix.name(name), c) for name, c in terms.items())])
-    known = world.domain.divisors
-    assert abs(divisor(found, world.domain)) == gcd(const, *(c * known.get(name, 1) for name, c in terms.items()))
+    index = ix.combine([(Index(const), 1), *((ix.name(name), c) for name, c in terms.items())])
+    divisors = world.domain.divisors
+    assert abs(divisor(index, world.domain)) == gcd(const, *(c * divisors.get(name, 1) for name, c in terms.items()))
 
 
 def test_the_divisor_of_a_product_is_the_product_of_divisors() -> None:

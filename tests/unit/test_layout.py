@@ -57,16 +57,16 @@ def factorizations(size: int) -> Iterator[tuple[int, ...]]:
         yield ()
     for extent in range(2, size + 1):
         if size % extent == 0:
-            yield from ((extent, *rest) for rest in factorizations(size // extent))
+            yield from ((extent, *factors) for factors in factorizations(size // extent))
 
 
 def layouts_through(wanted: Sequence[int]) -> Iterator[Layout]:
     """Every layout without modes of extent 1 that has these positions."""
     for extents in factorizations(len(wanted)):
         weights = [prod(extents[:i]) for i in range(len(extents))]
-        found = Layout(tuple((e, wanted[w] - wanted[0]) for e, w in zip(extents, weights, strict=True)), wanted[0])
-        if positions(found) == list(wanted):
-            yield found
+        layout = Layout(tuple((e, wanted[w] - wanted[0]) for e, w in zip(extents, weights, strict=True)), wanted[0])
+        if positions(layout) == list(wanted):
+            yield layout
 
 
 def boundaries(layout: Layout) -> set[int]:
@@ -111,16 +111,16 @@ def filling(draw: st.DrawFn) -> Layout:
 @st.composite
 def almost(draw: st.DrawFn) -> list[int]:
     """Positions of a small layout, in most cases with one of them moved, two exchanged or the end cut off."""
-    found = positions(draw(layouts(largest=24)))
+    places = positions(draw(layouts(largest=24)))
     change = draw(st.sampled_from(("none", "move", "exchange", "cut")))
-    i, j = (draw(st.integers(0, len(found) - 1)) for _ in range(2))
+    i, j = (draw(st.integers(0, len(places) - 1)) for _ in range(2))
     if change == "move":
-        found[i] += draw(st.integers(-3, 3))
+        places[i] += draw(st.integers(-3, 3))
     elif change == "exchange":
-        found[i], found[j] = found[j], found[i]
+        places[i], places[j] = places[j], places[i]
     elif change == "cut":
-        found = found[: i + 1]
-    return found
+        places = places[: i + 1]
+    return places
 
 
 class Record:
@@ -261,9 +261,9 @@ def test_an_extent_below_one_is_refused() -> None:
 @PROPERTY
 @given(layouts())
 def test_a_layout_counts_as_nested_loops_do(layout: Layout) -> None:
-    found = positions(layout)
-    assert layout.size == len(found)
-    assert [layout(i) for i in range(layout.size)] == found
+    places = positions(layout)
+    assert layout.size == len(places)
+    assert [layout(i) for i in range(layout.size)] == places
 
 
 @PROPERTY
@@ -275,16 +275,16 @@ def test_first_and_last_are_the_least_and_largest_position(layout: Layout) -> No
 @PROPERTY
 @given(layouts())
 def test_coalesce_keeps_the_map_and_no_mode_too_many(layout: Layout) -> None:
-    found = coalesce(layout)
-    assert positions(found) == positions(layout)
-    assert all(extent > 1 for extent, _ in found.modes)
-    assert all(after[1] != before[0] * before[1] for before, after in pairwise(found.modes))
+    coalesced = coalesce(layout)
+    assert positions(coalesced) == positions(layout)
+    assert all(extent > 1 for extent, _ in coalesced.modes)
+    assert all(after[1] != before[0] * before[1] for before, after in pairwise(coalesced.modes))
 
 
 @PROPERTY
 @given(layouts(largest=48))
 def test_no_layout_of_the_same_map_has_fewer_modes_than_the_coalesced_one(layout: Layout) -> None:
-    assert len(coalesce(layout).modes) == min(len(found.modes) for found in layouts_through(positions(layout)))
+    assert len(coalesce(layout).modes) == min(len(other.modes) for other in layouts_through(positions(layout)))
 
 
 @PROPERTY
@@ -299,9 +299,9 @@ def test_factor_finds_the_coalesced_layout_of_any_layout(layout: Layout) -> None
 @example([0, 1, 2, 3, 8, 9, 10, 12])
 @example([7])
 def test_factor_is_none_exactly_where_no_layout_has_the_positions(wanted: list[int]) -> None:
-    found = factor(wanted)
-    assert (found is None) == (not wanted or not any(layouts_through(wanted)))
-    assert found is None or positions(found) == wanted
+    layout = factor(wanted)
+    assert (layout is None) == (not wanted or not any(layouts_through(wanted)))
+    assert layout is None or positions(layout) == wanted
 
 
 @PROPERTY
@@ -313,21 +313,21 @@ def test_refine_keeps_the_map_and_cuts_where_it_can(data: st.DataObject) -> None
     some = st.one_of(st.sampled_from(weights), st.integers(1, 2 * layout.size))
     cuts = data.draw(st.lists(some, max_size=3))
     wanted = {cut for cut in cuts if cut < layout.size}
-    found = refine(layout, cuts)
+    refined = refine(layout, cuts)
     possible = any(wanted <= boundaries(other) for other in layouts_through(positions(layout)))
-    assert (found is not None) == possible
-    if found is not None:
-        assert positions(found) == positions(layout)
-        assert wanted <= boundaries(found)
+    assert (refined is not None) == possible
+    if refined is not None:
+        assert positions(refined) == positions(layout)
+        assert wanted <= boundaries(refined)
 
 
 @PROPERTY
 @given(layouts(), st.lists(st.integers(1, 100), max_size=4))
 def test_refine_of_a_layout_that_is_not_coalesced_keeps_its_boundaries(layout: Layout, cuts: list[int]) -> None:
-    found = refine(layout, cuts)
-    if found is not None:
-        assert positions(found) == positions(layout)
-        assert {cut for cut in cuts if cut < layout.size} | boundaries(layout) <= boundaries(found)
+    refined = refine(layout, cuts)
+    if refined is not None:
+        assert positions(refined) == positions(layout)
+        assert {cut for cut in cuts if cut < layout.size} | boundaries(layout) <= boundaries(refined)
 
 
 @PROPERTY
@@ -372,9 +372,9 @@ def test_a_walk_turns_the_rightmost_loop_fastest(record: Record) -> None:
     expected: list[tuple[str | None, tuple[int, ...], int, int, int, int]] = []
     for number, line in enumerate(record.lines):
         for step in range(prod(extent for _, extent in line.loops)):
-            values, rest = {"tile": 0}, step
+            values, left = {"tile": 0}, step
             for name, extent in reversed(line.loops):
-                values[name], rest = rest % extent, rest // extent
+                values[name], left = left % extent, left // extent
             for position, item in enumerate(line.items):
                 index = tuple(form.const + sum(c * values[name] for name, c in form.terms) for form in item.index)
                 lo = item.lo.const + sum(c * values[name] for name, c in item.lo.terms)
@@ -436,10 +436,10 @@ def test_the_first_clash_of_a_broken_record_is_reported(record: Record, data: st
             wanted = wanted[1:] if by < 0 else [*wanted, bits]
         elif change == "box":
             box = tuple(extent + by * (a == axis) for a, extent in enumerate(box))
-    found = coverage(pieces, box, wanted)
-    assert found == first_clash(pieces, box, wanted)
+    clash = coverage(pieces, box, wanted)
+    assert clash == first_clash(pieces, box, wanted)
     complete = Counter(bits_of(pieces)) == Counter(product(product(*map(range, box)), wanted))
-    assert (found is None) == complete
+    assert (clash is None) == complete
 
 
 # -- slices of fields ----------------------------------------------------------------------------------------------------
@@ -455,8 +455,8 @@ def test_scales_of_q4_k_are_gathered_into_two_slices() -> None:
         Line((("j", 4),), (RecordItem("s", (late,), Affine(), 4), RecordItem("m", (late,), Affine(), 4))),
     ]
     pieces = list(walk(tuple(scales)))
-    found = {field: gather([piece for piece in pieces if piece.field == field]) for field in "sm"}
-    assert {field: [(part.lo, part.width, str(part)) for part in parts or ()] for field, parts in found.items()} == {
+    slices = {field: gather([piece for piece in pieces if piece.field == field]) for field in "sm"}
+    assert {field: [(part.lo, part.width, str(part)) for part in parts or ()] for field, parts in slices.items()} == {
         "s": [(0, 4, "(4,2):(8,64)@0"), (4, 2, "(4,2):(8,2)@4")],
         "m": [(0, 4, "(4,2):(8,36)@32"), (4, 2, "(4,2):(8,2)@36")],
     }
@@ -474,11 +474,11 @@ def test_a_slice_of_two_coordinates_has_a_text() -> None:
 def test_gathered_slices_hold_every_bit_of_every_piece(record: Record) -> None:
     for field, (box, bits) in record.fields.items():
         pieces = record.pieces(field)
-        found = gather(pieces)
-        assert found is not None
-        assert [bit for part in found for bit in range(part.lo, part.lo + part.width)] == list(range(bits))
-        assert {part.extents for part in found} == {box}
-        owner = {bit: part for part in found for bit in range(part.lo, part.lo + part.width)}
+        slices = gather(pieces)
+        assert slices is not None
+        assert [bit for part in slices for bit in range(part.lo, part.lo + part.width)] == list(range(bits))
+        assert {part.extents for part in slices} == {box}
+        owner = {bit: part for part in slices for bit in range(part.lo, part.lo + part.width)}
         for piece in pieces:
             for t in range(piece.width):
                 part = owner[piece.lo + t]
@@ -508,9 +508,9 @@ def test_gather_is_none_exactly_where_positions_are_not_strided(box: list[int], 
              for axis, extent in enumerate(box)]
     strided = all(any(layouts_through(line)) for line in lines)
     added = all(offset + sum(line[i] for line, i in zip(lines, index, strict=True)) == at for index, at in where.items())
-    found = gather([Piece("f", index, 0, 1, at, 0, 0) for index, at in where.items()])
-    assert (found is not None) == (strided and added)
-    assert found is None or all(found[0].bit(index) == at for index, at in where.items())
+    slices = gather([Piece("f", index, 0, 1, at, 0, 0) for index, at in where.items()])
+    assert (slices is not None) == (strided and added)
+    assert slices is None or all(slices[0].bit(index) == at for index, at in where.items())
 
 
 @PROPERTY
@@ -547,22 +547,22 @@ def ranged(draw: st.DrawFn) -> tuple[list[Line], int]:
 
 def test_digits_of_a_byte_lie_at_one_bit() -> None:
     index = [(Affine(i),) for i in range(3)]
-    digits = tuple(RecordItem("q", each, Affine(), 2, place, place == 2) for place, each in enumerate(index))
+    digits = tuple(RecordItem("q", element, Affine(), 2, place, place == 2) for place, element in enumerate(index))
     pieces = list(walk((Line((("l", 2),), (*digits, RecordItem(None, (), Affine(), 4))),)))
     assert [(p.at, p.place) for p in pieces] == [(0, 0), (0, 1), (0, 2), (8, None), (12, 0), (12, 1), (12, 2), (20, None)]
 
 
 @PROPERTY
 @given(ranged())
-def test_every_element_is_in_one_range(made: tuple[list[Line], int]) -> None:
+def test_every_element_is_in_one_range(drawn: tuple[list[Line], int]) -> None:
     """Digits at their byte and place, bits at theirs, each once; and back."""
-    lines, count = made
+    lines, count = drawn
     pieces = [piece for piece in walk(tuple(lines)) if piece.field]
-    found = gather(pieces)
-    assert found is not None
+    slices = gather(pieces)
+    assert slices is not None
     where = {piece.index[-1]: piece for piece in pieces}
-    assert sorted(part.start + i for part in found for i in range(part.extents[-1])) == list(range(count))
-    for part in found:
+    assert sorted(part.start + i for part in slices for i in range(part.extents[-1])) == list(range(count))
+    for part in slices:
         for i in range(part.extents[-1]):
             piece = where[part.start + i]
             assert (part.lo, part.width, part.bit((0, i))) == (0, 2, piece.at)
@@ -571,12 +571,12 @@ def test_every_element_is_in_one_range(made: tuple[list[Line], int]) -> None:
         taken = {bit for i in range(part.extents[-1]) for bit in range(part.bit((0, i)), part.bit((0, i)) + part.room)}
         assert part.filled == len(taken)
     size = max(piece.at for piece in pieces) + 8
-    held = spread({"q": found}, size)
+    bits = spread({"q": slices}, size)
     for piece in pieces:
         if piece.place is None:
-            assert [held[piece.at + t] for t in range(2)] == [RecordBit("q", (piece.index,), t) for t in range(2)]
+            assert [bits[piece.at + t] for t in range(2)] == [RecordBit("q", (piece.index,), t) for t in range(2)]
         else:
-            rows = [held[piece.at + t] for t in range(8)]
+            rows = [bits[piece.at + t] for t in range(8)]
             assert all(row is not None and row.digits and row.bit == t and row.elements[piece.place or 0] == piece.index
                        for t, row in enumerate(rows))
 
@@ -645,10 +645,10 @@ def test_known_loads(width: int, offset: int, record: int, wanted: int | None) -
 
 @pytest.mark.parametrize("name", ["core/layout.py", "core/numbers.py"])
 def test_only_the_standard_library_is_imported(name: str) -> None:
-    found: set[str] = set()
+    imports: set[str] = set()
     for node in ast.walk(ast.parse((SOURCES / name).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            imports |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add((node.module or "").split(".")[0] if node.level == 0 else "a relative import")
-    assert found and found <= sys.stdlib_module_names
+            imports.add((node.module or "").split(".")[0] if node.level == 0 else "a relative import")
+    assert imports and imports <= sys.stdlib_module_names

@@ -20,8 +20,8 @@ SHARES = 6                                                       # of a spec's m
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
 def test_every_mutant_is_caught(path: Path, share: int) -> None:
     answers = kept(path.stem)
-    found = mutants(path) if ALL else mutants(path)[::1 + len(mutants(path)) // MANY]
-    wrong = [said for mutant in found[share::SHARES] if (said := verdict(mutant, path.stem, answers))]
+    listed = mutants(path) if ALL else mutants(path)[::1 + len(mutants(path)) // MANY]
+    wrong = [problem for mutant in listed[share::SHARES] if (problem := verdict(mutant, path.stem, answers))]
     assert not wrong, "\n".join(wrong)
 
 

@@ -32,11 +32,11 @@ BYTES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
 HALVES = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
 
 
-def same(found: Tensor, wanted: Tensor) -> bool:
+def same(decoded: Tensor, wanted: Tensor) -> bool:
     """Whether float32 tensors have the same bits; all NaN are one."""
-    assert found.dtype == wanted.dtype == torch.float32 and found.shape == wanted.shape
+    assert decoded.dtype == wanted.dtype == torch.float32 and decoded.shape == wanted.shape
     nan = wanted.isnan()
-    return found.isnan().equal(nan) and found[~nan].view(torch.int32).equal(wanted[~nan].view(torch.int32))
+    return decoded.isnan().equal(nan) and decoded[~nan].view(torch.int32).equal(wanted[~nan].view(torch.int32))
 
 
 @cache
@@ -117,8 +117,8 @@ def test_halves_decode_as_torch_decodes_them(name: str, dtype: torch.dtype) -> N
 @given(st.integers(0, (1 << 32) - 1))
 def test_f32_decodes_as_struct_does(code: int) -> None:
     wanted = struct.unpack("<f", code.to_bytes(4, "little"))[0]
-    found = FLOATS["f32"].decode(code)
-    assert math.isnan(found) if math.isnan(wanted) else struct.pack("<d", found) == struct.pack("<d", wanted)
+    decoded = FLOATS["f32"].decode(code)
+    assert math.isnan(decoded) if math.isnan(wanted) else struct.pack("<d", decoded) == struct.pack("<d", wanted)
 
 
 # -- rounding ------------------------------------------------------------------------------------------------------------
@@ -152,9 +152,9 @@ def rounded(name: str, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", SMALL)
 def test_python_rounds_every_half_to_the_nearest_code(name: str, halves_of: str) -> None:
     x = halves(halves_of)
-    found = np.array([FLOATS[name].encode(value) for value in x.tolist()])
-    wrong = (found != rounded(name, x)).nonzero()[0]
-    assert not len(wrong), [(x[i], found[i], rounded(name, x[i:i + 1])[0]) for i in wrong[:4]]
+    codes = np.array([FLOATS[name].encode(value) for value in x.tolist()])
+    wrong = (codes != rounded(name, x)).nonzero()[0]
+    assert not len(wrong), [(x[i], codes[i], rounded(name, x[i:i + 1])[0]) for i in wrong[:4]]
 
 
 @pytest.mark.parametrize("halves_of", ["f16", "bf16"])
@@ -162,9 +162,9 @@ def test_python_rounds_every_half_to_the_nearest_code(name: str, halves_of: str)
 def test_torch_rounds_every_half_to_the_nearest_code(name: str, halves_of: str) -> None:
     x = halves(halves_of)
     values = torch.from_numpy(x).float()
-    found = runtime.to_minifloat(values, name)
-    assert found.dtype == TORCH.get(name, torch.uint8)
-    assert found.view(torch.uint8).numpy().tolist() == rounded(name, x).tolist()
+    codes = runtime.to_minifloat(values, name)
+    assert codes.dtype == TORCH.get(name, torch.uint8)
+    assert codes.view(torch.uint8).numpy().tolist() == rounded(name, x).tolist()
     assert values.double().equal(torch.from_numpy(x)), "the values were changed"
 
 
@@ -185,8 +185,8 @@ def test_ties_go_to_zero_where_that_is_asked(name: str) -> None:
 @pytest.mark.parametrize("name", ["e3m2", "e2m3", "e2m1"])
 def test_torch_cuts_infinities_to_the_largest(name: str) -> None:
     largest = (1 << FLOATS[name].bits - 1) - 1
-    found = runtime.to_minifloat(torch.tensor([math.inf, -math.inf]), name)
-    assert found.tolist() == [largest, largest | 1 << FLOATS[name].bits - 1]
+    codes = runtime.to_minifloat(torch.tensor([math.inf, -math.inf]), name)
+    assert codes.tolist() == [largest, largest | 1 << FLOATS[name].bits - 1]
 
 
 @pytest.mark.parametrize("name", TORCH)
@@ -196,8 +196,8 @@ def test_torch_itself_rounds_every_half_to_the_same_code(name: str) -> None:
     x = x[np.abs(x) <= FLOATS[name].largest]
     if name == "e8m0":
         x = x[x >= 2.0 ** -126]
-    found = torch.from_numpy(x).float().to(TORCH[name]).view(torch.uint8)
-    assert found.numpy().tolist() == rounded(name, x).tolist()
+    codes = torch.from_numpy(x).float().to(TORCH[name]).view(torch.uint8)
+    assert codes.numpy().tolist() == rounded(name, x).tolist()
 
 
 @pytest.mark.parametrize("name", [name for name, other in ML_DTYPES.items() if f"x.{other}" in GOLDEN["fp_round"]])
@@ -314,12 +314,12 @@ def test_integers_round_to_nearest_even_and_are_cut(name: str, eighths: int) -> 
 
 
 def test_names_of_types() -> None:
-    known = {*FLOATS, "u32", *(f"u{bits}" for bits in range(1, 17)), *(f"i{bits}" for bits in range(2, 33))}
+    names = {*FLOATS, "u32", *(f"u{bits}" for bits in range(1, 17)), *(f"i{bits}" for bits in range(2, 33))}
     odd = {"", "u", "i", "u0", "i0", "u04", "u4 ", " u4", "u4\n", "U4", "u4i4", "u-4", "f8", "e4m3fn", "int8", "u٤"}
-    tried = {f"{sign}{bits}" for sign in "uif" for bits in range(120)} | known | odd
-    found = {name for name in tried if number(name) is not None}
-    assert found == known
-    assert all(kind.name == name for name in known if (kind := number(name)) is not None)
+    tried = {f"{sign}{bits}" for sign in "uif" for bits in range(120)} | names | odd
+    accepted = {name for name in tried if number(name) is not None}
+    assert accepted == names
+    assert all(kind.name == name for name in names if (kind := number(name)) is not None)
 
 
 def test_widths_of_floats() -> None:

@@ -29,18 +29,18 @@ SHOWN = {"int_group": ("gptq_v1",)}                              # of many stora
 
 def stages(path: Path, storages: Collection[str] = ()) -> dict[str, list[str]]:
     """The text of every program after every pass, checked on the way; of types that differ in nothing else, the first."""
-    found: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
 
     def after(name: str, program: Program) -> None:
         check(program, name)
-        found.setdefault(name, []).append(text(program))
+        texts.setdefault(name, []).append(text(program))
 
     whole = load(path, f"{path.stem}.yaml")
     params = tuple(replace(param, values=param.values[:1] if isinstance(param.values[0], str) else param.values)
                    for param in whole.params)
     kept = tuple(storage for storage in whole.storages if not storages or storage.name.value in storages)
     compile_spec(replace(whole, params=params, storages=kept), after)
-    return found
+    return texts
 
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
@@ -74,9 +74,9 @@ def with_tensor(change: Callable[[Program], dict[str, object]]) -> Callable[[Pro
 
 
 def moved_slice(p: Program) -> dict[str, object]:
-    first, *rest = p.tensors[0].placements
+    first, *others = p.tensors[0].placements
     part = first.slices[0]
-    return {"placements": (replace(first, slices=(replace(part, offset=part.offset + 1),)), *rest)}
+    return {"placements": (replace(first, slices=(replace(part, offset=part.offset + 1),)), *others)}
 
 
 def value(p: Program, number: int, **changes: object) -> Program:

@@ -70,8 +70,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)], cwd=source,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (found,) = out.glob("*.whl")
-    return found
+    (path,) = out.glob("*.whl")
+    return path
 
 
 @pytest.fixture
@@ -95,16 +95,16 @@ def python(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_wheel_holds_the_package_its_formats_and_their_specs(wheel: Path) -> None:
     """All of them, byte for byte, with the kernels' templates; and nothing of the tests."""
     with zipfile.ZipFile(wheel) as archive:
-        held = {name: archive.read(name) for name in archive.namelist()}
+        contents = {name: archive.read(name) for name in archive.namelist()}
     shipped = [path for path in (ROOT / "generated").rglob("*.*") if path.suffix in (".py", ".json")]
     wanted = {f"qdsl/{path.relative_to(ROOT)}": path for path in [*shipped, *SHIPPED]}
-    assert [name for name, path in wanted.items() if held.get(name) != path.read_bytes()] == []
+    assert [name for name, path in wanted.items() if contents.get(name) != path.read_bytes()] == []
     code = [path.relative_to(ROOT).as_posix() for path in tracked() if path.is_relative_to(ROOT / "qdsl")]
-    assert "qdsl/compiler/emit/triton/skeletons/linear.py.jinja" in code and sorted(set(code) - held.keys()) == []
-    top = {name.split("/")[0] for name in held}
+    assert "qdsl/compiler/emit/triton/skeletons/linear.py.jinja" in code and sorted(set(code) - contents.keys()) == []
+    top = {name.split("/")[0] for name in contents}
     assert len(top) == 2 and "qdsl" in top and all(name == "qdsl" or name.endswith(".dist-info") for name in top)
-    assert not [name for name in held if name.endswith(".pyc") or "__pycache__" in name]
-    entry = next(text for name, text in held.items() if name.endswith("entry_points.txt")).decode()
+    assert not [name for name in contents if name.endswith(".pyc") or "__pycache__" in name]
+    entry = next(text for name, text in contents.items() if name.endswith("entry_points.txt")).decode()
     assert "qdsl = qdsl.__main__:main" in entry
 
 
