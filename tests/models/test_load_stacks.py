@@ -123,7 +123,7 @@ def test_a_stack_of_its_layers_name(tmp_path: Path) -> None:
     weights = {f"experts.{expert}.up": q8_0.quantize(weight(64, 128, expert)) for expert in range(E)}
     sources = (folder(tmp_path / "in", one_by_one(weights), own_config(weights["experts.0.up"])),
                gguf(tmp_path / "m.gguf", {f"{name}.weight": ("Q8_0", packed.tensors["blocks"])
-                                        for name, packed in weights.items()}))
+                                          for name, packed in weights.items()}))
     for number, source in enumerate(sources):
         model = moe(up=(64, 128))
         qdsl.load_weights_(model, source)
