@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight
 
 __version__ = "0.1.0"
+# Public names that lie in other modules; `GGML_TYPES` are the types of GGUF tensors by name.
+_LAZY = {"Experts": "models.experts.Experts", "GgufFile": "checkpoint.files.gguf.GgufFile",
+         "GgufTensor": "checkpoint.files.gguf_write.NewTensor", "GgufValue": "checkpoint.files.gguf_metadata.Value",
+         "GGML_TYPES": "checkpoint.files.ggml_types.BY_NAME", "write_gguf": "checkpoint.files.gguf_write.write"}
 
 
 def load(spec: Path | str) -> ModuleType:
@@ -178,12 +182,13 @@ def save_model(model: nn.Module, folder: Path | str, config: Mapping[str, Any] |
 
 
 def __getattr__(name: str) -> Any:
-    """`Experts`, which needs torch and is imported when it is asked for."""
-    if name == "Experts":
-        from qdsl.models.experts import Experts
+    """A public name of a module that is imported on first use."""
+    from importlib import import_module
 
-        return Experts
-    raise AttributeError(f"module 'qdsl' has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'qdsl' has no attribute {name!r}")
+    module, _, attribute = _LAZY[name].rpartition(".")
+    return getattr(import_module(f"qdsl.{module}"), attribute)
 
 
 def _module(spec: str) -> ModuleType:

@@ -7,5 +7,6 @@ bandwidth is predicted.
 from qdsl.analyze.counts import Report, report
 from qdsl.analyze.gpus import ARCHS, GPUS, AnalyzeError
 from qdsl.analyze.predict import Prediction, predict
+from qdsl.runtime.gpu.costs import Candidate, seconds
 
-__all__ = ["ARCHS", "GPUS", "AnalyzeError", "Prediction", "Report", "predict", "report"]
+__all__ = ["ARCHS", "GPUS", "AnalyzeError", "Candidate", "Prediction", "Report", "predict", "report", "seconds"]

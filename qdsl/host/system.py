@@ -154,7 +154,7 @@ def free_memory() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         limits.append(1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))))
     except (OSError, ValueError, StopIteration):
-        limits.append(_machine_memory() // 2)
+        limits.append(_windows_memory() or _machine_memory() // 2)
     with suppress(OSError, ValueError):                          # 'max' where there is no limit
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     with suppress(ImportError, AttributeError):                  # Windows
@@ -163,6 +163,16 @@ def free_memory() -> int:
         bounds = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
         limits += [bound for bound in bounds if bound != resource.RLIM_INFINITY]
     return min(limits)
+
+
+def _windows_memory() -> int:
+    """Bytes of free memory as Windows tells; 0 elsewhere."""
+    import ctypes
+
+    # MEMORYSTATUSEX: its length and the load in percent, then seven sizes, of which the second is free memory.
+    status = (ctypes.c_uint64 * 8)(ctypes.sizeof(ctypes.c_uint64 * 8))
+    windows = getattr(ctypes, "windll", None)
+    return int(status[2]) if windows is not None and windows.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)) else 0
 
 
 def _machine_memory() -> int:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from qdsl.checkpoint.detect.gguf_weights import module_of
+from qdsl.checkpoint.detect.gguf_weights import module_of, packed_weight
 from qdsl.checkpoint.files import safetensors
 from qdsl.checkpoint.files.crc import FILE
 from qdsl.checkpoint.files.gguf import GgufFile
@@ -96,7 +96,7 @@ def test_tensors_are_what_their_formats_make_of_them(folder: Path) -> None:
             original = torch.from_numpy(source[row["name"]]).float().view(-1, row["shape"][-1])
             if row["type"] == "Q8_0":
                 assert file.rows(row["name"]).equal(q8_0.quantize(original).tensors["blocks"])
-                stored = q8_0.dequantize(file.weight(row["name"]), torch.float32)
+                stored = q8_0.dequantize(packed_weight(file, row["name"]), torch.float32)
                 noise = (stored - original).double().square().sum() / original.double().square().sum()
                 assert row["snr_db"] == pytest.approx(-10 * math.log10(float(noise)), abs=1e-5)
             else:
@@ -341,7 +341,7 @@ def test_quantized_weights_are_not_quantized_again(folder: Path) -> None:
     assert "tensor 'token_embd.weight' is quantized already, as Q8_0" in message
     summary = report("q8.gguf", *PLAIN, "--allow-requantize", "-o", "q4.gguf")
     with GgufFile("q4.gguf") as after, GgufFile("q8.gguf") as before:
-        again = q4_0.quantize(q8_0.dequantize(before.weight("blk.0.ffn_up.weight"), torch.float32))
+        again = q4_0.quantize(q8_0.dequantize(packed_weight(before, "blk.0.ffn_up.weight"), torch.float32))
         assert after.rows("blk.0.ffn_up.weight").equal(again.tensors["blocks"])
         assert after.data("output.weight") == before.data("output.weight")
     assert all("snr_db" not in row for row in summary["tensors"] if row["name"] == "output.weight")
@@ -482,7 +482,7 @@ def test_a_wrong_architecture_is_refused(folder: Path) -> None:
         "cap_embedder.1.weight": drawn(32, 32), "context_refiner.0.attention.to_q.weight": drawn(32, 32)})
     for architecture in ("flux", "lumina2"):
         assert "'" in refused(file, "-t", "q8_0", "--arch", architecture)
-    assert "has a tensor 'context_refiner.0.attention.to_q.weight', which the files of lumina2" in \
+    assert "has a tensor 'context_refiner.0.attention.to_q.weight', which readable files of lumina2" in \
         refused(file, "-t", "q8_0", "--arch", "lumina2")
     (path / "config.json").write_text('{"_class_name": "ZImageTransformer2DModel"}')
     assert "its names are those of lumina2, not of flux" in refused(path, "-t", "q8_0", "--arch", "flux")
@@ -557,7 +557,7 @@ def test_language_models_need_all_their_files(folder: Path) -> None:
     other = checkpoint(folder / "other.safetensors", {key: torch.zeros(8, 8, dtype=torch.uint8)})
     assert f"tensor '{key}': U8 cannot be stored in a GGUF file" in refused(other, "-t", "q8_0", "--arch", "flux")
     checkpoint(other, {"transformer_blocks.0.attn.norm_added_k.weight": drawn(64)})
-    message = "has a tensor 'transformer_blocks.0.attn.norm_added_k.weight', which the files of flux"
+    message = "has a tensor 'transformer_blocks.0.attn.norm_added_k.weight', which readable files of flux"
     assert message in refused(other, "-t", "q8_0", "--arch", "flux")
     assert "no architecture 'fluxx' of diffusion models" in refused(other, "-t", "q8_0", "--arch", "fluxx")
 

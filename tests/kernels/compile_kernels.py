@@ -37,7 +37,7 @@ def launched(case: Case, kind: str, optional: bool, dtype: torch.dtype) -> Call:
     """The launch of a kernel on a large layer, of at least SHAPE; with optional tensors or without."""
     names = [name for name, tensor in layout_of(case).tensors.items() if tensor.optional and optional]
     n, k = (math.lcm(least, 128) * -(-size // math.lcm(least, 128)) for least, size in zip(smallest(case), SHAPE, strict=True))
-    packed = case.module.FORMAT.empty((n, k), case.storage, "meta", names, **case.choice).open()
+    packed = case.module.FORMAT.empty((n, k), case.storage, "meta", names, **case.choice).open().as_stored()
     x, bias, product, weight = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((1, k), n, (1, n), (n, k)))
     [call] = (launch.dequantize_calls(packed, weight) if kind == "dequantize" else
               launch.linear_calls(x, packed, bias, product, candidate=plan.matvec(packed, 1)))

@@ -24,6 +24,7 @@ from qdsl.analyze.registers import accesses
 from qdsl.analyze.strides import missed
 from qdsl.cli import app
 from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.gpu.kernels import dequantize
 from tests.support.formats import ROOT, Case, cases
 
 # A guard that leaps over everything, a loop of nine instructions, two spills, and what the assembler leaves behind the end.
@@ -404,7 +405,7 @@ def test_launches_say_how_many_weights_a_program_takes(case: Case) -> None:
         assert call.weights * math.prod(call.grid) == blocks * n * k and 0 < call.step <= call.weights
     for call in launches.calls(packed, "dequantize", 1, torch.bfloat16):
         assert n * k <= call.weights * math.prod(call.grid) < 2 * n * k
-        assert (call.step == 0) == (call.family == "dequantize")       # decoders go along rows
+        assert (call.step == 0) == (call.kernel is dequantize)        # decoders of streams go along rows
 
 
 # -- real kernels -----------------------------------------------------------------------------------------------------

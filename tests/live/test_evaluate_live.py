@@ -15,6 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from qdsl.checkpoint.detect.gguf_weights import packed_weight
 from qdsl.checkpoint.files.ggml_types import BY_NAME
 from qdsl.checkpoint.files.gguf import GgufFile
 from qdsl.checkpoint.files.gguf_write import NewTensor, write
@@ -39,7 +40,7 @@ def decoded(source: Path, target: Path) -> Path:
         new = []
         for name, entry in file.tensors.items():
             is_plain = entry.type.name in ("F32", "F16", "BF16")
-            weight = None if is_plain else file.weight(name)
+            weight = None if is_plain else packed_weight(file, name)
             numbers = file.tensor(name).float() if weight is None else weight.format.dequantize(weight, torch.float32)
             new.append(NewTensor(name, BY_NAME["F32"], entry.logical_shape, [numbers.contiguous().numpy().tobytes()]))
         write(target, file.metadata.stored(), new)

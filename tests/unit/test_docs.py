@@ -252,6 +252,14 @@ def test_python_of_the_page_on_adapters_runs(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.filterwarnings("default")
+def test_pages_import_public_modules_alone() -> None:
+    """`qdsl`, a format, a part of `qdsl.models`, and `qdsl.analyze`: all else may move."""
+    public = re.compile(r"qdsl(\.generated(\.\w+)?|\.models(\.\w+)?|\.analyze)?")
+    lines = [line for path in DOCUMENTS for block in blocks(path, "python") for line in block.splitlines()]
+    modules = [match[1] for line in lines if (match := re.match(r"\s*(?:from|import) (qdsl[\w.]*)", line))]
+    assert len(modules) > 20 and [name for name in modules if not public.fullmatch(name)] == []
+
+
 def test_page_on_serving_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     from qdsl.models.transformers import from_pretrained

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import ctypes
 import errno
 import mmap
 import os
@@ -209,6 +210,26 @@ def test_processors_and_memory_where_nothing_tells_them(windows: Msvcrt, without
     assert system.free_memory() == system.UNLIMITED
     assert system.resident_bytes() == 0
     assert affordable(1) == processors
+
+
+@pytest.mark.parametrize("succeeds, free", [(1, 3 << 30), (0, system.UNLIMITED)])
+def test_memory_that_windows_tells(without_proc: None, windows: Msvcrt, monkeypatch: pytest.MonkeyPatch, succeeds: int, free: int,
+                                   ) -> None:
+    class MemoryStatus(ctypes.Structure):
+        """As winbase.h has it."""
+
+        _fields_ = (("dwLength", ctypes.c_uint32), ("dwMemoryLoad", ctypes.c_uint32), ("ullTotalPhys", ctypes.c_uint64),
+                    ("ullAvailPhys", ctypes.c_uint64), ("others", ctypes.c_uint64 * 5))
+
+    def status_of(pointer: Any) -> int:
+        status = ctypes.cast(pointer, ctypes.POINTER(MemoryStatus)).contents
+        assert status.dwLength == ctypes.sizeof(MemoryStatus) == 64
+        status.dwMemoryLoad, status.ullTotalPhys, status.ullAvailPhys = 25, 4 << 30, 3 << 30
+        return succeeds
+
+    kernel32 = types.SimpleNamespace(GlobalMemoryStatusEx=status_of)
+    monkeypatch.setattr(ctypes, "windll", types.SimpleNamespace(kernel32=kernel32), raising=False)
+    assert system.free_memory() == free
 
 
 def test_half_of_the_memory_is_free_where_the_system_tells_the_whole(without_proc: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,5 +8,6 @@ leaves open, and approximate functions are rounded to the nearest here.
 from qdsl.analyze.execute.launch import Execution, execute, execute_ptx
 from qdsl.analyze.execute.machine import Finding, Options
 from qdsl.analyze.execute.program import ExecutionError
+from qdsl.runtime.gpu.call import Call
 
-__all__ = ["Execution", "ExecutionError", "Finding", "Options", "execute", "execute_ptx"]
+__all__ = ["Call", "Execution", "ExecutionError", "Finding", "Options", "execute", "execute_ptx"]

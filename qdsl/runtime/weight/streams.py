@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qdsl.codecs.lookup import StreamError
-from qdsl.core.codecs import CODECS
 from qdsl.core.shapes import Axis, extents
 from qdsl.runtime.gpu import configure
 from qdsl.runtime.gpu.call import Call
@@ -24,8 +23,21 @@ if TYPE_CHECKING:
     from qdsl.runtime.weight.layout import Pairs, Storage, Stream
     from qdsl.runtime.weight.packed import PackedWeight
 
-CODINGS: Mapping[str, Any] = {name: import_module(f"qdsl.codecs.{name}.reference") for name in CODECS}
-LAUNCHES: Mapping[str, Any] = {name: import_module(f"qdsl.codecs.{name}.launch") for name in CODECS}
+
+class _Modules(dict[str, Any]):
+    """A module of each entropy code by the code's name, imported on first use: most formats have no streams."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__()
+        self.module = module
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = import_module(f"qdsl.codecs.{name}.{self.module}")
+        return self[name]
+
+
+CODINGS: Mapping[str, Any] = _Modules("reference")
+LAUNCHES: Mapping[str, Any] = _Modules("launch")
 PAIRED = {"bf16": (torch.bfloat16, tl.bfloat16), "f16": (torch.float16, tl.float16)}
 FEW = 16                                                         # rows of x up to which weights are made in registers (predicted)
 
