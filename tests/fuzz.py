@@ -49,7 +49,7 @@ GGUFS = [
            [pair(b"general.alignment", "u32", 32), pair(b"tokens", "string[]", [b"a", b"bc"]), pair(b"s", "string", b"text"),
             pair(b"comfy.gguf.orig_shape.u", "i32[]", [6])], bytes(160)),
     framed(pairs=[pair(b"k%d" % place, type, 1) for place, type in enumerate(("u8", "i16", "u64", "f32", "f64", "bool"))]),
-    framed([info(b"%d" % place, [each.elements, 1, 1], each.id, 512 * place) for place, each in enumerate(BY_NAME.values())],
+    framed([info(b"%d" % place, [type.elements, 1, 1], type.id, 512 * place) for place, type in enumerate(BY_NAME.values())],
            data=bytes(512 * len(BY_NAME))),
     framed(pairs=[text(b"k") + array("array", 1) + bytes(12)]),
 ]
@@ -73,22 +73,22 @@ def explore(target: Target, seeds: Sequence[bytes], files: Collection[str], roun
     waiting = list(seeds)
     for _ in rounds:
         data = waiting.pop() if waiting else (change or changed)(draw, kept)
-        found = watched(target, data, files)
-        if not found <= seen:
-            seen |= found
+        steps = watched(target, data, files)
+        if not steps <= seen:
+            seen |= steps
             kept.append(data)
     return kept
 
 
 def watched(target: Target, data: bytes, files: Collection[str]) -> set[tuple[str, int, int]]:
     """Run a target once: the steps from line to line in the files."""
-    found: set[tuple[str, int, int]] = set()
+    steps: set[tuple[str, int, int]] = set()
     last: dict[FrameType, int] = {}
 
     def step(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
         if frame.f_code.co_filename not in files:
             return None
-        found.add((frame.f_code.co_name, last.get(frame, 0), frame.f_lineno))
+        steps.add((frame.f_code.co_name, last.get(frame, 0), frame.f_lineno))
         last[frame] = frame.f_lineno
         return step
 
@@ -101,7 +101,7 @@ def watched(target: Target, data: bytes, files: Collection[str]) -> set[tuple[st
         raise
     finally:
         sys.settrace(before)
-    return found
+    return steps
 
 
 def changed(draw: random.Random, kept: Sequence[bytes]) -> bytes:
@@ -138,7 +138,7 @@ def changed_json(draw: random.Random, kept: Sequence[bytes]) -> bytes:
     if draw.randrange(4) == 0:
         return changed(draw, kept)
     for _ in range(1 << draw.randrange(3)):
-        owners = [each for each in _nodes(value) if isinstance(each, (dict, list)) and each]
+        owners = [node for node in _nodes(value) if isinstance(node, (dict, list)) and node]
         if not owners:
             break
         owner = draw.choice(owners)
@@ -184,7 +184,7 @@ class Part:
 
     @property
     def files(self) -> list[str]:
-        return [inspect.getfile(each) for each in self.modules]
+        return [inspect.getfile(module) for module in self.modules]
 
 
 # -- what must hold of any bytes ---------------------------------------------------------------------------------------
@@ -205,11 +205,11 @@ def read_gguf(data: bytes) -> None:
         raw = text(key.encode()) + value.stored()
         assert data[place:place + len(raw)] == raw
         place += len(raw)
-    read = [each for each in header.tensors.values() if each.problem is None]
-    spans = sorted((each.start, each.start + each.nbytes) for each in read if each.nbytes)
+    read = [tensor for tensor in header.tensors.values() if tensor.problem is None]
+    spans = sorted((tensor.start, tensor.start + tensor.nbytes) for tensor in read if tensor.nbytes)
     assert all(place <= start < stop <= len(data) and start % header.alignment == 0 for start, stop in spans)
     assert all(before[1] <= after[0] for before, after in pairwise(spans))
-    assert all(each.problem.isprintable() for each in header.tensors.values() if each.problem is not None)
+    assert all(tensor.problem.isprintable() for tensor in header.tensors.values() if tensor.problem is not None)
 
 
 def refused(read: Callable[[bytes], object]) -> Target:

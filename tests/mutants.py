@@ -60,8 +60,8 @@ EQUAL: dict[str, dict[str, str]] = {
         "bits in (2, 4, 8), word = word - ceil(((2 ** 32) - 1) / ((2 ** bits) - 1))":
             "2^a - 1 divides 2^b - 1 where a divides b, and 2, 4 and 8 divide 32",
         "dims.C: 32 // bits -> 31 // bits": "only bits that do not divide 32 are packed so",
-        **{f"gptq_p.{tensor}.record: {line.replace('?', each)} -> {line.replace('?', each).replace('bits // 4', 'bits // 5')}":
-           "3 is below both numbers, and 5, 6 and 7 above" for tensor, each in (("qweight", "q[n, (32 * t) + i]"),
+        **{f"gptq_p.{tensor}.record: {line.replace('?', bits)} -> {line.replace('?', bits).replace('bits // 4', 'bits // 5')}":
+           "3 is below both numbers, and 5, 6 and 7 above" for tensor, bits in (("qweight", "q[n, (32 * t) + i]"),
                                                                                 ("qzeros", "z[(32 * t) + i, g]"))
            for line in ("i<32 * (bits // 4): ?.lo:4", "i<32 * ((bits // 2) % 2): ?.at((bits // 4) * 4):2")},
         "awq.qweight: i32[k<K, t<N / 8 word] -> i32[k<K, word t<N / 8]": ONE_WORD,
@@ -224,28 +224,28 @@ def caught(mutant: Mutant, answers: Answers) -> str:
     return caught_whole(*alone(mutant.spec, right, answers)) or caught_whole(mutant.spec, answers)
 
 
-def listed(found: Spec) -> list[Any]:
+def listed(spec: Spec) -> list[Any]:
     """Parameters and storages, in order."""
-    return [*((param.name.value, param.values) for param in found.params), *(storage.name.value for storage in found.storages)]
+    return [*((param.name.value, param.values) for param in spec.params), *(storage.name.value for storage in spec.storages)]
 
 
-def alone(found: Spec, right: Spec, answers: Answers) -> tuple[Spec, Answers]:
+def alone(mutated: Spec, right: Spec, answers: Answers) -> tuple[Spec, Answers]:
     """A spec and its answers with the first of the storages that are not as they should be."""
-    rows, wanted = listing(found), listing(right)
-    storage = next((each for each in found.storages if [row for row in rows if row.startswith(f"{each.name}.")]
-                    != [row for row in wanted if row.startswith(f"{each.name}.")]), found.storages[0])
+    rows, wanted = listing(mutated), listing(right)
+    storage = next((candidate for candidate in mutated.storages if [row for row in rows if row.startswith(f"{candidate.name}.")]
+                    != [row for row in wanted if row.startswith(f"{candidate.name}.")]), mutated.storages[0])
     params = tuple(replace(param, values=param.values[:1]) if isinstance(param.values[0], str) else param
-                   for param in found.params)
+                   for param in mutated.params)
     types = {param.name.value: param.values[0] for param in params if isinstance(param.values[0], str)}
-    few = {key: [each for each in answers[key] if each["storage"] == storage.name.value
-                 and types.items() <= each["params"].items()] for key in ("cases", "quantized")}
-    return replace(found, storages=(storage,), params=params), {**answers, **few, "params": None}
+    few = {key: [answer for answer in answers[key] if answer["storage"] == storage.name.value
+                 and types.items() <= answer["params"].items()] for key in ("cases", "quantized")}
+    return replace(mutated, storages=(storage,), params=params), {**answers, **few, "params": None}
 
 
-def caught_whole(found: Spec, answers: Answers) -> str:
+def caught_whole(mutated: Spec, answers: Answers) -> str:
     """The same for a spec as it is; answers without parameters are not compared in what they list."""
     try:
-        files = text_of(found)
+        files = text_of(mutated)
     except SpecError as error:
         return f"refused: {error.problems[0].message}"
     except Exception as error:                                   # no catch: a wrong spec is refused, with its place
@@ -253,17 +253,17 @@ def caught_whole(found: Spec, answers: Answers) -> str:
     with patch.dict(ops._formats):                                # a mutant has the name and the text of what others use
         format = built(files)
         if answers["params"] is None:
-            told = {"params": told_params(format), "storages": list(format.storages), "lacking": told_lacking(format)}
-            answers = {**answers, **told}
+            listings = {"params": told_params(format), "storages": list(format.storages), "lacking": told_lacking(format)}
+            answers = {**answers, **listings}
         try:
             return next((f"answers: {difference}" for difference in differences(answers, format)), "")
         except Exception as error:                                   # from the mutant's own text, at work on the answers
             return f"answers: {type(error).__name__}: {error}".split("\n")[0]
 
 
-def text_of(found: Spec) -> Mapping[str, str]:
+def text_of(mutated: Spec) -> Mapping[str, str]:
     """Its module; of the kernels, the most of the text, the names alone, because nothing calls them (`make test-all`: whole)."""
-    programs = compile_spec(found)
+    programs = compile_spec(mutated)
     with patch("qdsl.compiler.emit.module.module.kernels", names_of_kernels) if not ALL else nullcontext():
         return module_text(programs)
 
@@ -291,18 +291,18 @@ def built(files: Mapping[str, str]) -> Format:
     finally:
         for name in {*parts, package.__name__}:
             sys.modules.pop(name, None)
-    found = package.FORMAT
-    assert isinstance(found, Format)
-    return found
+    format = package.FORMAT
+    assert isinstance(format, Format)
+    return format
 
 
 def verdict(mutant: Mutant, stem: str, answers: Answers) -> str:
     """What is wrong with a mutant and what is said of it here; '' if nothing is."""
-    found = caught(mutant, answers)
-    lives = found.partition(":")[0] in ("", "crash")
+    outcome = caught(mutant, answers)
+    lives = outcome.partition(":")[0] in ("", "crash")
     if mutant.name in EQUAL.get(stem, {}):
-        return "" if found == "" else f"not equal, so not to be listed: {mutant.name} ({found})"
-    return f"not caught: {mutant.name} {found}" if lives else ""
+        return "" if outcome == "" else f"not equal, so not to be listed: {mutant.name} ({outcome})"
+    return f"not caught: {mutant.name} {outcome}" if lives else ""
 
 
 def main(stems: Sequence[str]) -> None:
@@ -312,10 +312,10 @@ def main(stems: Sequence[str]) -> None:
         answers = kept(path.stem)
         counts: Counter[str] = Counter()
         for mutant in mutants(path):
-            known = "equal" if mutant.name in EQUAL.get(path.stem, {}) else "NOT CAUGHT"
-            found = caught(mutant, answers) or known
-            counts[found.partition(":")[0]] += 1
-            print(f"{path.stem} {mutant.kind}: {mutant.name}\n    {found}")
+            uncaught = "equal" if mutant.name in EQUAL.get(path.stem, {}) else "NOT CAUGHT"
+            outcome = caught(mutant, answers) or uncaught
+            counts[outcome.partition(":")[0]] += 1
+            print(f"{path.stem} {mutant.kind}: {mutant.name}\n    {outcome}")
         print(f"{path.stem}: {counts.total()} mutants, {', '.join(f'{n} {what}' for what, n in counts.items())}\n")
 
 

@@ -79,11 +79,11 @@ def test_layers_of_a_file(kind: str, prefix: str, tmp_path: Path) -> None:
               **({} if kind == "cast" else {f"{prefix}scaled_fp8": torch.empty(2, dtype=FP8)})}
     path = write_layers(tmp_path / "model.safetensors", {prefix + LAYER: {**tensors, "bias": torch.ones(96).to(FP8)}}, **others)
     with Folder(path) as folder:
-        found = layers(folder)
-        [layer] = found.layers
+        detected = layers(folder)
+        [layer] = detected.layers
         [weight] = weights(folder, layer)
     assert (layer.name, layer.format, layer.why, layer.problems) == (prefix + LAYER, "fp8_tensor", "", ())
-    assert fp8_tensor.dequantize(weight, torch.float32).equal(expected(tensors)) and sorted(found.plain) == sorted(others)
+    assert fp8_tensor.dequantize(weight, torch.float32).equal(expected(tensors)) and sorted(detected.plain) == sorted(others)
     data = contents(path)
     assert data["layers"][0]["params"] == ({} if kind == "cast" else {"scale_type": "f32"}) and not data["contradictions"]
 
@@ -92,10 +92,10 @@ def test_layers_of_a_file(kind: str, prefix: str, tmp_path: Path) -> None:
 def test_a_header_says_the_formats_of_layers(prefix: str, tmp_path: Path) -> None:
     """Names in it may lack the prefix of the tensors' names."""
     blocks = {"format": "int8_blockwise", "group_size": 128}
-    stated = json.dumps({"format_version": "1.0", "layers": {LAYER: SETTINGS, "other": blocks}})
+    header = json.dumps({"format_version": "1.0", "layers": {LAYER: SETTINGS, "other": blocks}})
     tensors = {name: tensor for name, tensor in new(torch.randn(128, 128)).items() if name != "comfy_quant"}
     path = write_layers(tmp_path / "model.safetensors", {prefix + LAYER: tensors, prefix + "other": {
-        "weight": torch.ones(128, 128, dtype=torch.int8), "weight_scale": torch.ones(1, 1)}}, {"_quantization_metadata": stated})
+        "weight": torch.ones(128, 128, dtype=torch.int8), "weight_scale": torch.ones(1, 1)}}, {"_quantization_metadata": header})
     one, other = read(path).layers
     assert (one.format, one.why) == ("fp8_tensor", "")
     assert other.why == "quantized in a way that is not known: format = int8_blockwise, group_size = 128"
@@ -110,21 +110,21 @@ def test_formats_of_comfyui_that_are_not_read(tmp_path: Path) -> None:
     assert (layer.format, layer.why) == ("", "quantized in a way that is not known: format = nvfp4")
 
 
-@pytest.mark.parametrize("damage", ["bytes", "json", "scale", "scale_weight"])
-def test_damaged_files(damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("defect", ["bytes", "json", "scale", "scale_weight"])
+def test_damaged_files(defect: str, tmp_path: Path) -> None:
     """Text that is no JSON, a scale that is missing though the file states one, and bytes that may be anything."""
     tensors, others = new(torch.randn(96, 64)), {}
-    if damage == "scale":
+    if defect == "scale":
         del tensors["weight_scale"]
-    elif damage == "scale_weight":
+    elif defect == "scale_weight":
         tensors, others = cast(torch.randn(96, 64)), {"scaled_fp8": torch.empty(0, dtype=FP8)}
-    elif damage == "json":
+    elif defect == "json":
         tensors["comfy_quant"] = tensors["comfy_quant"][:-1]
     else:
         tensors = {"weight": tensors["weight"].view(torch.uint8)}
     [layer] = read(write_layers(tmp_path / "model.safetensors", {LAYER: tensors}, **others)).layers
     what = {"bytes": "not known: weight U8", "json": "JSON", "scale": "needs a scale", "scale_weight": "needs a scale"}
-    assert layer.format == "" and what[damage] in layer.why
+    assert layer.format == "" and what[defect] in layer.why
 
 
 def test_commands_on_files(tmp_path: Path) -> None:

@@ -58,9 +58,9 @@ def mixed(tmp_path: Path) -> Path:
 
 
 def test_the_list_of_a_gguf_file(mixed: Path) -> None:
-    found = run("inspect", mixed)
-    assert found.exit_code == 0
-    assert [" ".join(line.split()) for line in found.stdout.splitlines()] == [
+    result = run("inspect", mixed)
+    assert result.exit_code == 0
+    assert [" ".join(line.split()) for line in result.stdout.splitlines()] == [
         f"{mixed}: GGUF 3, 3 tensors, 704 weights, 744 B, 8.455 bits per weight", "",
         "metadata type value", "general.architecture string llama", "rope.scale f32 nan",
         "tokenizer.ggml.tokens string[] 30: 'token 0', 'token 1', 'token 2', 'token 3', 'token 4', 'token 5', 'token 6', "
@@ -75,28 +75,28 @@ def test_the_list_of_a_gguf_file(mixed: Path) -> None:
 
 
 def test_the_list_as_json(mixed: Path) -> None:
-    found = json.loads(run("inspect", mixed, "--json").stdout, parse_constant=pytest.fail)
-    assert {key: found[key] for key in ("schema", "format", "version", "files", "problems", "notes")} == {
+    report = json.loads(run("inspect", mixed, "--json").stdout, parse_constant=pytest.fail)
+    assert {key: report[key] for key in ("schema", "format", "version", "files", "problems", "notes")} == {
         "schema": 1, "format": "gguf", "version": 3, "files": 1, "problems": 0, "notes": []}
-    assert found["total"] == {"tensors": 3, "weights": 704, "nbytes": 744, "bits_per_weight": 8 * 744 / 704}
-    assert found["types"][0] == {"type": "Q8_0", "tensors": 1, "weights": 256, "nbytes": 272, "bits_per_weight": 8.5}
-    assert found["tensors"][0] == {"name": "q8_0.weight", "type": "Q8_0", "shape": [16, 4, 2, 2], "stored_shape": [4, 64],
-                                   "nbytes": 272, "bits_per_weight": 8.5, "start": found["tensors"][0]["start"], "shard": 0}
+    assert report["total"] == {"tensors": 3, "weights": 704, "nbytes": 744, "bits_per_weight": 8 * 744 / 704}
+    assert report["types"][0] == {"type": "Q8_0", "tensors": 1, "weights": 256, "nbytes": 272, "bits_per_weight": 8.5}
+    assert report["tensors"][0] == {"name": "q8_0.weight", "type": "Q8_0", "shape": [16, 4, 2, 2], "stored_shape": [4, 64],
+                                    "nbytes": 272, "bits_per_weight": 8.5, "start": report["tensors"][0]["start"], "shard": 0}
     tokens = [f"token {i}" for i in range(8)]
-    assert found["metadata"]["tokenizer.ggml.tokens"] == {"type": "string[]", "count": 30, "first": tokens}
-    assert found["metadata"]["rope.scale"] == {"type": "f32", "value": "nan"}
-    assert found["metadata"]["tokenizer.chat_template"]["value"].count("raise_exception") == 50
+    assert report["metadata"]["tokenizer.ggml.tokens"] == {"type": "string[]", "count": 30, "first": tokens}
+    assert report["metadata"]["rope.scale"] == {"type": "f32", "value": "nan"}
+    assert report["metadata"]["tokenizer.chat_template"]["value"].count("raise_exception") == 50
 
 
 def test_what_is_wrong_with_a_tensor_is_listed(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(framed([info(b"good"), info(b"odd", type=77), info(b"late", offset=128)], data=bytes(130)))
-    found = run("inspect", path)
-    assert found.exit_code == 1
-    assert "1 tensors, 32 weights, 128 B" in found.stdout and "2 tensors cannot be read" in found.stdout
-    assert "unknown 77 is no type that can be read" in found.stdout and "its bytes end at 416, the file at 290" in found.stdout
+    result = run("inspect", path)
+    assert result.exit_code == 1
+    assert "1 tensors, 32 weights, 128 B" in result.stdout and "2 tensors cannot be read" in result.stdout
+    assert "unknown 77 is no type that can be read" in result.stdout and "its bytes end at 416, the file at 290" in result.stdout
     data = json.loads(run("inspect", path, "--json").stdout)
-    assert data["problems"] == 2 and ["problem" in each for each in data["tensors"]] == [False, True, True]
+    assert data["problems"] == 2 and ["problem" in row for row in data["tensors"]] == [False, True, True]
 
 
 def test_names_and_values_give_a_terminal_no_orders(tmp_path: Path) -> None:
@@ -117,13 +117,13 @@ def test_names_and_values_give_a_terminal_no_orders(tmp_path: Path) -> None:
 def test_a_refused_file_ends_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.gguf").write_bytes(framed(version=3 << 24))
-    found = run(*command, "x.gguf")
+    result = run(*command, "x.gguf")
     message = "x.gguf: byte 4: a big-endian file; only little-endian ones are read"
-    assert found.exit_code == 1
+    assert result.exit_code == 1
     if "--json" in command:
-        assert json.loads(found.stdout) == {"schema": 1, "error": message, "exit_code": 1} and found.stderr == ""
+        assert json.loads(result.stdout) == {"schema": 1, "error": message, "exit_code": 1} and result.stderr == ""
     else:
-        assert (found.stdout, found.stderr) == ("", f"error: {message}\n")
+        assert (result.stdout, result.stderr) == ("", f"error: {message}\n")
     assert run(*command, "absent.gguf").exit_code == 1 and os.listdir() == ["x.gguf"]
 
 
@@ -131,13 +131,13 @@ def test_safetensors_are_listed_too(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(5, dtype=torch.float8_e4m3fn), "c": torch.zeros(0)}
     write_safetensors(path, tensors, {"k": "v"})
-    for each in (path, tmp_path):
-        found = contents(each)
-        assert found["total"] == {"tensors": 3, "weights": 11, "nbytes": 29, "bits_per_weight": 8 * 29 / 11}
-        assert [(row["name"], row["type"], row["shape"]) for row in found["tensors"]] == [
+    for source in (path, tmp_path):
+        report = contents(source)
+        assert report["total"] == {"tensors": 3, "weights": 11, "nbytes": 29, "bits_per_weight": 8 * 29 / 11}
+        assert [(row["name"], row["type"], row["shape"]) for row in report["tensors"]] == [
             ("a", "F32", [2, 3]), ("c", "F32", [0]), ("b", "F8_E4M3", [5])]
-        assert found["metadata"] == {"k": {"type": "string", "value": "v"}}
-        assert lines(found)[0].endswith("safetensors, 3 tensors, 11 weights, 29 B, 21.09 bits per weight")
+        assert report["metadata"] == {"k": {"type": "string", "value": "v"}}
+        assert lines(report)[0].endswith("safetensors, 3 tensors, 11 weights, 29 B, 21.09 bits per weight")
 
 
 def test_an_empty_file_is_listed(tmp_path: Path) -> None:
@@ -170,14 +170,14 @@ def test_floats_are_those_of_gguf_py(tmp_path: Path, monkeypatch: pytest.MonkeyP
     drawn = [quantized((7, 64), "Q8_0"), quantized((2, 3, 64), "Q4_1"), quantized((5, 6), "BF16"), quantized((8,), "F16"),
              (NewTensor("empty", BY_NAME["Q5_0"], (0, 32), []), torch.empty(0, 32)), quantized((3, 5, 2, 4), "F32")]
     kept = {"F64": torch.tensor([1e300, 2.0], dtype=torch.float64), "I32": torch.tensor([[1 << 30, -3]], dtype=torch.int32)}
-    tensors = [each for each, _ in drawn] + [NewTensor(type, BY_NAME[type], tuple(each.shape), [each.numpy().tobytes()])
-                                             for type, each in kept.items()]
+    tensors = [tensor for tensor, _ in drawn] + [NewTensor(type, BY_NAME[type], tuple(tensor.shape), [tensor.numpy().tobytes()])
+                                                 for type, tensor in kept.items()]
     write(tmp_path / "x.gguf", {"comfy.gguf.orig_shape.q8_0.weight": Value.of("i32[]", [64, 7, 1])}, tensors)
-    found = run("dequantize", tmp_path / "x.gguf", "-o", tmp_path / "x.safetensors", "--dtype", dtype)
+    result = run("dequantize", tmp_path / "x.gguf", "-o", tmp_path / "x.safetensors", "--dtype", dtype)
     size = (tmp_path / "x.safetensors").stat().st_size
-    assert (found.exit_code, found.stdout) == (0, f"written  {tmp_path}/x.safetensors: 8 tensors, {size} bytes\n")
+    assert (result.exit_code, result.stdout) == (0, f"written  {tmp_path}/x.safetensors: 8 tensors, {size} bytes\n")
     floats = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[dtype]
-    wanted = {each.name: exact.view(each.shape).to(floats) for each, exact in drawn} | kept
+    wanted = {tensor.name: exact.view(tensor.shape).to(floats) for tensor, exact in drawn} | kept
     wanted["q8_0.weight"] = wanted["q8_0.weight"].view(64, 7, 1)
     loaded = load_file(tmp_path / "x.safetensors")
     assert loaded.keys() == wanted.keys() and all(same_bits(loaded[name], wanted[name]) for name in wanted)
@@ -186,7 +186,7 @@ def test_floats_are_those_of_gguf_py(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_numbers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     numbers = {"a": np.float32([1, 65519, np.inf, np.nan]), "b": np.float32([1, 65520])}
     f32 = BY_NAME["F32"]
-    write(tmp_path / "x.gguf", {}, [NewTensor(name, f32, each.shape, [each.tobytes()]) for name, each in numbers.items()])
+    write(tmp_path / "x.gguf", {}, [NewTensor(name, f32, array.shape, [array.tobytes()]) for name, array in numbers.items()])
     with pytest.raises(CheckpointError, match=r"x\.gguf: tensor 'b': a number of 65520\.0 does not fit f16"):
         dequantize_file(tmp_path / "x.gguf", tmp_path / "out.safetensors", "f16")
     assert os.listdir(tmp_path) == ["x.gguf"]
@@ -203,10 +203,10 @@ def test_scales_beside_weights_are_in_their_numbers(tmp_path: Path) -> None:
         NewTensor("two.weight", nvfp4, (2, 3, 64), [raw.tobytes()]), NewTensor("two.scale", f32, (2,), [scales.tobytes()]),
         NewTensor("no.weight", f32, (2,), [scales.tobytes()]), NewTensor("no.scale", f32, (2,), [scales.tobytes()])])
     dequantize_file(tmp_path / "x.gguf", tmp_path / "x.safetensors")
-    found = load_file(tmp_path / "x.safetensors")
-    assert found.keys() == {"one.weight", "two.weight", "no.weight", "no.scale"}
-    assert same_bits(found["one.weight"], exact / 2)
-    assert same_bits(found["two.weight"], exact.view(2, 3, 64) * torch.tensor(scales).view(2, 1, 1))
+    tensors = load_file(tmp_path / "x.safetensors")
+    assert tensors.keys() == {"one.weight", "two.weight", "no.weight", "no.scale"}
+    assert same_bits(tensors["one.weight"], exact / 2)
+    assert same_bits(tensors["two.weight"], exact.view(2, 3, 64) * torch.tensor(scales).view(2, 1, 1))
 
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [
@@ -217,5 +217,5 @@ def test_what_cannot_be_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                                     message: str) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.gguf").write_bytes(framed([info(type=77)], data=bytes(128)))
-    found = run("dequantize", "x.gguf", "-o", "out.safetensors", *arguments)
-    assert (found.exit_code, found.stderr) == (code, message) and os.listdir() == ["x.gguf"]
+    result = run("dequantize", "x.gguf", "-o", "out.safetensors", *arguments)
+    assert (result.exit_code, result.stderr) == (code, message) and os.listdir() == ["x.gguf"]

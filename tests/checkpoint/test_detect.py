@@ -34,8 +34,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str, dict[str, int | str]]] = {
 def params_of(rules: Mapping[str, Any], params: Mapping[str, Sequence[int | str]], settings: Mapping[str, Any]) -> object:
     """The parameters that the first rule gives whose values the format has."""
     for reading in readings(rules.get("config"), list(params), settings):
-        given = reading.values.items()
-        if all(any(value == each and type(value) is type(each) for each in params[name]) for name, value in given):
+        values = reading.values.items()
+        if all(any(value == allowed and type(value) is type(allowed) for allowed in params[name]) for name, value in values):
             return reading.values
     return None
 
@@ -48,17 +48,17 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
     return dict(quantization(own, "config.json", "").scheme("model.layers.0.mlp.up_proj").settings or {})
 
 
-def found(config: dict[str, Any]) -> dict[str, object]:
+def formats_of(config: dict[str, Any]) -> dict[str, object]:
     """The formats that a config is of, with their parameters."""
-    said = settings(config)
-    answers = {format.name: params_of(format.detect, format.params, said) for format in descriptions()}
+    layer_settings = settings(config)
+    answers = {format.name: params_of(format.detect, format.params, layer_settings) for format in descriptions()}
     return {name: params for name, params in answers.items() if params is not None}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_is_of_one_format_and_gives_its_parameters(name: str) -> None:
     config, format, params = CONFIGS[name]
-    assert found(config) == {format: params}
+    assert formats_of(config) == {format: params}
 
 
 @pytest.mark.parametrize("config", [
@@ -72,7 +72,7 @@ def test_a_config_is_of_one_format_and_gives_its_parameters(name: str) -> None:
     {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": 3}},
 ], ids=str)
 def test_what_is_of_no_format_is_of_none(config: dict[str, Any]) -> None:
-    assert found(config) == {}
+    assert formats_of(config) == {}
 
 
 def test_booleans_are_compared_as_such() -> None:
@@ -87,13 +87,13 @@ def test_groups_have_their_own_settings() -> None:
     weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
     groups = {"a": {"weights": weights, "targets": ["re:.*up_proj", "model.head"]},
               "b": {"weights": {**weights, "num_bits": 4}, "targets": ["Linear"], "format": "y"}}
-    said = quantization({"quant_method": "compressed-tensors", "format": "x", "config_groups": groups}, "", "")
-    found = {}
+    parsed = quantization({"quant_method": "compressed-tensors", "format": "x", "config_groups": groups}, "", "")
+    schemes = {}
     for name in ("mlp.up_proj", "model.head", "mlp.down_proj"):
-        scheme = said.scheme(name)
+        scheme = parsed.scheme(name)
         assert scheme.settings is not None
-        found[name] = (scheme.by, scheme.settings["num_bits"], scheme.settings["format"])
-    assert found == {"mlp.up_proj": ("a", 8, "x"), "model.head": ("a", 8, "x"), "mlp.down_proj": ("b", 4, "y")}
+        schemes[name] = (scheme.by, scheme.settings["num_bits"], scheme.settings["format"])
+    assert schemes == {"mlp.up_proj": ("a", 8, "x"), "model.head": ("a", 8, "x"), "mlp.down_proj": ("b", 4, "y")}
 
 
 def test_a_word_that_is_a_parameters_name_is_still_a_word() -> None:

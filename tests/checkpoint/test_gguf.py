@@ -35,7 +35,7 @@ from tests.support.ggufs import array, framed, info, pair, text
 
 F32, Q8_0 = BY_NAME["F32"], BY_NAME["Q8_0"]
 # The specs that say of which type they are.
-FORMATS = {found[1]: path.stem for path in SHIPPED if (found := re.search(r"\bgguf: (\w+)", path.read_text()))}
+FORMATS = {match[1]: path.stem for path in SHIPPED if (match := re.search(r"\bgguf: (\w+)", path.read_text()))}
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +53,21 @@ def parsed(data: bytes, size: int | None = None) -> Header:
 
 def test_types_are_what_the_specs_say() -> None:
     """Every type but those that hold no weights has one spec, which says so, with its bytes and its bits."""
-    found = [(str(detect["gguf"]), path) for path in SHIPPED if "gguf" in (detect := spec(path).detect)]
-    assert {name: path.stem for name, path in found} == FORMATS and len(found) == len(FORMATS)
+    rules = [(str(detect["gguf"]), path) for path in SHIPPED if "gguf" in (detect := spec(path).detect)]
+    assert {name: path.stem for name, path in rules} == FORMATS and len(rules) == len(FORMATS)
     assert BY_NAME.keys() - FORMATS.keys() == {*WEIGHTLESS}
     assert {name: module.__name__.split(".")[-1] for name in FORMATS if (module := module_of(name))} == FORMATS
-    for name, path in found:
+    for name, path in rules:
         claims = {claim.name.value: claim.value for claim in spec(path).claims}
         assert claims["bits-per-weight"] == BY_NAME[name].bits
         assert BY_NAME[name].elements == 1 or claims["bytes"] == BY_NAME[name].nbytes
 
 
 def test_types_are_what_gguf_py_says() -> None:
-    sizes = {each.name: gguf.GGML_QUANT_SIZES[each] for each in gguf.GGMLQuantizationType}
+    sizes = {type.name: gguf.GGML_QUANT_SIZES[type] for type in gguf.GGMLQuantizationType}
     sizes["Q8_1"] = (32, 36)                                     # it has an older Q8_1, with scales of 32 bits
     assert {name: (type.elements, type.nbytes) for name, type in BY_NAME.items() if name in sizes} == sizes
-    assert {each.name: each.value for each in gguf.GGMLQuantizationType} == {n: t.id for n, t in BY_NAME.items() if n in sizes}
+    assert {type.name: type.value for type in gguf.GGMLQuantizationType} == {n: t.id for n, t in BY_NAME.items() if n in sizes}
     assert sorted([*TYPES, *REMOVED]) == list(range(43))
     for name, dtype in TORCH.items():
         assert getattr(torch, dtype).itemsize == BY_NAME[name].nbytes
@@ -231,21 +231,23 @@ NOTES = {
 @pytest.mark.parametrize("case", NOTES)
 def test_what_is_odd_and_harms_nobody_is_noted(case: str) -> None:
     data, notes = NOTES[case]
-    found = parsed(data)
-    assert len(found.notes) == len(notes) and all(note.startswith(each) for note, each in zip(found.notes, notes, strict=True))
-    assert not any(tensor.problem for tensor in found.tensors.values())
+    header = parsed(data)
+    assert len(header.notes) == len(notes) and all(note.startswith(head) for note, head in zip(header.notes, notes, strict=True))
+    assert not any(tensor.problem for tensor in header.tensors.values())
 
 
 def test_what_is_unusual_is_read() -> None:
     """No dimensions, empty ones, five of them, names as long as diffusion models', any bytes in strings, version 2."""
-    found = parsed(framed([info(b"scalar", []), info(b"empty", [0, 7], offset=32), info(b"video", [2, 2, 1, 48, 3], offset=32),
-                           info(b"n" * 127, [1], offset=2336)], [pair(b"s", "string", b"\xff\x1b[2J"), pair(b"b", "bool", True),
-                                                                 pair(b"comfy.gguf.orig_shape.video", "i32[]", [3, 48, 1, 2, 2])],
-                          bytes(2368), version=2))
-    assert found.version == 2 and found.notes == ()
-    assert [tensor.shape for tensor in found.tensors.values()] == [(), (7, 0), (3, 48, 1, 2, 2), (1,)]
-    assert all(tensor.problem is None for tensor in found.tensors.values())
-    assert found.metadata["s"] == "\\xff\x1b[2J" and found.metadata["b"] is True
+    header = parsed(framed(
+        [info(b"scalar", []), info(b"empty", [0, 7], offset=32), info(b"video", [2, 2, 1, 48, 3], offset=32),
+         info(b"n" * 127, [1], offset=2336)],
+        [pair(b"s", "string", b"\xff\x1b[2J"), pair(b"b", "bool", True),
+         pair(b"comfy.gguf.orig_shape.video", "i32[]", [3, 48, 1, 2, 2])],
+        bytes(2368), version=2))
+    assert header.version == 2 and header.notes == ()
+    assert [tensor.shape for tensor in header.tensors.values()] == [(), (7, 0), (3, 48, 1, 2, 2), (1,)]
+    assert all(tensor.problem is None for tensor in header.tensors.values())
+    assert header.metadata["s"] == "\\xff\x1b[2J" and header.metadata["b"] is True
 
 
 @pytest.mark.parametrize("type", ["u8", "i8", "u16", "i16", "u32", "i32", "u64", "i64", "f32", "f64", "bool"])
@@ -378,49 +380,49 @@ def new(name: str, type: str, shape: tuple[int, ...], data: bytes) -> NewTensor:
 
 def copy(file: GgufFile, path: Path) -> None:
     write(path, file.metadata.stored(),
-          [NewTensor(name, each.type, each.shape, [file.data(name)]) for name, each in file.tensors.items()])
+          [NewTensor(name, tensor.type, tensor.shape, [file.data(name)]) for name, tensor in file.tensors.items()])
 
 
 METADATA = st.dictionaries(NAMES.filter(lambda key: not key.startswith(("general.", "split."))), values(), max_size=4)
 
 
 @settings(max_examples=50, deadline=None)
-@given(METADATA, st.lists(tensors(), max_size=4, unique_by=lambda each: each[0]), st.sampled_from([None, 1, 32, 64]))
+@given(METADATA, st.lists(tensors(), max_size=4, unique_by=lambda tensor: tensor[0]), st.sampled_from([None, 1, 32, 64]))
 def test_what_is_written_is_read(place: Path, metadata: dict[str, tuple[str, object]],
                                  drawn: list[tuple[str, str, tuple[int, ...], bytes]], alignment: int | None) -> None:
     wanted = {key: Value.of(*pair) for key, pair in metadata.items()}
     wanted |= {} if alignment is None else {"general.alignment": Value.of("u32", alignment)}
-    write(place, wanted, [new(*each) for each in drawn])
+    write(place, wanted, [new(*fields) for fields in drawn])
     with GgufFile(place) as file:
         assert file.notes == () and file.alignment == (alignment or 32)
         assert file.metadata.stored() == wanted and list(file.metadata) == list(wanted)
         assert {key: file.metadata[key] for key in metadata} == {key: pair[1] for key, pair in metadata.items()}
-        assert [(name, each.type.name, each.shape, bytes(file.data(name))) for name, each in file.tensors.items()] == drawn
-        assert all(each.problem is None and each.start % file.alignment == 0 for each in file.tensors.values())
+        assert [(name, tensor.type.name, tensor.shape, bytes(file.data(name))) for name, tensor in file.tensors.items()] == drawn
+        assert all(tensor.problem is None and tensor.start % file.alignment == 0 for tensor in file.tensors.values())
         again = place.with_suffix(".copy")
         copy(file, again)
         assert again.read_bytes() == place.read_bytes()
 
 
-KNOWN = [each.name for each in gguf.GGMLQuantizationType if each.name != "Q8_1"]
+GGUF_TYPES = [type.name for type in gguf.GGMLQuantizationType if type.name != "Q8_1"]
 
 
 @settings(max_examples=50, deadline=None)
-@given(METADATA, st.lists(tensors().filter(lambda each: each[1] in KNOWN), max_size=4, unique_by=lambda each: each[0]))
+@given(METADATA, st.lists(tensors().filter(lambda t: t[1] in GGUF_TYPES), max_size=4, unique_by=lambda t: t[0]))
 def test_gguf_py_reads_what_we_write(place: Path, metadata: dict[str, tuple[str, object]],
                                      drawn: list[tuple[str, str, tuple[int, ...], bytes]]) -> None:
-    write(place, {key: Value.of(*pair) for key, pair in metadata.items()}, [new(*each) for each in drawn])
+    write(place, {key: Value.of(*pair) for key, pair in metadata.items()}, [new(*fields) for fields in drawn])
     reader = gguf.GGUFReader(place)
     for key, (type, content) in metadata.items():
         if not type.endswith("[]") or content:                   # it finds no type for an array of nothing
             assert reader.fields[key].contents() == content
-    found = [(each.name, each.tensor_type.name, tuple(each.shape.tolist()[::-1]), each.data.tobytes()) for each in reader.tensors]
-    assert found == drawn
+    read = [(t.name, t.tensor_type.name, tuple(t.shape.tolist()[::-1]), t.data.tobytes()) for t in reader.tensors]
+    assert read == drawn
 
 
 @settings(max_examples=40, deadline=None)
-@given(METADATA, st.lists(tensors().filter(lambda each: each[1] in KNOWN and 0 not in each[2]), max_size=4,
-                          unique_by=lambda each: each[0]))
+@given(METADATA, st.lists(tensors().filter(lambda t: t[1] in GGUF_TYPES and 0 not in t[2]), max_size=4,
+                          unique_by=lambda t: t[0]))
 def test_we_read_what_gguf_py_writes_and_write_the_same_bytes(place: Path, metadata: dict[str, tuple[str, object]],
                                                               drawn: list[tuple[str, str, tuple[int, ...], bytes]]) -> None:
     theirs = place.with_suffix(".theirs")
@@ -441,9 +443,9 @@ def test_we_read_what_gguf_py_writes_and_write_the_same_bytes(place: Path, metad
     writer.close()
     with GgufFile(theirs) as file:
         assert file.notes == ()
-        found = {key: value for key, value in file.metadata.items() if key != "general.architecture"}
-        assert found == {key: content for key, (type, content) in metadata.items() if not type.endswith("[]") or content}
-        assert [(name, each.type.name, each.shape, bytes(file.data(name))) for name, each in file.tensors.items()] == drawn
+        metadata_read = {key: value for key, value in file.metadata.items() if key != "general.architecture"}
+        assert metadata_read == {key: content for key, (type, content) in metadata.items() if not type.endswith("[]") or content}
+        assert [(name, tensor.type.name, tensor.shape, bytes(file.data(name))) for name, tensor in file.tensors.items()] == drawn
         copy(file, place)
     assert place.read_bytes() == theirs.read_bytes()
 
@@ -464,7 +466,7 @@ def blocks(type: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     return drawn
 
 
-DECODED = [name for name in KNOWN if name not in ("Q8_K", "Q1_0") and name in FORMATS.keys() - TORCH.keys()]
+DECODED = [name for name in GGUF_TYPES if name not in ("Q8_K", "Q1_0") and name in FORMATS.keys() - TORCH.keys()]
 
 
 @pytest.mark.parametrize("type", DECODED)
@@ -476,10 +478,10 @@ def test_weights_are_what_gguf_py_makes_of_them(place: Path, type: str) -> None:
         assert packed.shape == (6, 512) and packed.format.spec.detect["gguf"] == type
         assert next(iter(packed.tensors.values())).numpy().tobytes() == raw.tobytes()
         wanted = torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[type]))
-        found = packed.format.dequantize(packed, torch.float32)
-        assert same_bits(found.nan_to_num(), wanted.nan_to_num())
+        weights = packed.format.dequantize(packed, torch.float32)
+        assert same_bits(weights.nan_to_num(), wanted.nan_to_num())
         packed = packed_weight(file, "a.weight", 1)
-        assert same_bits(packed.format.dequantize(packed, torch.float32), found[3:])
+        assert same_bits(packed.format.dequantize(packed, torch.float32), weights[3:])
         for expert in (-1, 2):
             with pytest.raises(CheckpointError, match=rf"\[2, 3, 512\] has no expert {expert}"):
                 packed_weight(file, "a.weight", expert)
@@ -548,8 +550,8 @@ def shard(number: int, count: int, total: int, *names: str) -> tuple[dict[str, V
 
 
 def split(folder: Path, *shards: tuple[dict[str, Value], list[NewTensor]], name: str = "m") -> Path:
-    for number, each in enumerate(shards, 1):
-        write(folder / f"{name}-{number:05d}-of-{len(shards):05d}.gguf", *each)
+    for number, shard in enumerate(shards, 1):
+        write(folder / f"{name}-{number:05d}-of-{len(shards):05d}.gguf", *shard)
     return folder / f"{name}-00001-of-{len(shards):05d}.gguf"
 
 
@@ -557,7 +559,7 @@ def test_a_set_of_files_is_one(tmp_path: Path) -> None:
     with GgufFile(split(tmp_path, shard(0, 3, 4, "a"), shard(1, 3, 4, "b", "c"), shard(2, 3, 4, "d"))) as file:
         assert dict(file.metadata) == {"k": 0}
         assert {name: file.tensor(name).item() for name in file.tensors} == {name: ord(name) for name in "abcd"}
-        assert [each.shard for each in file.tensors.values()] == [0, 1, 1, 2] and len(file.paths) == 3
+        assert [tensor.shard for tensor in file.tensors.values()] == [0, 1, 1, 2] and len(file.paths) == 3
     with pytest.raises(CheckpointError, match=r"m-00002-of-00003\.gguf: file 2 of 3; give the first of them"):
         GgufFile(tmp_path / "m-00002-of-00003.gguf")
 

@@ -337,8 +337,8 @@ def test_a_storage_that_has_to_be_stated(tmp_path: Path) -> None:
                                       {"format": "hlane", "storage": "hlane"}, {"group": 64}])
 def test_settings_that_tensors_contradict(settings: dict[str, Any], tmp_path: Path) -> None:
     storage, why, problems = storage_of(tmp_path / "in", integers("awq"), settings)
-    stated = settings if "group" in settings else {**OWN, **settings}
-    text = ", ".join(f"{key} = {value}" for key, value in stated.items())
+    claimed = settings if "group" in settings else {**OWN, **settings}
+    text = ", ".join(f"{key} = {value}" for key, value in claimed.items())
     fit = "the tensors fit int_group.awq bits=4 group=32 scale_type=f16"
     assert (storage, why, problems) == ("awq", "", (f"config.json: quantization_config says {text}; {fit}",))
 

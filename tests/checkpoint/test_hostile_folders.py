@@ -50,9 +50,9 @@ def test_an_expression_costs_more_on_longer_names() -> None:
 def test_real_configs_stay_within_their_time() -> None:
     """A mixture of experts of 46,000 layers, and rules such as those of real checkpoints."""
     ignore = ["lm_head", "re:.*self_attn.*", r"re:.*\.shared\.(gate|up|gate_up|down)_proj.*", "re:.*norm.*", "re:visual.*"]
-    found = quantization({"quant_method": "compressed-tensors", "config_groups": {"w": {"weights": {"num_bits": 4}}},
-                          "ignore": ignore}, "config.json", "")
+    parsed = quantization({"quant_method": "compressed-tensors", "config_groups": {"w": {"weights": {"num_bits": 4}}},
+                           "ignore": ignore}, "config.json", "")
     names = [f"model.layers.{layer}.mlp.experts.{expert}.{leaf}" for layer in range(60) for expert in range(256)
              for leaf in ("up_proj", "gate_proj", "down_proj")]
-    assert all(found.scheme(name).settings is not None for name in names)
-    assert found.scheme("model.layers.3.self_attn.q_proj").settings is None
+    assert all(parsed.scheme(name).settings is not None for name in names)
+    assert parsed.scheme("model.layers.3.self_attn.q_proj").settings is None

@@ -34,8 +34,8 @@ MEANS: list[tuple[str, str, set[str]]] = [
 def test_what_a_pattern_names(dialect: str, pattern: str, named: set[str]) -> None:
     rule = Rule(dialect, pattern)
     assert {name for name in NAMES if rule.matches(name)} == named
-    found = rules(dialect, [pattern])
-    assert found.problems == [] and {name for name in NAMES if found.first(name) == rule} == named
+    parsed = rules(dialect, [pattern])
+    assert parsed.problems == [] and {name for name in NAMES if parsed.first(name) == rule} == named
 
 
 @pytest.mark.parametrize("pattern", [r"(.*)*x", r"(a|a)*b", r"(a?){40}", r".*.*.*.*.*.*.*.*.*x", r"(x+x+)+y", r"(.)\1",
@@ -47,77 +47,77 @@ def test_expressions_that_take_long_are_not_used(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["(", "*", "[", "(?P<n", "a{2,1}"])
 def test_what_is_no_expression_is_said(pattern: str) -> None:
-    found = rules("regex", [f"re:{pattern}", "re:.*up_proj"])
-    assert len(found.problems) == 1 and "is not a regular expression" in found.problems[0]
-    assert found.first(MLP) == Rule("regex", "re:.*up_proj") and found.first(Q) is None
+    parsed = rules("regex", [f"re:{pattern}", "re:.*up_proj"])
+    assert len(parsed.problems) == 1 and "is not a regular expression" in parsed.problems[0]
+    assert parsed.first(MLP) == Rule("regex", "re:.*up_proj") and parsed.first(Q) is None
 
 
-def said(settings: dict[str, Any], *names: str) -> list[tuple[bool, str]]:
+def decisions(settings: dict[str, Any], *names: str) -> list[tuple[bool, str]]:
     """Whether each module is quantized, and by which rule."""
-    found = quantization(settings, "config.json", "")
-    schemes: list[Scheme] = [found.scheme(name) for name in names]
-    return [(each.settings is not None, each.by) for each in schemes]
+    parsed = quantization(settings, "config.json", "")
+    schemes: list[Scheme] = [parsed.scheme(name) for name in names]
+    return [(scheme.settings is not None, scheme.by) for scheme in schemes]
 
 
 def test_each_producers_list() -> None:
     """The same word, left alone by one and quantized by the next."""
     word = ["layers.1"]
-    assert said({"quant_method": "fp8", "ignored_layers": word}, Q) == [(True, "")]           # exact for one reader only
-    assert said({"quant_method": "modelopt", "exclude_modules": ["*layers.1.*"]}, Q, MLP) == [
+    assert decisions({"quant_method": "fp8", "ignored_layers": word}, Q) == [(True, "")]           # exact for one reader only
+    assert decisions({"quant_method": "modelopt", "exclude_modules": ["*layers.1.*"]}, Q, MLP) == [
         (False, "*layers.1.* (glob)"), (True, "")]
-    assert said({"quant_method": "modelopt", "ignore": ["*layers.1.*"]}, Q) == [(False, "*layers.1.* (glob)")]
-    assert said({"quant_method": "compressed-tensors", "ignore": ["re:.*q_proj$", HEAD]}, Q, MLP, HEAD) == [
+    assert decisions({"quant_method": "modelopt", "ignore": ["*layers.1.*"]}, Q) == [(False, "*layers.1.* (glob)")]
+    assert decisions({"quant_method": "compressed-tensors", "ignore": ["re:.*q_proj$", HEAD]}, Q, MLP, HEAD) == [
         (False, "re:.*q_proj$ (regex)"), (True, ""), (False, "lm_head (regex)")]
-    assert said({"load_in_4bit": True, "llm_int8_skip_modules": [HEAD]}, Q, HEAD) == [
+    assert decisions({"load_in_4bit": True, "llm_int8_skip_modules": [HEAD]}, Q, HEAD) == [
         (True, ""), (False, "lm_head (transformers)")]
-    assert said({"quant_method": "awq", "modules_to_not_convert": ["q_proj"]}, Q, MLP) == [
+    assert decisions({"quant_method": "awq", "modules_to_not_convert": ["q_proj"]}, Q, MLP) == [
         (False, "q_proj (transformers)"), (True, "")]
 
 
 def test_readers_that_differ() -> None:
     """vLLM takes awq's list for parts of names, transformers for beginnings and ends."""
-    found = quantization({"quant_method": "awq", "modules_to_not_convert": ["self_attn"]}, "config.json", "")
-    assert found.scheme(Q).settings is not None and found.maybe(Q) == Rule("substring", "self_attn")
-    assert found.maybe(MLP) is None
+    parsed = quantization({"quant_method": "awq", "modules_to_not_convert": ["self_attn"]}, "config.json", "")
+    assert parsed.scheme(Q).settings is not None and parsed.maybe(Q) == Rule("substring", "self_attn")
+    assert parsed.maybe(MLP) is None
 
 
 def test_a_part_of_a_name_ends_at_a_dot() -> None:
     """For transformers; a reader that looks for words anywhere in names would leave these alone, too."""
     for skip, name in (("model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj"), ("model.layers.1", MLP)):
-        assert said({"load_in_8bit": True, "llm_int8_skip_modules": [skip]}, skip, name) == [
+        assert decisions({"load_in_8bit": True, "llm_int8_skip_modules": [skip]}, skip, name) == [
             (False, f"{skip} (transformers)"), (True, "")]
-        found = quantization({"quant_method": "fp8", "modules_to_not_convert": [skip]}, "config.json", "")
-        assert found.scheme(name).settings is not None and found.maybe(name) == Rule("substring", skip)
+        parsed = quantization({"quant_method": "fp8", "modules_to_not_convert": [skip]}, "config.json", "")
+        assert parsed.scheme(name).settings is not None and parsed.maybe(name) == Rule("substring", skip)
 
 
 def test_gptq_says_more() -> None:
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {
         r"-:.*\.q_proj$": {}, r"+:.*\.11\.": {"bits": 8}, r".*up_proj": {"group_size": 32}}}
-    found = quantization(settings, "config.json", "")
-    schemes = {name: found.scheme(name).settings for name in (Q, MLP, "model.layers.2.mlp.up_proj", HEAD)}
+    parsed = quantization(settings, "config.json", "")
+    schemes = {name: parsed.scheme(name).settings for name in (Q, MLP, "model.layers.2.mlp.up_proj", HEAD)}
     assert schemes[Q] is None
-    assert [(each["bits"], each["group_size"]) for each in list(schemes.values())[1:] if each] == [(8, 128), (4, 32), (4, 128)]
+    assert [(own["bits"], own["group_size"]) for own in list(schemes.values())[1:] if own] == [(8, 128), (4, 32), (4, 128)]
     inside = {"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": [["self_attn.q_proj"], ["self_attn.o_proj"]]}
-    assert said(inside, Q, MLP) == [(True, ""), (False, "not in modules_in_block_to_quantize (suffix)")]
+    assert decisions(inside, Q, MLP) == [(True, ""), (False, "not in modules_in_block_to_quantize (suffix)")]
 
 
 def test_layers_with_settings_of_their_own() -> None:
     mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {Q: {"quant_algo": "FP8"}}}
-    found = quantization(mixed, "config.json", "")
-    assert (found.scheme(Q).settings or {})["quant_algo"] == "FP8" and found.scheme(MLP).settings is None
+    parsed = quantization(mixed, "config.json", "")
+    assert (parsed.scheme(Q).settings or {})["quant_algo"] == "FP8" and parsed.scheme(MLP).settings is None
     extra = {"quant_method": "auto-round", "bits": 4, "extra_config": {Q: {"bits": 8}}}
-    found = quantization(extra, "config.json", "")
-    assert [(found.scheme(name).settings or {})["bits"] for name in (Q, MLP)] == [8, 4]
+    parsed = quantization(extra, "config.json", "")
+    assert [(parsed.scheme(name).settings or {})["bits"] for name in (Q, MLP)] == [8, 4]
 
 
 def test_a_word_by_itself_is_a_list_of_one() -> None:
     groups = {"a": {"targets": "Linear", "weights": {"num_bits": 4}}}
-    assert said({"quant_method": "compressed-tensors", "config_groups": groups}, Q, HEAD) == [(True, "a"), (True, "a")]
+    assert decisions({"quant_method": "compressed-tensors", "config_groups": groups}, Q, HEAD) == [(True, "a"), (True, "a")]
     groups["a"]["targets"] = "re:.*q_proj"
-    assert said({"config_groups": groups}, Q, MLP) == [(True, "a"), (False, "in no group")]
-    assert said({"quant_method": "compressed-tensors", "ignore": HEAD}, Q, HEAD) == [(True, ""), (False, "lm_head (regex)")]
+    assert decisions({"config_groups": groups}, Q, MLP) == [(True, "a"), (False, "in no group")]
+    assert decisions({"quant_method": "compressed-tensors", "ignore": HEAD}, Q, HEAD) == [(True, ""), (False, "lm_head (regex)")]
     for inside in ("self_attn.q_proj", ["self_attn.q_proj"], [["self_attn.q_proj"], "o_proj"]):
-        assert said({"quant_method": "gptq", "modules_in_block_to_quantize": inside}, Q, MLP) == [
+        assert decisions({"quant_method": "gptq", "modules_in_block_to_quantize": inside}, Q, MLP) == [
             (True, ""), (False, "not in modules_in_block_to_quantize (suffix)")]
 
 
@@ -131,9 +131,9 @@ MAPPED = ("config_groups", "dynamic", "quantized_layers", "extra_config")
 def test_settings_of_layers_may_be_anything(value: object) -> None:
     for key in (*LISTED, *MAPPED):
         for method in ("gptq", "compressed-tensors", "modelopt", 5):
-            found = quantization({"quant_method": method, key: value}, "config.json", "")
-            found.scheme(Q)
-            found.maybe(Q)
+            parsed = quantization({"quant_method": method, key: value}, "config.json", "")
+            parsed.scheme(Q)
+            parsed.maybe(Q)
 
 
 @pytest.mark.parametrize(("settings", "wrong"), [
@@ -145,5 +145,5 @@ def test_settings_of_layers_may_be_anything(value: object) -> None:
      "'True' stands for the name of a layer, and is none"),
 ])
 def test_settings_of_layers_that_are_none_are_said(settings: dict[str, Any], wrong: str) -> None:
-    found = quantization({"quant_method": "gptq", **settings}, "config.json: x", "")
-    assert found.problems == [f"config.json: x: {wrong}"]
+    parsed = quantization({"quant_method": "gptq", **settings}, "config.json: x", "")
+    assert parsed.problems == [f"config.json: x: {wrong}"]

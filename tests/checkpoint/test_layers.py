@@ -48,7 +48,7 @@ def fp8(**settings: Any) -> dict[str, Any]:
 
 
 # A golden file, its producer's config, and what it is: format.storage, parameters, shape.
-FOUND: dict[str, tuple[dict[str, Any], str, dict[str, int | str], tuple[int, int]]] = {
+DETECTED: dict[str, tuple[dict[str, Any], str, dict[str, int | str], tuple[int, int]]] = {
     "gptq_b4_asym_g32_N64_K128": (gptq(bits=4, group_size=32, checkpoint_format="gptq_v2"), "int_group.gptq_v2",
                                   {"bits": 4, "group": 32}, (64, 128)),
     "gptq_b4_asym1_g-1_N96_K128": (gptq(bits=4, group_size=-1, checkpoint_format="gptq_v2"), "int_group.gptq_v2",
@@ -116,38 +116,38 @@ def read(path: Path) -> Layers:
         return layers(folder)
 
 
-def one(found: Layers) -> Layer:
-    (layer,) = found.layers
+def one(detected: Layers) -> Layer:
+    (layer,) = detected.layers
     return layer
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", DETECTED)
 def test_a_layer_of_each_producer(tmp_path: Path, name: str, shards: int) -> None:
     """Found with the producer's config, and beside plain tensors; `wrap` makes of its tensors what it is said to be."""
-    config, label, params, shape = FOUND[name]
+    config, label, params, shape = DETECTED[name]
     plain = {"model.embed_tokens": {"weight": torch.zeros(6, 4, dtype=torch.bfloat16)},
              "model.norm": {"weight": torch.ones(4, dtype=torch.bfloat16)}}
     tensors = golden(name) | {"bias": torch.zeros(shape[0])}
     path = checkpoints.folder(tmp_path, {**plain, UP: tensors}, config, shards)
     with Folder(path) as folder:
-        found = layers(folder)
-        layer = one(found)
+        detected = layers(folder)
+        layer = one(detected)
         assert (layer.name, f"{layer.format}.{layer.storage}", layer.shape, layer.experts) == (UP, label, shape, None)
         assert params.items() <= layer.params.items() and layer.problems == () and layer.why == ""
         assert layer.others["bias"] == f"{UP}.bias"
-        assert set(found.plain) == {"model.embed_tokens.weight", "model.norm.weight"}
-        made = module(ROOT / "specs" / f"{layer.format}.yaml")
-        held = {own: folder.tensor(full) for own, full in layer.tensors.items()}
-        held |= {own: torch.tensor(number) for own, number in layer.numbers.items()}
-        packed = made.wrap(held, layer.shape, layer.storage, **layer.params)
+        assert set(detected.plain) == {"model.embed_tokens.weight", "model.norm.weight"}
+        generated = module(ROOT / "specs" / f"{layer.format}.yaml")
+        stored = {own: folder.tensor(full) for own, full in layer.tensors.items()}
+        stored |= {own: torch.tensor(number) for own, number in layer.numbers.items()}
+        packed = generated.wrap(stored, layer.shape, layer.storage, **layer.params)
         assert packed.params == layer.params
-        assert all(same_bits(packed.tensors[key].flatten(), held[key].flatten()) for key in held)
+        assert all(same_bits(packed.tensors[key].flatten(), stored[key].flatten()) for key in stored)
 
 
-@pytest.mark.parametrize("name", [name for name in FOUND if "gptq" not in name and "bnb" not in name])
+@pytest.mark.parametrize("name", [name for name in DETECTED if "gptq" not in name and "bnb" not in name])
 def test_without_a_config_the_tensors_are_enough(tmp_path: Path, name: str) -> None:
-    _, label, _, shape = FOUND[name]
+    _, label, _, shape = DETECTED[name]
     layer = one(read(checkpoints.folder(tmp_path, {UP: golden(name)})))
     assert (f"{layer.format}.{layer.storage}", layer.shape, layer.why, layer.problems) == (label, shape, "", ())
 
@@ -256,10 +256,10 @@ def test_json_beside_a_weight_says_numbers_of_it(tmp_path: Path) -> None:
         [weight] = weights(folder, layer)
     with np.load(next(path for path in checkpoints.GOLDENS if path.stem == name)) as file:
         assert same_bits(weight.format.dequantize(weight, torch.float32), torch.from_numpy(file["dequant_f32"]))
-    said = json.loads(bytes(tensors[state].tolist()))
-    for wrong in ({**said, "nested_offset": "0.2"}, {**said, "nested_offset": True}, {**said, "nested_blocksize": 128},
-                  {**said, "nested_offset": 1e39}, {**said, "nested_offset": -10 ** 60},   # infinite in float32
-                  {key: value for key, value in said.items() if key != "nested_offset"}):
+    fields = json.loads(bytes(tensors[state].tolist()))
+    for wrong in ({**fields, "nested_offset": "0.2"}, {**fields, "nested_offset": True}, {**fields, "nested_blocksize": 128},
+                  {**fields, "nested_offset": 1e39}, {**fields, "nested_offset": -10 ** 60},   # infinite in float32
+                  {key: value for key, value in fields.items() if key != "nested_offset"}):
         other = tensors | {state: torch.tensor(list(json.dumps(wrong).encode()), dtype=torch.uint8)}
         assert one(read(checkpoints.folder(tmp_path, {UP: other}))).format == ""
     other = tensors | {"weight.nested_quant_map": tensors["weight.nested_quant_map"] * 2}
@@ -275,8 +275,8 @@ def test_bytes_that_a_file_holds_as_larger_numbers(tmp_path: Path) -> None:
         [weight] = weights(folder, layer)
     with np.load(next(path for path in checkpoints.GOLDENS if path.stem == name)) as file:
         assert same_bits(weight.format.dequantize(weight, torch.float32), torch.from_numpy(file["dequant_f32"]))
-    for said in ({"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}):
-        assert len(one(read(checkpoints.folder(tmp_path, {UP: golden(name)}, {"quantization_config": said}))).problems) == 1
+    for claimed in ({"load_in_8bit": True}, {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}):
+        assert len(one(read(checkpoints.folder(tmp_path, {UP: golden(name)}, {"quantization_config": claimed}))).problems) == 1
     alone = {"weight": golden(name)["weight"], "weight.absmax": golden(name)["weight.absmax"]}
     assert one(read(checkpoints.folder(tmp_path, {UP: alone}))).format == ""
 
@@ -311,19 +311,21 @@ def test_one_group_is_that_of_the_settings(tmp_path: Path, k: int) -> None:
     assert layer.params["group"] == 32 and "strategy = channel" in layer.problems[0]
 
 
-@pytest.mark.parametrize(("name", "lost"), [("autogptq_v1_b4_ge0_g32_N64_K128", True), ("autogptq_v1_b4_ge1_g32_N64_K128", False),
-                                            ("autogptq_v1_b3_ge1_g32_N64_K96", False)])
-def test_zero_points_that_were_lost_are_told(tmp_path: Path, name: str, lost: bool) -> None:
+@pytest.mark.parametrize(("name", "overwritten"), [
+    ("autogptq_v1_b4_ge0_g32_N64_K128", True), ("autogptq_v1_b4_ge1_g32_N64_K128", False),
+    ("autogptq_v1_b3_ge1_g32_N64_K96", False)])
+def test_zero_points_that_were_lost_are_told(tmp_path: Path, name: str, overwritten: bool) -> None:
     """auto-gptq writes a zero point of 0 over those above it; a warning, and the weight is read as it is."""
     tensors = golden(name)
     path = checkpoints.folder(tmp_path, {UP: tensors}, gptq(bits=int(name[13]), group_size=32))
     layer = one(read(path))
-    assert layer.storage == "gptq_v1" and len(layer.problems) == lost
-    assert all(each.startswith(f"{UP}.qzeros: a -1 was written over the fields above it") for each in layer.problems)
+    assert layer.storage == "gptq_v1" and len(layer.problems) == overwritten
+    assert all(problem.startswith(f"{UP}.qzeros: a -1 was written over the fields above it") for problem in layer.problems)
     shown = CliRunner().invoke(app, ["inspect", str(path)], catch_exceptions=False)
-    assert shown.exit_code == 0 and ("written over" in shown.stdout) == lost
+    assert shown.exit_code == 0 and ("written over" in shown.stdout) == overwritten
     packed = int_group.wrap(tensors, storage="gptq_v1", bits=layer.params["bits"])
-    assert [note.startswith("tensor 'qzeros': a -1 was written") for note in packed.notes if "written" in note] == [True] * lost
+    notes = [note for note in packed.notes if "written" in note]
+    assert [note.startswith("tensor 'qzeros': a -1 was written") for note in notes] == [True] * overwritten
 
 
 def test_what_nothing_decides_is_said(tmp_path: Path) -> None:
@@ -376,8 +378,8 @@ def test_zero_points_of_symmetric_codes(tmp_path: Path, zero: int, rows: int, sa
     """A config that says v2 of tensors of v1 is wrong about that alone; of no tensors nothing is said."""
     tensors = int_group.quantize(torch.zeros(rows, 128), "gptq_v2", bits=4, group=32).tensors
     words = torch.full(tensors["qzeros"].shape, zero, dtype=torch.int64).to(torch.int32)
-    found = one(read(checkpoints.folder(tmp_path, {UP: {**tensors, "qzeros": words}}, gptq(**ORDERED, sym=True)))).problems
-    assert len(found) == bool(says) and says in "".join(found)
+    problems = one(read(checkpoints.folder(tmp_path, {UP: {**tensors, "qzeros": words}}, gptq(**ORDERED, sym=True)))).problems
+    assert len(problems) == bool(says) and says in "".join(problems)
 
 
 @pytest.mark.parametrize(("group", "bits", "says"), [
@@ -387,10 +389,10 @@ def test_zero_points_of_symmetric_codes(tmp_path: Path, zero: int, rows: int, sa
 def test_numbers_that_a_format_has_for_good(tmp_path: Path, group: int | None, bits: int | None, says: list[str]) -> None:
     rule = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
             "with": {"num_bits": 4, "group_size": 16, "dynamic": False, "type": "float"}}
-    format = replace(next(each for each in descriptions() if each.name == "nvfp4_ct"), detect={"config": [rule]})
+    format = replace(next(candidate for candidate in descriptions() if candidate.name == "nvfp4_ct"), detect={"config": [rule]})
     config = ct(format="nvfp4-pack-quantized", group_size=group, num_bits=bits, dynamic=True, type="any")
     with Folder(checkpoints.folder(tmp_path, {UP: golden("ct_nvfp4_N64_K128")}, config)) as folder:
-        assert one(layers(folder, [format])).problems == tuple(f"config.json: quantization_config says {each}" for each in says)
+        assert one(layers(folder, [format])).problems == tuple(f"config.json: quantization_config says {text}" for text in says)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (1, 2, 3), (6,), (6, 1), (1, 6), (3, 2)])
@@ -418,9 +420,9 @@ def test_a_scale_without_codes(tmp_path: Path) -> None:
     """Of a layer whose weight is a plain one, or in no file."""
     whole = golden("hf_fp8_block128_N128_K128")
     half = whole | {"weight": whole["weight"].bfloat16()}
-    found = read(checkpoints.folder(tmp_path, {UP: whole, DOWN: half, "norm": {"weight": torch.ones(4)}}))
-    by_name = {layer.name: layer for layer in found.layers}
-    assert by_name[UP].format == "fp8_block" and by_name[DOWN].format == "" and found.plain == ["norm.weight"]
+    detected = read(checkpoints.folder(tmp_path, {UP: whole, DOWN: half, "norm": {"weight": torch.ones(4)}}))
+    by_name = {layer.name: layer for layer in detected.layers}
+    assert by_name[UP].format == "fp8_block" and by_name[DOWN].format == "" and detected.plain == ["norm.weight"]
     assert by_name[DOWN].why == "fp8_block.safetensors: tensor 'weight' has dtype bfloat16; the format needs float8_e4m3fn"
 
 
@@ -430,9 +432,9 @@ def test_a_scale_in_a_shard_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):
         Folder(path)
     with Folder(path, partial=True) as folder:
-        found = layers(folder)
-    assert one(found).why == "'weight_scale_inv' lies in model-00002-of-00002.safetensors, which is missing"
-    assert found.problems == ["model-00002-of-00002.safetensors is missing, with 1 tensors"]
+        detected = layers(folder)
+    assert one(detected).why == "'weight_scale_inv' lies in model-00002-of-00002.safetensors, which is missing"
+    assert detected.problems == ["model-00002-of-00002.safetensors is missing, with 1 tensors"]
 
 
 def test_layers_that_contradict_the_config(tmp_path: Path) -> None:
@@ -441,18 +443,18 @@ def test_layers_that_contradict_the_config(tmp_path: Path) -> None:
     config = fp8(weight_block_size=[128, 128], modules_to_not_convert=["lm_head", "layers.2.mlp.up_proj"])
     modules = {"lm_head": plain, **{f"model.layers.{i}.mlp.up_proj": whole for i in (0, 2)}, "model.layers.1.mlp.up_proj": plain,
                "model.embed_tokens": plain}
-    found = read(checkpoints.folder(tmp_path, modules, config))
-    assert [(each.name, bool(each.by), bool(each.problem)) for each in found.left] == [
+    detected = read(checkpoints.folder(tmp_path, modules, config))
+    assert [(left.name, bool(left.by), bool(left.problem)) for left in detected.left] == [
         ("lm_head", True, False), ("model.embed_tokens", False, False), ("model.layers.1.mlp.up_proj", False, True)]
-    assert {layer.name: layer.problems for layer in found.layers} == {
+    assert {layer.name: layer.problems for layer in detected.layers} == {
         "model.layers.0.mlp.up_proj": (),
         "model.layers.2.mlp.up_proj": ("its config leaves it as it is, by layers.2.mlp.up_proj (transformers)",)}
 
 
 def test_a_config_without_quantized_tensors(tmp_path: Path) -> None:
-    found = read(checkpoints.folder(tmp_path, {UP: {"weight": torch.zeros(8, 8)}}, gptq(bits=4, group_size=128)))
-    assert found.problems == ["config.json: quantization_config says quant_method = gptq, bits = 4, group_size = 128, but no "
-                              "tensor is quantized"]
+    detected = read(checkpoints.folder(tmp_path, {UP: {"weight": torch.zeros(8, 8)}}, gptq(bits=4, group_size=128)))
+    assert detected.problems == ["config.json: quantization_config says quant_method = gptq, bits = 4, group_size = 128, but no "
+                                 "tensor is quantized"]
 
 
 def test_settings_of_single_layers_that_are_not_so(tmp_path: Path) -> None:
@@ -461,10 +463,10 @@ def test_settings_of_single_layers_that_are_not_so(tmp_path: Path) -> None:
     modules = {UP: golden("hf_fp8_block128_N128_K128"), other: {"weight": torch.zeros(128, 128)}}
     own = {name: {"quant_algo": "FP8"} for name in (UP, other, "model.layers.0.mlp", "model.layers.9.mlp.gate_proj")}
     config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": own}}
-    found = read(checkpoints.folder(tmp_path, modules, config))
-    assert [each.problem for each in found.left] == ["plain, though config.json: quantization_config has settings for it"]
-    assert found.problems == ["config.json: quantization_config has settings for 'model.layers.9.mlp.gate_proj', of which there "
-                              "is no tensor"]
+    detected = read(checkpoints.folder(tmp_path, modules, config))
+    assert [left.problem for left in detected.left] == ["plain, though config.json: quantization_config has settings for it"]
+    assert detected.problems == ["config.json: quantization_config has settings for 'model.layers.9.mlp.gate_proj', of which "
+                                 "there is no tensor"]
     config = {"quantization_config": {"quant_method": "auto-round", "bits": 4, "extra_config": {other: {"bits": 16}}}}
     [left] = read(checkpoints.folder(tmp_path, modules, config)).left
     assert (left.by, left.problem) == ("its own settings", "")
@@ -483,9 +485,9 @@ def test_settings_that_are_none(tmp_path: Path, settings: object) -> None:
 ])
 def test_where_settings_lie(tmp_path: Path, file: str, data: dict[str, Any]) -> None:
     path = checkpoints.folder(tmp_path, {UP: golden("autogptq_v1_b4_ge1_g32_N64_K128")}, files={file: data})
-    found = read(path)
-    assert (one(found).storage, found.quantizations[0].method) == ("gptq_v1", "gptq")
-    assert found.quantizations[0].source.startswith(file)
+    detected = read(path)
+    assert (one(detected).storage, detected.quantizations[0].method) == ("gptq_v1", "gptq")
+    assert detected.quantizations[0].source.startswith(file)
 
 
 def test_settings_of_autoawq(tmp_path: Path) -> None:
@@ -508,9 +510,9 @@ def test_thousands_of_layers_are_quick(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fp8(weight_block_size=[128, 128], modules_to_not_convert=["gate"])))
     with Folder(path) as folder:
         start = time.process_time()
-        found = layers(folder)
-        assert len(found.layers) == 5120 and time.process_time() - start < 2
-        data = survey(folder, found)
+        detected = layers(folder)
+        assert len(detected.layers) == 5120 and time.process_time() - start < 2
+        data = survey(folder, detected)
     (heads, rows, _), *_ = tables(data)
     assert heads[0] == "layers"
     kinds = [f"model.layers.{{0-9}}.mlp.experts.{{0-255}}.{name}_proj" for name in ("gate", "up")]
@@ -540,8 +542,8 @@ def test_inspect_prints_a_page_and_data(tmp_path: Path) -> None:
     config = fp8(weight_block_size=[128, 128], modules_to_not_convert=["lm_head"], limit=float("inf"))
     other = {"hf_quant_config.json": {"quantization": {"quant_method": "\x1b[2J"}}}
     path = checkpoints.folder(tmp_path, modules, config, files=other)
-    found = CliRunner().invoke(app, ["inspect", str(path)], catch_exceptions=False)
-    lines = [" ".join(line.split()) for line in found.stdout.splitlines()]
+    result = CliRunner().invoke(app, ["inspect", str(path)], catch_exceptions=False)
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert lines[lines.index("layers format shape bits parameters beside by") + 1:][:2] == [
         "model.layers.{0-1,3}.mlp.up_proj 3 fp8_block.safetensors 128 x 128 8.002 bn=128 bk=128 scale_type=f32", ""]
     assert "lm_head.weight 1 F32 128 x 128 lm_head (transformers)" in lines and all(map(str.isprintable, lines))
@@ -555,7 +557,7 @@ def test_inspect_prints_a_page_and_data(tmp_path: Path) -> None:
         "params": {"bn": 128, "bk": 128, "scale_type": "f32"}, "experts": None, "turned": False, "settings": [], "others": {},
         "by": "", "bits_per_weight": 8 + 32 / 128 ** 2,
         "tensors": {leaf: f"model.layers.0.mlp.up_proj.{leaf}" for leaf in ("weight", "weight_scale_inv")}}
-    assert {each["name"]: each["by"] for each in data["plain"]}["lm_head.weight"] == "lm_head (transformers)"
+    assert {row["name"]: row["by"] for row in data["plain"]}["lm_head.weight"] == "lm_head (transformers)"
 
 
 def test_inspect_says_what_lies_beside_a_weight(tmp_path: Path) -> None:
@@ -565,8 +567,8 @@ def test_inspect_says_what_lies_beside_a_weight(tmp_path: Path) -> None:
     lines = CliRunner().invoke(app, ["inspect", str(path)]).stdout.splitlines()
     heads = next(line for line in lines if line.startswith("layers "))
     row = lines[lines.index(heads) + 1]
-    beside = row[heads.index("beside"):heads.index(" by")].strip()
-    assert {*beside.split(", ")} == {"bias", "pre_quant_scale"}
+    others = row[heads.index("beside"):heads.index(" by")].strip()
+    assert {*others.split(", ")} == {"bias", "pre_quant_scale"}
 
 
 def test_ends_of_names(tmp_path: Path) -> None:
@@ -578,11 +580,11 @@ def test_ends_of_names(tmp_path: Path) -> None:
               for name, n in (("gate_up_proj", 8), ("down_proj", 4)) for leaf, more in (("blocks", (16,)), ("scales", ()))}
     path = checkpoints.folder(tmp_path, {"mlp.experts": leaves | {"down_proj_bias": torch.zeros(2, 4)}})
     with Folder(path) as folder:
-        found = layers(folder, [experts])
-    assert {layer.name: (layer.format, layer.shape, layer.experts, layer.tensors["blocks"]) for layer in found.layers} == {
+        detected = layers(folder, [experts])
+    assert {layer.name: (layer.format, layer.shape, layer.experts, layer.tensors["blocks"]) for layer in detected.layers} == {
         "mlp.experts.gate_up_proj": ("x", (8, 96), 2, "mlp.experts.gate_up_proj_blocks"),
         "mlp.experts.down_proj": ("x", (4, 96), 2, "mlp.experts.down_proj_blocks")}
-    assert found.plain == ["mlp.experts.down_proj_bias"]
+    assert detected.plain == ["mlp.experts.down_proj_bias"]
 
 
 def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
@@ -632,10 +634,10 @@ def test_quark(tmp_path: Path, format: str) -> None:
     plain = {"weight": torch.ones(64, 64)}
     modules = {UP: {**tensors, "input_scale": torch.ones(())}, DOWN: plain, "lm_head": plain}
     config = quark(["lm_head", "re:.*down_proj"], {}, dtype=dtype, qscheme=scheme)
-    found = read(checkpoints.folder(tmp_path, modules, config))
-    assert (one(found).format, one(found).problems, found.problems) == (format, (), [])
-    assert one(found).params.get("code", "e3m2") == "e3m2"
-    assert {each.name: (each.by, each.problem) for each in found.left} == {
+    detected = read(checkpoints.folder(tmp_path, modules, config))
+    assert (one(detected).format, one(detected).problems, detected.problems) == (format, (), [])
+    assert one(detected).params.get("code", "e3m2") == "e3m2"
+    assert {left.name: (left.by, left.problem) for left in detected.left} == {
         DOWN: ("re:.*down_proj (regex)", ""), "lm_head": ("lm_head (glob)", "")}
     own = {"*up_proj": {"weight": {"dtype": dtype, "qscheme": scheme}}}
     config = quark(["lm_head", DOWN], own, dtype="int4", qscheme="per_group")
@@ -655,7 +657,7 @@ def test_a_shape_may_be_in_int32(tmp_path: Path) -> None:
 EXL2 = {"quantization_config": {"quant_method": "exl2", "bits": 4.0}}
 
 
-@pytest.mark.parametrize(("tensors", "config", "told"), [
+@pytest.mark.parametrize(("tensors", "config", "unknown_tensors"), [
     ({"weight": torch.zeros(64, 64, dtype=torch.int8)}, None, "weight I8 [64, 64]"),
     ({"qweight": torch.zeros(64, 32, dtype=torch.int8), "wscales": torch.ones(4, 64)}, None,
      "wscales F32 [4, 64], qweight I8 [64, 32]"),
@@ -665,13 +667,13 @@ EXL2 = {"quantization_config": {"quant_method": "exl2", "bits": 4.0}}
      quark([], {}, dtype="uint4", qscheme="per_group"), "weight_scale F32 [1, 64], weight I32 [64, 8]"),
 ], ids=["weight", "nunchaku", "exl2", "quark"])
 def test_unknown_ways_are_no_contradictions(tmp_path: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None,
-                                            told: str) -> None:
+                                            unknown_tensors: str) -> None:
     """And their words are no weights: sums are without them, and say so."""
     plain = {"weight": torch.ones(10, 8, dtype=torch.bfloat16)}
     report = contents(checkpoints.folder(tmp_path, {UP: tensors, "model.embed_tokens": plain}, config))
     [unknown], nbytes = report["unknown"], sum(tensor.nbytes for tensor in tensors.values())
     assert unknown["layer"] == UP and report["contradictions"] == []
     assert unknown["what"].startswith("quantized in a way that is not known: ")
-    assert sorted(unknown["what"].split(": ")[1].split(", ")) == sorted(told.split(", "))
+    assert sorted(unknown["what"].split(": ")[1].split(", ")) == sorted(unknown_tensors.split(", "))
     assert (report["total"]["weights"], report["total"]["bits_per_weight"]) == (80, 16)
     assert report["notes"] == [f"bits per weight are without {nbytes} bytes of layers of no known format"]

@@ -129,9 +129,9 @@ def test_gguf_files(tmp_path: Path, experts: Sequence[PackedWeight]) -> None:
     single = q8_0.quantize(weight(48, 64))
     path = gguf(tmp_path / "m.gguf", {
         "blk.0.up.weight": ("Q8_0", single.tensors["blocks"].view(48, -1)), "blk.0.norm.weight": ("F32", torch.arange(64.0)),
-        "blk.0.exps.weight": ("Q4_0", torch.stack([each.tensors["blocks"].view(32, -1) for each in experts]))})
-    for opened in (path, tmp_path):
-        with qdsl.open(opened) as checkpoint:
+        "blk.0.exps.weight": ("Q4_0", torch.stack([expert.tensors["blocks"].view(32, -1) for expert in experts]))})
+    for source in (path, tmp_path):
+        with qdsl.open(source) as checkpoint:
             assert {name: (layer.format, layer.shape, layer.experts) for name, layer in checkpoint.layers.items()} == {
                 "blk.0.up": ("q8_0", (48, 64), None), "blk.0.exps": ("q4_0", (32, 64), 3)}
             assert checkpoint.plain == ["blk.0.norm.weight"]
@@ -167,7 +167,7 @@ def test_a_gguf_file_fills_a_model_and_is_saved(tmp_path: Path, experts: Sequenc
     tensors = {"up.weight": ("Q8_0", up.tensors["blocks"].view(48, -1)), "up.bias": ("F32", torch.arange(48.0)),
                "norm.weight": ("F16", torch.arange(64.0).half()), "fp4.weight": ("NVFP4", fp4.tensors["blocks"].view(32, -1)),
                "fp4.scale": ("F32", fp4.tensors["scale"].view(1)), "conv.weight": ("Q8_0", conv.tensors["blocks"].view(8, -1)),
-               "exps.weight": ("Q4_0", torch.stack([each.tensors["blocks"].view(32, -1) for each in experts]))}
+               "exps.weight": ("Q4_0", torch.stack([expert.tensors["blocks"].view(32, -1) for expert in experts]))}
     path = gguf(tmp_path / "in" / "m.gguf", tensors)
     with torch.device("meta"):
         model = Net()
@@ -194,7 +194,7 @@ def test_a_gguf_file_fills_a_model_and_is_saved(tmp_path: Path, experts: Sequenc
 def test_headers_tell_layers_with_their_very_shapes(tmp_path: Path) -> None:
     """Streams too: meta weights have the sizes of the real ones."""
     packed = {"up": hlane.quantize(weight(96, 128).bfloat16()), "down": fp8_block.quantize(weight(128, 256))}
-    tensors = {f"{layer}.{name}": tensor for layer, each in packed.items() for name, tensor in each.tensors.items()}
+    tensors = {f"{layer}.{name}": tensor for layer, weight in packed.items() for name, tensor in weight.tensors.items()}
     write(tmp_path / "m.safetensors", tensors, {"format": "pt"})
     header = read_header(tmp_path / "m.safetensors")
     entries = header.tensors
@@ -203,12 +203,12 @@ def test_headers_tell_layers_with_their_very_shapes(tmp_path: Path) -> None:
     for name, real in packed.items():
         meta = checkpoint.weight(name)
         assert isinstance(meta, PackedWeight) and meta.shape == real.shape and meta.device.type == "meta"
-        assert {key: (each.dtype, each.shape) for key, each in meta.tensors.items()} == {
-            key: (each.dtype, each.shape) for key, each in real.tensors.items()}
+        assert {key: (tensor.dtype, tensor.shape) for key, tensor in meta.tensors.items()} == {
+            key: (tensor.dtype, tensor.shape) for key, tensor in real.tensors.items()}
     model = nn.ModuleDict({"up": nn.Linear(128, 96, bias=False), "down": nn.Linear(256, 128, bias=False)}).to("meta")
     report = fill_model(model, checkpoint)
     assert report.packed == {"up": "hlane.hlane", "down": "fp8_block.safetensors"}
-    assert report.bytes_after == sum(each.nbytes for each in packed.values())
+    assert report.bytes_after == sum(weight.nbytes for weight in packed.values())
     model.load_state_dict(tensors, assign=True)
     assert torch.equal(model["up"].dequantize(), hlane.dequantize(packed["up"]))
 

@@ -51,16 +51,17 @@ def folder(path: Path, packed: Any) -> Path:
 
 def read(path: Path) -> tuple[Layer, Any, Mapping[str, str]]:
     """The one quantized layer, its weight, and by which rules others are left plain."""
-    with Folder(path) as opened:
-        known = layers(opened)
-        [layer] = known.layers
-        assert layer.why == "" and layer.problems == () and known.problems == [] and not any(left.problem for left in known.left)
-        return layer, weights(opened, layer)[0], {left.name: left.by for left in known.left}
+    with Folder(path) as folder:
+        detected = layers(folder)
+        [layer] = detected.layers
+        assert layer.why == "" and layer.problems == () and detected.problems == []
+        assert not any(left.problem for left in detected.left)
+        return layer, weights(folder, layer)[0], {left.name: left.by for left in detected.left}
 
 
 def converted(path: Path, to: str, out: Path) -> dict[str, Any]:
-    with Folder(path) as opened:
-        return convert(opened, layers(opened), aimed(to), out)
+    with Folder(path) as folder:
+        return convert(folder, layers(folder), aimed(to), out)
 
 
 @pytest.mark.usefixtures("acme")

@@ -242,10 +242,10 @@ def test_inspect_reads_what_tells_formats(server: Server, tmp_path: Path) -> Non
         server.log.clear()
         server.add_repository(f"toy/{local.name}", folders.files(local))
         with local_headers(f"toy/{local.name}") as headers:
-            said = contents(headers)
+            listing = contents(headers)
             assert not list(headers.glob("*.bin"))
         wanted = contents(local)
-        assert said.pop("file") != wanted.pop("file") and said == wanted
+        assert listing.pop("file") != wanted.pop("file") and listing == wanted
     assert sum(path.stat().st_size for path in large.glob("*.safetensors")) > 1 << 22
     asked = [headers["Range"].removeprefix("bytes=").split("-") for _, _, headers in server.log if "Range" in headers]
     assert sum(int(last) - int(first) + 1 for first, last in asked) < 1 << 16

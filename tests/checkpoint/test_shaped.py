@@ -58,17 +58,17 @@ def run(*arguments: str | Path) -> dict[str, Any]:
 def test_the_class_of_the_config_says_shapes(tmp_path: Path) -> None:
     """inspect, convert in parts, and layers; without a class nothing says them, and a model that is filled says its own."""
     model, packed, tensors = small_model()
-    known = folder(tmp_path / "known", tensors, {**SMALL.to_dict(), "architectures": ["LlamaForCausalLM"]})
+    with_class = folder(tmp_path / "known", tensors, {**SMALL.to_dict(), "architectures": ["LlamaForCausalLM"]})
     bare = folder(tmp_path / "bare", tensors, {"model_type": "toy"})
-    with Folder(known) as source:
+    with Folder(with_class) as source:
         assert all(layer.lacks_shape for layer in layers(source).layers)
-        found = {layer.name: weights(source, layer)[0] for layer in shaped_layers(source, layer_shapes).layers}
-    assert {name: weight.shape for name, weight in found.items()} == {name: weight.shape for name, weight in packed.items()}
-    assert all(same_bits(quanto.dequantize(found[name]), quanto.dequantize(weight)) for name, weight in packed.items())
-    assert ["give shape=(N, K)" in json.dumps(run("inspect", path)) for path in (known, bare)] == [False, True]
+        unpacked = {layer.name: weights(source, layer)[0] for layer in shaped_layers(source, layer_shapes).layers}
+    assert {name: weight.shape for name, weight in unpacked.items()} == {name: weight.shape for name, weight in packed.items()}
+    assert all(same_bits(quanto.dequantize(unpacked[name]), quanto.dequantize(weight)) for name, weight in packed.items())
+    assert ["give shape=(N, K)" in json.dumps(run("inspect", path)) for path in (with_class, bare)] == [False, True]
     assert "give shape=(N, K)" in run("convert", bare, "--requantize", "q8_0", "--out", tmp_path / "none")["error"]
     options = ("--requantize", "int_group.gptq_v2", "--param", "group=128", "--out")
-    run("convert", known, *options, tmp_path / "gptq", "--shard", "1/1")
+    run("convert", with_class, *options, tmp_path / "gptq", "--shard", "1/1")
     assert run("merge-index", tmp_path / "gptq")["layers"] == [{"from": "quanto.quanto", "to": "int_group.gptq_v2", "count": 7}]
 
     report = qdsl.load_weights_(model, bare)

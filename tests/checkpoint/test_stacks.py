@@ -25,7 +25,7 @@ from qdsl.jobs.engine import RewriteError
 from tests.support.formats import same_bits
 
 E, INNER, HIDDEN = 3, 64, 256
-LEVELS = next(each for each in descriptions() if each.name == "nf4").tables["levels"]
+LEVELS = next(description for description in descriptions() if description.name == "nf4").tables["levels"]
 AT = "model.layers.0.mlp.experts"
 GATE_UP, DOWN = f"{AT}.gate_up_proj", f"{AT}.down_proj"
 
@@ -33,9 +33,9 @@ GATE_UP, DOWN = f"{AT}.gate_up_proj", f"{AT}.down_proj"
 def experts(module: Any, storage: str, n: int, k: int, **options: Any) -> tuple[dict[str, Tensor], Tensor]:
     """The tensors of experts [E, ...], and what they stand for, float32 [E, N, K]."""
     generator = torch.Generator().manual_seed(n)
-    each = [module.quantize(torch.randn(n, k, generator=generator), storage, **options) for _ in range(E)]
-    return ({name: torch.stack([one.tensors[name] for one in each]) for name in each[0].tensors},
-            torch.stack([module.dequantize(one, torch.float32) for one in each]))
+    packed = [module.quantize(torch.randn(n, k, generator=generator), storage, **options) for _ in range(E)]
+    return ({name: torch.stack([one.tensors[name] for one in packed]) for name in packed[0].tensors},
+            torch.stack([module.dequantize(one, torch.float32) for one in packed]))
 
 
 def stacked(weight: str, tensors: dict[str, Tensor], whole: bool = False) -> dict[str, Tensor]:
@@ -54,12 +54,12 @@ def read(path: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None =
 
 def decoded(path: Path) -> dict[str, Tensor]:
     with Folder(path) as folder:
-        return {layer.name: torch.stack([module_of(layer).dequantize(each, torch.float32) for each in weights(folder, layer)])
+        return {layer.name: torch.stack([module_of(layer).dequantize(weight, torch.float32) for weight in weights(folder, layer)])
                 for layer in layers(folder).layers}
 
 
 # A format's storage, names as ModelOpt makes them, what weights are called, and the config of those that have it so.
-KNOWN: dict[str, tuple[Any, str, bool, tuple[str, str], dict[str, Any]]] = {
+STACKS: dict[str, tuple[Any, str, bool, tuple[str, str], dict[str, Any]]] = {
     "transformers fp8": (fp8_block, "safetensors", False, ("gate_up_proj", "down_proj"),
                          {"quant_method": "fp8", "weight_block_size": [128, 128]}),
     "transformers fp4": (ocp_mxfp4, "deepseek", False, ("gate_up_proj", "down_proj"),
@@ -71,22 +71,22 @@ KNOWN: dict[str, tuple[Any, str, bool, tuple[str, str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", STACKS)
 def test_experts_are_found_by_names_made_of_the_weights(tmp_path: Path, name: str) -> None:
-    module, storage, whole, names, config = KNOWN[name]
+    module, storage, whole, names, config = STACKS[name]
     shapes = dict(zip(names, ((2 * INNER, HIDDEN), (HIDDEN, INNER)), strict=True))
-    made = {f"{AT}.{weight}": experts(module, storage, *shape) for weight, shape in shapes.items()}
-    tensors = {key: each for weight, (own, _) in made.items() for key, each in stacked(weight, own, whole).items()}
-    beside = {f"{AT}.{names[0]}_bias": torch.zeros(E, 2 * INNER), f"{AT}.{names[0]}_input_scale": torch.ones(E)}
-    found = read(tmp_path, {**tensors, **beside, "model.layers.0.mlp.gate.weight": torch.zeros(E, HIDDEN)}, config)
-    assert found.problems == [] and found.plain == ["model.layers.0.mlp.gate.weight"]
-    by_name = {layer.name: layer for layer in found.layers}
-    assert by_name.keys() == made.keys()
+    stacks = {f"{AT}.{weight}": experts(module, storage, *shape) for weight, shape in shapes.items()}
+    tensors = {key: tensor for weight, (own, _) in stacks.items() for key, tensor in stacked(weight, own, whole).items()}
+    others = {f"{AT}.{names[0]}_bias": torch.zeros(E, 2 * INNER), f"{AT}.{names[0]}_input_scale": torch.ones(E)}
+    detected = read(tmp_path, {**tensors, **others, "model.layers.0.mlp.gate.weight": torch.zeros(E, HIDDEN)}, config)
+    assert detected.problems == [] and detected.plain == ["model.layers.0.mlp.gate.weight"]
+    by_name = {layer.name: layer for layer in detected.layers}
+    assert by_name.keys() == stacks.keys()
     for weight, layer in by_name.items():
         assert (layer.format, layer.storage, layer.problems) == (module.FORMAT.name, storage, ()), layer
         assert (layer.shape, layer.experts) == (shapes[weight.rpartition(".")[2]], E)
-    assert by_name[f"{AT}.{names[0]}"].others == {key.removeprefix(f"{AT}.{names[0]}_"): key for key in beside}
-    assert all(same_bits(each, made[weight][1]) for weight, each in decoded(tmp_path).items())
+    assert by_name[f"{AT}.{names[0]}"].others == {key.removeprefix(f"{AT}.{names[0]}_"): key for key in others}
+    assert all(same_bits(weight_values, stacks[weight][1]) for weight, weight_values in decoded(tmp_path).items())
 
 
 @pytest.mark.parametrize(("module", "storage", "number"), [(nvfp4_modelopt, "modelopt", "weight_scale_2"),
@@ -96,11 +96,11 @@ def test_one_number_for_all_experts_or_for_each(tmp_path: Path, module: Any, sto
                                                 ) -> None:
     tensors, _ = experts(module, storage, 2 * INNER, HIDDEN)
     tensors[number] = torch.rand(shape) + 0.5
-    found = read(tmp_path, stacked(GATE_UP, tensors, whole=True))
-    assert [(layer.format, layer.experts) for layer in found.layers] == [(module.FORMAT.name, E)]
-    each = tensors[number].view(-1).expand(E)
+    detected = read(tmp_path, stacked(GATE_UP, tensors, whole=True))
+    assert [(layer.format, layer.experts) for layer in detected.layers] == [(module.FORMAT.name, E)]
+    numbers = tensors[number].view(-1).expand(E)
     wanted = [module.dequantize(module.wrap({**{name: tensor[i] for name, tensor in tensors.items()
-                                                if name != number}, number: each[i]}), torch.float32) for i in range(E)]
+                                                if name != number}, number: numbers[i]}), torch.float32) for i in range(E)]
     assert same_bits(decoded(tmp_path)[GATE_UP], torch.stack(wanted))
 
 
@@ -108,11 +108,11 @@ def test_one_number_for_all_experts_or_for_each(tmp_path: Path, module: Any, sto
 def test_numbers_of_gate_and_up_are_not_one(tmp_path: Path, shape: tuple[int, ...]) -> None:
     """A scale for each half of an expert's rows is no format's."""
     tensors, _ = experts(nvfp4_modelopt, "modelopt", 2 * INNER, HIDDEN)
-    found = read(tmp_path, stacked(GATE_UP, {**tensors, "weight_scale_2": torch.ones(shape)}, whole=True))
-    assert [(layer.format, bool(layer.why)) for layer in found.layers] == [("", True)]
+    detected = read(tmp_path, stacked(GATE_UP, {**tensors, "weight_scale_2": torch.ones(shape)}, whole=True))
+    assert [(layer.format, bool(layer.why)) for layer in detected.layers] == [("", True)]
 
 
-def turned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def transposed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.transpose(1, 2).contiguous() if tensor.dim() == 3 else tensor for name, tensor in tensors.items()}
 
 
@@ -120,11 +120,11 @@ def turned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["transformers fp8", "modelopt nvfp4", "rows"])
 def test_experts_with_rows_for_columns(tmp_path: Path, name: str, inner: int) -> None:
     """As Llama 4 and Qwen3-VL have them, though in blocks of 128 x 128 all their tensors fit; also where one is a square."""
-    module, storage, whole, *_ = KNOWN[name]
+    module, storage, whole, *_ = STACKS[name]
     first, second = experts(module, storage, 2 * inner, HIDDEN), experts(module, storage, HIDDEN, inner)
-    for rows_first, each in ((True, lambda tensors: tensors), (False, turned)):
-        found = read(tmp_path, {**stacked(GATE_UP, each(first[0]), whole), **stacked(DOWN, each(second[0]), whole)})
-        assert {layer.name: (layer.format, layer.shape, layer.experts, layer.transposed) for layer in found.layers} == {
+    for rows_first, layout in ((True, lambda tensors: tensors), (False, transposed)):
+        detected = read(tmp_path, {**stacked(GATE_UP, layout(first[0]), whole), **stacked(DOWN, layout(second[0]), whole)})
+        assert {layer.name: (layer.format, layer.shape, layer.experts, layer.transposed) for layer in detected.layers} == {
             GATE_UP: (module.FORMAT.name, (2 * inner, HIDDEN), E, not rows_first),
             DOWN: (module.FORMAT.name, (HIDDEN, inner), E, not rows_first)}
         assert same_bits(decoded(tmp_path)[GATE_UP], first[1]) and same_bits(decoded(tmp_path)[DOWN], second[1])
@@ -132,19 +132,19 @@ def test_experts_with_rows_for_columns(tmp_path: Path, name: str, inner: int) ->
 
 def test_turned_experts_of_no_format(tmp_path: Path) -> None:
     first, second = experts(nvfp4_modelopt, "modelopt", 2 * INNER, HIDDEN), experts(nvfp4_modelopt, "modelopt", HIDDEN, INNER)
-    tensors = {**stacked(GATE_UP, turned(first[0]), True), **stacked(DOWN, turned(second[0]), True)}
-    found = read(tmp_path, {**tensors, f"{DOWN}_weight_scale_2": torch.ones(E, 2)})
-    assert {layer.name: (layer.format, layer.transposed) for layer in found.layers} == {GATE_UP: ("nvfp4_modelopt", True),
-                                                                                    DOWN: ("", False)}
-    assert any(layer.why.startswith("experts' weights are [E, K, N], as their extents tell: ") for layer in found.layers)
+    tensors = {**stacked(GATE_UP, transposed(first[0]), True), **stacked(DOWN, transposed(second[0]), True)}
+    detected = read(tmp_path, {**tensors, f"{DOWN}_weight_scale_2": torch.ones(E, 2)})
+    assert {layer.name: (layer.format, layer.transposed) for layer in detected.layers} == {GATE_UP: ("nvfp4_modelopt", True),
+                                                                                       DOWN: ("", False)}
+    assert any(layer.why.startswith("experts' weights are [E, K, N], as their extents tell: ") for layer in detected.layers)
 
 
 def test_a_plain_weight_is_not_taken_for_experts(tmp_path: Path) -> None:
     """Names that begin alike, of which none is a weight's, and scales of what is not quantized."""
     tensors = {"attn.k": torch.zeros(2, 2), "attn.k_scale": torch.ones(1), "attn.q_scale": torch.ones(1),
                "up_proj_scale": torch.ones(2), "gate_up_proj": torch.zeros(2, 4, 4), "gate_up_proj_bias": torch.zeros(2, 4)}
-    found = read(tmp_path, tensors)
-    assert found.layers == [] and set(found.plain) == tensors.keys()
+    detected = read(tmp_path, tensors)
+    assert detected.layers == [] and set(detected.plain) == tensors.keys()
 
 
 # -- written anew --------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_turned_experts_stay_so(tmp_path: Path) -> None:
     """Their model has them so, in the new format too; what knows experts [E, N, K] alone is refused."""
     first, second = experts(fp8_block, "safetensors", 2 * INNER, HIDDEN), experts(fp8_block, "safetensors", HIDDEN, INNER)
     (tmp_path / "in").mkdir()
-    read(tmp_path / "in", {**stacked(GATE_UP, turned(first[0])), **stacked(DOWN, turned(second[0]))})
+    read(tmp_path / "in", {**stacked(GATE_UP, transposed(first[0])), **stacked(DOWN, transposed(second[0]))})
     printed = CliRunner().invoke(app, ["inspect", str(tmp_path / "in")]).output
     assert f"{E} x {2 * INNER} x {HIDDEN}, turned" in printed
     layer = converted(tmp_path / "in", tmp_path / "out", "nvfp4_modelopt", requantize=True)
@@ -211,9 +211,9 @@ def test_4_bits_of_bitsandbytes_run_through_all_experts(tmp_path: Path) -> None:
     assert same_bits(decoded(out)[GATE_UP].view(-1, HIDDEN), nf4.dequantize(packed, torch.float32))
     for shape in ([E, 2 * INNER, HIDDEN + 1], [2, 3 * INNER, HIDDEN], [0, 2 * INNER, HIDDEN], [-E, 2 * INNER, HIDDEN],
                   [True, 2 * INNER, HIDDEN], [1, E, 2 * INNER, HIDDEN], [E * 2 * INNER, HIDDEN, 1], ["3", 2 * INNER, HIDDEN]):
-        said = torch.tensor(list(json.dumps({**json.loads(state), "shape": shape}).encode()), dtype=torch.uint8)
+        quant_state = torch.tensor(list(json.dumps({**json.loads(state), "shape": shape}).encode()), dtype=torch.uint8)
         (tmp_path / "other").mkdir(exist_ok=True)
-        [other] = read(tmp_path / "other", {**every, f"{GATE_UP}.quant_state.bitsandbytes__nf4": said}).layers
+        [other] = read(tmp_path / "other", {**every, f"{GATE_UP}.quant_state.bitsandbytes__nf4": quant_state}).layers
         fits = shape == [2, 3 * INNER, HIDDEN] or shape == [E * 2 * INNER, HIDDEN, 1]
         assert bool(other.format) == fits, (shape, other)
 
@@ -245,6 +245,6 @@ def test_a_storage_that_nobody_has_experts_in(tmp_path: Path) -> None:
 def test_experts_one_by_one_are_modules_of_their_own(tmp_path: Path) -> None:
     names = [f"{AT}.{i}.{leaf}" for i in range(2) for leaf in ("w1", "w2", "gate_proj")]
     packed = fp8_block.quantize(torch.randn(64, 128), bn=128, bk=128)
-    found = read(tmp_path, {f"{name}.{key}": tensor for name in names for key, tensor in packed.tensors.items()})
-    assert sorted(layer.name for layer in found.layers) == sorted(names)
-    assert all(layer.format == "fp8_block" and layer.experts is None for layer in found.layers)
+    detected = read(tmp_path, {f"{name}.{key}": tensor for name in names for key, tensor in packed.tensors.items()})
+    assert sorted(layer.name for layer in detected.layers) == sorted(names)
+    assert all(layer.format == "fp8_block" and layer.experts is None for layer in detected.layers)

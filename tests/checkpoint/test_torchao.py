@@ -33,7 +33,7 @@ DATA = ROOT / "tests" / "data" / "torchao"
 CONFIG = {"quantization_config": {"quant_method": "torchao", "modules_to_not_convert": None,
                                   "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}}}
 # By the names of weights: format.storage, and parameters that are not what they always are.
-FOUND: dict[str, dict[str, tuple[str, dict[str, int | str]]]] = {
+DETECTED: dict[str, dict[str, tuple[str, dict[str, int | str]]]] = {
     "int8": {"row": ("int8_channel.torchao", {"scale_type": "f32"}), "tensor": ("int8_tensor.torchao", {"scale_type": "f32"}),
              "group": ("int_group.torchao_int8", {"bits": 8, "group": 32}), "asymmetric": ("int8_channel.torchao", {}),
              "asymmetric_group": ("int_group.torchao_int8", {"bits": 8, "group": 64})},
@@ -56,8 +56,8 @@ def read(path: Path) -> Layers:
 
 def expected(file: str) -> dict[str, Tensor]:
     """What torchao decodes the weights to, float32 [N, K]."""
-    with np.load(DATA / f"{file}.npz") as found:
-        return {name.removesuffix(".weight"): torch.from_numpy(found[name]).view(torch.float32) for name in found.files}
+    with np.load(DATA / f"{file}.npz") as archive:
+        return {name.removesuffix(".weight"): torch.from_numpy(archive[name]).view(torch.float32) for name in archive.files}
 
 
 def decoded(path: Path) -> dict[str, Tensor]:
@@ -66,8 +66,8 @@ def decoded(path: Path) -> dict[str, Tensor]:
                 for layer in layers(folder).layers}
 
 
-def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(same_bits(found[name], wanted[name]) for name in wanted)
+def same(values: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return values.keys() == wanted.keys() and all(same_bits(values[name], wanted[name]) for name in wanted)
 
 
 def alone(tmp_path: Path, file: str, config: dict[str, Any] | None = None) -> Path:
@@ -81,19 +81,19 @@ def alone(tmp_path: Path, file: str, config: dict[str, Any] | None = None) -> Pa
 
 
 @pytest.mark.parametrize("config", [CONFIG, None], ids=["config", "no config"])
-@pytest.mark.parametrize("file", FOUND)
+@pytest.mark.parametrize("file", DETECTED)
 def test_weights_are_found_and_decoded(tmp_path: Path, file: str, config: dict[str, Any] | None) -> None:
     path = alone(tmp_path, file, config)
-    found = {layer.name: layer for layer in read(path).layers}
-    assert {name: f"{layer.format}.{layer.storage}" for name, layer in found.items()} == {
-        f"model.{name}": label for name, (label, _) in FOUND[file].items()}
-    for name, (_, params) in FOUND[file].items():
-        layer = found[f"model.{name}"]
+    detected = {layer.name: layer for layer in read(path).layers}
+    assert {name: f"{layer.format}.{layer.storage}" for name, layer in detected.items()} == {
+        f"model.{name}": label for name, (label, _) in DETECTED[file].items()}
+    for name, (_, params) in DETECTED[file].items():
+        layer = detected[f"model.{name}"]
         assert params.items() <= layer.params.items() and layer.problems == () and layer.why == "", layer
     assert same(decoded(path), expected(file))
 
 
-@pytest.mark.parametrize("file", FOUND)
+@pytest.mark.parametrize("file", DETECTED)
 def test_fields_are_packed_to_the_same_bytes(file: str) -> None:
     with Folder(DATA / f"{file}.safetensors") as folder:
         for layer in layers(folder).layers:
@@ -104,15 +104,15 @@ def test_fields_are_packed_to_the_same_bytes(file: str) -> None:
 
 
 def test_bias_and_plain_tensors(tmp_path: Path) -> None:
-    found = read(alone(tmp_path, "int8", CONFIG))
-    row = next(layer for layer in found.layers if layer.name == "model.row")
-    assert row.others == {"bias": "model.row.bias"} and found.plain == ["model.norm.weight"] and found.problems == []
+    detected = read(alone(tmp_path, "int8", CONFIG))
+    row = next(layer for layer in detected.layers if layer.name == "model.row")
+    assert row.others == {"bias": "model.row.bias"} and detected.plain == ["model.norm.weight"] and detected.problems == []
 
 
 def test_a_layer_is_loaded() -> None:
     """A Linear of what is found computes what the decoded weight computes."""
     with Folder(DATA / "int8.safetensors") as folder:
-        layer = next(each for each in layers(folder).layers if each.name == "model.row")
+        layer = next(candidate for candidate in layers(folder).layers if candidate.name == "model.row")
         linear = int8_channel.Linear(weights(folder, layer)[0], folder.tensor(layer.others["bias"]), torch.float32)
     x = torch.randn(3, 128)
     wanted = torch.nn.functional.linear(x, expected("int8")["model.row"], torch.arange(16.0))
@@ -131,10 +131,10 @@ def test_what_no_format_is_is_not_taken_for_another() -> None:
 
 # -- headers that are not torchao's --------------------------------------------------------------------------------------
 
-def told(tmp_path: Path, text: str | None, name: str = "model.fp4.weight") -> Layer:
+def layer_with_header(tmp_path: Path, text: str | None, name: str = "model.fp4.weight") -> Layer:
     """The layer of a weight of which a header says something else, or nothing."""
     with TensorFile(DATA / "mx.safetensors") as file:
-        tensors = {each: file.tensor(each) for each in file.names() if each.startswith("model.fp4._")}
+        tensors = {part: file.tensor(part) for part in file.names() if part.startswith("model.fp4._")}
         metadata = {key: value for key, value in file.header.metadata.items() if key != "model.fp4.weight"}
     write(tmp_path / "model.safetensors", tensors, metadata if text is None else {**metadata, name: text})
     (layer,) = read(tmp_path).layers
@@ -142,7 +142,7 @@ def told(tmp_path: Path, text: str | None, name: str = "model.fp4.weight") -> La
 
 
 def test_without_a_header_tensors_are_enough(tmp_path: Path) -> None:
-    layer = told(tmp_path, None)
+    layer = layer_with_header(tmp_path, None)
     assert (layer.format, layer.storage, layer.shape) == ("ocp_mxfp4", "torchao", (8, 128))
 
 
@@ -164,7 +164,7 @@ JSON = read_header(DATA / "mx.safetensors").metadata["model.fp4.weight"]
 ], ids=range(20))
 def test_a_header_of_a_stranger(tmp_path: Path, text: str, why: str) -> None:
     """Nothing is guessed where it is wrong, and what is wrong is said with its place."""
-    layer = told(tmp_path, text)
+    layer = layer_with_header(tmp_path, text)
     assert layer.format == "" and why in layer.why and len(layer.why) < 1000
     if "not JSON" in why or "limit" in why or "object" in why:
         assert layer.why.startswith(f"{tmp_path / 'model.safetensors'}: 'model.fp4.weight' of the header's metadata: ")
@@ -176,18 +176,18 @@ def test_extents_that_are_none(tmp_path: Path, file: str) -> None:
     with TensorFile(DATA / f"{file}.safetensors") as source:
         tensors, metadata = {name: source.tensor(name) for name in source.names()}, source.header.metadata
     for value in ('"x"', "null", "-1", "[]", "[1]", "[1, -1]", "[0, 0]", "[1.5, 32]", "[[1, 32]]", "{}", f"[{10 ** 60}, 1]"):
-        said = {}
+        headers = {}
         for name, text in metadata.items():
             data = json.loads(text) if name.startswith("model.") else None
             if data is not None and "_data" in data:
                 changed = {**data, "_data": {**data["_data"], "block_size": "?", "shape": "?"}}
-                said[name] = json.dumps(changed).replace('"?"', value)
-        write(tmp_path / "model.safetensors", tensors, {**metadata, **said})
+                headers[name] = json.dumps(changed).replace('"?"', value)
+        write(tmp_path / "model.safetensors", tensors, {**metadata, **headers})
         assert {layer.format for layer in read(tmp_path).layers} == {""}, value
 
 
 def test_files_that_differ_in_what_they_say(tmp_path: Path) -> None:
-    told(tmp_path, JSON)
+    layer_with_header(tmp_path, JSON)
     write(tmp_path / "other.safetensors", {"x": torch.zeros(1)}, {"model.fp4.weight": JSON.replace("32", "16")})
     (layer,) = read(tmp_path).layers
     assert layer.why.endswith("other.safetensors says something else") and layer.format == ""
@@ -230,9 +230,9 @@ def test_weights_of_other_names(tmp_path: Path) -> None:
     with TensorFile(DATA / "mx.safetensors") as file:
         tensors = {f"experts._{weight}_{leaf}": file.tensor(f"model.{of}._weight_{leaf}") for leaf in ("qdata", "scale")
                    for weight, of in (("up_proj", "fp4"), ("down_proj", "fp8_e4m3"))}
-        said = {f"experts.{weight}": file.header.metadata[f"model.{of}.weight"]
-                for weight, of in (("up_proj", "fp4"), ("down_proj", "fp8_e4m3"))}
-    write(tmp_path / "model.safetensors", tensors, said)
+        headers = {f"experts.{weight}": file.header.metadata[f"model.{of}.weight"]
+                   for weight, of in (("up_proj", "fp4"), ("down_proj", "fp8_e4m3"))}
+    write(tmp_path / "model.safetensors", tensors, headers)
     assert {layer.name: (layer.format, layer.storage) for layer in read(tmp_path).layers} == {
         "experts.up_proj": ("ocp_mxfp4", "torchao"), "experts.down_proj": ("ocp_mxfp8", "torchao")}
 
@@ -273,7 +273,8 @@ def test_there_and_back_again(tmp_path: Path, file: str) -> None:
         converted(path, out := tmp_path / to, to)
         path = out
     assert same(decoded(path), expected(file))
-    left = [label for label, _ in FOUND[file].values() if not any(to.split(".")[0] == label.split(".")[0] for to in AWAY[file])]
+    left = [label for label, _ in DETECTED[file].values()
+            if not any(to.split(".")[0] == label.split(".")[0] for to in AWAY[file])]
     assert left == [] and all("_weight_" not in name for name in read_header(path / "model.safetensors").tensors)
     assert not any("_type" in text for text in metadata(path).values()) and "tensor_names" not in metadata(path)
     for to in AWAY[file]:
@@ -296,10 +297,10 @@ def test_there_and_back_again(tmp_path: Path, file: str) -> None:
                 assert one.entry(name).shape == other.entry(name).shape and same_bits(one.tensor(name), other.tensor(name)), name
 
 
-def _alike(name: str, said: dict[str, Any]) -> dict[str, Any]:
+def _alike(name: str, header: dict[str, Any]) -> dict[str, Any]:
     """What is said, but for an order, and for tensors that may be left out."""
-    held = [each for each in said.get("_tensor_data_names", []) if f"{name.removesuffix('weight')}_weight_{each}" not in FREE]
-    return {**said, "_tensor_data_names": sorted(held)}
+    parts = [part for part in header.get("_tensor_data_names", []) if f"{name.removesuffix('weight')}_weight_{part}" not in FREE]
+    return {**header, "_tensor_data_names": sorted(parts)}
 
 
 def test_scales_are_swizzled_as_torchao_does(tmp_path: Path) -> None:
@@ -330,17 +331,17 @@ def test_the_config_is_torchaos(tmp_path: Path) -> None:
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "torchao"
     assert config["quant_type"] == {"default": {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1, "_data": {}}}
-    said = [read_header(out / f"{name}.safetensors").metadata for name in ("a", "b")]
-    assert said[0] == said[1]
-    assert set(json.loads(said[0]["tensor_names"])) == {"a.weight", "b.weight", "a_norm.weight", "b_norm.weight"}
-    assert json.loads(said[0]["a_norm.weight"]) == {"_type": "Tensor"}
+    metadata = [read_header(out / f"{name}.safetensors").metadata for name in ("a", "b")]
+    assert metadata[0] == metadata[1]
+    assert set(json.loads(metadata[0]["tensor_names"])) == {"a.weight", "b.weight", "a_norm.weight", "b_norm.weight"}
+    assert json.loads(metadata[0]["a_norm.weight"]) == {"_type": "Tensor"}
     assert {layer.storage for layer in read(out).layers} == {"torchao"} and read(out).problems == []
 
 
 def of_experts(path: Path, format: Any, storage: str) -> Path:
     """A file with a weight of two experts [2, 8, 128] in one tensor."""
-    each = [format.quantize(torch.randn(8, 128), storage).tensors for _ in range(2)]
-    stacked = {f"e.{name}": torch.stack([one[name] for one in each]) for name in each[0]}
+    packed = [format.quantize(torch.randn(8, 128), storage).tensors for _ in range(2)]
+    stacked = {f"e.{name}": torch.stack([one[name] for one in packed]) for name in packed[0]}
     write(path, {**stacked, "e.norm.weight": torch.ones(4)})
     return path
 
@@ -356,8 +357,8 @@ def test_experts_are_said_as_torchao_says_them(tmp_path: Path) -> None:
     header = read_header(out / "in.safetensors")
     assert {name: entry.shape for name, entry in header.tensors.items()} == {
         "e._down_proj_qdata": (2, 8, 128), "e._down_proj_scale": (2, 8, 1), "e.norm.weight": (4,)}
-    said = json.loads(header.metadata["e.down_proj"])
-    assert said["_type"] == "Float8Tensor" and said["_data"]["block_size"] == [1, 1, 128]
+    header_json = json.loads(header.metadata["e.down_proj"])
+    assert header_json["_type"] == "Float8Tensor" and header_json["_data"]["block_size"] == [1, 1, 128]
     assert set(json.loads(header.metadata["tensor_names"])) == {"e.down_proj", "e.norm.weight"}
     after = experts_of(out)
     assert after.keys() == before.keys() == {"e.down_proj"} and same_bits(after["e.down_proj"], before["e.down_proj"])
@@ -396,7 +397,7 @@ def test_experts_that_torchao_has_not(tmp_path: Path, format: Any, storage: str,
 def experts_of(path: Path) -> dict[str, Tensor]:
     """What layers decode to, float32 [E, N, K]."""
     with Folder(path) as folder:
-        return {layer.name: torch.stack([module_of(layer).dequantize(each, torch.float32) for each in weights(folder, layer)])
+        return {layer.name: torch.stack([module_of(layer).dequantize(weight, torch.float32) for weight in weights(folder, layer)])
                 for layer in layers(folder).layers}
 
 

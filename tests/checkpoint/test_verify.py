@@ -43,8 +43,8 @@ def test_equal_checkpoints_however_they_are_cut(tmp_path: Path) -> None:
     for name, tensor in tensors().items():
         write(parts / f"{name}.safetensors", {name: tensor})
     assert differences(whole, parts) == differences(parts, whole) == []
-    found = verify(whole, parts)
-    assert (found.exit_code, found.stdout) == (0, "equal\n")
+    result = verify(whole, parts)
+    assert (result.exit_code, result.stdout) == (0, "equal\n")
     assert json.loads(verify(whole, parts, "--json").stdout) == {"schema": 1, "equal": True, "differences": []}
 
 
@@ -56,9 +56,9 @@ def test_what_differs_is_said(tmp_path: Path) -> None:
     other["w"][1, 0, 2], other["w"][1, 2, 3] = -1, torch.nan
     write(b, {**other, "only_b": torch.ones(1), "h": torch.ones(2).half(), "none": torch.empty(4, 0),
               "z": torch.tensor([1.0, -0.0])})
-    found = verify(a, b)
-    assert found.exit_code == 1
-    assert found.stdout.splitlines() == [
+    result = verify(a, b)
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == [
         "h: dtype F32 and F16", "none: shape [0, 4] and [4, 0]", "only_a: only in A: F32 [1]",
         "w: 2 of 24 elements differ, the first at [1, 0, 2]: 14.0 (0x41600000) and -1.0 (0xbf800000)",
         "z: 1 of 2 elements differ, the first at [1]: 0.0 (0x00000000) and -0.0 (0x80000000)",
@@ -80,23 +80,23 @@ def test_a_long_list_is_cut(tmp_path: Path) -> None:
 @given(st.data())
 def test_the_first_of_all_changed_elements_is_found(place: Path, data: st.DataObject) -> None:
     """Over dtypes, shapes, and pieces and reads that end anywhere."""
-    dtype = data.draw(st.sampled_from([each for each in torch_dtypes().values() if each is not torch.bool]))
+    dtype = data.draw(st.sampled_from([candidate for candidate in torch_dtypes().values() if candidate is not torch.bool]))
     shape = data.draw(st.lists(st.integers(1, 6), max_size=3))
     count = torch.Size(shape).numel()
     raw = torch.zeros(count, dtype.itemsize, dtype=torch.uint8)
     changed = data.draw(st.sets(st.integers(0, count - 1)))
     other = raw.clone()
-    for each in changed:
-        other[each, data.draw(st.integers(0, dtype.itemsize - 1))] = 1
+    for index in changed:
+        other[index, data.draw(st.integers(0, dtype.itemsize - 1))] = 1
     for name, bits in (("a", raw), ("b", other)):
         write(place / f"{name}.safetensors", {"x": bits.view(dtype).view(shape), "y": torch.zeros(3)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "PIECE", 16 * data.draw(st.integers(1, 4)))
         patch.setattr(module, "READ", 16 * data.draw(st.integers(1, 3)))
-        found = differences(place / "a.safetensors", place / "b.safetensors")
-    assert len(found) == bool(changed)
+        reports = differences(place / "a.safetensors", place / "b.safetensors")
+    assert len(reports) == bool(changed)
     if changed:
-        values = found[0].values
+        values = reports[0].values
         assert values is not None and (values.count, values.of) == (len(changed), count)
         assert values.index == tuple(int(i) for i in torch.unravel_index(torch.tensor(min(changed)), shape))
 
@@ -107,8 +107,8 @@ def test_dtypes_under_a_byte_are_compared_by_bytes(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.safetensors"
         path.write_bytes(path.read_bytes().replace(b'"U8","shape":[3]', b'"F4","shape":[6]'))
     assert read_header(path).tensors["x"].dtype == "F4"
-    [found] = differences(tmp_path / "a.safetensors", path)
-    assert str(found) == "1 of 3 bytes differ, the first at [2]: 0x01 and 0x02"
+    [difference] = differences(tmp_path / "a.safetensors", path)
+    assert str(difference) == "1 of 3 bytes differ, the first at [2]: 0x01 and 0x02"
 
 
 def test_processes_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_processes_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write(b, {"x": x, "y": x * 0})
     monkeypatch.setattr(module, "PIECE", 1000)
     assert differences(a, b, jobs=2) == differences(a, b)
-    assert [str(each) for each in differences(a, b)] == [
+    assert [str(difference) for difference in differences(a, b)] == [
         "79 of 5000 elements differ, the first at [4321]: 0 (0x0000) and 1 (0x0001)"]
 
 
@@ -135,5 +135,5 @@ def test_what_cannot_be_read_is_a_message(tmp_path: Path) -> None:
     write(tmp_path / "a.safetensors", tensors())
     (tmp_path / "b.safetensors").write_bytes(b"\0")
     for other, message in (("b.safetensors", "1 bytes"), ("c.safetensors", "does not exist")):
-        found = verify(tmp_path / "a.safetensors", tmp_path / other)
-        assert found.exit_code == 1 and message in found.stderr
+        result = verify(tmp_path / "a.safetensors", tmp_path / other)
+        assert result.exit_code == 1 and message in result.stderr

@@ -33,7 +33,7 @@ def gptq(n: int = 16, k: int = 64) -> PackedWeight:
 
 def stored(path: Path, weights: Mapping[str, PackedWeight], config: Mapping[str, Any] | None = None,
            **plain: torch.Tensor) -> Path:
-    return folders.folder(path, {**folders.named(weights), **{name.replace("_", "."): each for name, each in plain.items()}},
+    return folders.folder(path, {**folders.named(weights), **{name.replace("_", "."): tensor for name, tensor in plain.items()}},
                           config=config)
 
 
@@ -58,18 +58,18 @@ def test_the_numbers_that_lie_farthest_apart(tmp_path: Path, tile: int, monkeypa
     other = fp8_block.quantize(weight(), bn=32, bk=32)
     a, b = stored(tmp_path / "a", {"w": gptq()}), stored(tmp_path / "b", {"w": other}, FP8)
     plain = stored(tmp_path / "plain", {}, {}, w_weight=weight())
-    x, y = (each.format.dequantize(each, torch.float32).double() for each in (gptq(), other))
+    x, y = (packed.format.dequantize(packed, torch.float32).double() for packed in (gptq(), other))
     for left, right, path in ((x, y, b), (x, weight().double(), plain)):
         apart = (left - right).abs()
         index = [int(i) for i in torch.unravel_index(apart.argmax(), apart.shape)]
-        [found] = json.loads(verify(a, path, "--decoded", "--json").stdout)["differences"]
-        assert (found["tensor"], found["kind"], found["index"]) == ("w.weight", "decoded", index)
-        assert found["distance"] == float(apart.max()) and found["largest"] == float(left.abs().max())
-        assert (float(found["a"]), float(found["b"])) == pytest.approx((float(left[tuple(index)]), float(right[tuple(index)])))
-        part = found["distance"] / found["largest"]
+        [row] = json.loads(verify(a, path, "--decoded", "--json").stdout)["differences"]
+        assert (row["tensor"], row["kind"], row["index"]) == ("w.weight", "decoded", index)
+        assert row["distance"] == float(apart.max()) and row["largest"] == float(left.abs().max())
+        assert (float(row["a"]), float(row["b"])) == pytest.approx((float(left[tuple(index)]), float(right[tuple(index)])))
+        part = row["distance"] / row["largest"]
         assert decoded_differences(a, path, part * 1.01) == [] and len(decoded_differences(a, path, part * 0.99)) == 1
-    said = verify(a, b, "--decoded", "--tolerance", "2").stdout
-    assert said == "equal within 2 of the largest magnitudes\n"
+    output = verify(a, b, "--decoded", "--tolerance", "2").stdout
+    assert output == "equal within 2 of the largest magnitudes\n"
     line = verify(a, b, "--decoded").stdout.splitlines()[0]
     assert line.startswith("w.weight: apart by up to 0.") and " of the largest magnitude, at [" in line
 
@@ -79,13 +79,13 @@ def test_plain_tensors(tmp_path: Path) -> None:
     x = torch.tensor([1.0, torch.nan, torch.inf, 0.0])
     a = stored(tmp_path / "a", {}, {}, x=x, y=x, i=torch.tensor([1, 2]))
     b = stored(tmp_path / "b", {}, {}, x=x.bfloat16(), y=x, i=torch.tensor([1, 3]))
-    assert [str(each) for each in decoded_differences(a, b)] == [
+    assert [str(difference) for difference in decoded_differences(a, b)] == [
         "1 of 2 elements differ, the first at [1]: 2 (0x0000000000000002) and 3 (0x0000000000000003)"]
     other = x.clone()
     other[1], other[3] = 0, -0.0
     c = stored(tmp_path / "c", {}, {}, x=x, y=other, i=torch.tensor([1, 2]))
-    [found] = decoded_differences(a, c, 0.5)
-    assert str(found) == "apart by up to inf, inf of the largest magnitude, at [1]: nan and 0"
+    [difference] = decoded_differences(a, c, 0.5)
+    assert str(difference) == "apart by up to inf, inf of the largest magnitude, at [1]: nan and 0"
     assert decoded_differences(a, c)[0].kind == "values"
 
 
@@ -98,18 +98,18 @@ def test_tensors_of_few_elements(tmp_path: Path, shape: tuple[int, ...]) -> None
 
 def test_experts_are_compared_one_by_one(tmp_path: Path) -> None:
     packed = [gptq(), int_group.quantize(-weight(), "gptq_v2", bits=4, group=32)]
-    awq = [int_group.convert(each, "awq") for each in packed]
-    dense = torch.stack([int_group.dequantize(each, torch.float32) for each in packed])
+    awq = [int_group.convert(weight, "awq") for weight in packed]
+    dense = torch.stack([int_group.dequantize(weight, torch.float32) for weight in packed])
     paths = []
-    for name, each, config in (("gptq", packed, None), ("awq", awq, AWQ)):
-        tensors = {f"w_{key}": torch.stack([one.tensors[key] for one in each]) for key in each[0].tensors}
+    for name, experts, config in (("gptq", packed, None), ("awq", awq, AWQ)):
+        tensors = {f"w_{key}": torch.stack([one.tensors[key] for one in experts]) for key in experts[0].tensors}
         tensors = {key.replace("_", ".", 1): tensor for key, tensor in tensors.items()}
         paths.append(folders.folder(tmp_path / name, tensors, config=config))
     plain = stored(tmp_path / "plain", {}, {}, w_weight=dense)
     assert decoded_differences(*paths) == decoded_differences(paths[0], plain) == decoded_differences(plain, paths[1]) == []
     dense[1, 7, 9] += 1
-    [found] = decoded_differences(paths[0], stored(tmp_path / "other", {}, {}, w_weight=dense))
-    assert found.values is not None and found.values.index == (1, 7, 9)
+    [difference] = decoded_differences(paths[0], stored(tmp_path / "other", {}, {}, w_weight=dense))
+    assert difference.values is not None and difference.values.index == (1, 7, 9)
 
 
 def test_what_is_missing_or_of_another_shape(tmp_path: Path) -> None:
@@ -122,12 +122,12 @@ def test_what_is_missing_or_of_another_shape(tmp_path: Path) -> None:
 
 def test_what_has_no_numbers_is_trouble(tmp_path: Path) -> None:
     a = stored(tmp_path / "a", {"w": gptq()}, {})                # nothing says whether its zero points are v1 or v2
-    found = verify(a, a, "--decoded")
-    assert found.exit_code == 1 and "layer 'w': the tensors fit int_group.gptq_v2 and int_group.gptq_v1" in found.stderr
+    result = verify(a, a, "--decoded")
+    assert result.exit_code == 1 and "layer 'w': the tensors fit int_group.gptq_v2 and int_group.gptq_v1" in result.stderr
     b = stored(tmp_path / "b", {"w": gptq()})
     c = stored(tmp_path / "c", {}, {}, w_weight=torch.ones(16, 64, dtype=torch.int8))
     with pytest.raises(CheckpointError):
         decoded_differences(b, c)
     write(tmp_path / "d.safetensors", {"x": torch.ones(1)})
-    found = verify(tmp_path / "d.safetensors", tmp_path / "d.safetensors", "--tolerance", "1")
-    assert found.exit_code == 2 and "give --decoded" in found.stderr
+    result = verify(tmp_path / "d.safetensors", tmp_path / "d.safetensors", "--tolerance", "1")
+    assert result.exit_code == 2 and "give --decoded" in result.stderr

@@ -56,9 +56,9 @@ def test_what_types_do_not_explain(model: Path) -> None:
     changes = ((MATRIX, 0, bytes(34 * 200)), (MATRIX, 34 * 40, b"\0\x60"), ("blk.0.attn_norm.weight", 4, b"\1\0\0\x40"))
     for name, start, data in changes:
         result = run("verify", changed(Path("out.gguf"), "wrong.gguf", name, start, data), model, "--json")
-        found = json.loads(result.stdout)
-        assert result.exit_code == 1 and [each["tensor"] for each in found["differences"]] == [name]
-        assert found["differences"][0]["error"] > 1.5 * found["differences"][0]["usual_error"]
+        report = json.loads(result.stdout)
+        assert result.exit_code == 1 and [difference["tensor"] for difference in report["differences"]] == [name]
+        assert report["differences"][0]["error"] > 1.5 * report["differences"][0]["usual_error"]
     text = run("verify", "wrong.gguf", model).stdout
     assert "blk.0.attn_norm.weight: relative error" in text and "F32 has 0 on these weights" in text
     tensors = {name: tensor for name, tensor in weights(LLAMA).items() if name != MATRIX}
@@ -76,7 +76,7 @@ def test_a_model_in_swapped_rows_is_another(model: Path) -> None:
     original, swapped = written(Path("a.gguf"), LLAMA), written(Path("b.gguf"), LLAMA, tensors)
     assert run("quantize", swapped, "--type", "Q4_K_M", "--out", "out.gguf").exit_code == 0
     result = run("verify", "out.gguf", original, "--json")
-    assert [each["tensor"] for each in json.loads(result.stdout)["differences"]] == [name]
+    assert [difference["tensor"] for difference in json.loads(result.stdout)["differences"]] == [name]
 
 
 def test_options_and_files_that_are_wrong(model: Path) -> None:

@@ -33,7 +33,7 @@ def write_headers(path: Path, tensors: dict[str, tuple[int, ...]], config: dict[
 
 
 def write_model(path: Path, model: nn.Module, config: dict[str, object]) -> None:
-    write_headers(path, {name: tuple(each.shape) for name, each in model.state_dict().items()}, config)
+    write_headers(path, {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}, config)
 
 
 @pytest.fixture
@@ -95,15 +95,15 @@ def test_needs_of_packed_models(tmp_path: Path) -> None:
 
 def test_the_combination_that_loses_least(pipeline: Path) -> None:
     """As stored where it fits, then lossless, then 8 bits, then 4; all in memory, or one model at a time."""
-    found = capacity(pipeline, GB)
-    assert set(found.together.formats.values()) == {AS_STORED} and found.commands == ()
-    total = sum(model.needs[AS_STORED].resident for model in found.models)
-    assert found.together.peak == total
+    report = capacity(pipeline, GB)
+    assert set(report.together.formats.values()) == {AS_STORED} and report.commands == ()
+    total = sum(model.needs[AS_STORED].resident for model in report.models)
+    assert report.together.peak == total
     seen = []
     for vram in range(total, 0, -total // 100):
-        found = capacity(pipeline, vram)
-        assert all(chosen.peak <= vram for chosen in (found.together, found.in_turn) if chosen is not None)
-        seen.append(max(map(CHOICES.index, found.together.formats.values())) if found.together else len(CHOICES))
+        report = capacity(pipeline, vram)
+        assert all(chosen.peak <= vram for chosen in (report.together, report.in_turn) if chosen is not None)
+        seen.append(max(map(CHOICES.index, report.together.formats.values())) if report.together else len(CHOICES))
     assert seen == sorted(seen) and {CHOICES[rank] for rank in {*seen} - {len(CHOICES)}} >= {AS_STORED, *LOSSLESS, "q8_0", "q4_k"}
     assert seen[-1] == len(CHOICES)
 
@@ -117,9 +117,9 @@ def test_commands_lead_to_one_folder(pipeline: Path) -> None:
 def test_models_that_stay(pipeline: Path) -> None:
     """While one runs, those that are resident are there too."""
     def peak(*resident: str) -> int:
-        found: Capacity = capacity(pipeline, GB, resident)
-        assert found.in_turn is not None
-        return found.in_turn.peak
+        report: Capacity = capacity(pipeline, GB, resident)
+        assert report.in_turn is not None
+        return report.in_turn.peak
 
     by_name = {model.name: model.needs[AS_STORED].resident for model in capacity(pipeline, GB).models}
     assert peak() == by_name["transformer"] and peak("transformer") == by_name["transformer"] + by_name["text_encoder"]
@@ -171,9 +171,9 @@ def test_a_published_pipeline(tmp_path: Path) -> None:
     write_model(path / "text_encoder", encoder, {"vocab_size": 151936})
     write_model(path / "vae", vae, {"_class_name": "AutoencoderKL"})
     (path / "model_index.json").write_text("{}")
-    found = capacity(path, 20 * GB)
-    weights = {model.name: model.weights for model in found.models}
+    report = capacity(path, 20 * GB)
+    weights = {model.name: model.weights for model in report.models}
     assert round(weights["transformer"] / 1e9, 3) == 6.155 and round(weights["text_encoder"] / 1e9, 3) == 4.022
-    total = sum(model.needs[AS_STORED].resident for model in found.models)
+    total = sum(model.needs[AS_STORED].resident for model in report.models)
     assert round(total / (1 << 30), 2) == 19.11
-    assert found.together is not None and set(found.together.formats.values()) <= {AS_STORED, *LOSSLESS}
+    assert report.together is not None and set(report.together.formats.values()) <= {AS_STORED, *LOSSLESS}

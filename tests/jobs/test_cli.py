@@ -100,8 +100,8 @@ def test_version_and_help() -> None:
     for command in ((), ("check",), ("build",), ("list",), ("show",), ("analyze",), ("explain",), ("inspect",), ("dequantize",),
                     ("quantize",)):
         for option in ("--help", "-h"):
-            found = run(*command, option)
-            assert found.exit_code == 0 and "Usage:" in found.stdout and not found.stderr
+            result = run(*command, option)
+            assert result.exit_code == 0 and "Usage:" in result.stdout and not result.stderr
     top = run("--help").stdout
     commands = ("check", "build", "list", "show", "analyze", "explain", "inspect", "dequantize", "quantize")
     assert all(re.search(rf"\b{command}\b", top) for command in commands)
@@ -113,9 +113,9 @@ def test_version_and_help() -> None:
     ("dequantize", "model.gguf"), ("quantize", "model.gguf"), ("quantize", "model.gguf", "--type", "q8_0"),
 ], ids=" ".join)
 def test_a_wrong_call_ends_with_2(arguments: tuple[str, ...]) -> None:
-    found = run(*arguments)
-    assert found.exit_code == 2
-    assert "Usage:" in found.output or found.stderr.startswith("error: ") or "requires an argument" in found.stderr
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Usage:" in result.output or result.stderr.startswith("error: ") or "requires an argument" in result.stderr
 
 
 COMMANDS = [("check",), ("show",), ("build", "--out", "built")]
@@ -125,9 +125,9 @@ COMMANDS = [("check",), ("show",), ("build", "--out", "built")]
 @pytest.mark.parametrize(("name", "close"), [("q40", "q4_0"), ("int_groups", "int_group"), ("Q6_K", "q6_k"),
                                              ("q8_0.yaml", "q8_0")])
 def test_a_name_that_is_nearly_right_is_guessed(folder: Path, command: tuple[str, ...], name: str, close: str) -> None:
-    found = run(*command, name)
-    assert found.exit_code == 2 and not found.stdout
-    assert f"'{name}'" in found.stderr and f"did you mean '{close}'?" in found.stderr
+    result = run(*command, name)
+    assert result.exit_code == 2 and not result.stdout
+    assert f"'{name}'" in result.stderr and f"did you mean '{close}'?" in result.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
@@ -135,9 +135,9 @@ def test_a_name_that_is_nearly_right_is_guessed(folder: Path, command: tuple[str
 def test_what_is_no_file_is_named(folder: Path, command: tuple[str, ...], name: str) -> None:
     """A missing file, a folder, no name at all: a wrong call, and nothing is written."""
     (folder / "specs").mkdir()
-    found = run(*command, name)
-    assert found.exit_code == 2 and not found.stdout
-    assert found.stderr.startswith("error: ") and f"'{name}'" in found.stderr and "expected a file" in found.stderr
+    result = run(*command, name)
+    assert result.exit_code == 2 and not result.stdout
+    assert result.stderr.startswith("error: ") and f"'{name}'" in result.stderr and "expected a file" in result.stderr
     assert not (folder / "built").exists()
 
 
@@ -163,19 +163,19 @@ CONTENTS = {
 def test_a_file_that_is_no_spec_is_a_message_with_a_place(folder: Path, command: tuple[str, ...], content: str) -> None:
     text, message = CONTENTS[content]
     (folder / "odd.yaml").write_bytes(text)
-    found = run(*command, "odd.yaml")
-    assert found.exit_code == 1 and not found.stdout
-    assert re.match(r"odd\.yaml:\d+:\d+: error: ", found.stderr) and message in found.stderr
-    assert "Traceback" not in found.stderr and len(found.stderr) < 2000
-    assert not re.search(r"[^\n -~]", found.stderr), "what a file holds must not reach the terminal as it is"
+    result = run(*command, "odd.yaml")
+    assert result.exit_code == 1 and not result.stdout
+    assert re.match(r"odd\.yaml:\d+:\d+: error: ", result.stderr) and message in result.stderr
+    assert "Traceback" not in result.stderr and len(result.stderr) < 2000
+    assert not re.search(r"[^\n -~]", result.stderr), "what a file holds must not reach the terminal as it is"
     assert not (folder / "built").exists()
 
 
 def test_a_file_that_cannot_be_read_is_a_message(folder: Path) -> None:
     os.mkfifo(folder / "pipe.yaml")                              # never opened: reading it would wait for ever
     for command in COMMANDS:
-        found = run(*command, "pipe.yaml")
-        assert found.exit_code == 2 and "pipe.yaml" in found.stderr
+        result = run(*command, "pipe.yaml")
+        assert result.exit_code == 2 and "pipe.yaml" in result.stderr
 
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [
@@ -196,12 +196,12 @@ def test_failures_have_one_form(folder: Path, arguments: tuple[str, ...], code: 
     """With --json one object on standard output, and nothing else; without, a message on standard error."""
     (folder / "a.gguf").write_bytes(b"GGUF\3\0\0\0")
     (folder / "folder").mkdir()
-    found = run(*arguments, "--json")
-    report = json.loads(found.stdout)
-    assert (found.exit_code, found.stderr) == (code, "") and message in report.pop("error")
+    result = run(*arguments, "--json")
+    report = json.loads(result.stdout)
+    assert (result.exit_code, result.stderr) == (code, "") and message in report.pop("error")
     assert report == {"schema": 1, "exit_code": code}
-    found = run(*arguments)
-    assert (found.exit_code, found.stdout) == (code, "") and message.split()[0] in found.stderr
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (code, "") and message.split()[0] in result.stderr
 
 
 SLOW = """
@@ -246,26 +246,26 @@ def test_check_says_what_is_right_and_what_is_wrong(folder: Path) -> None:
     without = {line.split(":")[0] for line, after in pairwise([*lines, ""]) if after.startswith("  no planar storage: ")}
     assert without == {line.split(":")[0] for line in lines if not line.startswith(" ") and not line.endswith(", planar")}
     assert "  no planar storage: field 's' is stored, and decode does not read it" in lines    # q8_1
-    found = run("check", "q8_0", wrong_spec(folder).name, "q4_0")
-    assert (found.exit_code, found.stdout) == (1, "q8_0: ok, gguf, planar\nq4_0: ok, gguf, planar\n")
-    assert re.findall(r"^wrong\.yaml:(\d+:\d+): error: ", found.stderr, re.MULTILINE) == ["7:6", "8:12"]
-    assert found.stderr.endswith("\n2 problems\n")
+    result = run("check", "q8_0", wrong_spec(folder).name, "q4_0")
+    assert (result.exit_code, result.stdout) == (1, "q8_0: ok, gguf, planar\nq4_0: ok, gguf, planar\n")
+    assert re.findall(r"^wrong\.yaml:(\d+:\d+): error: ", result.stderr, re.MULTILINE) == ["7:6", "8:12"]
+    assert result.stderr.endswith("\n2 problems\n")
 
 
 def test_check_goes_on_after_a_spec_that_is_not_there(folder: Path) -> None:
     """All that was asked is answered: a wrong spec is not hidden by a missing one before it."""
-    found = run("check", "no/such/file.yaml", wrong_spec(folder).name, "q4_0")
-    assert found.exit_code != 0
-    assert "no/such/file.yaml" in found.stderr and "wrong.yaml:7:6: error: " in found.stderr
-    assert found.stdout == "q4_0: ok, gguf, planar\n"
+    result = run("check", "no/such/file.yaml", wrong_spec(folder).name, "q4_0")
+    assert result.exit_code != 0
+    assert "no/such/file.yaml" in result.stderr and "wrong.yaml:7:6: error: " in result.stderr
+    assert result.stdout == "q4_0: ok, gguf, planar\n"
 
 
 def test_the_json_of_check_holds_what_the_text_holds(folder: Path) -> None:
     wrong = wrong_spec(folder).name
     text = run("check", "int_group", wrong)
-    found = run("check", "int_group", wrong, "--json")
-    right, bad = json.loads(found.stdout)["specs"]
-    assert (found.exit_code, found.stderr.strip()) == (1, "")
+    result = run("check", "int_group", wrong, "--json")
+    right, bad = json.loads(result.stdout)["specs"]
+    assert (result.exit_code, result.stderr.strip()) == (1, "")
     assert right == {"spec": "int_group", "ok": True, "format": "int_group", "storages": INT_GROUP}
     assert bad["spec"] == wrong and bad["ok"] is False
     shown = [f"{wrong}:{p['line']}:{p['column']}: error: {p['message']}" for p in bad["problems"]]
@@ -301,8 +301,8 @@ def test_a_spec_of_ones_own_is_built_beside_the_reader(folder: Path) -> None:
     """Without --out into generated/ of the folder one is in, never into the package."""
     shutil.copy(SPEC, folder / "mine.yaml")
     (folder / "mine.yaml").write_text(SPEC.read_text().replace("format: q4_0", "format: mine"))
-    found = run("build", "mine.yaml")
-    assert (found.exit_code, found.stdout) == (0, "written  generated/mine.py\nwritten  generated/mine.json\n")
+    result = run("build", "mine.yaml")
+    assert (result.exit_code, result.stdout) == (0, "written  generated/mine.py\nwritten  generated/mine.json\n")
     assert sorted(built(folder)) == ["generated/mine.json", "generated/mine.py", "mine.yaml"]
 
 
@@ -312,18 +312,18 @@ def test_build_check_finds_what_is_stale_and_says_the_command_that_mends_it(fold
     (folder / "out" / "q4_0.py").write_text("changed = 1\n")
     (folder / "out" / "q8_0.py").unlink()
     before = built(folder)
-    found = run("build", "q4_0", "q8_0", "-o", "out", "--check")
-    assert (found.exit_code, found.stdout) == (1, "stale    out/q4_0.py\nstale    out/q8_0.py\n")
+    result = run("build", "q4_0", "q8_0", "-o", "out", "--check")
+    assert (result.exit_code, result.stdout) == (1, "stale    out/q4_0.py\nstale    out/q8_0.py\n")
     assert built(folder) == before
-    told = re.search(r"run `qdsl (build [^`]+)`", found.stderr)
-    assert told and " out" in told[1], found.stderr              # another command would write somewhere else
-    assert run(*shlex.split(told[1])).exit_code == 0
+    match = re.search(r"run `qdsl (build [^`]+)`", result.stderr)
+    assert match and " out" in match[1], result.stderr                  # another command would write somewhere else
+    assert run(*shlex.split(match[1])).exit_code == 0
     assert run("build", "q4_0", "q8_0", "-o", "out", "--check").exit_code == 0
 
 
 def test_build_check_of_what_ships_mends_with_build_all() -> None:
-    found = run("build", "--all", "--check")
-    assert found.exit_code == 0 or "run `qdsl build --all`" in found.stderr
+    result = run("build", "--all", "--check")
+    assert result.exit_code == 0 or "run `qdsl build --all`" in result.stderr
 
 
 def test_what_cannot_be_written_is_a_message(folder: Path) -> None:
@@ -331,10 +331,10 @@ def test_what_cannot_be_written_is_a_message(folder: Path) -> None:
     (folder / "link").mkdir()
     (folder / "link" / "int_group").symlink_to(folder / "elsewhere")
     for out, named in (("file", "file"), ("link", "int_group is a link")):
-        found = run("build", "int_group", "-o", out)
-        assert found.exit_code == 1 and found.stderr.startswith("error: ") and named in found.stderr
-    found = run("show", "q4_0", "--svg", "file/picture.svg")
-    assert found.exit_code == 2 and found.stderr == f"error: file/picture.svg cannot be written: {folder}/file is no folder\n"
+        result = run("build", "int_group", "-o", out)
+        assert result.exit_code == 1 and result.stderr.startswith("error: ") and named in result.stderr
+    result = run("show", "q4_0", "--svg", "file/picture.svg")
+    assert result.exit_code == 2 and result.stderr == f"error: file/picture.svg cannot be written: {folder}/file is no folder\n"
     assert run("show", "q4_0", "--svg", "new/folder/picture.svg").exit_code == 0
 
 
@@ -383,8 +383,8 @@ DRAWN = {"svg", "g", "rect", "text", "title", "desc", "path", "line", "style"}
 def test_show_draws_where_every_bit_lies(folder: Path) -> None:
     """A well-formed picture with the fields' names, that runs no script and loads nothing."""
     for name in NAMES:
-        found = run("show", name, "--svg", f"{name}.svg")
-        assert (found.exit_code, found.stdout) == (0, f"written  {name}.svg\n")
+        result = run("show", name, "--svg", f"{name}.svg")
+        assert (result.exit_code, result.stdout) == (0, f"written  {name}.svg\n")
         picture = ElementTree.parse(folder / f"{name}.svg").getroot()
         assert picture.tag == "{http://www.w3.org/2000/svg}svg"
         shown = words(" ".join(picture.itertext()))
@@ -408,10 +408,10 @@ def test_show_prints_the_program() -> None:
     from qdsl.compiler.passes import compile_spec
     from qdsl.compiler.spec.schema import load
 
-    found = run("show", "q6_k", "--program")
-    assert found.exit_code == 0
+    result = run("show", "q6_k", "--program")
+    assert result.exit_code == 0
     programs = compile_spec(load(ROOT / "specs" / "q6_k.yaml"))
-    assert found.stdout == "\n".join(map(text, programs)) + "\n"
+    assert result.stdout == "\n".join(map(text, programs)) + "\n"
 
 
 def test_a_row_of_the_picture_holds_neighbours() -> None:
@@ -437,11 +437,11 @@ def test_standard_output_that_cannot_be_written(arguments: tuple[str, ...], tmp_
 
 def test_explain() -> None:
     """The cheapest first, the reason with what else there is, and what does not serve and why."""
-    found = run("explain", "int_group", "--param", "bits=4", "--storage", "awq", "--gpu", "h200", "--json")
-    [product] = json.loads(found.stdout)["products"]
-    times = [each["us"] for each in product["candidates"]]
+    result = run("explain", "int_group", "--param", "bits=4", "--storage", "awq", "--gpu", "h200", "--json")
+    [product] = json.loads(result.stdout)["products"]
+    times = [candidate["us"] for candidate in product["candidates"]]
     assert product["chosen"] == product["candidates"][0] and times == sorted(times) and times[0] > 0
-    assert {each["kernel"] for each in product["candidates"]} == {"decode", "matvec"}
+    assert {candidate["kernel"] for candidate in product["candidates"]} == {"decode", "matvec"}
     assert "4 programs for 132 SMs" in product["reason"] and "planar" in product["refused"]["gemv, skinny, tile_gemm"]
     shown = run("explain", "q4_0", "--storage", "planar", "--rows", "9", "--shape", "512", "4096", "--gpu", "a100").stdout
     assert "q4_0.planar [512, 4096], 9 rows of x in bf16, A100 80 GB SXM: skinny" in shown

@@ -51,13 +51,13 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def model(blocks: int = 2) -> dict[str, torch.Tensor]:
     """Linear layers in blocks, an embedding, and what stays: biases, norms, a matrix of another type, a small one."""
-    found = {"model.embed_tokens.weight": normal(128, 64, seed=99), "head.weight": normal(8, 4),
-             "table.weight": torch.ones(70, 64)}
+    tensors = {"model.embed_tokens.weight": normal(128, 64, seed=99), "head.weight": normal(8, 4),
+               "table.weight": torch.ones(70, 64)}
     for block in range(blocks):
         for number, (name, shape) in enumerate(SHAPES.items()):
-            found[f"model.layers.{block}.mlp.{name}.weight"] = normal(*shape, seed=10 * block + number)
-        found |= {f"model.layers.{block}.mlp.up.bias": normal(96), f"model.layers.{block}.norm.weight": normal(64)}
-    return found
+            tensors[f"model.layers.{block}.mlp.{name}.weight"] = normal(*shape, seed=10 * block + number)
+        tensors |= {f"model.layers.{block}.mlp.up.bias": normal(96), f"model.layers.{block}.norm.weight": normal(64)}
+    return tensors
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def pipeline(tmp_path: Path) -> Path:
     return tmp_path / "pipe"
 
 
-def without(found: Mapping[str, bytes], *names: str) -> dict[str, bytes]:
-    return {name: data for name, data in found.items() if Path(name).name not in names}
+def without(files: Mapping[str, bytes], *names: str) -> dict[str, bytes]:
+    return {name: data for name, data in files.items() if Path(name).name not in names}
 
 
 def command(*arguments: str | Path) -> Result:
@@ -109,9 +109,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_files_of_the_package(toy: Path, tmp_path: Path) -> None:
     """Its file of tensors and its config, byte for byte; and back to the file that they were made of."""
-    found = command("compress", toy, "-f", "df11", "--patterns", DF11 / "config.json", "--plain-config", "-o", tmp_path / "out",
-                    "-j", 1, "--check")
-    assert found.exit_code == 0 and "8 matrices as 4 of df11: 87040 bytes are 62935, 72.31 %, 11.569 bits" in found.stdout
+    result = command("compress", toy, "-f", "df11", "--patterns", DF11 / "config.json", "--plain-config", "-o", tmp_path / "out",
+                     "-j", 1, "--check")
+    assert result.exit_code == 0 and "8 matrices as 4 of df11: 87040 bytes are 62935, 72.31 %, 11.569 bits" in result.stdout
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (DF11 / name).read_bytes()
     assert command("decompress", tmp_path / "out", "-o", tmp_path / "back", "-j", 1).exit_code == 0
@@ -140,8 +140,8 @@ def test_groups_become_weights_that_run(toy: Path) -> None:
 
 def test_a_file_for_each_group(toy: Path, tmp_path: Path) -> None:
     """With all that lies in its module, as with save_single_file=False."""
-    said = json.dumps({r"layers\.\d+": ["q", "ff.0", "ff.2"]})
-    run.compress(toy, Aim("df11", patterns=patterns.read(said), by_group=True), tmp_path / "out")
+    group_patterns = json.dumps({r"layers\.\d+": ["q", "ff.0", "ff.2"]})
+    run.compress(toy, Aim("df11", patterns=patterns.read(group_patterns), by_group=True), tmp_path / "out")
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "layers_0.safetensors", "layers_1.safetensors",
                                                     "model.safetensors", checksums.FILE, ORIGINAL]
     with Folder(tmp_path / "out") as folder, Folder(DF11) as single:
@@ -161,14 +161,14 @@ def test_there_and_back_again(format: str, sharded: Path, tmp_path: Path) -> Non
     """Files cut as they were, but DF11's; what is smaller as it is; and all that there was, back."""
     report = run.compress(sharded, Aim(format), tmp_path / "out", check=True)
     grown = ["head"]                                             # and in no format does it become larger
-    assert [each["name"] for each in report["raw"]] == grown and "would take the place of" in report["raw"][0]["why"]
+    assert [row["name"] for row in report["raw"]] == grown and "would take the place of" in report["raw"][0]["why"]
     assert report["matrices"] == 7 and report["bits_per_weight"] < 15 and report["checked"]
     restore.decompress(tmp_path / "out", tmp_path / "back")
     assert folders.files(tmp_path / "back") == without(folders.files(sharded), "pytorch_model.bin")
     assert not differences(sharded, tmp_path / "back") and not decoded_differences(sharded, tmp_path / "out")
-    found = folders.files(tmp_path / "out")
-    assert (INDEX in found) == (format != "df11") and ("model.safetensors" in found) == (format == "df11")
-    assert found["tokenizer/vocab.txt"] == b"a\nb\n"
+    files = folders.files(tmp_path / "out")
+    assert (INDEX in files) == (format != "df11") and ("model.safetensors" in files) == (format == "df11")
+    assert files["tokenizer/vocab.txt"] == b"a\nb\n"
 
 
 @pytest.mark.parametrize(("format", "module"), [("hlane", hlane), ("fix4", fix4)])
@@ -178,10 +178,10 @@ def test_weights_as_modules_have_them(format: str, module: Any, sharded: Path, t
     settings = {"quant_method": "qdsl", "format": format, "storage": format, "version": 1}
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == guarded({**CONFIG, "quantization_config": settings})
     with Folder(tmp_path / "out") as folder, Folder(sharded) as old:
-        found = layers(folder)
-        assert [(layer.format, layer.problems, layer.why) for layer in found.layers] == [(format, (), "")] * 7
-        assert not found.problems
-        for layer in found.layers:
+        detected = layers(folder)
+        assert [(layer.format, layer.problems, layer.why) for layer in detected.layers] == [(format, (), "")] * 7
+        assert not detected.problems
+        for layer in detected.layers:
             packed = module.wrap({leaf: folder.tensor(name) for leaf, name in layer.tensors.items()})
             weight = old.tensor(f"{layer.name}.weight")
             assert packed.shape == tuple(weight.shape) == layer.shape
@@ -207,24 +207,24 @@ def test_hlane_without_what_was_kept(sharded: Path, tmp_path: Path) -> None:
 def test_models_of_a_pipeline(format: str, pipeline: Path, tmp_path: Path) -> None:
     report = run.compress(pipeline, Aim(format), tmp_path / "out", check=True)
     assert report["units"] == {"df11": 5, "hlane": 11}[format]
-    found = folders.files(tmp_path / "out")
+    files = folders.files(tmp_path / "out")
     before = folders.files(pipeline)
     same = ["model_index.json", "vae/config.json", "vae/diffusion-0.safetensors"]
-    assert all(found[name] == before[name] for name in same) and f"vae/{ORIGINAL}" not in found
-    assert f"transformer/{ORIGINAL}" in found and f"text_encoder/{ORIGINAL}" in found
+    assert all(files[name] == before[name] for name in same) and f"vae/{ORIGINAL}" not in files
+    assert f"transformer/{ORIGINAL}" in files and f"text_encoder/{ORIGINAL}" in files
     restore.decompress(tmp_path / "out", tmp_path / "back")
     assert folders.files(tmp_path / "back") == before
-    said = command("inspect", tmp_path / "out")
-    assert said.exit_code == 0
-    assert all(f"{tmp_path / 'out' / name}: safetensors" in said.stdout for name in ("transformer", "text_encoder", "vae"))
+    inspected = command("inspect", tmp_path / "out")
+    assert inspected.exit_code == 0
+    assert all(f"{tmp_path / 'out' / name}: safetensors" in inspected.stdout for name in ("transformer", "text_encoder", "vae"))
     assert command("verify", pipeline, tmp_path / "back").stdout == "equal\n"
     only = run.compress(pipeline, Aim(format, only=("transformer",)), tmp_path / "only")
     assert only["units"] < report["units"]
     run.compress(pipeline, Aim("fix4"), tmp_path / "fix4")
     run.compress(tmp_path / "only", Aim("fix4"), tmp_path / "again", check=True)
     assert folders.files(tmp_path / "again") == folders.files(tmp_path / "fix4")
-    rest = run.compress(tmp_path / "only", Aim(format, only=("text_encoder",)), tmp_path / "rest")
-    assert only["units"] + rest["units"] == report["units"]
+    remaining = run.compress(tmp_path / "only", Aim(format, only=("text_encoder",)), tmp_path / "rest")
+    assert only["units"] + remaining["units"] == report["units"]
     assert folders.files(tmp_path / "rest") == folders.files(tmp_path / "out")
     assert any(note.startswith("vae: stays as it is; `--component vae` compresses it") for note in report["notes"])
     assert run.compress(pipeline, Aim(format, only=("vae",)), tmp_path / "vae")["matrices"] == 1
@@ -257,8 +257,8 @@ def test_a_published_folder_becomes_hlane(toy: Path, tmp_path: Path) -> None:
     source = shutil.copytree(DF11, tmp_path / "in", ignore=shutil.ignore_patterns("*.npz"))
     with pytest.raises(RewriteError, match="says what shapes its matrices have; --like REF can, a folder or repository with"):
         run.compress(source, Aim("hlane"), tmp_path / "out")
-    found = command("compress", source, "-f", "hlane", "-o", tmp_path / "like", "-j", 1, "--like", toy, "--shard", "1/1")
-    assert found.exit_code == 0 and command("merge-index", tmp_path / "like").exit_code == 0
+    result = command("compress", source, "-f", "hlane", "-o", tmp_path / "like", "-j", 1, "--like", toy, "--shard", "1/1")
+    assert result.exit_code == 0 and command("merge-index", tmp_path / "like").exit_code == 0
     with Folder(toy) as folder:
         shapes = {name: folder.entry(name).shape for name in folder.names()}
     run.compress(source, Aim("hlane"), tmp_path / "out", shapes=lambda folder: shapes, check=True)
@@ -307,13 +307,13 @@ def test_experts_and_convolutions(format: str, tmp_path: Path) -> None:
              "q.weight": normal(64, 64), "mlp.experts.gate_up_proj_bias": normal(3, 40), "conv.weight": normal(8, 8, 3, 3),
              "half.weight": torch.ones(8, 8).half(), "conv1d.weight": normal(64, 64, 4), "pos_embed": normal(1, 64, 64)}
     path = folders.folder(tmp_path / "in", every, config=CONFIG, index=False)
-    found = command("compress", path, "-f", format, "-o", tmp_path / "out", "-j", 1, "--check")
+    result = command("compress", path, "-f", format, "-o", tmp_path / "out", "-j", 1, "--check")
     stacks = {"mlp.experts.gate_up_proj": (120, 64), "moe.input_linear.weight": (64, 96)} if format != "df11" else {}
     whole = {name: tensor for name, tensor in every.items() if name not in (*stacks, "q.weight")}
-    for (dtype, axes), count in Counter((str(each.dtype), each.dim()) for each in whole.values()).items():
+    for (dtype, axes), count in Counter((str(tensor.dtype), tensor.dim()) for tensor in whole.values()).items():
         kind = {"torch.bfloat16": "BF16", "torch.float16": "F16"}[dtype]
-        assert f"note: tensors of {kind} with {axes} axes stay as they are, {count} of " in found.stdout
-    assert f"{1 + len(stacks)} matrices as" in found.stdout and ", 1 of 128 bytes: not bfloat16" in found.stdout
+        assert f"note: tensors of {kind} with {axes} axes stay as they are, {count} of " in result.stdout
+    assert f"{1 + len(stacks)} matrices as" in result.stdout and ", 1 of 128 bytes: not bfloat16" in result.stdout
     with Folder(tmp_path / "out") as folder:
         assert all(folder.tensor(name).equal(tensor) for name, tensor in whole.items())
         assert {f"{layer.name}.weight": layer.shape for layer in layers(folder).layers} == (
@@ -355,13 +355,13 @@ def test_a_file_by_itself(toy: Path, tmp_path: Path) -> None:
 
 
 def test_patterns_of_the_names_that_there_are() -> None:
-    names = {f"model.layers.{number}.{each}": 9 for number in range(12) for each in ("mlp.up", "attn.q")}
+    names = {f"model.layers.{number}.{leaf}": 9 for number in range(12) for leaf in ("mlp.up", "attn.q")}
     assert patterns.default_patterns({**names, "model.embed": 9, "lm_head": 9}) == {
         r"model\.layers\.\d+": ["attn.q", "mlp.up"], r"model\.embed": [], "lm_head": []}
     mixed = {name: size for name, size in names.items() if name != "model.layers.3.attn.q"}
     assert patterns.default_patterns(mixed) == {r"model\.layers\.(?:0|1|2|4|5|6|7|8|9|10|11)": ["attn.q", "mlp.up"],
                                      r"model\.layers\.(?:3)": ["mlp.up"]}
-    t5 = {f"block.{number}.layer.0.{each}": 9 for number in range(3) for each in "qv"} | {"block.0.layer.0.relative_bias": 9}
+    t5 = {f"block.{number}.layer.0.{leaf}": 9 for number in range(3) for leaf in "qv"} | {"block.0.layer.0.relative_bias": 9}
     assert patterns.default_patterns(t5) == {r"block\.\d+": ["layer.0.q", "layer.0.v"], r"block\.0\.layer\.0\.relative_bias": []}
     assert patterns.default_patterns(names, [*names, "model.layers.12", "model.layers.0"]) == {
         rf"model\.layers\.(?:{'|'.join(map(str, range(12)))})": ["attn.q", "mlp.up"]}
@@ -370,17 +370,17 @@ def test_patterns_of_the_names_that_there_are() -> None:
 
 def test_blocks_that_are_too_large_for_a_group() -> None:
     """Their experts are groups; what is still too large is for itself; and each weight is in one group."""
-    names = {f"layers.{number}.{each}": 1 << 29 for number in range(3)
-             for each in ("q", *(f"experts.{expert}.{way}" for expert in range(4) for way in ("down", "up")))}
-    found = patterns.default_patterns(names)
-    assert found == {r"layers\.\d+": ["q"], r"layers\.\d+\.experts\.\d+": ["down", "up"]}
-    wide = patterns.default_patterns({f"layers.0.{each}": 1 << 30 for each in "abc"})
-    assert wide == {rf"layers\.0\.{each}": [] for each in "abc"}
+    names = {f"layers.{number}.{leaf}": 1 << 29 for number in range(3)
+             for leaf in ("q", *(f"experts.{expert}.{way}" for expert in range(4) for way in ("down", "up")))}
+    grouped = patterns.default_patterns(names)
+    assert grouped == {r"layers\.\d+": ["q"], r"layers\.\d+\.experts\.\d+": ["down", "up"]}
+    wide = patterns.default_patterns({f"layers.0.{leaf}": 1 << 30 for leaf in "abc"})
+    assert wide == {rf"layers\.0\.{leaf}": [] for leaf in "abc"}
     some = patterns.default_patterns({name: size for name, size in names.items() if name != "layers.1.experts.2.up"})
     assert [name for name in some if "experts" in name][1] == r"layers\.1\.experts\.(?:2)" and len(some) == 3
 
 
-@pytest.mark.parametrize(("said", "message"), [
+@pytest.mark.parametrize(("pattern_dict", "message"), [
     ({"model.layers.1": ["mlp.q", "mlp.nope"]}, r"has no 'model.layers.1.mlp.nope.weight'"),
     ({"table": []}, r"'table.weight' is F32 \[70, 64\], and no bfloat16 matrix"),
     ({"model.layers.0.norm": []}, r"'model.layers.0.norm.weight' is BF16 \[64\], and no bfloat16 matrix"),
@@ -389,17 +389,17 @@ def test_blocks_that_are_too_large_for_a_group() -> None:
     ({"model.layers.0": []}, "has no weight, and the pattern lists none"),
     ({"nope": []}, "no pattern names a module"),
 ])
-def test_patterns_that_do_not_fit(said: dict[str, list[str]], message: str, sharded: Path, tmp_path: Path) -> None:
+def test_patterns_that_do_not_fit(pattern_dict: dict[str, list[str]], message: str, sharded: Path, tmp_path: Path) -> None:
     with pytest.raises(RewriteError, match=message):
-        run.compress(sharded, Aim("df11", patterns=said), tmp_path / "out")
+        run.compress(sharded, Aim("df11", patterns=pattern_dict), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("said", "message"), [
+@pytest.mark.parametrize(("text", "message"), [
     ('{"a(": []}', "is not a regular expression"), ("{", "not JSON"), ('{"a": "b"}', "lists of names")])
-def test_patterns_that_are_none(said: str, message: str) -> None:
+def test_patterns_that_are_none(text: str, message: str) -> None:
     with pytest.raises(RewriteError, match=message):
-        patterns.read(said)
+        patterns.read(text)
 
 
 def test_what_df11_cannot_hold_stays(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ def test_what_df11_cannot_hold_stays(tmp_path: Path) -> None:
     every["inf.weight"][3, 5] = torch.inf
     path = folders.folder(tmp_path / "in", every, config=CONFIG, index=False)
     report = run.compress(path, Aim("df11"), tmp_path / "out", check=True)
-    assert [each["name"] for each in report["raw"]] == ["inf"] and report["matrices"] == 2
+    assert [row["name"] for row in report["raw"]] == ["inf"] and report["matrices"] == 2
     assert "exponent 255" in report["raw"][0]["why"] and "hlane or fix4" in report["raw"][0]["why"]
     restore.decompress(tmp_path / "out", tmp_path / "back")
     assert not differences(path, tmp_path / "back")
@@ -428,8 +428,8 @@ def test_bytes_do_not_depend_on_processes_or_parts(format: str, sharded: Path, t
         run.compress(sharded, whole, tmp_path / "parts", part=part)
     with pytest.raises(RewriteError, match=r"\d of \d pieces are not there, or not of"):
         run.merge(tmp_path / "parts")
-    found = command("compress", sharded, "-f", format, "-o", tmp_path / "parts", "--shard", "3/3", "-j", 1)
-    assert "written  part 3/3 of" in found.stdout
+    result = command("compress", sharded, "-f", format, "-o", tmp_path / "parts", "--shard", "3/3", "-j", 1)
+    assert "written  part 3/3 of" in result.stdout
     assert command("merge-index", tmp_path / "parts").exit_code == 0
     assert folders.files(tmp_path / "one") == folders.files(tmp_path / "jobs") == folders.files(tmp_path / "parts")
     restore.decompress(tmp_path / "one", tmp_path / "back", jobs=2)
@@ -550,9 +550,9 @@ def test_a_config_that_does_not_say_the_weights_of_groups(toy: Path, tmp_path: P
     run.compress(toy, Aim("df11"), tmp_path / "out")
     path = tmp_path / "out" / "config.json"
     config = json.loads(path.read_text())
-    for said, message in (({r"layers\.\d+": ["q", "ff.0"]}, "dfloat11_config says 2 weights, and there are 3"),
-                          ({"((a*)*)*": ["q"]}, "may take too long"), ({}, "says 0 weights")):
-        config["dfloat11_config"]["pattern_dict"] = said
+    for pattern_dict, message in (({r"layers\.\d+": ["q", "ff.0"]}, "dfloat11_config says 2 weights, and there are 3"),
+                                  ({"((a*)*)*": ["q"]}, "may take too long"), ({}, "says 0 weights")):
+        config["dfloat11_config"]["pattern_dict"] = pattern_dict
         path.write_text(json.dumps(config))
         assert message in command("inspect", tmp_path / "out").stdout
     restore.decompress(tmp_path / "out", tmp_path / "back")
@@ -585,8 +585,8 @@ def test_what_was_written_is_checked_before_it_takes_its_place(sharded: Path, tm
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     real = run.write
 
-    def broken(shards: Any, place: Path, *rest: Any) -> None:
-        real(shards, place, *rest)
+    def broken(shards: Any, place: Path, *options: Any) -> None:
+        real(shards, place, *options)
         path = stage.room(place, shards[0]) / shards[0].name
         with Folder(path) as folder:
             at = folder.entry("model.layers.1.mlp.down.sign_mantissa").start
@@ -656,5 +656,5 @@ def test_shared_memory_of_groups(tmp_path: Path) -> None:
                                        ["-f", "df11", "--threads-per-block", "100"], ["-f", "hlane", "--shard", "3/2"],
                                        ["-f", "hlane", "--shard", "1/2", "--check"]])
 def test_options_that_make_no_sense(arguments: list[str], sharded: Path, tmp_path: Path) -> None:
-    found = command("compress", sharded, "-o", tmp_path / "out", *arguments)
-    assert found.exit_code == 2 and found.stderr.startswith("error: ") and not (tmp_path / "out").exists()
+    result = command("compress", sharded, "-o", tmp_path / "out", *arguments)
+    assert result.exit_code == 2 and result.stderr.startswith("error: ") and not (tmp_path / "out").exists()

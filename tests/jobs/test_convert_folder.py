@@ -76,7 +76,7 @@ def refused(path: Path, to: str, **options: Any) -> str:
 
 def test_layers_change_and_all_else_stays(sharded: Path, weights: dict[str, PackedWeight], tmp_path: Path) -> None:
     report = convert(sharded, tmp_path / "out")
-    awq = folders.named({name: int_group.convert(each, "awq") for name, each in weights.items()})
+    awq = folders.named({name: int_group.convert(packed, "awq") for name, packed in weights.items()})
     with Folder(tmp_path / "out") as folder, Folder(sharded) as old:
         assert set(folder.names()) == {*awq, "model.norm", "head"}
         for name, tensor in awq.items():
@@ -118,8 +118,8 @@ def test_private_files_are_not_copied(sharded: Path, tmp_path: Path) -> None:
 
 def experts(count: int = 3) -> dict[str, torch.Tensor]:
     """Tensors of GPTQ layers one after the other."""
-    each = [weight(seed=seed) for seed in range(count)]
-    return {f"w.{name}": torch.stack([packed.tensors[name] for packed in each]) for name in each[0].tensors}
+    packed_experts = [weight(seed=seed) for seed in range(count)]
+    return {f"w.{name}": torch.stack([packed.tensors[name] for packed in packed_experts]) for name in packed_experts[0].tensors}
 
 
 def test_experts_one_after_the_other(tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_the_config_says_the_new_storage(tmp_path: Path, to: str, expected: dict
     config = {"model_type": "toy", "limit": [0.0, math.inf], "text_config": {"quantization_config": folders.GPTQ}}
     path = folders.folder(tmp_path / "in", every, config=config)
     report = convert(path, tmp_path / "out", to)
-    said = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert said == {**config, "text_config": {"quantization_config": expected}}
+    written_config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written_config == {**config, "text_config": {"quantization_config": expected}}
     assert [note for note in report["notes"] if "gate" in note] == (
         ["modules_to_not_convert of the config cannot name mlp.gate to all readers"] if to == "awq" else [])
     with Folder(tmp_path / "out") as folder:
@@ -153,21 +153,21 @@ def test_the_config_says_the_new_storage(tmp_path: Path, to: str, expected: dict
         assert (layer.storage, layer.problems) == (to, ())
 
 
-@pytest.mark.parametrize(("to", "key", "said", "wrong"), [
+@pytest.mark.parametrize(("to", "key", "skipped", "wrong"), [
     ("fp8_block", "modules_to_not_convert", [r"a\.gate$", "head", "out$"], ["a.gate", "out"]),   # both or any part
     ("nf4", "llm_int8_skip_modules", ["a.gate", "head", "out$"], []),              # a beginning or an end
     ("fp8_channel", "ignore", ["a.gate", "head", "out"], []),                      # whole names
     ("nvfp4_modelopt", "exclude_modules", ["a.gate", "head", "out"], []),
     ("hqq", "modules_to_not_convert", ["a.gate", "head", "out"], []),              # in settings of ours
 ])
-def test_a_list_names_no_layer_that_is_quantized(tmp_path: Path, to: str, key: str, said: list[str], wrong: list[str]) -> None:
+def test_a_list_names_no_layer_that_is_quantized(tmp_path: Path, to: str, key: str, skipped: list[str], wrong: list[str]) -> None:
     """In none of the readings of its readers: 'out' is the end of 'a.out', and 'a.gate' is in 'a.gate_proj'."""
     packed = [int_group.quantize(torch.randn(128, 256), bits=8, group=128) for _ in range(2)]
     plain = {f"{name}.weight": torch.ones(4, 64) for name in ("a.gate", "head", "out")}
     path = folders.folder(tmp_path / "in", {**folders.named({"a.gate_proj": packed[0], "a.out": packed[1]}), **plain})
     report = requantized(path, tmp_path / "out", to)
     settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert sorted(settings[key]) == said
+    assert sorted(settings[key]) == skipped
     assert [note for note in report["notes"] if "cannot name" in note] == (
         [f"{key} of the config cannot name {', '.join(wrong)} to all readers"] if wrong else [])
     read = quantization(settings, "config.json", "")
@@ -203,16 +203,16 @@ def test_a_rule_for_another_storage_is_not_taken(tmp_path: Path, to: str, method
     fields = {**int_group.unpack(packed), "z": torch.full_like(int_group.unpack(packed)["z"], 8)}
     path = folders.folder(tmp_path / "in", folders.named({"w": int_group.pack(fields, "gptq_v2", **packed.params)}))
     convert(path, tmp_path / "out", to)
-    found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert found["quant_method"] == method and found.get("checkpoint_format") == (None if method == "qdsl" else "marlin")
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert settings["quant_method"] == method and settings.get("checkpoint_format") == (None if method == "qdsl" else "marlin")
 
 
 def test_scales_of_x_are_left_to_no_loader_that_does_not_know_them(tmp_path: Path) -> None:
     """ModelOpt's pre_quant_scale, by which x is multiplied: GPTQ's loaders would leave it out, and say nothing."""
     packed = int_group.quantize(torch.randn(16, 128), "modelopt", bits=4, group=128)
     tensors = {**folders.named({"w": packed}), "w.pre_quant_scale": torch.ones(128)}
-    said = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 128}
-    path = folders.folder(tmp_path / "in", tensors, config={"quantization_config": said})
+    settings = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 128}
+    path = folders.folder(tmp_path / "in", tensors, config={"quantization_config": settings})
     report = convert(path, tmp_path / "out", "gptq_v2")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["quant_method"] == "qdsl"
     assert any("pre_quant_scale" in note for note in report["notes"])
@@ -240,12 +240,12 @@ def test_settings_in_a_file_of_their_own(tmp_path: Path) -> None:
 def test_compressed_tensors_says_what_follows_from_tensors(tmp_path: Path, options: dict[str, Any], says: dict[str, Any]) -> None:
     torch.manual_seed(0)
     packed = int_group.quantize(torch.randn(16, 256), "gptq_v2", **{"group": 32, **options})
-    said = {**folders.GPTQ, "group_size": packed.params["group"]}
-    path = folders.folder(tmp_path / "in", folders.named({"w": packed}), config={"quantization_config": said})
+    settings = {**folders.GPTQ, "group_size": packed.params["group"]}
+    path = folders.folder(tmp_path / "in", folders.named({"w": packed}), config={"quantization_config": settings})
     convert(path, tmp_path / "out", "pack_quantized")
-    found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert (found["quant_method"], found["format"], found["ignore"]) == ("compressed-tensors", "pack-quantized", [])
-    assert found["config_groups"]["group_0"]["weights"] == says
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (written["quant_method"], written["format"], written["ignore"]) == ("compressed-tensors", "pack-quantized", [])
+    assert written["config_groups"]["group_0"]["weights"] == says
     with Folder(tmp_path / "out") as folder:
         [layer] = layers(folder).layers
         assert (layer.storage, layer.params["group"], layer.problems) == ("pack_quantized", packed.params["group"], ())
@@ -253,9 +253,9 @@ def test_compressed_tensors_says_what_follows_from_tensors(tmp_path: Path, optio
 
 def group_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a folder's config says, and its one group of weights."""
-    found = json.loads((path / "config.json").read_text())["quantization_config"]
-    [group] = found["config_groups"].values()
-    return found, group
+    written = json.loads((path / "config.json").read_text())["quantization_config"]
+    [group] = written["config_groups"].values()
+    return written, group
 
 
 @pytest.mark.parametrize("zeros", [True, False])
@@ -266,8 +266,8 @@ def test_bytes_with_zero_points_are_not_symmetric(tmp_path: Path, module: Module
     if zeros:
         fields["z"] = torch.full_like(fields["s"], 3, dtype=torch.int8)
     packed = module.pack(fields, "torchao", scale_type="bf16")
-    said = {"quant_method": "qdsl", "format": module.SPEC.name, "storage": "torchao", **packed.params}
-    path = folders.folder(tmp_path / "in", folders.named({"w": packed}), config={"quantization_config": said})
+    settings = {"quant_method": "qdsl", "format": module.SPEC.name, "storage": "torchao", **packed.params}
+    path = folders.folder(tmp_path / "in", folders.named({"w": packed}), config={"quantization_config": settings})
     convert(path, tmp_path / "out", "safetensors")
     _, group = group_of(tmp_path / "out")
     with Folder(tmp_path / "out") as folder:
@@ -284,9 +284,9 @@ def test_compressed_tensors_is_told_of_small_floats(tmp_path: Path, to: str, say
     """Though the format's word says as much.  A number of the whole weight is a list of one there."""
     path = folders.folder(tmp_path / "in", folders.named({"w": weight()}))
     requantized(path, tmp_path / "out", f"{to}.compressed_tensors")
-    found, group = group_of(tmp_path / "out")
+    written, group = group_of(tmp_path / "out")
     assert group["weights"] == {"type": "float", "symmetric": True, "dynamic": False, **says}
-    assert group["format"] == found["format"]
+    assert group["format"] == written["format"]
     with Folder(tmp_path / "out") as folder:
         [layer] = layers(folder).layers
         assert (layer.format, layer.storage, layer.problems) == (to, "compressed_tensors", ())
@@ -298,8 +298,8 @@ def test_floats_that_others_would_take_for_other_ones(tmp_path: Path, to: str, c
     """Those with more exponent: compressed-tensors and its readers have the other of 6 and of 8 bits alone."""
     path = folders.folder(tmp_path / "in", folders.named({"w": weight()}))
     requantized(path, tmp_path / "out", f"{to}.compressed_tensors", {"code": code})
-    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert (said["quant_method"], said["code"]) == ("qdsl", code)
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (settings["quant_method"], settings["code"]) == ("qdsl", code)
 
 
 @pytest.mark.parametrize(("to", "format", "says"), [
@@ -311,8 +311,8 @@ def test_compressed_tensors_is_told_how_bytes_are_stored(tmp_path: Path, to: str
     """Its readers would guess, and take bytes for packed words."""
     path = folders.folder(tmp_path / "in", folders.named({"w": weight()}))
     requantized(path, tmp_path / "out", to)
-    found, group = group_of(tmp_path / "out")
-    assert (found["format"], group["format"], group["weights"]) == (format, format, {"num_bits": 8, **says})
+    written, group = group_of(tmp_path / "out")
+    assert (written["format"], group["format"], group["weights"]) == (format, format, {"num_bits": 8, **says})
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     assert group["input_activations"] == (inputs if says["type"] == "int" else None)         # vLLM has no W8A16 of such bytes
 
@@ -325,19 +325,19 @@ def test_bytes_of_compressed_tensors(tmp_path: Path, group: int, says: dict[str,
     weights = {"num_bits": 8, "type": "int", "symmetric": False, **says}
     settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {
         "group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}}
-    said = settings if own else {**folders.GPTQ, "bits": 8, "group_size": group}
-    path = folders.folder(tmp_path / "in", folders.named({"w": packed}), config={"quantization_config": said})
+    source_settings = settings if own else {**folders.GPTQ, "bits": 8, "group_size": group}
+    path = folders.folder(tmp_path / "in", folders.named({"w": packed}), config={"quantization_config": source_settings})
     convert(path, tmp_path / "out", "int_quantized")
-    found, inside = group_of(tmp_path / "out")
-    assert (found["format"], inside["format"], inside["weights"]) == ("int-quantized", "int-quantized", weights)
+    written, inside = group_of(tmp_path / "out")
+    assert (written["format"], inside["format"], inside["weights"]) == ("int-quantized", "int-quantized", weights)
     with Folder(tmp_path / "out") as folder:
         [layer] = layers(folder).layers
-        [made] = layer_weights.weights(folder, layer)
-        assert layer.problems == () and same_bits(made.format.dequantize(made), int_group.dequantize(packed))
+        [converted] = layer_weights.weights(folder, layer)
+        assert layer.problems == () and same_bits(converted.format.dequantize(converted), int_group.dequantize(packed))
         assert layer.format == ("int_group" if group == 32 else "int8_channel")
     if group == 32:
         convert(tmp_path / "out", tmp_path / "back", "pack_quantized")
-        assert group_of(tmp_path / "back")[0] == (settings if own else {**found, "format": "pack-quantized", "config_groups": {
+        assert group_of(tmp_path / "back")[0] == (settings if own else {**written, "format": "pack-quantized", "config_groups": {
             "group_0": {**inside, "format": "pack-quantized"}}})
 
 
@@ -347,12 +347,12 @@ def test_groups_of_several_kinds_keep_what_they_say_of_weights(tmp_path: Path) -
     weights = {"num_bits": 8, "type": "int", "symmetric": False}
     groups = {"rows": {"targets": ["re:.*-1$"], "weights": {**weights, "strategy": "channel"}},
               "groups": {"targets": ["re:.*32$"], "weights": {**weights, "strategy": "group", "group_size": 32}}}
-    said = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
-    path = folders.folder(tmp_path / "in", folders.named(packed), config={"quantization_config": said})
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    path = folders.folder(tmp_path / "in", folders.named(packed), config={"quantization_config": settings})
     convert(path, tmp_path / "out", "int_quantized")
-    found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     expected = {name: {**group, "format": "int-quantized"} for name, group in groups.items()}
-    assert found == {**said, "format": "int-quantized", "config_groups": expected}
+    assert written == {**settings, "format": "int-quantized", "config_groups": expected}
     with Folder(tmp_path / "out") as folder:
         assert [layer.problems for layer in layers(folder).layers] == [(), ()]
 
@@ -361,8 +361,8 @@ def test_groups_of_several_kinds_keep_what_they_say_of_weights(tmp_path: Path) -
 def test_old_configs_of_bytes_may_say_no_format(tmp_path: Path, format: str | None) -> None:
     packed = int8_channel.quantize(torch.randn(16, 64), scale_type="bf16")
     groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}}
-    said = {"quant_method": "compressed-tensors", "config_groups": groups, **({"format": format} if format else {})}
-    path = folders.folder(tmp_path / "in", folders.named({"w": packed}), config={"quantization_config": said})
+    settings = {"quant_method": "compressed-tensors", "config_groups": groups, **({"format": format} if format else {})}
+    path = folders.folder(tmp_path / "in", folders.named({"w": packed}), config={"quantization_config": settings})
     with Folder(path) as folder:
         [layer] = layers(folder).layers
         assert (layer.format, layer.problems) == ("int8_channel", ())
@@ -373,8 +373,8 @@ def test_a_scale_is_called_as_its_loader_calls_it(tmp_path: Path, scale: str) ->
     """Of those of `fp8` some have the one name and some the other: both are read, and compressed-tensors' is what is written."""
     packed = fp8_tensor.quantize(torch.randn(16, 64))
     tensors = {"w.weight": packed.tensors["weight"], f"w.{scale}": packed.tensors["weight_scale"]}
-    said = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    path = folders.folder(tmp_path / "in", tensors, config={"quantization_config": said})
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    path = folders.folder(tmp_path / "in", tensors, config={"quantization_config": settings})
     with Folder(path) as folder:
         assert [(layer.format, layer.problems) for layer in layers(folder).layers] == [("fp8_tensor", ())]
     convert(path, tmp_path / "torchao", "torchao")
@@ -383,8 +383,8 @@ def test_a_scale_is_called_as_its_loader_calls_it(tmp_path: Path, scale: str) ->
         assert {*folder.names()} == {"w.weight", "w.weight_scale"}
         assert folder.tensor("w.weight_scale").equal(packed.tensors["weight_scale"].view(1))
         assert layers(folder).layers[0].problems == ()
-    found, group = group_of(tmp_path / "out")
-    assert (found["quant_method"], found["format"], group["weights"]["strategy"]) == (
+    written, group = group_of(tmp_path / "out")
+    assert (written["quant_method"], written["format"], group["weights"]["strategy"]) == (
         "compressed-tensors", "float-quantized", "tensor")
 
 
@@ -410,8 +410,8 @@ def test_columns_that_are_stored_in_order_leave_no_index(tmp_path: Path) -> None
     """Though a tensor says the order: what is planned is what is written."""
     packed = int_group.quantize(torch.randn(64, 256), "xpu_int4pack", group=32, symmetric=True)
     tensors = folders.named({"w": packed}) | {"w.ret_idx": torch.arange(256, dtype=torch.int32)}
-    said = {"quant_method": "qdsl", "format": "int_group", "storage": "xpu_int4pack", **packed.params}
-    path = folders.folder(tmp_path / "in", tensors, config={"quantization_config": said})
+    settings = {"quant_method": "qdsl", "format": "int_group", "storage": "xpu_int4pack", **packed.params}
+    path = folders.folder(tmp_path / "in", tensors, config={"quantization_config": settings})
     convert(path, tmp_path / "out", "pack_quantized")
     with Folder(tmp_path / "out") as folder:
         assert set(folder.names()) == {"w.weight_packed", "w.weight_scale", "w.weight_shape"}
@@ -420,23 +420,23 @@ def test_columns_that_are_stored_in_order_leave_no_index(tmp_path: Path) -> None
 @pytest.mark.parametrize("bits", [4, 8])
 def test_zero_points_of_old_compressed_tensors(tmp_path: Path, bits: int) -> None:
     """Bytes [N, G] with a sign, from the middle, beside packed codes."""
-    made = int_group.quantize(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) + 1, "pack_quantized", bits=bits,
-                              group=32)
-    zeros = int_group.unpack(made)["z"].int() - 2 ** (bits - 1)
+    packed = int_group.quantize(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) + 1, "pack_quantized", bits=bits,
+                                group=32)
+    zeros = int_group.unpack(packed)["z"].int() - 2 ** (bits - 1)
     assert zeros.unique().numel() > 2
-    said = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
         "targets": ["Linear"], "weights": {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 32,
                                            "symmetric": False}}}}
-    path = folders.folder(tmp_path / "in", folders.named({"up": made}) | {"up.weight_zero_point": zeros.to(torch.int8)},
-                          config={"quantization_config": said})
+    path = folders.folder(tmp_path / "in", folders.named({"up": packed}) | {"up.weight_zero_point": zeros.to(torch.int8)},
+                          config={"quantization_config": settings})
     with Folder(path) as folder:
-        found = layers(folder)
-        (layer,) = found.layers
-        assert (layer.storage, found.problems) == ("pack_quantized_0_8", [])
+        detected = layers(folder)
+        (layer,) = detected.layers
+        assert (layer.storage, detected.problems) == ("pack_quantized_0_8", [])
     convert(path, tmp_path / "out", "gptq_v2")
     with Folder(tmp_path / "out") as folder:
         (weights_,) = layer_weights.weights(folder, layers(folder).layers[0])
-        assert same_bits(int_group.dequantize(weights_), int_group.dequantize(made))
+        assert same_bits(int_group.dequantize(weights_), int_group.dequantize(packed))
 
 
 @pytest.mark.parametrize(("storage", "name"), [("gptq_v1", "gptq"), ("gptq_v2", "gptq_v2")])
@@ -455,8 +455,8 @@ def test_gptq_becomes_awq_and_the_same_bytes_again(storage: str, name: str, tmp_
 
 def test_an_index_that_nobody_filled_is_written_in_order(tmp_path: Path) -> None:
     """Some writers of GPTQ leave zeros where columns are in order; readers that allocate the index take what the file has."""
-    made = weight()
-    named = folders.named({"up": made}) | {"up.g_idx": torch.zeros(64, dtype=torch.int32)}
+    packed = weight()
+    named = folders.named({"up": packed}) | {"up.g_idx": torch.zeros(64, dtype=torch.int32)}
     path = folders.folder(tmp_path / "in", named)
     for to in ("awq", "gptq_v1"):
         convert(path, tmp_path / to, to)
@@ -464,8 +464,8 @@ def test_an_index_that_nobody_filled_is_written_in_order(tmp_path: Path) -> None
             (layer,) = layers(folder).layers
             assert ("g_idx" in layer.tensors) == (to == "gptq_v1")
             assert to == "awq" or folder.tensor("up.g_idx").equal(torch.arange(64, dtype=torch.int32) // 32)
-            (found,) = layer_weights.weights(folder, layer)
-            assert same_bits(int_group.dequantize(found), int_group.dequantize(made))
+            (converted,) = layer_weights.weights(folder, layer)
+            assert same_bits(int_group.dequantize(converted), int_group.dequantize(packed))
 
 
 def test_where_no_page_says_how_the_config_says_qdsl(tmp_path: Path) -> None:
@@ -473,8 +473,8 @@ def test_where_no_page_says_how_the_config_says_qdsl(tmp_path: Path) -> None:
     weights = {"up": weight(), "other": int8_channel.quantize(torch.randn(8, 64))}
     path = folders.folder(tmp_path / "in", folders.named(weights))
     report = convert(path, tmp_path / "out", "int_group.awq")
-    found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert found == {"quant_method": "qdsl", "quantized_layers": {
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert written == {"quant_method": "qdsl", "quantized_layers": {
         "up": {"format": "int_group", "storage": "awq", **weights["up"].params},
         "other": {"format": "int8_channel", "storage": "safetensors", **weights["other"].params}}}
     with Folder(tmp_path / "out") as folder:
@@ -492,8 +492,8 @@ def test_our_own_settings_say_what_is_not_quantized(tmp_path: Path) -> None:
     convert(path, tmp_path / "out", "xpu_int4pack")
     with Folder(tmp_path / "out") as folder:
         assert folder.config["quantization_config"]["modules_to_not_convert"] == ["layers.2.up"]
-        found = layers(folder)
-    assert [left.problem for left in found.left] == [""] and found.problems == []
+        detected = layers(folder)
+    assert [left.problem for left in detected.left] == [""] and detected.problems == []
     several = {str(group): int_group.quantize(torch.randn(32, 128), "gptq_v2", bits=4, group=group) for group in (32, 64)}
     path = folders.folder(tmp_path / "in2", folders.named(several))
     assert "layers differ in parameters: the config says qdsl" in convert(path, tmp_path / "out2", "awq")["notes"]
@@ -502,31 +502,31 @@ def test_our_own_settings_say_what_is_not_quantized(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["twice", "file", "header", "header and config", "file of weights"])
 def test_settings_are_renewed_wherever_they_lie(tmp_path: Path, place: str) -> None:
     """None says what the weights were, wherever a reader may look; without other zeros the numbers would be wrong."""
-    made = weight()
+    packed = weight()
     settings = {**folders.GPTQ, "sym": False}
-    said = {"twice": {"quantization_config": settings, "text_config": {"quantization_config": settings}},
-            "file of weights": {"quantization_config": settings}}
-    path = folders.folder(tmp_path / "in", folders.named({"up": made}), config=said.get(place, {"a": 1}), index=False)
+    configs = {"twice": {"quantization_config": settings, "text_config": {"quantization_config": settings}},
+               "file of weights": {"quantization_config": settings}}
+    path = folders.folder(tmp_path / "in", folders.named({"up": packed}), config=configs.get(place, {"a": 1}), index=False)
     if place == "file":
         (path / "quantize_config.json").write_text(json.dumps(settings))
     if "header" in place:
-        write(path / "model.safetensors", folders.named({"up": made}), {"quantization_config": json.dumps(settings)})
+        write(path / "model.safetensors", folders.named({"up": packed}), {"quantization_config": json.dumps(settings)})
     if place in ("file", "header"):
         (path / "config.json").unlink()
     convert(path / "model.safetensors" if place == "file of weights" else path, tmp_path / "out", "gptq_v1")
     with Folder(tmp_path / "out") as folder:
-        found = layers(folder)
-        [layer] = found.layers
-        assert (layer.storage, layer.problems, found.problems) == ("gptq_v1", (), [])
-        assert {each.settings["checkpoint_format"] for each in found.quantizations} == {"gptq"}
-        assert same_bits(int_group.dequantize(layer_weights.weights(folder, layer)[0]), int_group.dequantize(made))
+        detected = layers(folder)
+        [layer] = detected.layers
+        assert (layer.storage, layer.problems, detected.problems) == ("gptq_v1", (), [])
+        assert {quantization.settings["checkpoint_format"] for quantization in detected.quantizations} == {"gptq"}
+        assert same_bits(int_group.dequantize(layer_weights.weights(folder, layer)[0]), int_group.dequantize(packed))
 
 
 def test_a_place_of_one_producer_says_nothing_of_another(tmp_path: Path) -> None:
     """hf_quant_config.json is ModelOpt's, compression_config is of compressed-tensors; what is lost with them is noted."""
-    made = fp8_tensor.quantize(torch.randn(16, 64))
+    packed = fp8_tensor.quantize(torch.randn(16, 64))
     own = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": []}
-    path = folders.folder(tmp_path / "in", folders.named({"up": made}), config={"model_type": "toy"})
+    path = folders.folder(tmp_path / "in", folders.named({"up": packed}), config={"model_type": "toy"})
     (path / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": own}))
     notes = convert(path, tmp_path / "out", "torchao")["notes"]
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
@@ -537,8 +537,8 @@ def test_a_place_of_one_producer_says_nothing_of_another(tmp_path: Path) -> None
     config = {"compression_config": {"format": "pack-quantized", "config_groups": groups}}
     path = folders.folder(tmp_path / "in2", folders.named({"up": weight(storage="pack_quantized")}), config=config)
     notes = convert(path, tmp_path / "out2", "gptq_v2")["notes"]
-    found = json.loads((tmp_path / "out2" / "config.json").read_text())
-    assert "compression_config" not in found and found["quantization_config"]["quant_method"] == "gptq"
+    written = json.loads((tmp_path / "out2" / "config.json").read_text())
+    assert "compression_config" not in written and written["quantization_config"]["quant_method"] == "gptq"
     assert "the settings do not say input_activations any more" in notes
 
 
@@ -547,8 +547,8 @@ def test_what_gptq_says_of_what_is_quantized_anew(tmp_path: Path, symmetric: boo
     path = folders.folder(tmp_path / "in", folders.named({"up": fp8_block.quantize(torch.randn(128, 128))}), config={})
     with Folder(path) as folder:
         run.convert(folder, layers(folder), aim.aimed("int_group.gptq_v2", True, {"symmetric": symmetric}), tmp_path / "out")
-    found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert (found["desc_act"], found["sym"]) == (False, symmetric)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (written["desc_act"], written["sym"]) == (False, symmetric)
 
 
 def test_plain_floats_have_no_settings(tmp_path: Path) -> None:
@@ -574,7 +574,7 @@ def test_sizes_that_no_word_divides(tmp_path: Path, bits: int) -> None:
             [layer] = layers(folder).layers
             assert (layer.storage, layer.params["bits"], layer.params["group"], layer.problems) == (storage, bits, -1, ())
             assert folder.config["quantization_config"] == settings
-            assert name == "old" or all(folder.tensor(f"w.{key}").equal(each) for key, each in packed.tensors.items())
+            assert name == "old" or all(folder.tensor(f"w.{key}").equal(tensor) for key, tensor in packed.tensors.items())
     assert "cannot be gptq_v2" in refused(path, "gptq_v2") or bits == 6
 
 
@@ -615,7 +615,7 @@ def test_a_file_without_an_index(tmp_path: Path, weights: dict[str, PackedWeight
 def test_an_index_keeps_its_name(tmp_path: Path, weights: dict[str, PackedWeight]) -> None:
     """Models of diffusers have another."""
     name = "diffusion_pytorch_model.safetensors.index.json"
-    path = folders.folder(tmp_path / "in", *[folders.named({key: each}) for key, each in weights.items()])
+    path = folders.folder(tmp_path / "in", *[folders.named({key: packed}) for key, packed in weights.items()])
     (path / INDEX).rename(path / name)
     assert convert(path, tmp_path / "out")["notes"] == ["pytorch_model.bin holds other weights, and was not copied"]
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", name, *TWO, checksums.FILE, "tokenizer"]
@@ -735,14 +735,15 @@ def test_requantized_layers(tmp_path: Path) -> None:
     report = requantized(path, tmp_path / "out", "fp8_block", {"bn": 32, "bk": 32})
     costs = []
     with Folder(tmp_path / "out") as folder:
-        for name, each in weights.items():
-            dense = int_group.dequantize(each, torch.float32)
+        for name, quantized in weights.items():
+            dense = int_group.dequantize(quantized, torch.float32)
             packed = fp8_block.quantize(dense, bn=32, bk=32)
             assert all(folder.tensor(f"{name}.{key}").equal(tensor) for key, tensor in packed.tensors.items())
             costs.append(measured(dense, fp8_block.dequantize(packed, torch.float32)))
             assert report["requantized"][name] == costs[-1].data()
         assert len(folder.names()) == 5 and folder.tensor("head.weight").equal(torch.ones(2, 3))
-        assert [(each.format, each.params["bn"], each.problems) for each in layers(folder).layers] == [("fp8_block", 32, ())] * 2
+        assert [(layer.format, layer.params["bn"], layer.problems) for layer in layers(folder).layers] == [
+            ("fp8_block", 32, ())] * 2
         settings = folder.config["quantization_config"]
         assert settings == {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic",
                             "modules_to_not_convert": ["head"]}
@@ -761,14 +762,14 @@ def test_small_tensors_that_a_producer_puts_beside_a_weight(tmp_path: Path, name
     with Folder(tmp_path / "out") as folder:
         [layer] = layers(folder).layers
         packed = import_module(f"qdsl.generated.{name}").quantize(int_group.dequantize(weight(), torch.float32), block=32)
-        said = json.loads(bytes(folder.tensor(f"up.weight.quant_state.bitsandbytes__{kind}").tolist()))
-        assert list(said) == ["quant_type", "blocksize", "dtype", "shape", *more]
-        told = {"nested_offset": float(packed.tensors["weight_nested_offset"])} if more else {}
-        assert said == {"quant_type": kind, "blocksize": 32, "dtype": config.get("dtype", "bfloat16"), "shape": [16, 64],
-                        **more, **told}
+        quant_state = json.loads(bytes(folder.tensor(f"up.weight.quant_state.bitsandbytes__{kind}").tolist()))
+        assert list(quant_state) == ["quant_type", "blocksize", "dtype", "shape", *more]
+        nested = {"nested_offset": float(packed.tensors["weight_nested_offset"])} if more else {}
+        assert quant_state == {"quant_type": kind, "blocksize": 32, "dtype": config.get("dtype", "bfloat16"), "shape": [16, 64],
+                               **more, **nested}
         leaves = ["weight", "weight.absmax", "weight.quant_map", f"weight.quant_state.bitsandbytes__{kind}"]
         leaves += ["weight.nested_absmax", "weight.nested_quant_map"] if more else []
-        assert {each.removeprefix("up.") for each in folder.names()} == {*leaves, "head.weight"}
+        assert {leaf.removeprefix("up.") for leaf in folder.names()} == {*leaves, "head.weight"}
         assert folder.tensor("up.weight.absmax").equal(packed.tensors["weight_absmax"])
         [again] = layer_weights.weights(folder, layer)
         assert all(same_bits(again.tensors[key], tensor) for key, tensor in packed.tensors.items())
@@ -794,7 +795,7 @@ def test_requantized_in_parts(tmp_path: Path) -> None:
     weights = {"up": weight(), "wide": int_group.quantize(torch.randn(8, 64), "gptq_v2", bits=8, group=32)}
     config = {"quantization_config": {**folders.GPTQ, "dynamic": {"wide": {"bits": 8}}}}
     every = folders.named(weights)
-    shards = [{key: each for key, each in every.items() if key.startswith(name)} for name in weights]
+    shards = [{key: tensor for key, tensor in every.items() if key.startswith(name)} for name in weights]
     path = folders.folder(tmp_path / "in", *shards, config=config)
     options = {"bits": 4, "group": 32}
     requantized(path, tmp_path / "out", "int_group.gptq_v1", options, part=(1, 2))
@@ -839,7 +840,7 @@ def test_bytes_do_not_depend_on_processes_or_parts(sharded: Path, tmp_path: Path
 
 def test_parts_are_of_about_the_same_size() -> None:
     shards = [type("S", (), {"name": str(size), "size": size})() for size in (3, 9, 4, 2, 8)]
-    parts = [[each.size for each in share(shards, place, 2)] for place in (1, 2)]
+    parts = [[shard.size for shard in share(shards, place, 2)] for place in (1, 2)]
     assert parts == [[3, 9, 2], [4, 8]]
     assert [share(shards[:1], place, 2) for place in (1, 2)] == [shards[:1], []]
 
@@ -927,25 +928,25 @@ def command(*arguments: str | Path) -> Result:
 
 
 def test_the_command_says_what_became_of_layers(sharded: Path, tmp_path: Path) -> None:
-    found = command("convert", sharded, "--to", "awq", "-o", tmp_path / "out", "--jobs", "1")
+    result = command("convert", sharded, "--to", "awq", "-o", tmp_path / "out", "--jobs", "1")
     size = sum((tmp_path / "out" / name).stat().st_size for name in TWO)
-    assert (found.exit_code, found.stdout.splitlines()) == (0, [
+    assert (result.exit_code, result.stdout.splitlines()) == (0, [
         "note: pytorch_model.bin holds other weights, and was not copied", "2 layers from int_group.gptq_v2 to int_group.awq",
         "read by: qdsl, gptqmodel, vLLM", "not read by transformers: it asks gptqmodel to, where that is installed",
         f"written  {tmp_path / 'out'}: 2 files of tensors, {size} bytes"])
     again = command("convert", sharded, "--to", "awq", "-o", tmp_path / "out")
     assert again.exit_code == 2 and "exists already, and no interrupted run left it; --force replaces" in again.stderr
     asked = ("--requantize", "fp8_block", "--param", "bn=32", "-o", tmp_path / "fp8", "-j", "1")
-    found = command("convert", sharded, *asked, "--json")
-    data = json.loads(found.stdout)
+    result = command("convert", sharded, *asked, "--json")
+    data = json.loads(result.stdout)
     assert data["schema"] == 1 and set(data["requantized"]) == {"model.up", "model.down"} and 20 < data["snr_db"] < 50
     worst = min(data["requantized"], key=lambda name: data["requantized"][name]["snr_db"])
     shutil.rmtree(tmp_path / "fp8")
-    found = command("convert", sharded, *asked)
-    assert f"signal to noise {data['snr_db']:.2f} dB, the least of '{worst}'" in found.stdout
+    result = command("convert", sharded, *asked)
+    assert f"signal to noise {data['snr_db']:.2f} dB, the least of '{worst}'" in result.stdout
 
 
-@pytest.mark.parametrize(("to", "given", "expected"), [
+@pytest.mark.parametrize(("to", "option", "expected"), [
     ("int_group", "symmetric=true", {"symmetric": True}), ("int_group", "symmetric=False", {"symmetric": False}),
     ("int_group", "span=FULL", "error: int_group: span is one of "),
     ("int_group", "symmetric=yes", "error: int_group: symmetric is one of True, False, not yes"),
@@ -954,22 +955,22 @@ def test_the_command_says_what_became_of_layers(sharded: Path, tmp_path: Path) -
     ("fp8_channel", "scale_type=f32", {"scale_type": "f32"}),
 ])
 def test_parameters_are_numbers_words_and_truths(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str,
-                                                 given: str, expected: dict[str, object] | str) -> None:
+                                                 option: str, expected: dict[str, object] | str) -> None:
     aims: list[aim.Aim] = []
-    monkeypatch.setattr(run, "convert", lambda source, found, aim, out, **options: aims.append(aim) or {})
+    monkeypatch.setattr(run, "convert", lambda source, detected, aim, out, **options: aims.append(aim) or {})
     monkeypatch.setattr("qdsl.cli.convert.print_converted", lambda *_: None)
-    found = command("convert", sharded, "--requantize", to, "--param", given, "-o", tmp_path / "out")
+    result = command("convert", sharded, "--requantize", to, "--param", option, "-o", tmp_path / "out")
     if isinstance(expected, str):
-        assert found.exit_code == 2 and found.stderr.startswith(expected) and not aims
+        assert result.exit_code == 2 and result.stderr.startswith(expected) and not aims
     else:
-        assert found.exit_code == 0
+        assert result.exit_code == 0
         assert all(aims[0].params[key] == value and type(aims[0].params[key]) is type(value) for key, value in expected.items())
 
 
 def test_parts_and_their_index_as_commands(sharded: Path, tmp_path: Path) -> None:
     for part in ("1/2", "2/2"):
-        found = command("convert", sharded, "--to", "awq", "-o", tmp_path / "out", "--shard", part, "-j", "1")
-        assert found.exit_code == 0 and f"written  part {part} of {tmp_path / 'out'}: 1 files of tensors" in found.stdout
+        result = command("convert", sharded, "--to", "awq", "-o", tmp_path / "out", "--shard", part, "-j", "1")
+        assert result.exit_code == 0 and f"written  part {part} of {tmp_path / 'out'}: 1 files of tensors" in result.stdout
     assert command("merge-index", tmp_path / "out").exit_code == 0
     assert len(Folder(tmp_path / "out").names()) == 8
     again = command("merge-index", tmp_path / "out")
@@ -977,10 +978,10 @@ def test_parts_and_their_index_as_commands(sharded: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("arguments", [[], ["--to", "awq", "--requantize", "fp8_block"], ["--to", "awq", "--param", "bits=4"],
-                                       *(["--to", "awq", "--shard", each] for each in ("0/2", "3/2", "1", "a/b", "1/-2", ""))])
+                                       *(["--to", "awq", "--shard", part] for part in ("0/2", "3/2", "1", "a/b", "1/-2", ""))])
 def test_options_that_make_no_sense(sharded: Path, tmp_path: Path, arguments: list[str]) -> None:
-    found = command("convert", sharded, "-o", tmp_path / "out", *arguments)
-    assert found.exit_code == 2 and found.stderr.startswith("error: ") and not (tmp_path / "out").exists()
+    result = command("convert", sharded, "-o", tmp_path / "out", *arguments)
+    assert result.exit_code == 2 and result.stderr.startswith("error: ") and not (tmp_path / "out").exists()
 
 
 # -- layers that stay, and what is told ------------------------------------------------------------------------------------
@@ -1057,9 +1058,9 @@ def test_what_was_copied_and_is_stale_is_told(tmp_path: Path) -> None:
     """Scales of inputs, Mistral's own config, and settings that are of more than weights."""
     tensors = folders.named({"model.up": fp8_tensor.quantize(torch.randn(16, 256))}) | {"model.up.input_scale": torch.ones(1)}
     weights = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
-    said = {"quant_method": "compressed-tensors", "format": "float-quantized", "version": "0.12", "config_groups": {
+    settings = {"quant_method": "compressed-tensors", "format": "float-quantized", "version": "0.12", "config_groups": {
         "group_0": {"targets": ["Linear"], "weights": weights}}, "kv_cache_scheme": {"num_bits": 8}, "sparsity_config": {"a": 1}}
-    path = folders.folder(tmp_path / "in", tensors, config={"quantization_config": said})
+    path = folders.folder(tmp_path / "in", tensors, config={"quantization_config": settings})
     (path / "params.json").write_text(json.dumps({"dim": 256, "quantization": {"qformat_weight": "fp8_e4m3"}}))
     notes = requantized(path, tmp_path / "out", "int8_channel")["notes"]
     assert notes == ["the settings do not say kv_cache_scheme any more", "the settings do not say sparsity_config any more",

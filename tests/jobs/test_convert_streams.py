@@ -55,9 +55,9 @@ def test_layers_become_entropy_codes_and_the_same_bytes_again(fp8: Path, tmp_pat
     report = convert(fp8, tmp_path / "lane")
     assert report["layers"] == [{"from": "fp8_channel.safetensors", "to": "fp8_channel.fp8_lane", "count": 3}]
     with Folder(tmp_path / "lane") as folder:
-        found = layers(folder).layers
-        assert {(layer.name, layer.storage, layer.problems) for layer in found} == {(name, "fp8_lane", ()) for name in NAMES}
-        for layer in found:
+        streamed = layers(folder).layers
+        assert {(layer.name, layer.storage, layer.problems) for layer in streamed} == {(name, "fp8_lane", ()) for name in NAMES}
+        for layer in streamed:
             [packed] = weights_of(folder, layer)
             wanted = fp8_channel.convert(weight(NAMES.index(layer.name)), "fp8_lane")
             assert all(same_bits(packed.tensors[name], tensor) for name, tensor in wanted.tensors.items())
@@ -98,8 +98,8 @@ def test_what_is_old_is_encoded_again(fp8: Path, tmp_path: Path) -> None:
         run.merge(out)
     convert(fp8, out)
     with Folder(out) as folder:
-        found = {layer.name: weights_of(folder, layer)[0] for layer in layers(folder).layers}
-    assert same_bits(fp8_channel.dequantize(found["model.down"]), fp8_channel.dequantize(weight(7)))
+        decoded = {layer.name: weights_of(folder, layer)[0] for layer in layers(folder).layers}
+    assert same_bits(fp8_channel.dequantize(decoded["model.down"]), fp8_channel.dequantize(weight(7)))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -141,8 +141,8 @@ def test_plain_layers_are_quantized_into_an_entropy_code(tmp_path: Path) -> None
 
 def test_experts_in_one_tensor_are_refused_or_left(tmp_path: Path) -> None:
     packed = [weight(seed) for seed in range(2)]
-    experts = {"model.experts.up_proj": torch.stack([each.tensors["weight"] for each in packed]),
-               "model.experts.up_proj_scale": torch.stack([each.tensors["weight_scale"] for each in packed])}
+    experts = {"model.experts.up_proj": torch.stack([expert.tensors["weight"] for expert in packed]),
+               "model.experts.up_proj_scale": torch.stack([expert.tensors["weight_scale"] for expert in packed])}
     path = folders.folder(tmp_path / "in", {**experts, **folders.named({"model.up": weight(2)})}, config=CONFIG)
     with pytest.raises(RewriteError, match="an entropy code has all rows of a matrix in one, and these are experts in one"):
         convert(path, tmp_path / "out")

@@ -32,26 +32,26 @@ def test_the_checkpoint_is_as_vendors_ship_it(result: tuple[Path, dict, list[str
     """Read by the safetensors library: codes, scales and what was not quantized."""
     from safetensors.torch import load_file
 
-    out, found, _ = result
+    out, report, _ = result
     tensors = load_file(out / "model.safetensors")
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "fp8" and config["weight_block_size"] == [128, 128]
-    for name, (n, k) in found["weights"].items():
+    for name, (n, k) in report["weights"].items():
         assert tensors[name].dtype == torch.float8_e4m3fn and tensors[name].shape == (n, k)
         scale = tensors[f"{name}_scale_inv"]
         assert scale.dtype == torch.float32 and scale.shape == (-(-n // 128), -(-k // 128))
     assert tensors["encoder.layer.0.attention.self.query.bias"].dtype == torch.bfloat16
-    assert found["checkpoint"]["params"] == {"bn": 128, "bk": 128, "scale_type": "f32"}
-    assert found["checkpoint"]["linear_error"].keys() == found["weights"].keys()
-    assert all(0 < error < 0.05 for error in found["checkpoint"]["linear_error"].values())
+    assert report["checkpoint"]["params"] == {"bn": 128, "bk": 128, "scale_type": "f32"}
+    assert report["checkpoint"]["linear_error"].keys() == report["weights"].keys()
+    assert all(0 < error < 0.05 for error in report["checkpoint"]["linear_error"].values())
 
 
 @pytest.mark.xdist_group("demo")
 def test_the_table_has_every_format(result: tuple[Path, dict, list[str]]) -> None:  # type: ignore[type-arg]
-    _, found, _ = result
-    rows = {(row["format"], row["storage"], *row["params"].values()): row for row in found["formats"]}
+    _, report, _ = result
+    rows = {(row["format"], row["storage"], *row["params"].values()): row for row in report["formats"]}
     assert {key[0] for key in rows} == {path.stem for path in SHIPPED}
-    assert len(rows) == len(found["formats"])
+    assert len(rows) == len(report["formats"])
     for row in rows.values():
         assert row["pack_unpack_exact"] and 0 < row["linear_error"] < 1e-6
         assert row["bytes"] * 8 / row["weights"] == row["bits_per_weight"]

@@ -55,47 +55,47 @@ WHOLE = older({UP.name: (4, [4, 8, 12, 2]), EXPERTS.name: (2, [2.0] * 4 + [6.0] 
 
 
 def test_the_older_form(tmp_path: Path) -> None:
-    found = read(file(tmp_path, WHOLE))
-    assert (found.datasets, found.chunks, list(found.entries)) == (("wiki",), 9, [UP.name, EXPERTS.name])
-    up, experts = found.values(UP), found.values(EXPERTS)
+    matrix = read(file(tmp_path, WHOLE))
+    assert (matrix.datasets, matrix.chunks, list(matrix.entries)) == (("wiki",), 9, [UP.name, EXPERTS.name])
+    up, experts = matrix.values(UP), matrix.values(EXPERTS)
     assert up is not None and up.tolist() == [[1, 2, 3, 0.5]] and up.dtype == torch.float32
     assert experts is not None and experts.tolist() == [[1.0] * 4, [3.0] * 4]
-    assert found.values(Tensor("output.weight", (3, 4), "F16")) is None
+    assert matrix.values(Tensor("output.weight", (3, 4), "F16")) is None
 
 
 def test_the_older_form_without_its_end_or_calls(tmp_path: Path) -> None:
-    found = read(file(tmp_path, older({UP.name: (0, [1, 2, 3, 4])})))
-    values = found.values(UP)
-    assert found.datasets == () and values is not None and values.tolist() == [[1, 2, 3, 4]]
+    matrix = read(file(tmp_path, older({UP.name: (0, [1, 2, 3, 4])})))
+    values = matrix.values(UP)
+    assert matrix.datasets == () and values is not None and values.tolist() == [[1, 2, 3, 4]]
 
 
 def test_the_form_of_gguf(tmp_path: Path) -> None:
     """Each expert has its own count; one that was never asked has columns that matter alike."""
     sums = np.array([[2, 4, 6, 8], [5, 5, 5, 5]], np.float32)
-    found = read(newer(tmp_path / "i.gguf", {
+    matrix = read(newer(tmp_path / "i.gguf", {
         f"{EXPERTS.name}.in_sum2": sums, f"{EXPERTS.name}.counts": np.array([[2], [0]], np.float32),
         f"{UP.name}.in_sum2": sums[:1], f"{UP.name}.counts": np.array([[3]], np.float32)}))
-    experts, up = found.values(EXPERTS), found.values(UP)
+    experts, up = matrix.values(EXPERTS), matrix.values(UP)
     assert experts is not None and experts.tolist() == [[1, 2, 3, 4], [1, 1, 1, 1]]
     assert up is not None and up.equal(torch.tensor([[2.0, 4, 6, 8]]) / 3)
-    assert found.datasets == ("wiki.txt", "code.txt") and found.chunks == 7
+    assert matrix.datasets == ("wiki.txt", "code.txt") and matrix.chunks == 7
 
 
 def test_values_that_do_not_fit_name_their_tensor(tmp_path: Path) -> None:
     entries = {UP.name: (1, [1.0, 2, 3]), EXPERTS.name: (1, [1.0] * 4), "token_embd.weight": (1, [1.0] * 9)}
-    found = read(file(tmp_path, older(entries)))
+    matrix = read(file(tmp_path, older(entries)))
     with pytest.raises(CheckpointError, match=r"importance of 'blk.0.ffn_up.weight': 3 values, the tensor needs 4$"):
-        found.values(UP)
+        matrix.values(UP)
     with pytest.raises(CheckpointError, match=r"'blk.0.ffn_up_exps.weight': 4 values, the tensor needs 4 for each of 2 experts"):
-        found.values(EXPERTS)
-    assert found.values(Tensor("token_embd.weight", (9, 4), "F16")) is None
+        matrix.values(EXPERTS)
+    assert matrix.values(Tensor("token_embd.weight", (9, 4), "F16")) is None
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_values_that_no_squares_add_up_to(tmp_path: Path, value: float) -> None:
-    found = read(file(tmp_path, older({UP.name: (1, [1, value, 3, 4])})))
+    matrix = read(file(tmp_path, older({UP.name: (1, [1, value, 3, 4])})))
     with pytest.raises(CheckpointError, match=r"'blk\.0\.ffn_up\.weight': a value that is negative or not finite"):
-        found.values(UP)
+        matrix.values(UP)
 
 
 F32 = np.ones((1, 4), np.float32)
@@ -113,9 +113,9 @@ def test_gguf_files_that_are_none(tmp_path: Path, tensors: dict[str, np.ndarray]
 
 
 def test_counts_that_do_not_divide_the_values(tmp_path: Path) -> None:
-    found = read(newer(tmp_path / "i.gguf", {f"{UP.name}.in_sum2": F32, f"{UP.name}.counts": np.ones((3, 1), np.float32)}))
+    matrix = read(newer(tmp_path / "i.gguf", {f"{UP.name}.in_sum2": F32, f"{UP.name}.counts": np.ones((3, 1), np.float32)}))
     with pytest.raises(CheckpointError, match=r"'blk\.0\.ffn_up\.weight': 3 counts for 4 values"):
-        found.values(UP)
+        matrix.values(UP)
 
 
 @pytest.mark.parametrize(("data", "message"), [
@@ -154,8 +154,8 @@ def test_wrong_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactor
     data = bytearray(WHOLE)
     data[place] = byte
     try:
-        found = read(file(tmp_path_factory.mktemp("bytes"), bytes(data) + more))
+        matrix = read(file(tmp_path_factory.mktemp("bytes"), bytes(data) + more))
         for tensor in (UP, EXPERTS):
-            found.values(tensor)
+            matrix.values(tensor)
     except CheckpointError as error:
         assert len(str(error)) < 500

@@ -44,9 +44,9 @@ def test_killed_at_random_points(job: str, inputs: Path, tmp_path: Path, monkeyp
     """Before an operation on files or a tensor of one: the same command ends with the same bytes, and leaves nothing else."""
     copy_chunks = resume.copy_chunks
 
-    def copied(file: BinaryIO, *given: Any) -> int:
+    def copied(file: BinaryIO, *arguments: Any) -> int:
         sys.audit("open", str(file.name), "tensor", 0)
-        return copy_chunks(file, *given)
+        return copy_chunks(file, *arguments)
 
     monkeypatch.setattr(resume, "copy_chunks", copied)
     monkeypatch.setattr(os, "fsync", lambda file: None)          # the machine goes on
@@ -157,7 +157,7 @@ def test_an_input_that_changes_meanwhile_is_refused(job: str, inputs: Path, tmp_
     functions = {(stage, "note"): stage.note, (resume, "copy_chunks"): resume.copy_chunks}
 
     def touching(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: (function(*given), os.utime(path, ns=(1, 1)))[0]
+        return lambda *arguments: (function(*arguments), os.utime(path, ns=(1, 1)))[0]
 
     for (module, name), function in functions.items():
         monkeypatch.setattr(module, name, touching(function))
@@ -178,12 +178,12 @@ def test_an_input_that_is_cut_meanwhile_is_an_error(job: str, inputs: Path, tmp_
     path = Path(arguments[1])
     path = path / "model-00001-of-00002.safetensors" if path.is_dir() else path
 
-    def cut(*given: Any) -> str:
+    def cut(*arguments: Any) -> str:
         os.truncate(path, 4096)
         return "key"
 
     begin = stage.begin
-    monkeypatch.setattr(stage, "begin", lambda *given: (begin(*given), cut())[0])
+    monkeypatch.setattr(stage, "begin", lambda *arguments: (begin(*arguments), cut())[0])
     monkeypatch.setattr(quantizing, "_check", cut)
     monkeypatch.setattr(dequantizing, "digest", cut)
     result = command(*arguments, "-o", tmp_path / JOBS[job][1])

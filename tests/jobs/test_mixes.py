@@ -38,38 +38,39 @@ ARCHITECTURES: dict[str, Any] = json.loads(llama_mixes.RECORD.read_text())
 NAMED = [name for name, mix in MIXES.items() if mix.default]
 
 
-def expected(made: ToyModel, answer: dict[str, Any]) -> dict[str, str]:
+def expected(case: ToyModel, answer: dict[str, Any]) -> dict[str, str]:
     """An answer's type for every tensor that is not kept.  A role stands for all layers, or those after its colon."""
-    found: dict[tuple[str, int | None], str] = {}
+    types: dict[tuple[str, int | None], str] = {}
     for type, roles in answer.items():
-        for each in roles.split() if type != "bytes" else ():
-            role, _, layers = each.partition(":")
+        for entry in roles.split() if type != "bytes" else ():
+            role, _, layers = entry.partition(":")
             for part in layers.split(",") if layers else ():
                 first, _, last = part.partition("-")
-                found |= {(role, layer): type for layer in range(int(first), int(last or first) + 1)}
-            found |= {} if layers else {(role, None): type}
+                types |= {(role, layer): type for layer in range(int(first), int(last or first) + 1)}
+            types |= {} if layers else {(role, None): type}
     wanted = {}
-    for tensor in made.tensors():
+    for tensor in case.tensors():
         parts = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+?)(\.\d+)?\.weight", tensor.name)
         assert parts
         layer, role = int(parts[1]) if parts[1] else None, parts[2]
-        places = [(each, at) for each in (f"{role}{parts[3] or ''}", role) for at in (layer, None)]
-        wanted |= {tensor.name: next(found[place] for place in places if place in found)} if tensor.type != "F32" else {}
+        places = [(key, at) for key in (f"{role}{parts[3] or ''}", role) for at in (layer, None)]
+        wanted |= {tensor.name: next(types[place] for place in places if place in types)} if tensor.type != "F32" else {}
     return wanted
 
 
 @pytest.mark.parametrize("title", MODELS)
 @pytest.mark.parametrize("imatrix", [False, True], ids=["plain", "imatrix"])
 def test_mixes_are_those_of_llama_quantize(title: str, imatrix: bool) -> None:
-    made, answers = MODELS[title], EXPECTED[title]
-    tensors = made.tensors()
+    case, answers = MODELS[title], EXPECTED[title]
+    tensors = case.tensors()
     for mix in NAMED:
         answer = answers.get(f"{mix} with an imatrix" if imatrix else mix, answers[mix])
-        found = choose(made.model, reversed(tensors), Options(MIXES[mix], imatrix=imatrix))
-        wanted = expected(made, answer)
-        assert {name: choice.type for name, choice in found.items() if name in wanted} == wanted, mix
-        assert all(found[tensor.name].type == "F32" for tensor in tensors if tensor.name not in wanted)
-        sizes = [math.prod(tensor.shape[:-1]) * BY_NAME[found[tensor.name].type].row_bytes(tensor.columns) for tensor in tensors]
+        choices = choose(case.model, reversed(tensors), Options(MIXES[mix], imatrix=imatrix))
+        wanted = expected(case, answer)
+        assert {name: choice.type for name, choice in choices.items() if name in wanted} == wanted, mix
+        assert all(choices[tensor.name].type == "F32" for tensor in tensors if tensor.name not in wanted)
+        sizes = [math.prod(tensor.shape[:-1]) * BY_NAME[choices[tensor.name].type].row_bytes(tensor.columns)
+                 for tensor in tensors]
         assert sum(sizes) == answer["bytes"], mix
 
 
@@ -82,30 +83,30 @@ def test_every_model_and_mix_has_an_answer() -> None:
 
 def test_the_best_known_mix() -> None:
     """Q4_K_M of a model of 32 layers: half of the values and of the way down in 6 bits, and the output."""
-    made = MODELS["llama, 32 layers, as many values as heads"]
-    found = choose(made.model, made.tensors(), Options(mix_of("q4_k_m")))
-    six = [name for name, choice in found.items() if choice.type == "Q6_K"]
+    case = MODELS["llama, 32 layers, as many values as heads"]
+    choices = choose(case.model, case.tensors(), Options(mix_of("q4_k_m")))
+    six = [name for name, choice in choices.items() if choice.type == "Q6_K"]
     assert len([name for name in six if "attn_v" in name]) == len([name for name in six if "ffn_down" in name]) == 16
     assert len(six) == 33 and "output.weight" in six
-    assert {choice.type for choice in found.values()} == {"Q4_K", "Q6_K", "F32"}
+    assert {choice.type for choice in choices.values()} == {"Q4_K", "Q6_K", "F32"}
 
 
 def test_tensors_are_in_the_order_of_layers() -> None:
     names = ["blk.10.ffn_up.weight", "output.weight", "blk.2.ffn_up.weight", "blk.2.attn_v.weight", "a.weight"]
-    found = choose(Model("llama", 12, 4, 4), [Tensor(name, (8, 256), "F16") for name in names], Options(MIXES["Q4_K_S"]))
-    assert list(found) == ["a.weight", "output.weight", "blk.2.attn_v.weight", "blk.2.ffn_up.weight", "blk.10.ffn_up.weight"]
+    choices = choose(Model("llama", 12, 4, 4), [Tensor(name, (8, 256), "F16") for name in names], Options(MIXES["Q4_K_S"]))
+    assert list(choices) == ["a.weight", "output.weight", "blk.2.attn_v.weight", "blk.2.ffn_up.weight", "blk.10.ffn_up.weight"]
 
 
 def test_what_a_user_says_comes_first() -> None:
-    made = MODELS["llama, 32 layers, as many values as heads"]
+    case = MODELS["llama, 32 layers, as many values as heads"]
     overrides = (override_of("ATTN_V=q8_0"), override_of(r"blk\.(0|1)\.=f16"), override_of("attn_v=q5_k"))
     options = Options(MIXES["Q4_K_M"], output="Q5_0", embedding="F16", overrides=overrides)
-    found = {name: choice.type for name, choice in choose(made.model, made.tensors(), options).items()}
-    assert found["output.weight"] == "Q5_0" and found["token_embd.weight"] == "F16"
-    assert {found[f"blk.{layer}.attn_v.weight"] for layer in range(32)} == {"Q8_0"}
-    assert found["blk.0.ffn_up.weight"] == found["blk.1.attn_q.weight"] == "F16" and found["blk.10.ffn_up.weight"] == "Q4_K"
-    assert found["blk.0.attn_norm.weight"] == "F32"
-    kept = choose(made.model, made.tensors(), Options(MIXES["Q4_K_M"], leave_output=True))
+    types = {name: choice.type for name, choice in choose(case.model, case.tensors(), options).items()}
+    assert types["output.weight"] == "Q5_0" and types["token_embd.weight"] == "F16"
+    assert {types[f"blk.{layer}.attn_v.weight"] for layer in range(32)} == {"Q8_0"}
+    assert types["blk.0.ffn_up.weight"] == types["blk.1.attn_q.weight"] == "F16" and types["blk.10.ffn_up.weight"] == "Q4_K"
+    assert types["blk.0.attn_norm.weight"] == "F32"
+    kept = choose(case.model, case.tensors(), Options(MIXES["Q4_K_M"], leave_output=True))
     assert kept["output.weight"].type == "F16"
 
 
@@ -135,20 +136,20 @@ def test_mixes_of_every_architecture(architecture: str) -> None:
 @pytest.mark.skipif(llama_mixes.program() is None, reason="needs llama-quantize: make live builds it; or set QDSL_LLAMA_CPP")
 def test_the_record_is_what_llama_quantize_says(tmp_path: Path) -> None:
     """One mix of each architecture, another of the next."""
-    known = llama_mixes.imatrix(tmp_path / "imatrix.gguf")
+    importance = llama_mixes.imatrix(tmp_path / "imatrix.gguf")
     for place, (architecture, row) in enumerate(ARCHITECTURES["architectures"].items()):
         number = place % len(llama_mixes.QUESTIONS)
         mix, imatrix = llama_mixes.QUESTIONS[number]
         path = llama_mixes.prepared(tmp_path, architecture, row["tensors"].split(), 0)
-        answer = llama_mixes.answer(path, mix, known if imatrix else None)
+        answer = llama_mixes.answer(path, mix, importance if imatrix else None)
         assert answer == ARCHITECTURES["texts"][row["answers"][0][number]], (architecture, mix)
         path.unlink()
 
 
 def test_copy_changes_nothing() -> None:
     tensors = [Tensor("output.weight", (4, 100), "BF16"), Tensor("blk.0.attn_v.weight", (4, 256), "Q4_K")]
-    found = choose(Model("anything", 1, 1, 1), tensors, Options(MIXES["COPY"]))
-    assert {name: choice.type for name, choice in found.items()} == {t.name: t.type for t in tensors}
+    choices = choose(Model("anything", 1, 1, 1), tensors, Options(MIXES["COPY"]))
+    assert {name: choice.type for name, choice in choices.items()} == {t.name: t.type for t in tensors}
 
 
 @pytest.mark.parametrize(("wanted", "columns", "type"), [

@@ -50,17 +50,17 @@ def quantize(*arguments: str | Path) -> Result:
 
 
 def report(*arguments: str | Path) -> dict[str, Any]:
-    found = quantize(*arguments, "--json")
-    assert found.exit_code == 0, found.output
-    return json.loads(found.stdout)
+    result = quantize(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
 
 
 def refused(*arguments: str | Path, code: int = 1) -> str:
     """The message; and nothing is written."""
     before = sorted(os.listdir())
-    found = quantize(*arguments, "--out", "refused.gguf")
-    assert found.exit_code == code and sorted(os.listdir()) == before
-    return found.stderr
+    result = quantize(*arguments, "--out", "refused.gguf")
+    assert result.exit_code == code and sorted(os.listdir()) == before
+    return result.stderr
 
 
 # What is written
@@ -69,17 +69,17 @@ def refused(*arguments: str | Path, code: int = 1) -> str:
 def test_gguf_py_reads_what_is_written(folder: Path) -> None:
     """Types, metadata and bytes: those of gguf-py's own quantizers where it has them."""
     source = weights(DENSE)
-    found = report(written(folder / "in.gguf", DENSE), *PLAIN, "--tensor-type", r"blk\.1\.attn_q=bf16", "--out", "out.gguf")
+    summary = report(written(folder / "in.gguf", DENSE), *PLAIN, "--tensor-type", r"blk\.1\.attn_q=bf16", "--out", "out.gguf")
     reader = gguf.GGUFReader(folder / "out.gguf")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    assert list(tensors) == [each["name"] for each in found["tensors"]] and tensors.keys() == source.keys()
+    assert list(tensors) == [row["name"] for row in summary["tensors"]] and tensors.keys() == source.keys()
     assert [tensors[name].tensor_type.name for name in ("output.weight", "blk.1.attn_q.weight", "blk.0.ffn_norm.weight")] \
         == ["Q8_0", "BF16", "F32"]
-    for each in found["tensors"]:
-        tensor, original = tensors[each["name"]], source[each["name"]]
-        assert tensor.tensor_type.name == each["type"] and tensor.n_bytes == each["nbytes"]
+    for row in summary["tensors"]:
+        tensor, original = tensors[row["name"]], source[row["name"]]
+        assert tensor.tensor_type.name == row["type"] and tensor.n_bytes == row["nbytes"]
         wanted = gguf.quants.quantize(original.astype(np.float32), tensor.tensor_type)
-        assert np.array_equal(tensor.data.view(np.uint8), wanted.view(np.uint8)), each["name"]
+        assert np.array_equal(tensor.data.view(np.uint8), wanted.view(np.uint8)), row["name"]
     fields = reader.fields
     for key in ("general.file_type", "general.quantization_version", "llama.block_count"):
         assert fields[key].contents() == 2
@@ -90,17 +90,17 @@ def test_gguf_py_reads_what_is_written(folder: Path) -> None:
 def test_tensors_are_what_their_formats_make_of_them(folder: Path) -> None:
     """Row by row, also of several experts, and whatever the chunks."""
     source = weights(EXPERTS)
-    found = report(written(folder / "in.gguf", EXPERTS), "--type", "q8_0", "-o", "out.gguf")
+    summary = report(written(folder / "in.gguf", EXPERTS), "--type", "q8_0", "-o", "out.gguf")
     with GgufFile("out.gguf") as file:
-        for each in found["tensors"]:
-            original = torch.from_numpy(source[each["name"]]).float().view(-1, each["shape"][-1])
-            if each["type"] == "Q8_0":
-                assert file.rows(each["name"]).equal(q8_0.quantize(original).tensors["blocks"])
-                stored = q8_0.dequantize(packed_weight(file, each["name"]), torch.float32)
+        for row in summary["tensors"]:
+            original = torch.from_numpy(source[row["name"]]).float().view(-1, row["shape"][-1])
+            if row["type"] == "Q8_0":
+                assert file.rows(row["name"]).equal(q8_0.quantize(original).tensors["blocks"])
+                stored = q8_0.dequantize(packed_weight(file, row["name"]), torch.float32)
                 noise = (stored - original).double().square().sum() / original.double().square().sum()
-                assert each["snr_db"] == pytest.approx(-10 * math.log10(float(noise)), abs=1e-5)
+                assert row["snr_db"] == pytest.approx(-10 * math.log10(float(noise)), abs=1e-5)
             else:
-                assert "snr_db" not in each and file.tensor(each["name"]).flatten().equal(original.flatten())
+                assert "snr_db" not in row and file.tensor(row["name"]).flatten().equal(original.flatten())
 
 
 def test_bytes_do_not_depend_on_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_bytes_do_not_depend_on_processes(folder: Path, monkeypatch: pytest.Monk
     one = report(path, "-t", "q8_0", "-o", "three.gguf", "--jobs", "1")
     assert Path("one.gguf").read_bytes() == Path("two.gguf").read_bytes() == Path("three.gguf").read_bytes()
     assert parts["tensors"] == one["tensors"]
-    assert [each["type"] for each in parts["tensors"]] == [each["type"] for each in whole["tensors"]]
+    assert [row["type"] for row in parts["tensors"]] == [row["type"] for row in whole["tensors"]]
 
 
 def test_a_dry_run_says_what_a_run_does_and_writes_nothing(folder: Path) -> None:
@@ -120,11 +120,11 @@ def test_a_dry_run_says_what_a_run_does_and_writes_nothing(folder: Path) -> None
     dry = report(path, *PLAIN, "--dry-run")
     assert sorted(os.listdir()) == before and dry["out"] is None
     real = report(path, *PLAIN, "--out", "out.gguf")
-    bare = [{key: value for key, value in each.items() if "snr" not in key} for each in real["tensors"]]
+    bare = [{key: value for key, value in row.items() if "snr" not in key} for row in real["tensors"]]
     assert bare == dry["tensors"] and real["nbytes"] == dry["nbytes"]
     assert dry["nbytes"] <= os.path.getsize("out.gguf") <= dry["nbytes"] + 32 * (len(bare) + 1) + 4096
     with GgufFile("out.gguf") as file:
-        assert {name: entry.nbytes for name, entry in file.tensors.items()} == {each["name"]: each["nbytes"] for each in bare}
+        assert {name: entry.nbytes for name, entry in file.tensors.items()} == {row["name"]: row["nbytes"] for row in bare}
 
 
 def test_a_dry_run_imports_nothing_heavy(folder: Path) -> None:
@@ -149,16 +149,16 @@ assert not {{"torch", "numpy", "triton"}} & sys.modules.keys()
 
 def test_the_table_and_the_picture(folder: Path) -> None:
     path = written(folder / "in.gguf", DENSE)
-    found = quantize(path, *PLAIN, "-o", "out.gguf", "--svg", "out.svg")
-    lines = found.stdout.splitlines()
-    assert found.stderr == "" and lines[0].split() == ["tensor", "shape", "from", "to", "MiB", "SNR", "dB"]
+    result = quantize(path, *PLAIN, "-o", "out.gguf", "--svg", "out.svg")
+    lines = result.stdout.splitlines()
+    assert result.stderr == "" and lines[0].split() == ["tensor", "shape", "from", "to", "MiB", "SNR", "dB"]
     [row] = [line.split() for line in lines if line.startswith("blk.1.ffn_down.weight")]
     assert row[1:7] == ["256", "x", "512", "F16", "Q4_0", "0.07"] and 15 < float(row[7]) < 25
     assert any(line.split()[:2] == ["Q8_0", "1"] for line in lines) and lines[-1].startswith("written  out.gguf  ")
     text = (folder / "out.svg").read_text()
-    drawn = [each.text for each in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
+    drawn = [element.text for element in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
     assert "in.gguf as Q4_0: signal to noise" in drawn and "blk.1.ffn_down.weight" in drawn and f"{row[7]} dB" in drawn
-    assert not any("norm" in str(each) for each in drawn)
+    assert not any("norm" in str(text) for text in drawn)
     quantize(path, *PLAIN, "-o", "out.gguf", "--svg", "again.svg", "--force")
     assert (folder / "again.svg").read_text() == text
 
@@ -179,12 +179,12 @@ def test_a_split_model_becomes_one_file(folder: Path) -> None:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    found = report("m-00001-of-00002.gguf", "--type", "copy", "--out", "whole.gguf")
+    summary = report("m-00001-of-00002.gguf", "--type", "copy", "--out", "whole.gguf")
     with GgufFile("whole.gguf") as file:
         assert not any(key.startswith("split.") for key in file.metadata)
-        for each in found["tensors"]:
-            assert each["from"] == each["type"]
-            assert np.array_equal(file.tensor(each["name"]).numpy(), tensors[each["name"]])
+        for row in summary["tensors"]:
+            assert row["from"] == row["type"]
+            assert np.array_equal(file.tensor(row["name"]).numpy(), tensors[row["name"]])
 
 
 # An importance matrix
@@ -202,14 +202,14 @@ def test_each_expert_has_its_own_importance(folder: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found = report(path, "-t", "q4_0", "--tensor-type", "token_embd=q8_0", "-o", "out.gguf", "--imatrix", "i.gguf")
+    summary = report(path, "-t", "q4_0", "--tensor-type", "token_embd=q8_0", "-o", "out.gguf", "--imatrix", "i.gguf")
     importance = torch.arange(3 * 64.0).view(3, 64) / torch.tensor([[1.0], [2], [4]])
     original = torch.from_numpy(weights(EXPERTS)[name]).float()
     parts = [q4_0.quantize(original[expert], importance=importance[expert]).tensors["blocks"] for expert in range(3)]
     assert not parts[1].equal(q4_0.quantize(original[1]).tensors["blocks"])
-    weighted = {each["name"] for each in found["tensors"] if "weighted_snr_db" in each}
+    weighted = {row["name"] for row in summary["tensors"] if "weighted_snr_db" in row}
     assert weighted == {name}
-    assert found["notes"] == ["i.gguf has nothing of 6 tensors, the first 'blk.0.attn_k.weight'"]
+    assert summary["notes"] == ["i.gguf has nothing of 6 tensors, the first 'blk.0.attn_k.weight'"]
     message = "importance of 'blk.0.ffn_up_exps.weight': 192 values, the tensor needs 256"
     assert message in refused(written(folder / "other.gguf", DENSE, {name: np.ones((8, 256), np.float16)}), "-t", "q4_0",
                               "--imatrix", "i.gguf", "--dry-run")
@@ -241,9 +241,9 @@ def test_importances_count_to_a_power(folder: Path, type: str, usual: float) -> 
     errors = {}
     for power in (None, 0.5, 1.0):
         options = [] if power is None else ["--imatrix-power", str(power)]
-        found = report(path, "-t", "q8_0", "--tensor-type", f"{name}={type}", "-o", f"{power}.gguf", "--imatrix", "i.gguf",
-                       *options)
-        [errors[power]] = [each["weighted_error"] for each in found["tensors"] if "weighted_error" in each]
+        summary = report(path, "-t", "q8_0", "--tensor-type", f"{name}={type}", "-o", f"{power}.gguf", "--imatrix", "i.gguf",
+                         *options)
+        [errors[power]] = [row["weighted_error"] for row in summary["tensors"] if "weighted_error" in row]
         with GgufFile(f"{power}.gguf") as file:
             counted = torch.from_numpy(values).double() ** (usual if power is None else power)
             module = module_of(type.upper())
@@ -313,25 +313,25 @@ def test_types_that_cannot_be_made(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_without_anything_to_write(folder: Path) -> None:
-    found = quantize(written(folder / "in.gguf", DENSE), "-t", "q8_0")
-    assert found.exit_code == 2 and "--out" in found.stderr
-    found = quantize("in.gguf", "-t", "q8_0", "--dry-run", "--svg", "out.svg")
-    assert found.exit_code == 2 and "--svg" in found.stderr
-    found = quantize("in.gguf", "-t", "q8_0", "-o", "in.gguf")
-    assert found.exit_code == 2 and "in.gguf: the output is the input" in found.stderr
+    result = quantize(written(folder / "in.gguf", DENSE), "-t", "q8_0")
+    assert result.exit_code == 2 and "--out" in result.stderr
+    result = quantize("in.gguf", "-t", "q8_0", "--dry-run", "--svg", "out.svg")
+    assert result.exit_code == 2 and "--svg" in result.stderr
+    result = quantize("in.gguf", "-t", "q8_0", "-o", "in.gguf")
+    assert result.exit_code == 2 and "in.gguf: the output is the input" in result.stderr
     before = (folder / "in.gguf").read_bytes()
     for out in ("in.gguf", "out.gguf"):
-        found = quantize("in.gguf", "-t", "q8_0", "-o", "out.gguf", "--svg", out)
-        assert found.exit_code == 2 and f"{out}: the output is the input" in found.stderr
-    found = CliRunner().invoke(app, ["dequantize", "in.gguf", "-o", "in.gguf"])
-    assert found.exit_code == 2 and "in.gguf: the output is the input" in found.stderr
+        result = quantize("in.gguf", "-t", "q8_0", "-o", "out.gguf", "--svg", out)
+        assert result.exit_code == 2 and f"{out}: the output is the input" in result.stderr
+    result = CliRunner().invoke(app, ["dequantize", "in.gguf", "-o", "in.gguf"])
+    assert result.exit_code == 2 and "in.gguf: the output is the input" in result.stderr
     assert (folder / "in.gguf").read_bytes() == before and not (folder / "out.gguf").exists()
 
 
 def test_other_architectures_have_one_type(folder: Path) -> None:
     path = written(folder / "in.gguf", DENSE, architecture="gemma3")
-    found = report(path, "-t", "q8_0", "--pure", "-o", "out.gguf")
-    assert {each["type"] for each in found["tensors"]} == {"Q8_0", "F32"}
+    summary = report(path, "-t", "q8_0", "--pure", "-o", "out.gguf")
+    assert {row["type"] for row in summary["tensors"]} == {"Q8_0", "F32"}
 
 
 def test_quantized_weights_are_not_quantized_again(folder: Path) -> None:
@@ -339,12 +339,12 @@ def test_quantized_weights_are_not_quantized_again(folder: Path) -> None:
     report(path, "-t", "q8_0", "-o", "q8.gguf")
     message = refused("q8.gguf", *PLAIN)
     assert "tensor 'token_embd.weight' is quantized already, as Q8_0" in message
-    found = report("q8.gguf", *PLAIN, "--allow-requantize", "-o", "q4.gguf")
+    summary = report("q8.gguf", *PLAIN, "--allow-requantize", "-o", "q4.gguf")
     with GgufFile("q4.gguf") as after, GgufFile("q8.gguf") as before:
         again = q4_0.quantize(q8_0.dequantize(packed_weight(before, "blk.0.ffn_up.weight"), torch.float32))
         assert after.rows("blk.0.ffn_up.weight").equal(again.tensors["blocks"])
         assert after.data("output.weight") == before.data("output.weight")
-    assert all("snr_db" not in each for each in found["tensors"] if each["name"] == "output.weight")
+    assert all("snr_db" not in row for row in summary["tensors"] if row["name"] == "output.weight")
 
 
 # Interrupted
@@ -358,25 +358,25 @@ def test_an_interrupted_run_is_continued(folder: Path, monkeypatch: pytest.Monke
     options = Options(MIXES["Q8_0"])
     planned = plan(source, options)
     whole = run.quantize_file(source, planned, options, Path("whole.gguf"))
-    told: list[str] = []
+    names: list[str] = []
 
     def tell(done: int, name: str) -> None:
-        told.append(name)
+        names.append(name)
         if name.startswith("blk.1."):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run.quantize_file(source, planned, options, Path("out.gguf"), tell=tell)
     assert Path("out.gguf").read_bytes() == b"before" and len(os.listdir()) == 6
-    before, told = told[:-1], []
-    assert run.quantize_file(source, planned, options, Path("out.gguf"), tell=lambda done, name: told.append(name)) == whole
-    assert before + told == [step.tensor.name for step in planned.steps] and len(before) > 2 < len(told)
+    before, names = names[:-1], []
+    assert run.quantize_file(source, planned, options, Path("out.gguf"), tell=lambda done, name: names.append(name)) == whole
+    assert before + names == [step.tensor.name for step in planned.steps] and len(before) > 2 < len(names)
     assert sorted(os.listdir()) == ["in.gguf", *(name + end for name in ("out.gguf", "whole.gguf") for end in ("", f".{FILE}"))]
     assert Path("out.gguf").read_bytes() == Path("whole.gguf").read_bytes()
 
 
-@pytest.mark.parametrize("damage", ["other input", "other type", "data", "journal", "forged", "none"])
-def test_an_unfinished_file_is_believed_where_it_is_whole(folder: Path, damage: str) -> None:
+@pytest.mark.parametrize("defect", ["other input", "other type", "data", "journal", "forged", "none"])
+def test_an_unfinished_file_is_believed_where_it_is_whole(folder: Path, defect: str) -> None:
     """The bytes are those of a whole run, whatever lies there; what is of no use is removed."""
     path = written(folder / "in.gguf", DENSE)
     type = "Q8_0"
@@ -393,15 +393,15 @@ def test_an_unfinished_file_is_believed_where_it_is_whole(folder: Path, damage: 
         quantized("out.gguf", tell)
     [part] = folder.glob(".qdsl-*.part")
     journal = journal_of(part)
-    if damage == "other input":
+    if defect == "other input":
         os.utime(path, ns=(1, 1))
-    elif damage == "other type":
+    elif defect == "other type":
         type = "Q5_0"
-    elif damage == "data":
+    elif defect == "data":
         part.write_bytes(part.read_bytes()[:3000] + b"damaged" + part.read_bytes()[3007:])
-    elif damage == "journal":
+    elif defect == "journal":
         journal.write_bytes(journal.read_bytes()[:-20])
-    elif damage == "forged":
+    elif defect == "forged":
         journal.write_text('{"name": []}\n[]\n')
     quantized("whole.gguf")
     quantized("out.gguf")
@@ -424,7 +424,7 @@ def test_a_run_that_is_told_to_end_leaves_no_output(folder: Path) -> None:
     run = subprocess.Popen([sys.executable, "-m", "qdsl", "quantize", "in.gguf", "-t", "q8_0", "-o", "out.gguf", "-j", "1"],
                            env={**os.environ, "PYTHONPATH": str(ROOT)})
     deadline = time.monotonic() + 60
-    while not any(each.endswith(".part") for each in os.listdir()) and time.monotonic() < deadline:
+    while not any(name.endswith(".part") for name in os.listdir()) and time.monotonic() < deadline:
         time.sleep(0.02)
     run.send_signal(signal.SIGTERM)
     assert run.wait(60) == 128 + signal.SIGTERM
@@ -449,8 +449,8 @@ def test_a_flux_model(folder: Path) -> None:
                "double_blocks.0.img_mlp.0.weight": drawn(64, 64, dtype=torch.float8_e4m3fn), "img_in.weight": drawn(64, 64),
                "double_blocks.0.img_attn.norm.key_norm.scale": drawn(64), "single_blocks.0.linear1.weight": drawn(64, 40),
                "double_blocks.0.small.weight": drawn(8, 64), "x" * 90 + ".weight": drawn(64, 32)}
-    found = report(checkpoint(folder / "flux.safetensors", tensors), "-t", "q4_0", "-o", "flux.gguf")
-    types = {each["name"]: each["type"] for each in found["tensors"]}
+    summary = report(checkpoint(folder / "flux.safetensors", tensors), "-t", "q4_0", "-o", "flux.gguf")
+    types = {row["name"]: row["type"] for row in summary["tensors"]}
     assert types == {"double_blocks.0.img_attn.proj.weight": "Q4_0", "double_blocks.0.img_attn.proj.bias": "F32",
                      "double_blocks.0.img_mlp.0.weight": "Q4_0", "img_in.weight": "BF16",
                      "double_blocks.0.img_attn.norm.key_norm.scale": "F32", "single_blocks.0.linear1.weight": "F16",
@@ -496,8 +496,8 @@ def test_rows_that_are_reshaped(folder: Path) -> None:
                "first_stage_model.b.weight": drawn(32, 32)}
     path = checkpoint(folder / "unet.safetensors", tensors)
     assert "its names do not tell the architecture; say with --arch" in refused(path, "-t", "q8_0")
-    found = report(path, "-t", "q8_0", "-o", "unet.gguf", "--arch", "sd1")
-    assert {each["name"]: (each["type"], each["shape"]) for each in found["tensors"]} == {
+    summary = report(path, "-t", "q8_0", "-o", "unet.gguf", "--arch", "sd1")
+    assert {row["name"]: (row["type"], row["shape"]) for row in summary["tensors"]} == {
         "model.diffusion_model.input_blocks.1.0.weight": ("Q8_0", [36, 256]),
         "model.diffusion_model.input_blocks.0.0.weight": ("F16", [32, 4, 3, 3]),
         "model.diffusion_model.input_blocks.3.0.op.weight": ("Q8_0", [8, 256])}
@@ -506,7 +506,7 @@ def test_rows_that_are_reshaped(folder: Path) -> None:
         assert file.entry(name).logical_shape == (32, 32, 3, 3)
         assert file.rows(name).equal(q8_0.quantize(tensors[name].float().view(36, 256)).tensors["blocks"])
     again = report("unet.gguf", "-t", "f16", "--allow-requantize", "-o", "f16.gguf")
-    assert {each["type"] for each in again["tensors"]} == {"F16"}
+    assert {row["type"] for row in again["tensors"]} == {"F16"}
     with GgufFile("f16.gguf") as file:
         assert file.tensor(name).shape == (32, 32, 3, 3)
 
@@ -515,9 +515,9 @@ def test_five_dimensions_and_leading_ones(folder: Path) -> None:
     tensors = {"patch_embedding.weight": drawn(32, 16, 1, 2, 2), "blocks.0.modulation": drawn(1, 6, 512),
                "blocks.0.self_attn.norm_q.weight": drawn(64), "text_embedding.2.weight": drawn(64, 64),
                "head.modulation": drawn(1, 2, 64), "blocks.0.ffn.2.weight": drawn(1, 64, 64), "pad": drawn(1, 2048)}
-    found = report(checkpoint(folder / "wan.safetensors", tensors), "-t", "q4_0", "--tensor-type", "blocks|patch|pad=q8_0",
-                   "-o", "wan.gguf")
-    types = {each["name"]: each["type"] for each in found["tensors"]}
+    summary = report(checkpoint(folder / "wan.safetensors", tensors), "-t", "q4_0", "--tensor-type", "blocks|patch|pad=q8_0",
+                     "-o", "wan.gguf")
+    types = {row["name"]: row["type"] for row in summary["tensors"]}
     assert types == {"patch_embedding.weight": "F32", "blocks.0.modulation": "F32", "blocks.0.self_attn.norm_q.weight": "F32",
                      "text_embedding.2.weight": "BF16", "head.modulation": "F32", "blocks.0.ffn.2.weight": "Q8_0", "pad": "F32"}
     with GgufFile("wan.gguf") as file:
@@ -537,12 +537,12 @@ def test_names_tell_an_architecture(architecture: str) -> None:
 def test_mixes_of_diffusion_models() -> None:
     tensors = [Tensor(f"blocks.{i}.{name}.weight", (64, 256), "BF16") for i in range(5) for name in
                ("attn.to_v", "attn.to_q", "attn.qkv", "ff.net.2")]
-    found = {mix: {name: choice.type for name, choice in diffusion.choose("ltxv", tensors, Options(MIXES[mix]), False).items()}
+    types = {mix: {name: choice.type for name, choice in diffusion.choose("ltxv", tensors, Options(MIXES[mix]), False).items()}
              for mix in ("Q4_K_M", "Q3_K_M", "Q4_K_S", "Q5_0")}
     for mix, value, query, fused, down in (("Q4_K_M", "Q6_K", "Q4_K", "Q5_K", "Q6_K"), ("Q3_K_M", "Q4_K", "Q3_K", "Q4_K", "Q4_K"),
                                            ("Q4_K_S", "Q4_K", "Q4_K", "Q4_K", "Q5_K"), ("Q5_0", "Q5_0", "Q5_0", "Q5_0", "Q5_1")):
-        assert [found[mix][tensor.name] for tensor in tensors[-4:]] == [value, query, fused, down]
-    assert [found["Q3_K_M"][f"blocks.{i}.attn.to_v.weight"] for i in range(3)] == ["Q5_K", "Q5_K", "Q4_K"]
+        assert [types[mix][tensor.name] for tensor in tensors[-4:]] == [value, query, fused, down]
+    assert [types["Q3_K_M"][f"blocks.{i}.attn.to_v.weight"] for i in range(3)] == ["Q5_K", "Q5_K", "Q4_K"]
     with pytest.raises(QuantizeError, match="diffusion models have no mix IQ4_XS: with --pure"):
         diffusion.choose("ltxv", tensors, Options(MIXES["IQ4_XS"]), False)
 
@@ -551,8 +551,8 @@ def test_language_models_need_all_their_files(folder: Path) -> None:
     model = folder / "model"
     model.mkdir()
     path = checkpoint(model / "model.safetensors", {"model.embed_tokens.weight": drawn(64, 64), "lm_head.weight": drawn(64, 64)})
-    for each in (path, model):
-        assert "a language model; give the folder of all its files" in refused(each, "-t", "q8_0")
+    for source in (path, model):
+        assert "a language model; give the folder of all its files" in refused(source, "-t", "q8_0")
     key = "double_blocks.0.img_attn.proj.weight"
     other = checkpoint(folder / "other.safetensors", {key: torch.zeros(8, 8, dtype=torch.uint8)})
     assert f"tensor '{key}': U8 cannot be stored in a GGUF file" in refused(other, "-t", "q8_0", "--arch", "flux")
@@ -567,21 +567,21 @@ def test_language_models_need_all_their_files(folder: Path) -> None:
 
 def test_errors_are_weighted_as_ggml_weights_them() -> None:
     weight, stored, importance = drawn(3, 512, dtype=torch.float32), drawn(3, 512).float(), drawn(512).float().abs()
-    found = quality.measured(weight, stored, importance)
+    measured = quality.measured(weight, stored, importance)
     by_hand = 0.0
     for row, near in zip(weight.double().tolist(), stored.double().tolist(), strict=True):
         for k, (x, y) in enumerate(zip(row, near, strict=True)):
             group = row[k // 256 * 256:k // 256 * 256 + 256]
-            by_hand += float(importance[k]) * math.sqrt(sum(each * each for each in group) / 256 + x * x) * (x - y) ** 2
-    assert found.weighted_noise == pytest.approx(by_hand, rel=1e-6)
-    assert found.data()["weighted_error"] == found.weighted_noise
+            by_hand += float(importance[k]) * math.sqrt(sum(w * w for w in group) / 256 + x * x) * (x - y) ** 2
+    assert measured.weighted_noise == pytest.approx(by_hand, rel=1e-6)
+    assert measured.data()["weighted_error"] == measured.weighted_noise
     assert quality.measured(weight, weight).data() == {"snr_db": None}
-    twice = found + found
-    assert twice.data()["snr_db"] == found.data()["snr_db"] and twice.noise == 2 * found.noise
+    twice = measured + measured
+    assert twice.data()["snr_db"] == measured.data()["snr_db"] and twice.noise == 2 * measured.noise
 
 
 def test_names_cannot_break_the_picture() -> None:
     row: Callable[[str], dict[str, Any]] = lambda name: {"name": name, "type": "Q8_0", "snr_db": 30.0}
     drawn = ElementTree.fromstring(quality.svg("<a>", [row("\"</text><script>&\x1b\0"), row("b")]))
-    texts = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    texts = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert "\"</text><script>&??" in texts and "<a>" in texts

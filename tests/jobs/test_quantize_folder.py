@@ -49,7 +49,7 @@ def model(rows: int = ROWS) -> dict[str, Tensor]:
             "lm_head.weight": drawn(96, COLUMNS)}
 
 
-def made(path: Path, tensors: dict[str, Tensor], shards: int = 1, config: dict[str, Any] | None = None) -> Path:
+def plain_folder(path: Path, tensors: dict[str, Tensor], shards: int = 1, config: dict[str, Any] | None = None) -> Path:
     """A folder of these tensors, cut into files."""
     names = list(tensors)
     parts = [{name: tensors[name] for name in names[number::shards]} for number in range(shards)]
@@ -103,7 +103,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 def test_weights_and_settings_of_the_producer(tmp_path: Path, to: str, params: dict[str, Any], method: str, shards: int) -> None:
     """The weights that `quantize` makes of the file's own dtype; all else byte for byte; a list that names what stays plain."""
     tensors = model()
-    path = made(tmp_path / "in", tensors, shards)
+    path = plain_folder(tmp_path / "in", tensors, shards)
     report = quantize(path, tmp_path / "out", to, params)
     names = [f"model.layers.0.{name}" for name in DTYPES]
     check_opens(tmp_path / "out", {name: expected(tensors[f"{name}.weight"], to, params) for name in names})
@@ -130,7 +130,7 @@ def test_layers_that_engines_fuse_share_a_super_scale(tmp_path: Path, to: str) -
                 ["mlp.experts.0.w1", "mlp.experts.0.w3"], ["mlp.experts.1.w1", "mlp.experts.1.w3"]]
     names = [f"model.layers.0.{name}" for family in families for name in family]
     tensors = {f"{name}.weight": drawn(ROWS, COLUMNS, seed=seed) * 2.0 ** (seed % 3) for seed, name in enumerate(names)}
-    quantize(made(tmp_path / "in", tensors, 3), tmp_path / "out", to)
+    quantize(plain_folder(tmp_path / "in", tensors, 3), tmp_path / "out", to)
     weights = {}
     for family in families:
         members = {f"model.layers.0.{name}": tensors[f"model.layers.0.{name}.weight"] for name in family}
@@ -139,19 +139,19 @@ def test_layers_that_engines_fuse_share_a_super_scale(tmp_path: Path, to: str) -
         assert len({float(weights[name].format.unpack(weights[name])["g"]) for name in members}) == 1
     check_opens(tmp_path / "out", weights)
     zeros = {f"attn.{name}.weight": torch.zeros(ROWS, COLUMNS).bfloat16() for name in ("q_proj", "k_proj", "v_proj")}
-    quantize(made(tmp_path / "zeros", zeros), tmp_path / "none", to)
+    quantize(plain_folder(tmp_path / "zeros", zeros), tmp_path / "none", to)
     check_opens(tmp_path / "none", {name.removesuffix(".weight"): expected(values, to) for name, values in zeros.items()})
 
 
 def test_settings_word_for_word(tmp_path: Path) -> None:
     """Those that vLLM and transformers load: INT8 with inputs that are quantized per token, of which vLLM has no other kind."""
-    path = made(tmp_path / "in", {"up.weight": drawn(ROWS, COLUMNS), "lm_head.weight": drawn(96, COLUMNS)})
+    path = plain_folder(tmp_path / "in", {"up.weight": drawn(ROWS, COLUMNS), "lm_head.weight": drawn(96, COLUMNS)})
     for to, params in (("fp8_block", {}), ("int8_channel", {}), ("int_group.pack_quantized", {"symmetric": True})):
         quantize(path, tmp_path / to, to, params)
-    said = {to: json.loads((tmp_path / to / "config.json").read_text())["quantization_config"]
-            for to in ("fp8_block", "int8_channel", "int_group.pack_quantized")}
-    assert said["fp8_block"] == {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
-                                 "modules_to_not_convert": ["lm_head"]}
+    settings = {to: json.loads((tmp_path / to / "config.json").read_text())["quantization_config"]
+                for to in ("fp8_block", "int8_channel", "int_group.pack_quantized")}
+    assert settings["fp8_block"] == {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+                                     "modules_to_not_convert": ["lm_head"]}
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     for to, format, weights, of_inputs in (
             ("int8_channel", "int-quantized", {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}, inputs),
@@ -159,15 +159,15 @@ def test_settings_word_for_word(tmp_path: Path) -> None:
                                                             "group_size": 128}, None)):
         group = {"targets": ["Linear"], "weights": weights, "input_activations": of_inputs, "output_activations": None,
                  "format": format}
-        assert said[to] == {"quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
-                            "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+        assert settings[to] == {"quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
+                                "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
 @pytest.mark.parametrize(("to", "symmetric", "readers"), [
     ("int_group", True, "gptqmodel, vLLM"), ("int_group", False, "gptqmodel"), ("int_group.pack_quantized", False, "vLLM"),
     ("int_group.pack_quantized", True, "compressed-tensors, transformers with it, vLLM")])
 def test_who_reads_zero_points(tmp_path: Path, to: str, symmetric: bool, readers: str) -> None:
-    path = made(tmp_path / "in", {"up.weight": drawn(ROWS, COLUMNS)})
+    path = plain_folder(tmp_path / "in", {"up.weight": drawn(ROWS, COLUMNS)})
     assert quantize(path, tmp_path / "out", to, {"symmetric": symmetric})["readers"] == {"": f"qdsl, {readers}"}
 
 
@@ -181,7 +181,7 @@ def test_a_file_by_itself_gets_a_config(tmp_path: Path) -> None:
 
 def test_errors_are_those_of_what_is_stored(tmp_path: Path) -> None:
     tensors = model()
-    report = quantize(made(tmp_path / "in", tensors), tmp_path / "out", "int8_channel")
+    report = quantize(plain_folder(tmp_path / "in", tensors), tmp_path / "out", "int8_channel")
     signal = noise = 0.0
     for row in report["quantized"]:
         weight = tensors[f"{row['name']}.weight"]
@@ -206,7 +206,7 @@ def test_what_is_no_linear_layer_stays_plain(tmp_path: Path) -> None:
                "tokens.weight": drawn(96, 256), "conv.weight": drawn(8, 8, 3), "A_log": matrix,
                "empty.weight": drawn(0, 256), "up.weight": matrix,
                "mlp.odd.weight": drawn(16, 250), "blocks.1.down.weight": matrix}
-    path = made(tmp_path / "in", tensors)
+    path = plain_folder(tmp_path / "in", tensors)
     report = quantize(path, tmp_path / "out", "q4_0", ignore=(r"blocks\.\d+\..*",))
     assert [row["name"] for row in report["quantized"]] == ["up"]
     heads = "heads, embeddings, norms and routers stay plain"
@@ -225,47 +225,47 @@ def test_a_tied_head_is_named(tmp_path: Path, skip: bool) -> None:
     tensors = {"model.embed_tokens.weight": drawn(96, 128), "model.layers.0.up.weight": drawn(128, 128)}
     if skip:
         tensors["model.layers.0.down.weight"] = drawn(128, 128)
-    quantize(made(tmp_path / "in", tensors), tmp_path / "out", "fp8_block", ignore=("down",) if skip else ())
+    quantize(plain_folder(tmp_path / "in", tensors), tmp_path / "out", "fp8_block", ignore=("down",) if skip else ())
     settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert settings["modules_to_not_convert"] == ["model.embed_tokens", *(["model.layers.0.down"] if skip else []), "lm_head"]
 
 
-def experts(turned: bool, count: int = 3) -> dict[str, Tensor]:
+def experts(transposed: bool, count: int = 3) -> dict[str, Tensor]:
     up, down = drawn(count, 256, 128), drawn(count, 128, 128, seed=1)
-    return {"mlp.experts.gate_up_proj": up.transpose(1, 2).contiguous() if turned else up, "mlp.experts.down_proj": down,
+    return {"mlp.experts.gate_up_proj": up.transpose(1, 2).contiguous() if transposed else up, "mlp.experts.down_proj": down,
             "mlp.up.weight": drawn(128, 128)}
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_experts_in_one_tensor(tmp_path: Path, turned: bool) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_in_one_tensor(tmp_path: Path, transposed: bool) -> None:
     """Each by itself, [E, N, K] or [E, K, N] as the two weights of a module tell."""
-    tensors = experts(turned)
-    report = quantize(made(tmp_path / "in", tensors), tmp_path / "out", "fp8_block", {"bn": 64, "bk": 64})
+    tensors = experts(transposed)
+    report = quantize(plain_folder(tmp_path / "in", tensors), tmp_path / "out", "fp8_block", {"bn": 64, "bk": 64})
     assert report["left"] == {} and report["quantized"][0]["shape"][0] == 3
     with Folder(tmp_path / "out") as folder:
-        found = {layer.name: layer for layer in layers(folder).layers}
-        assert {name: layer.transposed for name, layer in found.items()} == {
-            "mlp.experts.gate_up_proj": turned, "mlp.experts.down_proj": turned, "mlp.up": False}
+        by_name = {layer.name: layer for layer in layers(folder).layers}
+        assert {name: layer.transposed for name, layer in by_name.items()} == {
+            "mlp.experts.gate_up_proj": transposed, "mlp.experts.down_proj": transposed, "mlp.up": False}
         for name, end in (("mlp.experts.gate_up_proj", ""), ("mlp.experts.down_proj", "")):
             for expert, values in enumerate(tensors[name]):
-                packed = expected(values.t().contiguous() if turned else values, "fp8_block", {"bn": 64, "bk": 64}).tensors
+                packed = expected(values.t().contiguous() if transposed else values, "fp8_block", {"bn": 64, "bk": 64}).tensors
                 for leaf, full in (("weight", name + end), ("weight_scale_inv", f"{name}_scale_inv")):
                     stored = folder.tensor(full)[expert]
-                    assert same_bits(stored.t().contiguous() if turned else stored, packed[leaf])
+                    assert same_bits(stored.t().contiguous() if transposed else stored, packed[leaf])
 
 
 @pytest.mark.parametrize(("to", "why"), [("int8_channel", "compressed-tensors has no names for experts in one tensor"),
                                          ("q4_0", "nobody says what 'blocks' is called")])
 def test_experts_that_have_no_names_stay_plain(tmp_path: Path, to: str, why: str) -> None:
-    report = quantize(made(tmp_path / "in", experts(False)), tmp_path / "out", to)
+    report = quantize(plain_folder(tmp_path / "in", experts(False)), tmp_path / "out", to)
     assert [row["name"] for row in report["quantized"]] == ["mlp.up"] and len(report["left"]) == 2
-    assert all(why in each for each in report["left"].values())
+    assert all(why in reason for reason in report["left"].values())
 
 
 def test_experts_whose_order_of_axes_nothing_tells_stay_plain(tmp_path: Path) -> None:
     tensors = {"mlp.experts.gate_proj": drawn(3, 128, 256), "mlp.experts.down_proj": drawn(3, 256, 128),
                "up.weight": drawn(128, 128)}
-    report = quantize(made(tmp_path / "in", tensors), tmp_path / "out", "fp8_block")
+    report = quantize(plain_folder(tmp_path / "in", tensors), tmp_path / "out", "fp8_block")
     assert set(report["left"].values()) == {"nothing tells whether its experts are [E, N, K] or [E, K, N]"}
     settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert settings["modules_to_not_convert"] == ["mlp.experts"]
@@ -278,7 +278,7 @@ def pipeline(path: Path) -> Path:
     """A pipeline whose two text encoders have the same names."""
     for number, name in enumerate(("text_encoder", "text_encoder_2", "transformer")):
         tensors = {"up.weight": drawn(128, 128, seed=number), "norm.weight": torch.ones(4)}
-        made(path / name, tensors, 2, {"_class_name": "FluxTransformer2DModel"} if name == "transformer" else CONFIG)
+        plain_folder(path / name, tensors, 2, {"_class_name": "FluxTransformer2DModel"} if name == "transformer" else CONFIG)
     (path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     return path
 
@@ -311,7 +311,7 @@ def test_killed_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """No reader takes what is left for a checkpoint, and the next process makes the same bytes of it."""
     monkeypatch.setattr(os, "fsync", lambda file: None)          # the machine goes on
     tensors = {"up.weight": drawn(128, 128), "down.weight": drawn(128, 128, seed=1), "norm.weight": torch.ones(3)}
-    path = made(tmp_path / "in", tensors, 2)
+    path = plain_folder(tmp_path / "in", tensors, 2)
     reports = list(folders.killed_everywhere(lambda out: quantize(path, out, "fp8_block"), tmp_path, 3))
     costs = quantize(path, tmp_path / "again", "fp8_block")["quantized"]
     *resumed, last = (report["quantized"] for report in reports)
@@ -319,7 +319,7 @@ def test_killed_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_parts_and_processes_make_the_same_bytes(tmp_path: Path) -> None:
-    path = made(tmp_path / "in", model(), 3)
+    path = plain_folder(tmp_path / "in", model(), 3)
     whole = quantize(path, tmp_path / "whole", "fp8_block")
     quantize(path, tmp_path / "jobs", "fp8_block", jobs=2)
     assert folders.files(tmp_path / "jobs") == folders.files(tmp_path / "whole")
@@ -332,7 +332,7 @@ def test_parts_and_processes_make_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_another_work_in_the_folder_is_refused(tmp_path: Path) -> None:
-    path = made(tmp_path / "in", model(), 2)
+    path = plain_folder(tmp_path / "in", model(), 2)
     quantize(path, tmp_path / "out", "fp8_block", part=(1, 2))
     for to, ignore in (("fp8_channel", ()), ("fp8_block", ("up",))):
         with pytest.raises(RewriteError, match=r"a quantization to fp8_block\.safetensors was begun here"):
@@ -350,7 +350,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, value: float) -> N
     """No checkpoint is left behind, and the message says how the others are quantized."""
     tensors = {"up.weight": drawn(128, 128), "down.weight": drawn(128, 128)}
     tensors["down.weight"][70, 5] = value
-    path = made(tmp_path / "in", tensors)
+    path = plain_folder(tmp_path / "in", tensors)
     with pytest.raises(RewriteError, match=rf"layer 'down'.*{value} at row 70, column 5; `--ignore down` leaves it plain"):
         quantize(path, tmp_path / "out", "fp8_block")
     assert os.listdir(tmp_path / "out") == [stage.STAGE]
@@ -361,12 +361,12 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, value: float) -> N
 @pytest.mark.parametrize("scale", [1e30, 1e-30])
 def test_errors_of_numbers_whose_squares_leave_float32(tmp_path: Path, scale: float) -> None:
     tensors = {"up.weight": drawn(128, 128).float() * scale}
-    report = quantize(made(tmp_path / "in", tensors), tmp_path / "out", "fp8_block")
+    report = quantize(plain_folder(tmp_path / "in", tensors), tmp_path / "out", "fp8_block")
     assert 25 < report["snr_db"] < 40
 
 
 def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
-    path = made(tmp_path / "in", {"up.weight": drawn(64, 100), "norm.weight": torch.ones(3)})
+    path = plain_folder(tmp_path / "in", {"up.weight": drawn(64, 100), "norm.weight": torch.ones(3)})
     assert "nothing to quantize: q4_0.gguf: K = 100 must be a multiple of 32" in refused(path, "q4_0")
     assert "nothing to quantize: it is made when a checkpoint is loaded" in refused(path, "q4_0.planar")
     assert "no format 'q9'" in refused(path, "q9")
@@ -377,9 +377,9 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
         quantize(path, path / "out", "fp8_block")
     with pytest.raises(OutputError, match="the output "):
         quantize(path, path, "fp8_block")
-    norms = made(tmp_path / "norms", {"norm.weight": torch.ones(3)})
+    norms = plain_folder(tmp_path / "norms", {"norm.weight": torch.ones(3)})
     assert "nothing to quantize: no plain Linear layer" in refused(norms, "fp8_block")
-    quantize(made(tmp_path / "plain", model()), tmp_path / "fp8", "fp8_block")
+    quantize(plain_folder(tmp_path / "plain", model()), tmp_path / "fp8", "fp8_block")
     assert re.search(r"layer '.*' is quantized already; `qdsl convert --requantize`", refused(tmp_path / "fp8", "q4_0"))
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match=r"neither a folder nor a \.safetensors file"):
@@ -409,7 +409,7 @@ def test_options_that_do_not_go_together(tmp_path: Path, options: tuple[str, ...
 
 def test_the_command_says_what_became_of_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    made(tmp_path / "in", model(), 3)
+    plain_folder(tmp_path / "in", model(), 3)
     options = ("quantize", "in", "--format", "int_group", "--storage", "gptq_v2", "--param", "bits=8", "--param", "group=32",
                "--jobs", "1", "--ignore", "down")
     result = command(*options, "--out", "out", "--svg", "cost.svg")
@@ -428,7 +428,7 @@ def test_the_command_says_what_became_of_layers(tmp_path: Path, monkeypatch: pyt
 
 
 def test_errors_of_the_command(tmp_path: Path) -> None:
-    path = made(tmp_path / "in", model())
+    path = plain_folder(tmp_path / "in", model())
     result = command("quantize", path, "--format", "q9", "--out", tmp_path / "out")
     assert result.exit_code == 2 and "error: no format 'q9'" in result.stderr
     result = command("convert", path, "--requantize", "fp8_block", "--out", tmp_path / "out")
@@ -449,7 +449,7 @@ def test_a_folder_runs_in_transformers(tmp_path: Path, kind: str, to: str, param
     plugin = pytest.importorskip("qdsl.models.transformers")
     path = language_models.write_plain(tmp_path / "in", kind)
     storage = params.get("storage", "")
-    options = {key: each for key, each in params.items() if key != "storage"}
+    options = {key: option for key, option in params.items() if key != "storage"}
     quantize(path, tmp_path / "out", f"{to}.{storage}".rstrip("."), options)
     model = plugin.from_pretrained(tmp_path / "out")
     online = type(model).from_pretrained(path, quantization_config=plugin.QdslConfig(to, **params))

@@ -79,15 +79,15 @@ def test_hqq_says_what_its_codes_leave_open(path: Path, name: str, axis: int, bi
     layer, weight, tensors, _ = read(requantized(path, name, bits=bits, group=32))
     assert (layer.format, layer.shape, layer.params["bits"], layer.params["group"]) == (name, (N, K), bits, 32)
     assert all(same_bits(weight.tensors[key], tensor) for key, tensor in expected(name, bits=bits, group=32).tensors.items())
-    said = {"axis": torch.tensor(axis, dtype=torch.int32), "nbits": torch.tensor(bits, dtype=torch.int32),
-            "group_size": torch.tensor(32, dtype=torch.int32), "shape": torch.tensor([N, K])}
-    assert {*tensors} == {"W_q", "scale", "zero", *said} and {*layer.settings} == {f"up.{key}" for key in said}
-    assert all(same_bits(tensors[key], tensor) for key, tensor in said.items())
+    numbers = {"axis": torch.tensor(axis, dtype=torch.int32), "nbits": torch.tensor(bits, dtype=torch.int32),
+               "group_size": torch.tensor(32, dtype=torch.int32), "shape": torch.tensor([N, K])}
+    assert {*tensors} == {"W_q", "scale", "zero", *numbers} and {*layer.settings} == {f"up.{key}" for key in numbers}
+    assert all(same_bits(tensors[key], tensor) for key, tensor in numbers.items())
 
 
 def test_hqq_of_experts_in_one_tensor_is_refused(tmp_path: Path) -> None:
     every = [source(seed).tensors for seed in range(2)]
-    experts = {f"up.{key}": torch.stack([each[key] for each in every]) for key in every[0]}
+    experts = {f"up.{key}": torch.stack([tensors[key] for tensors in every]) for key in every[0]}
     path = folders.folder(tmp_path / "in", experts)
     with pytest.raises(RewriteError, match=r"cannot be hqq: .* none says of experts in one tensor"):
         requantized(path, "hqq", bits=4, group=32)
@@ -97,26 +97,26 @@ def test_hqq_of_experts_in_one_tensor_is_refused(tmp_path: Path) -> None:
 # Linear layers of transformers that read the same tensors in two ways
 
 
-@pytest.mark.parametrize(("name", "said"), [
+@pytest.mark.parametrize(("name", "settings_of_class"), [
     ("bitnet", {"linear_class": "bitlinear", "quantization_mode": "offline"}),
     ("bitnet_offline", {"linear_class": "autobitlinear", "quantization_mode": "offline"})])
-def test_bitnet_says_which_linear_class_reads_it(path: Path, name: str, said: dict[str, Any]) -> None:
+def test_bitnet_says_which_linear_class_reads_it(path: Path, name: str, settings_of_class: dict[str, Any]) -> None:
     layer, weight, tensors, settings = read(requantized(path, name))
-    assert (layer.format, layer.storage) == (name, "transformers") and settings == {"quant_method": "bitnet", **said}
+    assert (layer.format, layer.storage) == (name, "transformers") and settings == {"quant_method": "bitnet", **settings_of_class}
     assert tensors["weight_scale"].shape == (1,)
     assert all(same_bits(weight.tensors[key], tensor) for key, tensor in expected(name).tensors.items())
 
 
-@pytest.mark.parametrize(("said", "name"), [
+@pytest.mark.parametrize(("settings", "name"), [
     ({}, "bitnet"), ({"linear_class": "bitlinear"}, "bitnet"),
     ({"linear_class": "bitlinear", "quantization_mode": "online"}, "bitnet"),
     ({"quantization_mode": "offline", "use_rms_norm": True}, "bitnet"),
     ({"linear_class": "autobitlinear"}, "bitnet_offline"),
     ({"linear_class": "autobitlinear", "quantization_mode": "offline"}, "bitnet_offline")])
-def test_bitnet_by_what_transformers_takes_where_nothing_is_said(tmp_path: Path, said: dict[str, Any], name: str) -> None:
+def test_bitnet_by_what_transformers_takes_where_nothing_is_said(tmp_path: Path, settings: dict[str, Any], name: str) -> None:
     """BitLinear divides by the scale, in every mode, and is the class by default; AutoBitLinear multiplies by it, offline."""
     packed = expected(name, scale_type="bf16")
-    config = {"quantization_config": {"quant_method": "bitnet", **said}}
+    config = {"quantization_config": {"quant_method": "bitnet", **settings}}
     layer, weight, _, _ = read(folders.folder(tmp_path / "in", folders.named({"up": packed}), config=config))
     assert layer.format == name and same_bits(weight.format.dequantize(weight), packed.format.dequantize(packed))
 

@@ -78,16 +78,16 @@ def test_experts_in_one_tensor(tmp_path: Path, name: str) -> None:
     (tmp_path / "theirs").mkdir()
     write(tmp_path / "theirs" / "model.safetensors", {key: tensor.detach() for key, tensor in theirs.state_dict().items()}, {})
     with Folder(tmp_path / "theirs") as folder:
-        found = layers(folder)
-        for layer in found.layers:
-            decoded = torch.stack([each.format.dequantize(each) for each in weights(folder, layer)])
+        detected = layers(folder)
+        for layer in detected.layers:
+            decoded = torch.stack([expert.format.dequantize(expert) for expert in weights(folder, layer)])
             assert (layer.format, layer.experts, layer.others) == (name, 3, {})
             assert decoded.equal(getattr(theirs["experts"], layer.name.removeprefix("experts.")))
         if nested:
             with pytest.raises(RewriteError, match="'weight_nested_offset' is one number for all experts there"):
-                run.convert(folder, found, aimed(name, True, {"block": 128}), tmp_path / "ours")
+                run.convert(folder, detected, aimed(name, True, {"block": 128}), tmp_path / "ours")
             return
-        run.convert(folder, found, aimed(name, True, {"block": 128}), tmp_path / "ours")
+        run.convert(folder, detected, aimed(name, True, {"block": 128}), tmp_path / "ours")
     with Folder(tmp_path / "ours") as folder:
         for layer in layers(folder).layers:
             weight = layer.name.removeprefix("experts.")
@@ -95,7 +95,7 @@ def test_experts_in_one_tensor(tmp_path: Path, name: str) -> None:
             state = {key.removeprefix(f"{layer.name}."): folder.tensor(key) for key in folder.names()
                      if key.startswith(f"{layer.name}.")}
             parametrize.replace_parameter_4bit_prequantized(again["experts"], weight, state, torch.device("cpu"))
-            ours = torch.stack([each.format.dequantize(each) for each in weights(folder, layer)])
+            ours = torch.stack([expert.format.dequantize(expert) for expert in weights(folder, layer)])
             assert layer.params["block"] == 128 and getattr(again["experts"], weight).equal(ours)
 
 
@@ -116,9 +116,9 @@ def test_int8_is_read_and_loads_in_transformers(tmp_path: Path) -> None:
         run.convert(folder, layers(folder), aimed("bnb_int8", True), tmp_path / "out")
     model = loaded(tmp_path / "out")
     with Folder(tmp_path / "out") as folder:
-        found = layers(folder).layers
-        assert len(found) == 14 and all(layer.format == "bnb_int8" and not layer.problems for layer in found)
-        for layer in found:
+        detected = layers(folder).layers
+        assert len(detected) == 14 and all(layer.format == "bnb_int8" and not layer.problems for layer in detected)
+        for layer in detected:
             [weight] = weights(folder, layer)
             module = model.get_submodule(layer.name)
             assert isinstance(module, bitsandbytes.nn.Linear8bitLt) and module.weight.data.equal(weight.tensors["weight"])
@@ -141,9 +141,9 @@ def test_a_folder_loads_in_transformers(tmp_path: Path, name: str) -> None:
         run.convert(folder, layers(folder), aimed(name, True, {"block": 32}), tmp_path / "out")
     model = loaded(tmp_path / "out")
     with Folder(tmp_path / "out") as folder:
-        found = layers(folder).layers
-        assert len(found) == 14
-        for layer in found:
+        detected = layers(folder).layers
+        assert len(detected) == 14
+        for layer in detected:
             assert layer.format == name and not layer.problems
             [weight] = weights(folder, layer)
             theirs, decoded = model.get_submodule(layer.name).weight, weight.format.dequantize(weight, torch.float32)

@@ -92,11 +92,11 @@ def compressed(case: Case, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
     whole = {"global_scale": generate_gparam(low.min(), high.max())} if args.strategy == "tensor_group" else {}
     scale, zero = calculate_qparams(low, high, args, **whole)
-    made = {"weight": weight, "weight_scale": scale.reshape(1) if args.strategy == "tensor" else scale,
-            "weight_zero_point": zero.reshape(1) if args.strategy == "tensor" else zero,
-            **{f"weight_{name}": value for name, value in whole.items()}}
+    tensors = {"weight": weight, "weight_scale": scale.reshape(1) if args.strategy == "tensor" else scale,
+               "weight_zero_point": zero.reshape(1) if args.strategy == "tensor" else zero,
+               **{f"weight_{name}": value for name, value in whole.items()}}
     compressor = BaseCompressor.get_value_from_registry(case.format)
-    stored = compressor.compress(made, scheme)
+    stored = compressor.compress(tensors, scheme)
     readable = {name: tensor.t().clone(memory_format=torch.contiguous_format).t() if name == "weight_zero_point" else tensor
                 for name, tensor in stored.items()}
     return stored, compressor.decompress(readable, scheme)["weight"]     # 0.20 turns it over, and views it as bytes
@@ -124,8 +124,8 @@ def test_same_bytes_and_same_weights(name: str, data: st.DataObject) -> None:
     theirs, read = compressed(case, weight)
     scale_type = {"scale_type": dtype} if "scale_type" in case.module.SPEC.params else {}
     ours = case.module.quantize(weight, case.storage, **case.options, **scale_type)
-    made = {leaf.replace("scale_inv", "scale"): tensor for leaf, tensor in ours.tensors.items()}      # an alias there
-    assert made.keys() == theirs.keys()
+    renamed = {leaf.replace("scale_inv", "scale"): tensor for leaf, tensor in ours.tensors.items()}      # an alias there
+    assert renamed.keys() == theirs.keys()
     for leaf, tensor in theirs.items():
-        assert same_bits(made[leaf].view(tensor.shape), tensor), leaf
+        assert same_bits(renamed[leaf].view(tensor.shape), tensor), leaf
     assert same_bits(case.module.dequantize(ours, read.dtype) + 0.0, read + 0.0)

@@ -55,8 +55,8 @@ def rows(length: int, largest: float = LARGEST_F32) -> st.SearchStrategy[Tensor]
 @st.composite
 def gauss(draw: st.DrawFn, length: int, largest: float) -> list[float]:
     scale = draw(st.sampled_from([1e-42, 1e-30, 1e-6, 0.02, 1.0, 1e4]))
-    found = np.random.default_rng(draw(st.integers(0, 1 << 32))).standard_normal(length) * scale
-    return [float(value) for value in np.clip(found, -largest, largest).astype(np.float32)]
+    values = np.random.default_rng(draw(st.integers(0, 1 << 32))).standard_normal(length) * scale
+    return [float(value) for value in np.clip(values, -largest, largest).astype(np.float32)]
 
 
 # -- gguf-py -----------------------------------------------------------------------------------------------------------
@@ -89,10 +89,10 @@ def defined(path: Path, kind: GGMLQuantizationType, weight: Tensor) -> bool:
     affine = path.stem.endswith("_1")
     with np.errstate(over="ignore", divide="ignore"):
         span = blocks.max(1) - least if affine else largest
-        lost = (span > 0) & np.isinf(np.float32(1) / (span / np.float32(DIVISORS[path.stem])))
+        overflows = (span > 0) & np.isinf(np.float32(1) / (span / np.float32(DIVISORS[path.stem])))
     zeros = (least == 0) & ((blocks == 0) & np.signbit(blocks)).any(1) if affine else \
         (largest == 0) & np.signbit(blocks[:, 0]) & (path.stem in ("q4_0", "q5_0"))
-    return not (lost | zeros).any()
+    return not (overflows | zeros).any()
 
 
 def compare_quantized(path: Path, kind: GGMLQuantizationType, weight: Tensor) -> None:
@@ -124,8 +124,8 @@ def test_gguf_quantizes_any_numbers_to_the_same_bytes(path: Path, kind: GGMLQuan
 def test_gguf_quantizes_many_weights_to_the_same_bytes(path: Path, kind: GGMLQuantizationType, scale: float) -> None:
     """Rounded to few bits, so that halves between two codes, and several largest values, are frequent."""
     weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(5))
-    for each in (weight, weight.bfloat16().float(), (weight * 8).round() / 8 + 0.0):
-        compare_quantized(path, kind, each * scale)
+    for variant in (weight, weight.bfloat16().float(), (weight * 8).round() / 8 + 0.0):
+        compare_quantized(path, kind, variant * scale)
 
 
 def decodes(kind: GGMLQuantizationType) -> bool:
@@ -146,20 +146,20 @@ BLOCKS = [(path, kind) for path in SHIPPED if "run: k" in path.read_text()
 @given(data=st.data())
 def test_gguf_decodes_any_bytes_to_the_same_weights(path: Path, kind: GGMLQuantizationType, data: st.DataObject) -> None:
     """Blocks of any bytes; of numbers that are none, the bits are not compared.  The fields of a block give its bytes."""
-    found = module(path)
+    generated = module(path)
     shape = (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)) * gguf.GGML_QUANT_SIZES[kind][1])
     if data.draw(st.booleans()):
         content = data.draw(st.binary(min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]))
     else:
         content = np.random.default_rng(data.draw(st.integers(0, 1 << 32))).bytes(shape[0] * shape[1])
     blocks = np.frombuffer(content, np.uint8).reshape(shape)
-    packed = found.wrap({"blocks": torch.from_numpy(blocks.copy())})
+    packed = generated.wrap({"blocks": torch.from_numpy(blocks.copy())})
     with np.errstate(all="ignore"):
         wanted = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
-    weight = found.dequantize(packed, torch.float32)
+    weight = generated.dequantize(packed, torch.float32)
     assert torch.equal(weight.isnan(), wanted.isnan())
     assert same_bits(weight.nan_to_num(0), wanted.nan_to_num(0))
-    assert same_bits(found.pack(found.unpack(packed)).tensors["blocks"], canonical(packed)["blocks"])
+    assert same_bits(generated.pack(generated.unpack(packed)).tensors["blocks"], canonical(packed)["blocks"])
 
 
 
@@ -184,9 +184,9 @@ def test_every_half_is_cast_as_torch_casts_it(module: ModuleType, dtype: torch.d
     packed = module.wrap({"weight": halves})
     assert same_bits(module.dequantize(packed, dtype), halves)
     for other in {torch.float32, torch.float16, torch.bfloat16} - {dtype}:
-        found, wanted = module.dequantize(packed, other), halves.to(other)
-        assert torch.equal(found.isnan(), wanted.isnan())
-        assert same_bits(found.nan_to_num(0), wanted.nan_to_num(0))
+        decoded, wanted = module.dequantize(packed, other), halves.to(other)
+        assert torch.equal(decoded.isnan(), wanted.isnan())
+        assert same_bits(decoded.nan_to_num(0), wanted.nan_to_num(0))
 
 
 @pytest.mark.parametrize(("module", "dtype"), [(bf16, torch.bfloat16), (f16, torch.float16)], ids=["bf16", "f16"])
@@ -235,9 +235,9 @@ def test_every_fp8_code_is_cast_as_torch_casts_it(fp8: tuple[ModuleType, torch.d
     assert packed.params["scale_type"] == scale_type
     exact = codes.float() * stored.float()
     for out in (torch.float32, torch.float16, torch.bfloat16):
-        found, wanted = module.dequantize(packed, out), exact.to(out)
-        assert torch.equal(found.isnan(), wanted.isnan())
-        assert same_bits(found.nan_to_num(0), wanted.nan_to_num(0))
+        decoded, wanted = module.dequantize(packed, out), exact.to(out)
+        assert torch.equal(decoded.isnan(), wanted.isnan())
+        assert same_bits(decoded.nan_to_num(0), wanted.nan_to_num(0))
 
 
 # -- torch's plain arithmetic ------------------------------------------------------------------------------------------
@@ -262,11 +262,11 @@ def plain(weight: Tensor, largest: Tensor, divisor: float, code: torch.dtype,
 
 def block_largest(weight: Tensor, rows: int, columns: int) -> Tensor:
     """The largest magnitude of each weight's block, block by block."""
-    found = torch.empty_like(weight)
+    largest = torch.empty_like(weight)
     for r in range(0, weight.shape[0], rows):
         for c in range(0, weight.shape[1], columns):
-            found[r:r + rows, c:c + columns] = weight[r:r + rows, c:c + columns].abs().max()
-    return found
+            largest[r:r + rows, c:c + columns] = weight[r:r + rows, c:c + columns].abs().max()
+    return largest
 
 
 @st.composite
@@ -320,9 +320,9 @@ def test_int8_decodes_by_plain_arithmetic(scale_type: str, zero: str | None, see
     zeros = torch.randint(-128, 128, (n, 1), generator=generator).to(torch.int8)
     scale = torch.randn(n, 1, generator=generator).to(TORCH_SCALES[scale_type])
     tensors = {"weight": codes, "weight_scale": scale, **({"weight_zero_point": zeros} if zero else {})}
-    found = int8_channel.dequantize(int8_channel.wrap(tensors), torch.float32)
+    decoded = int8_channel.dequantize(int8_channel.wrap(tensors), torch.float32)
     difference = codes.int() - (zeros.int() if zero else 0)
-    assert same_bits(found, difference.float() * scale.float())
+    assert same_bits(decoded, difference.float() * scale.float())
 
 
 @pytest.mark.parametrize("name", ["iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"])

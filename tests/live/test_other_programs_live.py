@@ -35,8 +35,8 @@ def matmul_nbits(packed: PackedWeight) -> Tensor:
     tensors = {name: tensor.reshape(n, -1).numpy() for name, tensor in packed.tensors.items()}
     tensors["B"] = tensors["B"].reshape(n, k // int(packed.params["group"]), -1)
     kinds = {"uint8": TensorProto.UINT8, "float16": TensorProto.FLOAT16}
-    stored = [helper.make_tensor(name, kinds[str(each.dtype)], each.shape, each.tobytes(), raw=True)
-              for name, each in tensors.items()]
+    stored = [helper.make_tensor(name, kinds[str(array.dtype)], array.shape, array.tobytes(), raw=True)
+              for name, array in tensors.items()]
     node = helper.make_node("MatMulNBits", ["x", *tensors], ["y"], domain="com.microsoft", N=n, K=k, bits=packed.params["bits"],
                             block_size=packed.params["group"])
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT16, ["M", size]) for name, size in (("x", k), ("y", n)))

@@ -96,9 +96,9 @@ def test_transformers_with_gptqmodel_reads_what_we_write(storage: str, tmp_path:
     run.quantize(tmp_path / "plain", aimed(f"int_group.{storage}", True, params, ()), tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float16)
     with Folder(tmp_path / "out") as folder:
-        found = layers(folder).layers
-        assert len(found) == 7
-        for layer in found:
+        detected = layers(folder).layers
+        assert len(detected) == 7
+        for layer in detected:
             [packed] = weights(folder, layer)
             product = model.get_submodule(layer.name)(torch.eye(packed.shape[1], dtype=torch.float16))
             assert same_bits(product.detach().T.contiguous(), int_group.dequantize(packed, torch.float16))

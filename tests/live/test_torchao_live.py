@@ -42,7 +42,7 @@ pytest.importorskip("torchao")
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-def made(kind: str, w: Tensor) -> Any:
+def torchao_weight(kind: str, w: Tensor) -> Any:
     """A weight [N, K], or those of experts [E, N, K], as torchao quantizes it."""
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
@@ -85,16 +85,16 @@ def test_its_files_are_read(tmp_path_factory: pytest.TempPathFactory, kind: str)
     def check(rows: int, columns: int, seed: int) -> None:
         torch.manual_seed(seed)
         w = (torch.randn(32 * rows, 64 * columns) * torch.randn(32 * rows, 1).exp()).to(torch.bfloat16)
-        theirs = made(kind, w)
+        theirs = torchao_weight(kind, w)
         tensors, metadata = flatten_tensor_state_dict({"a.weight": theirs, "a.bias": torch.zeros(4)})
         path = tmp_path_factory.mktemp("ao")
         save_file(tensors, path / "model.safetensors", metadata=metadata)
         with Folder(path) as folder:
             (layer,) = layers(folder).layers
             assert layer.why == "" and layer.shape == tuple(w.shape)
-            found = module_of(layer).dequantize(weights(folder, layer)[0], torch.float32)
+            decoded = module_of(layer).dequantize(weights(folder, layer)[0], torch.float32)
         wanted = theirs.dequantize().float() if kind == "intx" else theirs.dequantize(torch.float32)
-        assert same_bits(found, wanted)
+        assert same_bits(decoded, wanted)
 
     check()
 
@@ -106,20 +106,20 @@ def test_its_experts_are_read(tmp_path: Path, kind: str) -> None:
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
     torch.manual_seed(0)
-    theirs = made(kind, (torch.randn(3, 32, 128) * torch.randn(3, 32, 1).exp()).to(torch.bfloat16))
+    theirs = torchao_weight(kind, (torch.randn(3, 32, 128) * torch.randn(3, 32, 1).exp()).to(torch.bfloat16))
     tensors, metadata = flatten_tensor_state_dict({"a.experts.gate_up_proj": theirs})
     save_file(tensors, tmp_path / "model.safetensors", metadata=metadata)
     with Folder(tmp_path) as folder:
         (layer,) = layers(folder).layers
         assert (layer.name, layer.why, layer.shape, layer.experts) == ("a.experts.gate_up_proj", "", (32, 128), 3)
-        found = torch.stack([module_of(layer).dequantize(each, torch.float32) for each in weights(folder, layer)])
-    assert same_bits(found, theirs.dequantize().float() if kind == "intx" else theirs.dequantize(torch.float32))
+        decoded = torch.stack([module_of(layer).dequantize(expert, torch.float32) for expert in weights(folder, layer)])
+    assert same_bits(decoded, theirs.dequantize().float() if kind == "intx" else theirs.dequantize(torch.float32))
 
 
 def test_experts_have_no_scales_in_tiles() -> None:
     """Which is why none are written."""
     with pytest.raises(RuntimeError):
-        made("mx fp8 swizzled", torch.randn(2, 64, 128).bfloat16())
+        torchao_weight("mx fp8 swizzled", torch.randn(2, 64, 128).bfloat16())
 
 
 # A format's storage that others write, and what becomes of it.
@@ -140,7 +140,7 @@ def test_it_loads_what_is_written(tmp_path: Path, format: Any, storage: str, to:
 
     packed = format.quantize(torch.randn(96, 192), storage, **options)
     (tmp_path / "in").mkdir()
-    write(tmp_path / "in" / "model.safetensors", {**{f"m.a.{name}": each for name, each in packed.tensors.items()},
+    write(tmp_path / "in" / "model.safetensors", {**{f"m.a.{name}": tensor for name, tensor in packed.tensors.items()},
                                                   "m.norm.weight": torch.ones(8)}, {"format": "pt"})
     says = {"quant_method": "qdsl", "format": format.FORMAT.name, "storage": storage, **packed.params}
     (tmp_path / "in" / "config.json").write_text(json.dumps({"quantization_config": says}))
@@ -148,42 +148,43 @@ def test_it_loads_what_is_written(tmp_path: Path, format: Any, storage: str, to:
         convert(folder, layers(folder), aimed(to), tmp_path / "out")
     with TensorFile(tmp_path / "out" / "model.safetensors") as file:
         assert is_metadata_torchao(file.header.metadata)
-        found, rest = unflatten_tensor_state_dict({name: file.tensor(name) for name in file.names()}, file.header.metadata)
-    assert rest == {} and found.keys() == {"m.a.weight", "m.norm.weight"} and found["m.a.weight"].shape == (96, 192)
-    assert same_bits(found["m.a.weight"].dequantize(torch.float32), format.dequantize(packed, torch.float32))
+        loaded, unread = unflatten_tensor_state_dict({name: file.tensor(name) for name in file.names()}, file.header.metadata)
+    assert unread == {} and loaded.keys() == {"m.a.weight", "m.norm.weight"} and loaded["m.a.weight"].shape == (96, 192)
+    assert same_bits(loaded["m.a.weight"].dequantize(torch.float32), format.dequantize(packed, torch.float32))
 
 
 @pytest.mark.parametrize(("format", "storage", "to", "options"), [
-    each for each in WRITTEN if "swizzled" not in each[2] and each[0] is not nvfp4_modelopt])
+    case for case in WRITTEN if "swizzled" not in case[2] and case[0] is not nvfp4_modelopt])
 def test_it_loads_experts_that_are_written(tmp_path: Path, format: Any, storage: str, to: str, options: dict[str, Any]) -> None:
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
-    each = [format.quantize(torch.randn(96, 192), storage, **options) for _ in range(2)]
-    tensors = {name: torch.stack([one.tensors[name] for one in each]) for name in each[0].tensors}
+    packed = [format.quantize(torch.randn(96, 192), storage, **options) for _ in range(2)]
+    tensors = {name: torch.stack([one.tensors[name] for one in packed]) for name in packed[0].tensors}
     (tmp_path / "in").mkdir()
-    write(tmp_path / "in" / "model.safetensors", {f"m.up{name.removeprefix('weight')}": each for name, each in tensors.items()})
-    says = {"quant_method": "qdsl", "format": format.FORMAT.name, "storage": storage, **each[0].params}
+    write(tmp_path / "in" / "model.safetensors", {
+        f"m.up{name.removeprefix('weight')}": tensor for name, tensor in tensors.items()})
+    says = {"quant_method": "qdsl", "format": format.FORMAT.name, "storage": storage, **packed[0].params}
     (tmp_path / "in" / "config.json").write_text(json.dumps({"quantization_config": says}))
     with Folder(tmp_path / "in") as folder:
         convert(folder, layers(folder), aimed(to), tmp_path / "out")
     with TensorFile(tmp_path / "out" / "model.safetensors") as file:
-        found, rest = unflatten_tensor_state_dict({name: file.tensor(name) for name in file.names()}, file.header.metadata)
-    assert rest == {} and found.keys() == {"m.up"} and found["m.up"].shape == (2, 96, 192)
-    wanted = torch.stack([format.dequantize(one, torch.float32) for one in each])
-    assert same_bits(found["m.up"].dequantize(torch.float32), wanted)
+        loaded, unread = unflatten_tensor_state_dict({name: file.tensor(name) for name in file.names()}, file.header.metadata)
+    assert unread == {} and loaded.keys() == {"m.up"} and loaded["m.up"].shape == (2, 96, 192)
+    wanted = torch.stack([format.dequantize(one, torch.float32) for one in packed])
+    assert same_bits(loaded["m.up"].dequantize(torch.float32), wanted)
 
 
 def test_its_configs_are_what_pages_say() -> None:
     """The quant_type that is written becomes an object of theirs, of the version that they have."""
     from torchao.core.config import config_from_dict
 
-    said = [rule["with"]["quant_type"]["default"] for each in descriptions() for rule in _rules(each.detect.get("config"))
-            if "quant_type" in rule.get("with", {})]
-    assert {each["_type"] for each in said} >= {"Int8WeightOnlyConfig", "MXDynamicActivationMXWeightConfig"}
+    configs = [rule["with"]["quant_type"]["default"] for format in descriptions() for rule in _rules(format.detect.get("config"))
+               if "quant_type" in rule.get("with", {})]
+    assert {settings["_type"] for settings in configs} >= {"Int8WeightOnlyConfig", "MXDynamicActivationMXWeightConfig"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")                           # of another version
-        for each in said:
-            assert type(config_from_dict(each)).__name__ == each["_type"]
+        for settings in configs:
+            assert type(config_from_dict(settings)).__name__ == settings["_type"]
 
 
 def _rules(rules: Any) -> list[dict[str, Any]]:

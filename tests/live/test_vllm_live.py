@@ -79,8 +79,8 @@ def write_decoded(path: Path, decoded: Mapping[str, Tensor], config: dict[str, A
 
 def stored_formats() -> list[Stored]:
     """The first storage of every format that files have layer by layer, and that qdsl quantizes in."""
-    return [Stored(each.name, next(iter(next(iter(each.variants.values()))))) for each in descriptions()
-            if not {"safetensors", "parts"} & each.detect.keys() and not each.name.startswith(("aqlm", "bitnet", "quanto"))]
+    return [Stored(format.name, next(iter(next(iter(format.variants.values()))))) for format in descriptions()
+            if not {"safetensors", "parts"} & format.detect.keys() and not format.name.startswith(("aqlm", "bitnet", "quanto"))]
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +338,7 @@ def test_inputs_in_8_bits(engine: Engine, tmp_path: Path) -> None:
 
 def test_entry_point() -> None:
     """Once it is called vLLM has the quantization; the plug-in of transformers, which needs a later release, is not imported."""
-    point, = [each for each in entry_points(group="vllm.general_plugins") if each.name == "qdsl"]
+    point, = [entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "qdsl"]
     code = (f"import sys; from {point.module} import {point.attr}; {point.attr}(); "
             "from vllm.model_executor.layers.quantization import get_quantization_config; "
             "assert get_quantization_config('qdsl').__module__ == 'qdsl.models.vllm.config'; "

@@ -186,10 +186,10 @@ def test_a_compiled_model_has_the_bits_of_eager_mode() -> None:
     for batch, stance in ((3, "default"), (5, "default"), (8, "fail_on_recompile")):
         x, y = sample(batch, 64).requires_grad_(), sample(batch, 64).requires_grad_()
         with torch.compiler.set_stance(stance):
-            found = compiled(x)
+            output = compiled(x)
         wanted = model(y)
-        assert same_bits(found.detach(), wanted.detach())
-        for a, b in zip(torch.autograd.grad(found.sum(), [x, *parameters]), torch.autograd.grad(wanted.sum(), [y, *parameters]),
+        assert same_bits(output.detach(), wanted.detach())
+        for a, b in zip(torch.autograd.grad(output.sum(), [x, *parameters]), torch.autograd.grad(wanted.sum(), [y, *parameters]),
                         strict=True):
             assert same_bits(a, b)
 
@@ -236,8 +236,8 @@ def test_a_traced_layer_follows_its_bias() -> None:
     traced = torch.jit.trace(layer, sample(2, 64))
     assert "qdsl::linear" in str(traced.graph)
     x = sample(2, 64, seed=1).requires_grad_()
-    found, wanted = (torch.autograd.grad(run(x).sum(), [x, layer.bias]) for run in (traced, layer))
-    assert all(map(same_bits, found, wanted)) and same_bits(traced(x).detach(), layer(x).detach())
+    gradients, wanted = (torch.autograd.grad(run(x).sum(), [x, layer.bias]) for run in (traced, layer))
+    assert all(map(same_bits, gradients, wanted)) and same_bits(traced(x).detach(), layer(x).detach())
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -381,11 +381,11 @@ def test_an_adapter_has_the_gradients_of_the_dense_model(trait: str) -> None:
     def loss(chosen: dict[str, Tensor], model: nn.Module) -> Tensor:
         return torch.func.functional_call(model, chosen, (x,)).square().mean()
 
-    found, wanted = (torch.func.grad(loss)({name: model.get_parameter(name).detach() for name in names}, model)
-                     for model in (packed_model, dense_model))
+    gradients, wanted = (torch.func.grad(loss)({name: model.get_parameter(name).detach() for name in names}, model)
+                         for model in (packed_model, dense_model))
     packed_model(x).square().mean().backward()
     for name in names:
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(gradients[name], wanted[name], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(packed_model.get_parameter(name).grad, wanted[name], rtol=1e-10, atol=1e-12)
 
 
@@ -412,10 +412,10 @@ def test_autocast_leaves_float64_and_the_sums_of_gradients_alone() -> None:
     module, packed = weights()["blocks"]
     x = sample(3, 64).requires_grad_()
     (wanted,) = torch.autograd.grad(module.linear(x, packed), x, torch.ones(3, 64))
-    found = module.linear(x, packed)
+    y = module.linear(x, packed)
     with torch.autocast("cpu", torch.bfloat16):
         assert module.linear(x.double(), packed).dtype == nn.Linear(64, 64).double()(x.double()).dtype == torch.float64
-        assert same_bits(torch.autograd.grad(found, x, torch.ones(3, 64))[0], wanted)
+        assert same_bits(torch.autograd.grad(y, x, torch.ones(3, 64))[0], wanted)
 
 
 # -- the module --------------------------------------------------------------------------------------------------------
@@ -578,7 +578,7 @@ class Model(nn.Module):
         self.attention = nn.MultiheadAttention(64, 2)
         self.hooked = nn.Linear(64, 64)
         self.hooked.register_forward_hook(lambda *_: None)
-        self.there = nn.Linear(64, 64, device="meta")
+        self.on_meta = nn.Linear(64, 64, device="meta")
         self.done = q8_0.Linear(q8_0.quantize(sample(64, 64)))
         self.head = nn.Linear(64, 16, bias=False)
         self.head.weight = self.embed.weight
@@ -592,7 +592,7 @@ def test_a_model_is_quantized_in_place() -> None:
     assert list(report.quantized) == ["first", "blocks.0.0", "blocks.1.0", "again", "head"]
     assert report.quantized["first"] == (2 * 96 * 64, 18 * 96 * 2)
     reasons = {"odd": "K = 33 must be a multiple of 32", "attention.out_proj": "NonDynamicallyQuantizableLinear is more",
-               "hooked": "hooks", "there": "on meta", "done": "q8_0 weight already"}
+               "hooked": "hooks", "on_meta": "on meta", "done": "q8_0 weight already"}
     assert report.skipped.keys() == reasons.keys() and all(reasons[name] in why for name, why in report.skipped.items())
     assert list(report.notes) == ["head"] and "embed.weight" in report.notes["head"]
     assert all(f"  {name}: {why}" in str(report) for name, why in report.skipped.items()) and str(report).startswith("5 layers")
@@ -643,13 +643,13 @@ def test_options_are_refused_before_anything_changes(options: dict[str, Any], me
 def test_one_layer_at_a_time_and_nothing_lost_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a layer is quantized, the one before is gone; when that fails, the model still runs, and can be gone on with."""
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-    held = [weakref.ref(layer.weight) for layer in model]
+    weight_refs = [weakref.ref(layer.weight) for layer in model]
     alive: list[int] = []
     real = type(q4_0.FORMAT).quantize
 
     def quantize(self: Any, weight: Tensor, **options: Any) -> PackedWeight:
         gc.collect()
-        alive.append(sum(ref() is not None for ref in held))
+        alive.append(sum(ref() is not None for ref in weight_refs))
         if len(alive) == 3:
             raise KeyboardInterrupt
         return real(self, weight, **options)
@@ -703,9 +703,9 @@ def test_peft_trains_an_adapter(name: str) -> None:
     config = peft.LoraConfig(target_modules=["0", "2"], r=4, init_lora_weights=False)
     x = sample(5, 64)
     adapted = []
-    for each in (model, dense):
+    for base in (model, dense):
         torch.manual_seed(1)
-        adapted.append(peft.get_peft_model(each, config))
+        adapted.append(peft.get_peft_model(base, config))
         trained = {key: p for key, p in adapted[-1].named_parameters() if p.requires_grad}
         assert len(trained) == 4 and all("lora" in key and p.dtype == torch.float32 for key, p in trained.items())
         adapted[-1](x).square().mean().backward()

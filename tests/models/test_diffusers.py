@@ -494,7 +494,7 @@ def test_a_gguf_file_is_compared_with_a_folder(name: str, tmp_path: Path) -> Non
         model.get_parameter(changed)[3].zero_()
     model.save_pretrained(tmp_path / "changed")
     run = CliRunner().invoke(app, ["verify", str(tmp_path / "model.gguf"), str(tmp_path / "changed"), "--json"])
-    assert run.exit_code == 1 and [each["tensor"] for each in json.loads(run.stdout)["differences"]] == [changed]
+    assert run.exit_code == 1 and [difference["tensor"] for difference in json.loads(run.stdout)["differences"]] == [changed]
     other = models.write_config(tmp_path / "other", "LTXVideoTransformer3DModel")
     run = CliRunner().invoke(app, ["verify", str(tmp_path / "model.gguf"), str(other)])
     assert run.exit_code == 1 and run.stderr.startswith("error: "), run.output

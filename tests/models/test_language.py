@@ -91,7 +91,7 @@ def test_divergence_from_a_base(plain: Path, fp8: Path, text: Path, tmp_path: Pa
     svg = tmp_path / "kl.svg"
     result = run("evaluate", fp8, "--text", text, "--against", plain, "-f", "hlane", "-f", "q8_0", "-f", "q4_0", "-c", 64,
                  "--json", "--svg", svg)
-    by_name = {each["name"].rpartition(" ")[2]: each for each in json.loads(result.stdout)["models"]}
+    by_name = {row["name"].rpartition(" ")[2]: row for row in json.loads(result.stdout)["models"]}
     lossless, q8, q4, other = (by_name[name] for name in ("hlane", "q8_0", "q4_0", str(fp8)))
     assert (lossless["divergence"], lossless["percentile"], lossless["agreement"]) == (0.0, 0.0, 1.0)
     assert 0 < q8["divergence"] < other["divergence"] < q4["divergence"] < q4["percentile"]
@@ -111,18 +111,18 @@ def test_errors_are_sentences(plain: Path, fp8: Path, text: Path, arguments: str
     assert result.exit_code == code and message in result.stderr and "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("damage, message", [("tensor", "no tensor for model.layers.0.mlp.up_proj.weight"),
+@pytest.mark.parametrize("defect, message", [("tensor", "no tensor for model.layers.0.mlp.up_proj.weight"),
                                              ("config", "transformers does not load it"),
                                              ("tokenizer", "transformers reads no tokenizer from it")])
-def test_a_damaged_plain_folder_is_refused(plain: Path, tmp_path: Path, damage: str, message: str) -> None:
+def test_a_damaged_plain_folder_is_refused(plain: Path, tmp_path: Path, defect: str, message: str) -> None:
     """transformers warns of a missing tensor and runs with random numbers in its place."""
     for path in plain.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    if damage == "tensor":
+    if defect == "tensor":
         tensors = load_file(plain / "model.safetensors")
         del tensors["model.layers.0.mlp.up_proj.weight"]
         save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    elif damage == "tokenizer":
+    elif defect == "tokenizer":
         (tmp_path / "tokenizer.json").write_text("{")
     else:
         config = json.loads((plain / "config.json").read_text())

@@ -89,7 +89,7 @@ def test_weights_on_a_cpu_stay_mapped_unless_they_are_copied(tmp_path: Path) -> 
     qdsl.load_weights_(owned, source, copy=True)
     pointers = [model.up._parameters["weight"].data_ptr() for model in (mapped, owned)]
     regions = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if str(source) in line]
-    assert [any(int(low, 16) <= each < int(high, 16) for low, high in regions) for each in pointers] == [True, False]
+    assert [any(int(low, 16) <= pointer < int(high, 16) for low, high in regions) for pointer in pointers] == [True, False]
     mapped.up._parameters["weight"].view(torch.uint8).zero_()
     assert files(source) == before
 

@@ -79,8 +79,8 @@ def plain_tensors(n: int, k: int) -> dict[str, Tensor]:
 
 
 
-IN_FILES = {(each.name, storage) for each in descriptions() for storages in each.variants.values() for storage in storages
-            if not {"safetensors", "parts"} & each.detect.keys()}
+IN_FILES = {(format.name, storage) for format in descriptions() for storages in format.variants.values() for storage in storages
+            if not {"safetensors", "parts"} & format.detect.keys()}
 ALL_CASES = [case for case in formats.cases() if (case.path.stem, case.storage) in IN_FILES]
 CASES = ALL_CASES if ALL else list({(case.path.stem, case.storage): case for case in ALL_CASES}.values())   # one of all widths
 
@@ -97,8 +97,8 @@ def test_every_place_of_a_model_holds_every_storage(case: formats.Case, tmp_path
     for name, packed in weights.items():
         tensors |= {full: packed.tensors[own] for own, full in names_in_files(name, packed).items()}
     if stack[0].layout.streams:                                  # its files have a matrix of all experts' rows
-        fields = [case.module.unpack(each) for each in stack]
-        joined = {own: torch.cat([each[own] for each in fields]) for own in fields[0]}
+        fields = [case.module.unpack(weight) for weight in stack]
+        joined = {own: torch.cat([part[own] for part in fields]) for own in fields[0]}
         whole = case.module.pack(joined, case.storage, **case.choice)
         tensors |= {full: whole.tensors[own] for own, full in names_in_files("stack.up", whole).items()}
     else:

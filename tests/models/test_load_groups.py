@@ -70,8 +70,8 @@ def test_plain_experts_one_by_one_do_not_fill_a_stack(tmp_path: Path) -> None:
 def test_experts_with_a_scale_for_each(tmp_path: Path, shape: tuple[int, ...]) -> None:
     """fp8_tensor has one scale for a weight: experts that differ in it are weights of their own."""
     packed = [fp8_tensor.quantize(weight(64, 128, expert)) for expert in range(E)]
-    scales = torch.stack([each.tensors["weight_scale"].reshape(()) for each in packed]) if shape else torch.tensor(0.01)
-    tensors = {"up": torch.stack([each.tensors["weight"] for each in packed]), "up_scale": scales}
+    scales = torch.stack([expert.tensors["weight_scale"].reshape(()) for expert in packed]) if shape else torch.tensor(0.01)
+    tensors = {"up": torch.stack([expert.tensors["weight"] for expert in packed]), "up_scale": scales}
     source = folder(tmp_path / "in", tensors, {"quantization_config": {"quant_method": "fp8"}})
     model = nn.Module()
     model.up = nn.Parameter(torch.empty(E, 64, 128, device="meta"))
@@ -87,7 +87,7 @@ def test_experts_with_a_scale_for_each(tmp_path: Path, shape: tuple[int, ...]) -
 def test_a_planar_stack_is_saved_as_it_came(tmp_path: Path) -> None:
     """With an index for each expert, which planar weights in order do not have."""
     packed = [int_group.quantize(weight(64, 128, expert), "gptq_v2", bits=4, group=32) for expert in range(E)]
-    tensors = {f"up.{name}": torch.stack([each.tensors[name] for each in packed]) for name in packed[0].tensors}
+    tensors = {f"up.{name}": torch.stack([weight.tensors[name] for weight in packed]) for name in packed[0].tensors}
     config = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}}
     source = folder(tmp_path / "in", tensors, config)
     model = nn.ParameterDict({"up": torch.zeros(E, 64, 128)})
@@ -99,12 +99,12 @@ def test_a_planar_stack_is_saved_as_it_came(tmp_path: Path) -> None:
 
 def test_a_stack_that_is_left_out_becomes_dense(tmp_path: Path) -> None:
     packed = [fp8_tensor.quantize(weight(64, 128, expert)) for expert in range(E)]
-    tensors = {"up": torch.stack([each.tensors["weight"] for each in packed]),
-               "up_scale": torch.stack([each.tensors["weight_scale"].reshape(()) for each in packed])}
+    tensors = {"up": torch.stack([expert.tensors["weight"] for expert in packed]),
+               "up_scale": torch.stack([expert.tensors["weight_scale"].reshape(()) for expert in packed])}
     model = nn.ParameterDict({"up": torch.zeros(E, 64, 128)})
     source = folder(tmp_path / "in", tensors, {"quantization_config": {"quant_method": "fp8"}})
     assert qdsl.load_weights_(model, source, skip=["up"]).dense == {"up": "left out by a pattern"}
-    assert torch.equal(model["up"], torch.stack([fp8_tensor.dequantize(each, torch.float32) for each in packed]))
+    assert torch.equal(model["up"], torch.stack([fp8_tensor.dequantize(expert, torch.float32) for expert in packed]))
 
 
 def test_experts_stand_for_the_dense_tensor() -> None:
@@ -190,10 +190,10 @@ def test_gradients_flow_through_groups(tmp_path: Path) -> None:
     dense = Layered().bfloat16()
     model = layered()
     qdsl.load_weights_(model, df11_folder(tmp_path, dense))
-    for each in (model, dense):
-        each.requires_grad_(False)
-        each.layers[0].norm.weight.requires_grad_()
-        each(torch.tensor([1, 2])).float().square().sum().backward()
+    for module in (model, dense):
+        module.requires_grad_(False)
+        module.layers[0].norm.weight.requires_grad_()
+        module(torch.tensor([1, 2])).float().square().sum().backward()
     assert torch.equal(model.layers[0].norm.weight.grad, dense.layers[0].norm.weight.grad)
 
 
@@ -202,10 +202,10 @@ def test_groups_are_decoded_again_for_checkpointed_gradients(tmp_path: Path, ree
     dense, model = Layered().bfloat16(), layered()
     qdsl.load_weights_(model, df11_folder(tmp_path, dense))
     gradients = []
-    for each in (model, dense):
+    for module in (model, dense):
         x = torch.linspace(-1, 1, 256).view(2, 128).bfloat16().requires_grad_()
         y = x
-        for layer in each.layers:
+        for layer in module.layers:
             y = checkpoint(layer, y, use_reentrant=reentrant)
         y.float().square().sum().backward()
         gradients.append(x.grad)
@@ -217,9 +217,9 @@ def test_a_forward_that_is_run_again_for_gradients_decodes_for_itself(tmp_path: 
     dense, model = Layered().bfloat16(), layered()
     qdsl.load_weights_(model, df11_folder(tmp_path, dense))
     gradients = []
-    for each in (model, dense):
+    for module in (model, dense):
         x = torch.linspace(-1, 1, 256).view(2, 128).bfloat16().requires_grad_()
-        checkpoint(partial(Mlp.forward, each.layers[1]), x, use_reentrant=False).float().sum().backward()
+        checkpoint(partial(Mlp.forward, module.layers[1]), x, use_reentrant=False).float().sum().backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
 
@@ -250,7 +250,7 @@ def test_a_lora_trains_on_groups(tmp_path: Path) -> None:
     torch.manual_seed(0)
     adapted = get_peft_model(model, LoraConfig(target_modules=["up", "down"], r=4))
     ids, losses = torch.arange(8), []
-    optimizer = torch.optim.Adam([each for each in adapted.parameters() if each.requires_grad], 0.01)
+    optimizer = torch.optim.Adam([parameter for parameter in adapted.parameters() if parameter.requires_grad], 0.01)
     for _ in range(8):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(adapted(ids).float() / 100, ids.roll(1))
@@ -285,9 +285,9 @@ def test_weights_of_any_module_inside_of_a_block_are_decoded(tmp_path: Path) -> 
             return 2 * super().forward(x)
 
     dense, model = Layered().bfloat16(), layered()
-    for each in (dense, model):
-        old = each.layers[1].up
-        each.layers[1].up = Doubled(128, 256, device=old.weight.device, dtype=torch.bfloat16)
+    for module in (dense, model):
+        old = module.layers[1].up
+        module.layers[1].up = Doubled(128, 256, device=old.weight.device, dtype=torch.bfloat16)
     assert qdsl.load_weights_(model, df11_folder(tmp_path, dense)).dense == {}
     ids = torch.tensor([[1, 5, 63]])
     with torch.no_grad():

@@ -122,7 +122,8 @@ def test_a_stack_of_its_layers_name(tmp_path: Path) -> None:
     """Also from GGUF files that have experts one by one."""
     weights = {f"experts.{expert}.up": q8_0.quantize(weight(64, 128, expert)) for expert in range(E)}
     sources = (folder(tmp_path / "in", one_by_one(weights), own_config(weights["experts.0.up"])),
-               gguf(tmp_path / "m.gguf", {f"{name}.weight": ("Q8_0", each.tensors["blocks"]) for name, each in weights.items()}))
+               gguf(tmp_path / "m.gguf", {f"{name}.weight": ("Q8_0", packed.tensors["blocks"])
+                                          for name, packed in weights.items()}))
     for number, source in enumerate(sources):
         model = moe(up=(64, 128))
         qdsl.load_weights_(model, source)
@@ -206,7 +207,7 @@ def nested_nf4(seed: int, name: str) -> dict[str, Tensor]:
     packed = nf4_nested.quantize(weight(64, 128, seed))
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [64, 128], "nested_blocksize": 256,
              "nested_dtype": "float32", "nested_offset": float(packed.tensors["weight_nested_offset"])}
-    tables = next(each for each in descriptions() if each.name == "nf4_nested").tables
+    tables = next(description for description in descriptions() if description.name == "nf4_nested").tables
     small = {"absmax": packed.tensors["weight_absmax"], "nested_absmax": packed.tensors["weight_nested_absmax"],
              "quant_map": torch.tensor(tables["levels"]), "nested_quant_map": torch.tensor(tables["steps"]),
              "quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)}

@@ -64,8 +64,8 @@ def test_a_published_pipeline_changes_its_format(format: str, pipeline: Path, df
     """By one command; diffusers loads the result by itself, and the picture is the same."""
     pytest.importorskip("qdsl.models.diffusers")
     out = tmp_path / format
-    found = command("compress", df11, "--format", format, "--out", out, "--jobs", 1, "--check")
-    assert found.exit_code == 0 and f"52 matrices as 52 of {format}" in found.stdout
+    result = command("compress", df11, "--format", format, "--out", out, "--jobs", 1, "--check")
+    assert result.exit_code == 0 and f"52 matrices as 52 of {format}" in result.stdout
     assert command("verify", "--decoded", pipeline, out, "--jobs", 1).stdout == "equal\n"
     assert (out / "transformer" / "diffusion_pytorch_model.safetensors").is_file()
     load = diffusers.DiffusionPipeline.from_pretrained
@@ -104,8 +104,8 @@ def test_configs_without_a_class(config: dict[str, Any], message: str, df11: Pat
     own = {key: value for key, value in json.loads((source / "config.json").read_text()).items() if key != "_class_name"}
     (source / "config.json").write_text(json.dumps({**own, **config}))
     for arguments in (("compress", source, "--format", "hlane"), ("decompress", source)):
-        found = command(*arguments, "--out", tmp_path / "out", "--jobs", 1)
-        assert found.exit_code == 1 and message in found.stderr and "--like REF can" in found.stderr
+        result = command(*arguments, "--out", tmp_path / "out", "--jobs", 1)
+        assert result.exit_code == 1 and message in result.stderr and "--like REF can" in result.stderr
 
 
 def test_a_library_that_is_not_installed(df11: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,5 +134,5 @@ def test_commands_that_need_plain_weights(arguments: list[str], tmp_path: Path) 
     """They name the command that writes them, which works."""
     coded = published(language_model(tmp_path / "plain"), tmp_path / "df11")
     name, *options = arguments
-    found = command(name, coded, *options, "--out", tmp_path / "out")
-    assert found.exit_code == 1 and "run `qdsl decompress FOLDER --out PLAIN` and use PLAIN" in found.stderr
+    result = command(name, coded, *options, "--out", tmp_path / "out")
+    assert result.exit_code == 1 and "run `qdsl decompress FOLDER --out PLAIN` and use PLAIN" in result.stderr

@@ -34,7 +34,7 @@ def test_an_index_in_order_is_written_again(tmp_path: Path) -> None:
     """Planar weights need none, and readers of GPTQ do."""
     config = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}}
     packed = [int_group.quantize(weight(*shape), "gptq_v2", bits=4, group=32) for shape in ((256, 128), (128, 256))]
-    source = folder(tmp_path / "in", mlp_tensors(*(each.tensors for each in packed)), config)
+    source = folder(tmp_path / "in", mlp_tensors(*(weight.tensors for weight in packed)), config)
     assert "g_idx" in packed[0].tensors
     model = mlp()
     qdsl.load_weights_(model, source)
@@ -46,7 +46,7 @@ def test_an_index_in_order_is_written_again(tmp_path: Path) -> None:
 def test_what_was_decoded_without_loss_is_encoded_again(tmp_path: Path) -> None:
     """Such as a router, whose module is no nn.Linear."""
     packed = [hlane.quantize(weight(*shape)) for shape in ((256, 128), (128, 256))]
-    source = folder(tmp_path / "in", mlp_tensors(*(each.tensors for each in packed)), own_config(packed[0]))
+    source = folder(tmp_path / "in", mlp_tensors(*(weight.tensors for weight in packed)), own_config(packed[0]))
     for number, dtype in enumerate((torch.bfloat16, torch.float32)):
         model = mlp()
         assert qdsl.load_weights_(model, source, dtype=dtype, skip=["up"]).dense.keys() == {"up.weight"}
@@ -59,7 +59,7 @@ def test_what_was_decoded_without_loss_is_encoded_again(tmp_path: Path) -> None:
 def test_saved_models_state_checksums(tmp_path: Path) -> None:
     """Of the tensors that were saved, also where the checkpoint stated those of others."""
     packed = [hlane.quantize(weight(*shape)) for shape in ((256, 128), (128, 256))]
-    source = folder(tmp_path / "in", mlp_tensors(*(each.tensors for each in packed)), own_config(packed[0]))
+    source = folder(tmp_path / "in", mlp_tensors(*(weight.tensors for weight in packed)), own_config(packed[0]))
     model = mlp()
     qdsl.load_weights_(model, source)
     qdsl.save_model(model, tmp_path / "first")
@@ -121,7 +121,7 @@ def test_settings_of_a_producer_are_kept(tmp_path: Path) -> None:
     """bitsandbytes' quant_state and quant_map lie in no module, and are in the files again."""
     packed = nf4.quantize(weight(128, 256))
     state = json.dumps({"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [128, 256]}).encode()
-    levels = next(each for each in descriptions() if each.name == "nf4").tables["levels"]
+    levels = next(description for description in descriptions() if description.name == "nf4").tables["levels"]
     tensors = {"weight": packed.tensors["weight"], "weight.absmax": packed.tensors["weight_absmax"],
                "weight.quant_map": torch.tensor(levels),
                "weight.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(state), dtype=torch.uint8)}

@@ -92,8 +92,8 @@ def test_gguf_files(model_type: str, tmp_path: Path) -> None:
     wanted: Mapping[str, Tensor] = model.state_dict()
     assert served.packed
     for name, dense in collected(served.packed.values(), weights.items()).items():
-        stem, _, rest = name.rpartition(".experts.")
-        number, _, last = rest.partition(".")
+        stem, _, below = name.rpartition(".experts.")
+        number, _, last = below.partition(".")
         assert torch.equal(dense, wanted[f"{stem}.experts.{last}"][int(number)] if stem else wanted[f"{name}.weight"])
     for name in weights.keys() & wanted.keys():
         assert torch.equal(weights[name], wanted[name]), name

@@ -19,7 +19,7 @@ from qdsl.runtime import PackedWeight
 from qdsl.runtime.weight import algebra
 from tests.support.formats import ROOT, Case, cases, random_fields, same_bits, shapes
 
-DESCRIPTIONS = {each.name: each for each in descriptions()}
+DESCRIPTIONS = {description.name: description for description in descriptions()}
 
 
 def is_of_files(case: Case) -> bool:
@@ -127,9 +127,9 @@ def test_key_and_value_heads_are_repeated_on_more_ranks_than_heads(ranks: int) -
         pieces = merged_pieces("qkv", [layer_of(packed)], list(zip(own, sizes, strict=True)), ranks, rank)
         one, = joined(parts_of(packed, pieces))
         assert same_bits(decoded(one.weight), wanted)
-        layers = [layer_of(each, name) for each, name in zip(several, "qkv", strict=True)]
+        layers = [layer_of(weight, name) for weight, name in zip(several, "qkv", strict=True)]
         pieces = merged_pieces("qkv", layers, list(zip(own, sizes, strict=True)), ranks, rank)
-        parts = [part for each, own_piece in zip(several, pieces, strict=True) for part in parts_of(each, [own_piece])]
+        parts = [part for weight, own_piece in zip(several, pieces, strict=True) for part in parts_of(weight, [own_piece])]
         torch.testing.assert_close(linear(x, joined(parts)), x @ wanted.T, rtol=0, atol=1e-4)
 
 
@@ -137,7 +137,8 @@ def test_parts_of_one_scale_each_and_of_other_formats_stay_apart() -> None:
     """The first two of one format are one weight; a product is that of the rows of all."""
     weights = [fp8_channel.quantize(random(16, 64)), fp8_channel.quantize(random(8, 64, 1)),
                fp8_tensor.quantize(random(8, 64, 2)), fp8_tensor.quantize(random(8, 64, 3))]
-    parts = joined([part for each in weights for part in parts_of(each, [piece("x", layer_of(each), "N", 0, each.shape[0])])])
+    parts = joined([part for weight in weights
+                    for part in parts_of(weight, [piece("x", layer_of(weight), "N", 0, weight.shape[0])])])
     assert [part.weight.shape[0] for part in parts] == [24, 8, 8]
     x = random(3, 64, 4)
     torch.testing.assert_close(linear(x, parts), x @ torch.cat(list(map(decoded, weights))).T, rtol=0, atol=1e-4)

@@ -83,8 +83,8 @@ def check_converted(path: Path, aim: Aim, dtype: torch.dtype = torch.float32, **
     """
     (path / "gptq").mkdir()
     options = {"bits": 4, "group": 32, **options}
-    said = {**folders.GPTQ, "bits": options["bits"], "group_size": options["group"]}
-    model = quantized(path / "gptq", int_group, {"storage": "gptq_v2", **options}, said)
+    settings = {**folders.GPTQ, "bits": options["bits"], "group_size": options["group"]}
+    model = quantized(path / "gptq", int_group, {"storage": "gptq_v2", **options}, settings)
     with Folder(path / "gptq") as folder:
         run.convert(folder, layers(folder), aim, path / "out")
     check_decoded(path / "out", model, dtype)
@@ -200,19 +200,19 @@ def test_experts_in_one_tensor_are_those_of_its_modules(tmp_path: Path, monkeypa
     (tmp_path / "in").mkdir()
     for name in stacks:
         packed = [ocp_mxfp4.quantize(expert, "deepseek") for expert in tensors.pop(name)]
-        tensors |= {name + end: torch.stack([each.tensors[key] for each in packed])
+        tensors |= {name + end: torch.stack([expert.tensors[key] for expert in packed])
                     for end, key in (("", "weight"), ("_scale_inv", "weight_scale_inv"))}
     write(tmp_path / "in" / "model.safetensors", tensors, {"format": "pt"})
-    said = {**config.to_dict(), "architectures": ["Qwen3MoeForCausalLM"]}
-    (tmp_path / "in" / "config.json").write_text(json.dumps(said, default=str))
+    config_dict = {**config.to_dict(), "architectures": ["Qwen3MoeForCausalLM"]}
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config_dict, default=str))
     with Folder(tmp_path / "in") as folder:
         run.convert(folder, layers(folder), aimed("fp8_block", True, {"bn": 32, "bk": 32}), tmp_path / "out")
-    model, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not said["unexpected_keys"]
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["unexpected_keys"]
     with Folder(tmp_path / "out") as folder:
-        found = layers(folder).layers
-        assert {layer.name: (layer.format, layer.experts) for layer in found} == dict.fromkeys(stacks, ("fp8_block", 3))
-        for layer in found:
+        written = layers(folder).layers
+        assert {layer.name: (layer.format, layer.experts) for layer in written} == dict.fromkeys(stacks, ("fp8_block", 3))
+        for layer in written:
             for full in layer.tensors.values():
                 assert model.get_parameter(full).dtype == folder.tensor(full).dtype
                 assert model.get_parameter(full).data.view(torch.uint8).equal(folder.tensor(full).view(torch.uint8))

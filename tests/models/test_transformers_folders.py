@@ -50,11 +50,11 @@ def test_a_folder_loads_runs_and_saves(kind: str, model: str, tmp_path: Path) ->
     decoded = producer_folders.write_folder(tmp_path / "in", kind, model)
     loaded = load(tmp_path / "in", kind, torch.float32)
     reference = language_models.filled(model, decoded, torch.float32)
-    found, wanted = language_models.logits(loaded), language_models.logits(reference)
+    logits, wanted = language_models.logits(loaded), language_models.logits(reference)
     if model == "gpt_oss":                                       # it multiplies by w and not by w.T: MKL may sum in another order
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(logits, wanted)
     else:
-        assert same_bits(found, wanted)
+        assert same_bits(logits, wanted)
     assert language_models.greedy(loaded).equal(language_models.greedy(reference))
     loaded.save_pretrained(tmp_path / "out")
     check_saved(tmp_path / "in", tmp_path / "out")
