@@ -18,8 +18,6 @@ BANNED = {"beside", "damage", "each", "facts", "found", "given", "held", "known"
           "opened", "rest", "said", "spilled", "stated", "there", "these", "told", "turned"}
 # Options of encode schemes, which specs name.
 ALLOWED = {("encode", "lost")}
-# Folders and files that are not renamed yet.  The list may only shrink.
-EXEMPT: tuple[str, ...] = ()
 FILES = sorted(path for folder in ("qdsl", "bench", "tests") for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -42,19 +40,8 @@ def banned(path: Path) -> list[str]:
             for name in identifiers(node) if name.strip("_").lower() in BANNED and (part, name) not in ALLOWED]
 
 
-def is_exempt(path: Path) -> bool:
-    return any(path.relative_to(ROOT).is_relative_to(place) for place in EXEMPT)
-
-
 def test_names_say_what_they_are() -> None:
-    assert [line for path in FILES if not is_exempt(path) for line in banned(path)] == []
-
-
-@pytest.mark.parametrize("place", EXEMPT)
-def test_an_exempt_folder_has_banned_names(place: str) -> None:
-    """One that has none leaves the list."""
-    inside = (path for path in FILES if path.relative_to(ROOT).is_relative_to(place))
-    assert any(banned(path) for path in inside), f"remove {place} from EXEMPT"
+    assert [line for path in FILES for line in banned(path)] == []
 
 
 @pytest.mark.parametrize("code", ["found = 1", "x.told = 1", "def f(given): pass", "def f(*, rest=0): pass", "class Held: pass",
