@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,6 +61,41 @@ def check(specs: Names, as_json: Json = False) -> None:
         typer.echo(f"\n{problems} problem{'s' if problems > 1 else ''}", err=True)
     if missing or problems:
         raise typer.Exit(2 if missing else 1)
+
+
+@app.command()
+def test(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a format that ships with qdsl.")],
+         golden: Annotated[Path | None, typer.Option("--golden", help="A .npz or .safetensors file of stored tensors, and the "
+                                                                      "weights as 'expected'.")] = None,
+         as_json: Json = False) -> None:
+    """Test a format: every bit, round trips, quantization, kernels in Triton's interpreter, and known values."""
+    from qdsl.analyze import launches
+    from qdsl.analyze.check.formats import GoldenError, check_format, check_golden
+    from qdsl.analyze.check.kernels import check_kernels
+    from qdsl.compiler.spec.schema import load
+    from qdsl.core import places
+
+    checks = []
+    with reported():
+        path = places.find(spec)
+        parsed, format = load(path, spec if Path(spec).is_file() else str(path)), launches.module(spec).FORMAT
+        try:
+            first = [check_golden(parsed, format, golden)] if golden else []
+        except GoldenError as error:
+            fail(f"{error}", 2)
+        for outcome in chain(first, check_format(parsed, format), check_kernels(spec)):
+            checks.append(outcome)
+            if not as_json:
+                params = "".join(f" {name}={value}" for name, value in outcome.params.items())
+                where = f"{format.name}.{outcome.storage}" if outcome.storage else format.name
+                typer.echo(f"{outcome.status:<8} {where}{params}  {outcome.name}: {outcome.text}")
+    failed, skipped = (sum(outcome.status == status for outcome in checks) for status in ("FAILED", "skipped"))
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "format": format.name, "ok": not failed, "checks": list(map(asdict, checks))}))
+    else:
+        typer.echo(f"{len(checks)} checks: {failed} failed, {skipped} skipped")
+    if failed:
+        raise typer.Exit(1)
 
 
 @app.command()

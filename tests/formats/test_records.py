@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
+from qdsl.analyze.check import cases as check_cases
+from qdsl.analyze.check import spec_bits as oracle
+from qdsl.analyze.check.stored_bits import StoredBits, patterns
 from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.runtime import FormatError, PackedWeight
-from tests.support import oracle
 from tests.support.blessing import prove_stored
 from tests.support.covering import ALL
 from tests.support.formats import Case, cases, is_held, random_fields, random_packed, raw, same_bits, shapes, smallest
@@ -31,98 +30,14 @@ LINEAR = [case for case in BITS if case not in WRITTEN or not any(
 ONE_BY_ONE = 2500                                                # bits that are set alone, one after the other
 
 
-class Bits:
-    """All bits of a storage's codes and of its fields as two flat arrays, and which is which by the oracle."""
-
-    def __init__(self, case: Case, shape: tuple[int, int], params: dict[str, int | str]) -> None:
-        self.packed = random_packed(case, shape, params=params).decode_streams()
-        self.fields = random_fields(case, shape, params=params)
-        self.layout = self.packed.layout
-        self.tensors = {name: tensor for name, tensor in self.packed.tensors.items() if name in self.layout.coded}
-        self.shape = shape
-        self.widths = {name: oracle.width_of(case.spec, name, params) for name in self.fields}
-        self.stored_at = _starts({name: 8 * t.element_size() for name, t in self.tensors.items()}, self.tensors)
-        self.field_at = _starts(self.widths, self.fields)
-        storage = next(s for s in case.spec.storages if s.name.value == case.storage)
-        sizes = case.module.FORMAT.sizes(params, shape)
-        self.extents = {**sizes, "N": shape[0], "K": shape[1]}
-        env = oracle.environment(case.spec, *shape, params, sizes)
-        self.source = np.full(self.field_at[""], -1)             # for each field bit, the storage bit that holds it
-        for name, element, bit, (field, index, low) in oracle.bits(case.spec, storage, env, params):
-            stored = self.tensors[name]
-            at = self.stored_at[name] + _flat(stored.shape, element) * 8 * stored.element_size() + bit
-            to = self.field_at[field] + _flat(self.fields[field].shape, index) * self.widths[field] + low
-            assert self.source[to] == -1, f"bit {low} of {field}{list(index)} is stored twice"
-            self.source[to] = at
-        assert (self.source >= 0).all(), "a field bit is not stored"
-
-    @property
-    def size(self) -> int:
-        return self.stored_at[""]
-
-    def unpack(self, bits: np.ndarray) -> np.ndarray:
-        """Storage bits through the generated unpack."""
-        tensors = {name: _from_bits(bits[self.stored_at[name]:], t) for name, t in self.tensors.items()}
-        fields = self.layout.fields_of((tensors.get(name) for name in self.layout.coded), self.extents)
-        return np.concatenate([_to_bits(fields[name], self.widths[name]) for name in self.fields])
-
-    def pack(self, bits: np.ndarray) -> np.ndarray:
-        """Field bits through the generated pack."""
-        fields = {}
-        for name, field in self.fields.items():
-            width, start = self.widths[name], self.field_at[name]
-            wide = np.zeros((field.numel(), 8 * field.element_size()), np.uint8)
-            wide[:, :width] = bits[start:start + field.numel() * width].reshape(-1, width)
-            if field.dtype == torch.int8:                        # signed codes are held with their sign in every bit above
-                wide[:, width:] = wide[:, width - 1:width]
-            fields[name] = _from_bits(wide.ravel(), field)
-        tensors = self.layout.tensors_of(fields, self.extents)
-        return np.concatenate([_to_bits(tensors[name], 8 * t.element_size()) for name, t in self.tensors.items()])
-
-
-def _starts(widths: dict[str, int], tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Where each tensor's bits begin in a flat array; '' is the end."""
-    starts: dict[str, int] = {}
-    at = 0
-    for name, tensor in tensors.items():
-        starts[name] = at
-        at += tensor.numel() * widths[name]
-    return {**starts, "": at}
-
-
-def _flat(shape: torch.Size, index: tuple[int, ...]) -> int:
-    at = 0
-    for extent, i in zip(shape, index, strict=True):
-        at = at * extent + i
-    return at
-
-
-def _from_bits(bits: np.ndarray, like: Tensor) -> Tensor:
-    count = like.numel() * like.element_size() * 8
-    return torch.from_numpy(np.packbits(bits[:count], bitorder="little")).view(like.dtype).view(like.shape)
-
-
-def _to_bits(tensor: Tensor, width: int) -> np.ndarray:
-    bits = np.unpackbits(raw(tensor).numpy(), bitorder="little").reshape(tensor.numel(), 8 * tensor.element_size())
-    return bits[:, :width].ravel()
-
-
-def _patterns(size: int) -> Iterator[np.ndarray]:
-    """Patterns that tell every bit from every other: the digits of its number, and their complements; then some at random."""
-    number = np.arange(size)
-    for digit in range(max(1, size.bit_length())):
-        pattern = (number >> digit & 1).astype(np.uint8)
-        yield pattern
-        yield 1 - pattern
-    generator = np.random.default_rng(0)
-    for _ in range(8):
-        yield generator.integers(0, 2, size, dtype=np.uint8)
+def stored_bits(case: Case, shape: tuple[int, int]) -> StoredBits:
+    return StoredBits(check_cases.Case(case.spec, case.module.FORMAT, case.storage, case.choice), shape)
 
 
 @pytest.mark.parametrize("case", LINEAR, ids=str)
 def test_every_bit_lands_where_the_spec_says(case: Case) -> None:
     """One-hot storage bits and field bits; larger storages by patterns that single out every bit as surely."""
-    bits = Bits(case, smallest(case), case.choice)
+    bits = stored_bits(case, smallest(case))
     target = np.full(bits.size, -1)
     target[bits.source] = np.arange(len(bits.source))
     if bits.size <= ONE_BY_ONE:
@@ -134,9 +49,9 @@ def test_every_bit_lands_where_the_spec_says(case: Case) -> None:
             pattern = np.zeros(len(bits.source), np.uint8)
             pattern[hot] = 1
             assert bits.pack(pattern).nonzero()[0].tolist() == [at], hot
-    for pattern in _patterns(bits.size):
+    for pattern in patterns(bits.size):
         assert (bits.unpack(pattern) == pattern[bits.source]).all()
-    for pattern in _patterns(len(bits.source)):
+    for pattern in patterns(len(bits.source)):
         wanted = np.zeros(bits.size, np.uint8)
         wanted[bits.source] = pattern
         assert (bits.pack(pattern) == wanted).all()
@@ -146,7 +61,7 @@ def test_every_bit_lands_where_the_spec_says(case: Case) -> None:
 @pytest.mark.parametrize("seed", range(3 if ALL else 1))
 def test_any_bytes_survive(case: Case, seed: int) -> None:
     """pack(unpack(bytes)) == bytes, in all bits that hold a field; padding becomes zero, or what a stored sum makes of it."""
-    bits = Bits(case, smallest(case, tiles=2), case.choice)
+    bits = stored_bits(case, smallest(case, tiles=2))
     pattern = np.random.default_rng(seed).integers(0, 2, bits.size, dtype=np.uint8)
     kept = np.zeros(bits.size, np.uint8)
     kept[bits.source] = pattern[bits.source]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from qdsl.analyze.check.spec_bits import bits, digit_fields, digits, environment, width_of
 from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch
@@ -26,7 +27,6 @@ from tests.support.formats import (
     smallest,
 )
 from tests.support.interpreter import INTERPRETED, guarded, times
-from tests.support.oracle import bits, digit_fields, digits, environment, width_of
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 CASES = cases()

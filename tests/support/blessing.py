@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qdsl.analyze.check import spec_bits as oracle
 from qdsl.core.shapes import Axis
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.weight.format import Format
 from tests.support import answers as known_answers
-from tests.support import oracle
 from tests.support.answers import (
     ABOUT,
     EDGES,

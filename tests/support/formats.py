@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qdsl.analyze.check import spec_bits as oracle
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.compiler.spec.model import Spec
@@ -24,7 +25,6 @@ from qdsl.core.numbers import number
 from qdsl.core.shapes import axis
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.weight.match import torch_dtype
-from tests.support import oracle
 from tests.support.paths import ROOT
 from tests.support.slow_reading import Reading
 

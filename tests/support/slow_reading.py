@@ -1,7 +1,7 @@
 """A second, slow reading of what a spec means: one element at a time, in plain Python and float32 scalars of numpy.
 
-It shares the parsed spec and tests/support/oracle.py with nothing of the compiler or the runtime.  Values of fields are codes:
-their bits as an unsigned integer.
+It shares the parsed spec and qdsl/analyze/check/spec_bits.py with nothing of the compiler or the runtime.  Values of fields are
+codes: their bits as an unsigned integer.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from qdsl.analyze.check import spec_bits as oracle
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Spec, Tensor
 from qdsl.compiler.spec.tables import is_number
-from tests.support import grids, oracle, searches
+from tests.support import grids, searches
 
 Codes = npt.NDArray[np.int64]
 Scalar = int | np.float32

@@ -1,6 +1,6 @@
-"""A second, slow reading of a spec's storage: plain nested loops over its text, sharing nothing with the compiler's passes.
+"""Where a spec stores each bit: which bit of which field element lies at each bit of the tensors, for given N, K and parameters.
 
-It says for every bit of every stored tensor which bit of which field element lies there, for concrete N, K and parameters.
+Plain nested loops over the parsed spec, which share nothing with the compiler's passes: generated code is checked against it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Field, Spec, Storage, Tensor
 
 Bit = tuple[str, tuple[int, ...], int]                           # field, element, bit of the element
-Stored = tuple[str, tuple[int, ...], int, Bit, int]              # tensor, element, its bit, what lies there, its place or -1
+Stored = tuple[str, tuple[int, ...], int, Bit, int]              # tensor, element, its bit, the field's bit, its place or -1
 
 
 def evaluate(expr: g.Expr, env: Mapping[str, int]) -> int:
@@ -39,7 +39,7 @@ def evaluate(expr: g.Expr, env: Mapping[str, int]) -> int:
 
 
 def environment(spec: Spec, n: int, k: int, params: Mapping[str, int | str], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Values of N, K, parameters (sizes with -1 written out) and dims."""
+    """Returns the values of N, K, parameters (sizes with -1 written out) and dims."""
     env = {"N": n, "K": k, **{p: v for p, v in params.items() if isinstance(v, int)}, **sizes}
     for dim in spec.dims:
         env[dim.name.value] = evaluate(dim.value, env)
@@ -47,12 +47,12 @@ def environment(spec: Spec, n: int, k: int, params: Mapping[str, int | str], siz
 
 
 def width_of(spec: Spec, field: str, params: Mapping[str, int | str]) -> int:
-    """Bits of a field."""
+    """Returns how many bits a field has."""
     kind = next(f for f in spec.fields if f.name.value == field).typed.type
     word = str(params.get(kind.name, kind.name)) + (str(params[kind.parameter.name]) if kind.parameter else "")
-    widths = {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8, "e8m0h": 8, "ue4m3": 8, "index": 32}
-    if word in widths:
-        return widths[word]
+    named = {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8, "e8m0h": 8, "ue4m3": 8, "index": 32}
+    if word in named:
+        return named[word]
     if word[0] in "ui" and word[1:].isdigit():
         return int(word[1:])
     return 1 + int(word[1]) + int(word[3])                       # eXmY
@@ -69,9 +69,9 @@ def element_bits(spec: Spec, tensor: Tensor, params: Mapping[str, int | str]) ->
 
 def bits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
          ) -> Iterator[tuple[str, tuple[int, ...], int, Bit]]:
-    """(tensor, element of the tensor, bit of that element, what lies there) for every stored bit but padding and digits."""
+    """(tensor, element of the tensor, bit of that element, the field's bit) for every stored bit but padding and digits."""
     for tensor in storage.tensors:
-        yield from (bit[:4] for bit in _tensor(spec, tensor, env, params) if bit[4] < 0)
+        yield from (stored[:4] for stored in _tensor(spec, tensor, env, params) if stored[4] < 0)
 
 
 def digits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
@@ -80,12 +80,12 @@ def digits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping
 
     A digit of an element that no weight has is None.
     """
-    by_byte: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, tuple[int, ...]]]] = {}
+    digits_of: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, tuple[int, ...]]]] = {}
     for tensor in storage.tensors:
         for name, element, bit, (field, index, _), place in _tensor(spec, tensor, env, params):
             if place >= 0:
-                by_byte.setdefault((name, element, bit), {})[place] = field, index
-    return {key: [codes.get(place) for place in range(1 + max(codes))] for key, codes in by_byte.items()}
+                digits_of.setdefault((name, element, bit), {})[place] = field, index
+    return {key: [elements.get(place) for place in range(1 + max(elements))] for key, elements in digits_of.items()}
 
 
 def digit_fields(spec: Spec) -> set[str]:
@@ -149,9 +149,9 @@ def _line(spec: Spec, line: g.Line, env: Mapping[str, int], params: Mapping[str,
         local = {**env, **dict(zip(names, counters, strict=True))}
         for item in line.items:
             if isinstance(item, g.Digits):
-                digits = list(_line(spec, item.line, local, params))
-                yield from ((name, index, low, 8 * (place == len(digits) - 1), place)
-                            for place, (name, index, low, _, _) in enumerate(digits))
+                parts = list(_line(spec, item.line, local, params))
+                yield from ((name, index, low, 8 * (place == len(parts) - 1), place)
+                            for place, (name, index, low, _, _) in enumerate(parts))
                 continue
             if item.field is None:
                 assert item.width is not None
@@ -194,8 +194,8 @@ def _shape(fields: Mapping[str, Field], field: Field, env: Mapping[str, int]) ->
 def _run(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Stored]:
     """Bytes in records along k, with local subscripts."""
     pieces = list(_record(spec, tensor, env, params))
-    stored = {name for name, *_ in pieces}
-    fields = {f.name.value: f for f in spec.fields if f.name.value in stored}
+    names = {name for name, *_ in pieces}
+    fields = {f.name.value: f for f in spec.fields if f.name.value in names}
     shared = {name: 1 if isinstance(f.typed.index[1], g.Name) else evaluate(f.typed.index[1].right, env)  # type: ignore[union-attr]
               for name, f in fields.items()}
     run = max((1 + (index[0] if index else 0)) * shared[name] for name, index, *_ in pieces if name)

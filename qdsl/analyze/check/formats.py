@@ -1,0 +1,194 @@
+"""The checks of a format on the CPU: bits, round trips, quantization, and values that a file lists."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qdsl.analyze.check import spec_bits
+from qdsl.analyze.check.cases import Case, Params, cases
+from qdsl.analyze.check.compare import difference, differing, line_of_field, shown
+from qdsl.analyze.check.stored_bits import StoredBits
+from qdsl.checkpoint.files.safetensors import CheckpointError, TensorFile
+from qdsl.compiler.spec.model import Spec
+from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime.weight.format import Format
+
+MOST_BITS = 1 << 19                                              # of fields whose places are followed one by one
+EXPECTED = "expected"                                            # the array of a golden file with the values of the weights
+
+
+class GoldenError(ValueError):
+    """A golden file cannot be read, or has no expected values."""
+
+
+class Skipped(Exception):
+    """A check does not apply; the message says why."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome of one check of a storage.  status: 'ok', 'FAILED' or 'skipped'; text: what was checked, or is wrong."""
+
+    storage: str
+    params: Params
+    name: str
+    status: str
+    text: str
+
+
+def check(case: Case, name: str, run: Callable[[Case], tuple[str, str]]) -> Check:
+    """The outcome of a function that returns (problem or '', what it checked); an exception of generated code is a problem."""
+    try:
+        problem, text = run(case)
+        status = "FAILED" if problem else "ok"
+    except Skipped as reason:
+        problem, text, status = "", str(reason), "skipped"
+    except Exception as error:  # generated code of any kind may raise anything
+        problem, text, status = f"{type(error).__name__}: {error}", "", "FAILED"
+    return Check(case.storage, case.params, name, status, problem or text)
+
+
+def check_format(spec: Spec, format: Format) -> Iterator[Check]:
+    """Checks every storage at every choice of parameters, without kernels."""
+    for case in cases(spec, format):
+        if case.smallest is None:
+            yield Check(case.storage, case.params, "shapes", "skipped", "no weight of up to 2560 x 2560 has these blocks")
+            continue
+        yield check(case, "bits", bits)
+        yield check(case, "round trip", round_trip)
+        if len(format.variant(case.params).storages) > 1:
+            yield check(case, "convert", convert)
+        if format.variant(case.params).encode is not None:
+            yield check(case, "quantize", quantize)
+
+
+def bits(case: Case) -> tuple[str, str]:
+    """Each stored bit is the bit of a field that the record says, in both directions, and padding is zero."""
+    shape = case.two_blocks
+    fields = case.fields(shape)
+    if spec_bits.digit_fields(case.spec) & fields.keys():
+        raise Skipped("bytes of base-3 digits have no bits of their own; the round trip checks them")
+    count = sum(field.numel() * spec_bits.width_of(case.spec, name, case.params) for name, field in fields.items())
+    if count > MOST_BITS:
+        raise Skipped(f"{list(shape)} has {count} bits, too many to follow; the round trip checks them")
+    stored = StoredBits(case, shape)
+    if any(tensor.adds for tensor in case.layout.tensors.values()):
+        return stored.bytes_problem(), f"{count} bits survive unpack and pack; 'stored' changes several at once"
+    return stored.unpack_problem() or stored.pack_problem(), f"{count} bits of {list(shape)} lie where the records say"
+
+
+def round_trip(case: Case) -> tuple[str, str]:
+    """Fields survive pack and unpack, and wrap takes the packed tensors."""
+    shapes = case.odd_shapes(4)
+    for seed, shape in enumerate(shapes):
+        fields = case.fields(shape, seed)
+        packed = case.format.pack(fields, storage=case.storage, **case.params)
+        again = case.format.wrap(packed.tensors, shape, case.storage, **dict[str, Any](case.params))
+        for weight in (packed, again):
+            if problem := _fields_problem(case, fields, weight.format.unpack(weight)):
+                return f"{list(shape)}: {problem}", ""
+    return "", f"fields survive pack, wrap and unpack at {', '.join(f'{n}x{k}' for n, k in shapes)}"
+
+
+def _fields_problem(case: Case, fields: dict[str, Tensor], again: dict[str, Tensor]) -> str:
+    """The first field that is another after pack and unpack, with how many differ and the line that stores it."""
+    if fields.keys() != again.keys():
+        return f"unpack returns the fields {', '.join(again)} instead of {', '.join(fields)}"
+    for name, field in fields.items():
+        if again[name].shape != field.shape or again[name].dtype != field.dtype:
+            return f"unpack returns '{name}' as {again[name].dtype} {list(again[name].shape)}"
+        unlike = differing(again[name], field)
+        if unlike.any():
+            place = tuple(int(i) for i in unlike.nonzero()[0])
+            tensor = next(iter(case.layout.tensors))
+            return (f"{int(unlike.sum())} of {unlike.numel()} of '{name}' differ; first {name}{list(place)}: "
+                    f"{shown(again[name][place])} instead of {shown(field[place])}; "
+                    f"{line_of_field(case.spec, case.storage, tensor, name)}")
+    return ""
+
+
+def _packed(case: Case) -> PackedWeight:
+    shape = case.two_blocks
+    return case.format.pack(case.fields(shape), storage=case.storage, **case.params)
+
+
+def convert(case: Case) -> tuple[str, str]:
+    """The other storages that can hold a weight give the same numbers, there and back."""
+    packed = _packed(case)
+    wanted = case.format.dequantize(packed, torch.float32)
+    notes: list[str] = []
+    for storage in case.format.variant(case.params).storages:
+        try:
+            weights = [case.format.convert(packed, storage)]
+            weights.append(case.format.convert(weights[0], case.storage))
+        except FormatError as error:
+            notes.append(f"{storage} refuses: {str(error).splitlines()[0]}")
+            continue
+        for weight in weights:
+            if problem := difference(case.format.dequantize(weight, torch.float32), wanted, packed, case.spec):
+                return f"through {storage}: {problem}", ""
+        notes += [storage] if storage != case.storage else []
+    return "", "; ".join(notes)
+
+
+def quantize(case: Case) -> tuple[str, str]:
+    """A random weight loses less than all of itself, and what is quantized survives unpack and pack."""
+    shape = case.two_blocks
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    try:
+        packed = case.format.quantize(weight, case.storage, **dict[str, Any](case.params))
+    except FormatError as error:
+        raise Skipped(f"refused: {str(error).splitlines()[0]}") from error
+    decoded = case.format.dequantize(packed, torch.float32)
+    change = float((decoded - weight).norm() / weight.norm())
+    again = case.format.pack(case.format.unpack(packed), storage=case.storage, **case.params)
+    problem = difference(case.format.dequantize(again, torch.float32), decoded, packed, case.spec)
+    if not change < 1:
+        problem = f"a random weight of {list(shape)} loses {change:.0%} of its norm; zeros would lose 100 %"
+    return problem, f"a random weight of {list(shape)} changes by {change:.2%} of its norm"
+
+
+def check_golden(spec: Spec, format: Format, path: Path) -> Check:
+    """Compares a weight's decoded values with those that a file lists.
+
+    path: .npz or .safetensors with the stored tensors by their names, and the weights [N, K] as 'expected'.  Texts 'storage' and
+    those named as parameters (metadata of safetensors) choose where the tensors fit several.  Raises GoldenError, OSError.
+    """
+    tensors, texts = read_golden(path)
+    if EXPECTED not in tensors or tensors[EXPECTED].dim() != 2:
+        raise GoldenError(f"{path}: no array '{EXPECTED}' [N, K] with the values of the weights")
+    wanted = tensors.pop(EXPECTED)
+    params = {name: value for name, values in format.params.items() for value in values if texts.get(name) == str(value)}
+    try:
+        packed = format.wrap(tensors, (wanted.shape[0], wanted.shape[1]), texts.get("storage"), verify=True, **params)
+    except FormatError as error:
+        return Check(texts.get("storage", ""), params, "golden", "FAILED", str(error))
+    case = Case(spec, format, packed.storage, packed.params)
+    dtype = wanted.dtype if wanted.dtype in (torch.float16, torch.bfloat16) else torch.float32
+
+    def run(_: Case) -> tuple[str, str]:
+        decoded = format.dequantize(packed, dtype).to(wanted.dtype)
+        return difference(decoded, wanted, packed, spec), f"{wanted.numel()} weights are those of {path.name}"
+
+    return check(case, "golden", run)
+
+
+def read_golden(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a .npz or .safetensors file, and its texts: 0-dimensional arrays, or the metadata."""
+    try:
+        if path.suffix == ".safetensors":
+            with TensorFile(path, copies=True) as file:
+                return {name: file.tensor(name) for name in file.names()}, dict(file.header.metadata)
+        with np.load(path, allow_pickle=False) as arrays:
+            return ({name: torch.from_numpy(arrays[name]) for name in arrays.files if arrays[name].ndim},
+                    {name: str(arrays[name]) for name in arrays.files if not arrays[name].ndim})
+    except (CheckpointError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise GoldenError(f"{path}: {error}") from error

@@ -1,0 +1,147 @@
+"""Triton's kernels of a format against its reference, in Triton's interpreter.
+
+`tile_gemm` is for Hopper GPUs and does not run here.  The interpreter is chosen before Triton is imported, so `check_kernels`
+starts a process: `python -m qdsl.analyze.check.kernels`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+import qdsl
+from qdsl.analyze import launches
+from qdsl.analyze.check.cases import Case, cases
+from qdsl.analyze.check.compare import difference
+from qdsl.analyze.check.formats import Check, check
+from qdsl.compiler.spec.model import Spec
+from qdsl.compiler.spec.schema import load
+from qdsl.core import places
+from qdsl.runtime import PackedWeight
+from qdsl.runtime.gpu import launch, plan
+from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.gpu.kernels import codebook
+from qdsl.runtime.gpu.triton import is_installed, tl
+from qdsl.runtime.weight.format import Format
+
+
+def check_kernels(spec: str) -> Iterator[Check]:
+    """Checks the kernels of a spec, a file or the name of one that ships, in a process of its own."""
+    if not is_installed:
+        yield Check("", {}, "kernels", "skipped", "Triton is not installed, so no kernel was run")
+        return
+    path = os.pathsep.join(filter(None, (str(Path(qdsl.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-P", "-m", "qdsl.analyze.check.kernels", spec]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True,
+                          env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield Check(**json.loads(line))
+    if process.returncode:
+        yield Check("", {}, "kernels", "FAILED", f"the process that runs kernels ended with exit code {process.returncode}")
+
+
+def interpreted(spec: Spec, format: Format) -> Iterator[Check]:
+    """Checks every storage at every choice of parameters; TRITON_INTERPRET is set."""
+    for case in cases(spec, format):
+        if case.smallest is not None:
+            yield check(case, "dequantize kernel", dequantize)
+            yield check(case, "linear kernel", linear)
+
+
+def dequantize(case: Case) -> tuple[str, str]:
+    """The dequantize kernel gives the bits of the reference: in float32, and rounded once in float16."""
+    shapes = case.odd_shapes(2)
+    for seed, shape in enumerate(shapes):
+        packed = _packed(case, shape, seed)
+        for dtype in (torch.float32, torch.float16)[:1 + (seed == 0)]:
+            out = torch.full(shape, torch.nan, dtype=dtype)
+            launch.dequantize(packed, out)                       # decodes streams, too
+            if problem := difference(out, case.format.dequantize(packed, dtype), packed, case.spec):
+                return f"{list(shape)} to {str(dtype)[6:]}: {problem}", ""
+    return "", f"exact at {', '.join(f'{n}x{k}' for n, k in shapes)}"
+
+
+def linear(case: Case) -> tuple[str, str]:
+    """The linear kernels read every weight where it belongs, and sums are as exact as float32 allows."""
+    shapes = [shape for shape in case.odd_shapes(2) if 0 not in shape]
+    for seed, shape in enumerate(shapes):
+        packed = _packed(case, shape, seed).decode_streams()
+        weight = case.format.dequantize(packed, torch.float32)
+        columns = sorted({0, 1, shape[1] // 2, shape[1] - 1} & set(range(shape[1])))
+        x = torch.zeros(len(columns), shape[1])
+        x[range(len(columns)), columns] = 1
+        got = weight.clone()
+        got[:, columns] = _linear(x, packed, None).t() + 0.0
+        if problem := difference(got + 0.0, weight + 0.0, packed, case.spec):   # + 0.0: a sum has no zero with a sign
+            return f"{list(shape)}, x of one-hot rows: {problem}", ""
+        for rows, dtype in ((1, torch.float16), (9, torch.float16), (3, torch.float32)):
+            candidates = plan.candidates(packed, rows, dtype, packed.device)
+            kinds = {candidate.kind: candidate for candidate in reversed(candidates) if candidate.kind != "decode"}
+            for candidate in kinds.values():
+                if problem := _sums_problem(packed, weight.double(), rows, dtype, candidate):
+                    return f"{list(shape)}, {candidate.kind} of x {str(dtype)[6:]} [{rows}, {shape[1]}]: {problem}", ""
+    return "", f"within rounding at {', '.join(f'{n}x{k}' for n, k in shapes)}"
+
+
+def _sums_problem(packed: PackedWeight, weight: Tensor, rows: int, dtype: torch.dtype, candidate: Candidate) -> str:
+    """Which results of x @ w.T + bias differ by more than float32 sums of K terms and one rounding may; '' where none."""
+    generator = torch.Generator().manual_seed(rows)
+    x = (torch.randn(rows, packed.shape[1], generator=generator) / 256).to(dtype)     # so that float16 holds the sums
+    bias = torch.randn(packed.shape[0], generator=generator).to(dtype)
+    got = _linear(x, packed, bias, candidate).double()
+    wanted = x.double() @ weight.t() + bias.double()
+    spread = x.double().abs() @ weight.abs().t() + bias.double().abs()
+    kernels = packed.layout.kernels                              # those for matrix units round numbers of tables to x's dtype
+    rounded = torch.finfo(dtype).eps / 2 if kernels.lanes and kernels.rounds(dtype) else 0
+    bound = spread * ((packed.shape[1] + 2) * 2.0 ** -24 + rounded) + wanted.abs() * torch.finfo(dtype).eps / 2
+    wrong = ~((got - wanted).abs() <= bound + torch.finfo(dtype).tiny)
+    if not wrong.any():
+        return ""
+    m, n = (int(place) for place in wrong.nonzero()[0])
+    return (f"{int(wrong.sum())} of {wrong.numel()} sums are wrong; first [{m}, {n}]: {got[m, n]:.9g} instead of "
+            f"{wanted[m, n]:.9g}")
+
+
+def _packed(case: Case, shape: tuple[int, int], seed: int) -> PackedWeight:
+    return case.format.pack(case.fields(shape, seed), storage=case.storage, **case.params)
+
+
+def _linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, candidate: Candidate | None = None) -> Tensor:
+    out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype)
+    for call in launch.linear_calls(x, packed, bias, out, candidate=candidate):
+        call.run()
+    return out
+
+
+def byte_perm(first: tl.tensor, second: tl.tensor | int, selectors: tl.tensor | int) -> tl.tensor:
+    """libdevice.byte_perm in plain Triton: byte i is that of (first, second) which bits 4i to 4i + 2 of selectors number."""
+    bytes = None
+    for i in range(4):
+        place = (selectors >> (4 * i)) & 7
+        byte = (tl.where(place < 4, first, second) >> ((place & 3) * 8)) & 255
+        bytes = byte if bytes is None else bytes | (byte << (8 * i))
+    return bytes
+
+
+def main(name: str) -> None:
+    """Prints a line of JSON for each check of the kernels of a spec."""
+    spec = load(places.find(name), name if Path(name).is_file() else None)
+    # The interpreter has no functions of NVIDIA's libdevice.
+    codebook.libdevice = SimpleNamespace(byte_perm=byte_perm)    # type: ignore[attr-defined]
+    with torch.no_grad():
+        for outcome in interpreted(spec, launches.module(name).FORMAT):
+            print(json.dumps(asdict(outcome)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

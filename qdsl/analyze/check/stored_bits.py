@@ -1,0 +1,158 @@
+"""A storage's bits and its fields' bits as flat arrays, with the spec's answer to which is which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from qdsl.analyze.check import spec_bits
+from qdsl.analyze.check.cases import Case, Shape
+from qdsl.analyze.check.compare import line_of_field
+
+Bits = npt.NDArray[np.uint8]
+ALONE = 512                                                      # bits of a weight whose bits are also set one at a time
+
+
+class StoredBits:
+    """All bits of a weight's stored tensors and of its fields, as flat arrays of 0 and 1.
+
+    source: int64, for each field bit the stored bit that holds it, as the spec says.  Raises AssertionError for a field bit
+    that the spec stores twice or nowhere.
+    """
+
+    def __init__(self, case: Case, shape: Shape) -> None:
+        self.case = case
+        self.fields = case.fields(shape)
+        self.layout = case.layout
+        self.extents = {**case.format.sizes(case.params, shape), "N": shape[0], "K": shape[1]}
+        fields = {name: self.fields.get(name) for name in case.format.variant(case.params).fields
+                  if name not in self.layout.where}
+        self.tensors = {name: tensor.contiguous() for name, tensor in self.layout.tensors_of(fields, self.extents).items()}
+        self.widths = {name: spec_bits.width_of(case.spec, name, case.params) for name in self.fields}
+        self.stored_at = _starts({name: 8 * tensor.element_size() for name, tensor in self.tensors.items()}, self.tensors)
+        self.field_at = _starts(self.widths, self.fields)
+        self.source = np.full(self.field_at[""], -1)
+        storage = next(declared for declared in case.spec.storages if declared.name.value == case.storage)
+        env = spec_bits.environment(case.spec, *shape, case.params, case.format.sizes(case.params, shape))
+        for name, element, bit, (field, index, low) in spec_bits.bits(case.spec, storage, env, case.params):
+            stored = self.tensors[name]
+            place = np.ravel_multi_index(element, tuple(stored.shape)) * 8 * stored.element_size() + bit
+            target = np.ravel_multi_index(index, tuple(self.fields[field].shape)) * self.widths[field] + low
+            assert self.source[self.field_at[field] + target] == -1, f"bit {low} of {field}{list(index)} is stored twice"
+            self.source[self.field_at[field] + target] = self.stored_at[name] + place
+        assert (self.source >= 0).all(), "a field bit is not stored"
+
+    @property
+    def size(self) -> int:
+        """How many bits are stored, padding too."""
+        return self.stored_at[""]
+
+    def unpack(self, bits: Bits) -> Bits:
+        """Field bits that the generated unpack reads from stored bits."""
+        tensors = {name: _from_bits(bits[self.stored_at[name]:], tensor) for name, tensor in self.tensors.items()}
+        fields = self.layout.fields_of((tensors.get(name) for name in self.layout.coded), self.extents)
+        return np.concatenate([_to_bits(fields[name], self.widths[name]) for name in self.fields])
+
+    def pack(self, bits: Bits) -> Bits:
+        """Stored bits that the generated pack writes of field bits."""
+        fields = {}
+        for name, field in self.fields.items():
+            width, start = self.widths[name], self.field_at[name]
+            wide = np.zeros((field.numel(), 8 * field.element_size()), np.uint8)
+            wide[:, :width] = bits[start:start + field.numel() * width].reshape(-1, width)
+            if field.dtype == torch.int8:                        # signed codes have their sign in every bit above
+                wide[:, width:] = wide[:, width - 1:width]
+            fields[name] = _from_bits(wide.ravel(), field)
+        tensors = self.layout.tensors_of(fields, self.extents)
+        return np.concatenate([_to_bits(tensors[name], 8 * tensor.element_size()) for name, tensor in self.tensors.items()])
+
+    def unpack_problem(self) -> str:
+        """Which field bits unpack reads elsewhere than where the spec stores them; '' where none."""
+        wrong = np.zeros(len(self.source), np.bool_)
+        for pattern in patterns(self.size):
+            wrong |= self.unpack(pattern) != pattern[self.source]
+        return f"unpack reads {self._first(wrong)}" if wrong.any() else ""
+
+    def pack_problem(self) -> str:
+        """Which stored bits pack does not write as the spec says, padding that is not zero too; '' where none."""
+        wrong = np.zeros(self.size, np.bool_)
+        for pattern in patterns(len(self.source)):
+            stored = np.zeros(self.size, np.uint8)
+            stored[self.source] = pattern
+            wrong |= self.pack(pattern) != stored
+        if not wrong.any():
+            return ""
+        if wrong[self.source].any():
+            return f"pack writes {self._first(wrong[self.source])}"
+        return f"pack sets {int(wrong.sum())} of the bits that are padding; first: {self._stored_bit(int(wrong.argmax()))}"
+
+    def bytes_problem(self) -> str:
+        """Which stored bits change by unpack and pack, where a stored operation changes several bits at once; '' where none."""
+        pattern = next(_random(self.size))
+        again = self.pack(self.unpack(pattern))
+        wrong = again[self.source] != pattern[self.source]
+        return f"pack(unpack(bytes)) changes {self._first(wrong)}" if wrong.any() else ""
+
+    def _first(self, wrong: npt.NDArray[np.bool_]) -> str:
+        """How many field bits are wrong, the first of them, its place, and the line of the spec."""
+        bit = int(wrong.argmax())
+        field = max((name for name in self.fields if self.field_at[name] <= bit), key=lambda name: self.field_at[name])
+        element, low = divmod(bit - self.field_at[field], self.widths[field])
+        index = [int(i) for i in np.unravel_index(element, tuple(self.fields[field].shape))]
+        place = self._stored_bit(int(self.source[bit]))
+        line = line_of_field(self.case.spec, self.case.storage, place.split("[")[0].rpartition(" ")[2], field)
+        return (f"{int(wrong.sum())} of {wrong.size} field bits wrongly; first: bit {low} of {field}{index}, stored in {place}; "
+                f"{line}")
+
+    def _stored_bit(self, bit: int) -> str:
+        """A stored bit in words: 'bit 4 of codes[0, 1]'."""
+        name = max((name for name in self.tensors if self.stored_at[name] <= bit), key=lambda name: self.stored_at[name])
+        tensor = self.tensors[name]
+        element, low = divmod(bit - self.stored_at[name], 8 * tensor.element_size())
+        return f"bit {low} of {name}{[int(i) for i in np.unravel_index(element, tuple(tensor.shape))]}"
+
+
+def patterns(size: int) -> Iterator[Bits]:
+    """Patterns of bits that tell every bit from every other: digits of its number, their complements, some random ones.
+
+    Where bits are few, each is also set alone.
+    """
+    number = np.arange(size)
+    for digit in range(max(1, size.bit_length())):
+        pattern = (number >> digit & 1).astype(np.uint8)
+        yield pattern
+        yield 1 - pattern
+    yield from _random(size)
+    if size <= ALONE:
+        yield from np.eye(size, dtype=np.uint8)
+
+
+def _random(size: int) -> Iterator[Bits]:
+    generator = np.random.default_rng(0)
+    for _ in range(8):
+        yield generator.integers(0, 2, size, dtype=np.uint8)
+
+
+def _starts(widths: Mapping[str, int], tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The first bit of each tensor in a flat array; '' is the end."""
+    starts: dict[str, int] = {}
+    start = 0
+    for name, tensor in tensors.items():
+        starts[name] = start
+        start += tensor.numel() * widths[name]
+    return {**starts, "": start}
+
+
+def _from_bits(bits: Bits, like: Tensor) -> Tensor:
+    count = like.numel() * like.element_size() * 8
+    return torch.from_numpy(np.packbits(bits[:count], bitorder="little")).view(like.dtype).view(like.shape)
+
+
+def _to_bits(tensor: Tensor, width: int) -> Bits:
+    raw = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).flatten().view(torch.uint8)
+    bits = np.unpackbits(raw.numpy(), bitorder="little").reshape(tensor.numel(), 8 * tensor.element_size())
+    return bits[:, :width].ravel()
