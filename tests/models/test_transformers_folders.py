@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("on
 
 MODELS = ("qwen3", "tied", "moe")
 EVERY = [(kind, model) for kind in KINDS for model in MODELS]
+ROUNDINGS = 32                                                   # of a logit: 14 were seen where sums have another order
+ACT_ORDER = "gptq act-order"                                     # whose columns are put in the order of their groups
 COVERING = [(kind, MODELS[place % len(MODELS)]) for place, kind in enumerate(KINDS)]
 CASES = [*(EVERY if ALL else COVERING), (MXFP4, "gpt_oss")]
 
@@ -44,6 +46,15 @@ def check_saved(folder: Path, again: Path) -> None:
     assert json.loads((again / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
 
 
+def check_logits(logits: torch.Tensor, wanted: torch.Tensor, is_summed_alike: bool) -> None:
+    """The same bits; where products are summed in another order, as near as some roundings of the largest logit."""
+    if is_summed_alike:
+        assert same_bits(logits, wanted)
+    else:
+        error = float((logits - wanted).abs().max() / wanted.abs().max())
+        assert error <= ROUNDINGS * torch.finfo(wanted.dtype).eps
+
+
 @pytest.mark.parametrize(("kind", "model"), CASES)
 def test_a_folder_loads_runs_and_saves(kind: str, model: str, tmp_path: Path) -> None:
     """Logits and greedy tokens are those of the decoded weights."""
@@ -51,10 +62,7 @@ def test_a_folder_loads_runs_and_saves(kind: str, model: str, tmp_path: Path) ->
     loaded = load(tmp_path / "in", kind, torch.float32)
     reference = language_models.filled(model, decoded, torch.float32)
     logits, wanted = language_models.logits(loaded), language_models.logits(reference)
-    if model == "gpt_oss":                                       # it multiplies by w and not by w.T: MKL may sum in another order
-        torch.testing.assert_close(logits, wanted)
-    else:
-        assert same_bits(logits, wanted)
+    check_logits(logits, wanted, is_summed_alike=model != "gpt_oss" and kind != ACT_ORDER)      # gpt-oss multiplies by w, not w.T
     assert language_models.greedy(loaded).equal(language_models.greedy(reference))
     loaded.save_pretrained(tmp_path / "out")
     check_saved(tmp_path / "in", tmp_path / "out")
@@ -70,5 +78,5 @@ def test_a_folder_fills_a_model(kind: str, model: str, tmp_path: Path) -> None:
     report = qdsl.load_weights_(filled.eval(), tmp_path / "in")
     assert report.packed
     reference = language_models.filled(model, decoded, torch.bfloat16)
-    assert same_bits(language_models.logits(filled), language_models.logits(reference))
+    check_logits(language_models.logits(filled), language_models.logits(reference), is_summed_alike=kind != ACT_ORDER)
     assert qdsl.save_model(filled, tmp_path / "out").exact
