@@ -21,46 +21,43 @@ Names = Annotated[list[str], typer.Argument(help="Spec files, or names of format
 @app.command()
 def check(specs: Names, as_json: Json = False) -> None:
     """Check specs, and print all problems with their lines and columns."""
+    reports = []
+    for name in specs:
+        report, lines = _checked(name)
+        reports.append(report)
+        for line in lines if not as_json else ():
+            typer.echo(line, err=not report["ok"])
+    problems = sum(len(report.get("problems", ())) for report in reports)
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "specs": reports}))
+    elif problems:
+        typer.echo(f"\n{problems} problem{'s' if problems > 1 else ''}", err=True)
+    if problems or not all(report["ok"] for report in reports):
+        raise typer.Exit(2 if any("error" in report for report in reports) else 1)
+
+
+def _checked(name: str) -> tuple[dict[str, Any], list[str]]:
+    """A spec checked: the report, and the same as lines.  `error` is why it could not be read, `problems` what is wrong in it."""
     from qdsl.compiler.passes import compile_spec
     from qdsl.compiler.passes.derive_planar import why_no_planar
     from qdsl.compiler.spec.schema import load
     from qdsl.compiler.spec.source import SpecError
     from qdsl.core import places
 
-    reports: list[dict[str, Any]] = []
-    problems = missing = 0
-    for name in specs:
-        try:
-            with_path = places.find(name)
-            programs = compile_spec(load(with_path, name if Path(name).is_file() else str(with_path)))
-        except SpecError as error:
-            problems += len(error.problems)
-            reports.append({"spec": name, "ok": False, "problems": [
-                {"line": p.span.line, "column": p.span.column, "message": p.message, "notes": list(p.notes)}
-                for p in error.problems]})
-            if not as_json:
-                typer.echo(str(error), err=True)
-            continue
-        except (places.UnknownSpec, OSError) as error:
-            missing += 1
-            reports.append({"spec": name, "ok": False, "error": str(error)})
-            if not as_json:
-                typer.echo(f"error: {error}", err=True)
-            continue
-        storages = list(dict.fromkeys(program.storage for program in programs))
-        reason = why_no_planar(programs)
-        reports.append({"spec": name, "ok": True, "format": programs[0].spec.name.value, "storages": storages,
-                        **({"no_planar": reason} if reason else {})})
-        if not as_json:
-            typer.echo(f"{name}: ok, {', '.join(storages)}")
-            if reason:
-                typer.echo(f"  no planar storage: {reason}")
-    if as_json:
-        typer.echo(json.dumps({"schema": 1, "specs": reports}))
-    if problems and not as_json:
-        typer.echo(f"\n{problems} problem{'s' if problems > 1 else ''}", err=True)
-    if missing or problems:
-        raise typer.Exit(2 if missing else 1)
+    try:
+        path = places.find(name)
+        programs = compile_spec(load(path, name if Path(name).is_file() else str(path)))
+    except SpecError as error:
+        problems = [{"line": p.span.line, "column": p.span.column, "message": p.message, "notes": list(p.notes)}
+                    for p in error.problems]
+        return {"spec": name, "ok": False, "problems": problems}, [str(error)]
+    except (places.UnknownSpec, OSError) as error:
+        return {"spec": name, "ok": False, "error": str(error)}, [f"error: {error}"]
+    storages = list(dict.fromkeys(program.storage for program in programs))
+    reason = why_no_planar(programs)
+    report = {"spec": name, "ok": True, "format": programs[0].spec.name.value, "storages": storages}
+    return ({**report, "no_planar": reason} if reason else report,
+            [f"{name}: ok, {', '.join(storages)}", *([f"  no planar storage: {reason}"] if reason else [])])
 
 
 @app.command()
