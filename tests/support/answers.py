@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.weight.format import Format
+from qdsl.runtime.format import Format
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import FormatError
 from tests.support.formats import raw
