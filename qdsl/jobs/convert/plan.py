@@ -35,7 +35,7 @@ from qdsl.jobs.engine.shards import Copy, Shard, Step, copy, in_order
 if TYPE_CHECKING:
     import torch
 
-    from qdsl.runtime.weight.format import Format
+    from qdsl.runtime.format import Format
     from qdsl.runtime.weight.packed import PackedWeight
 
 

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from qdsl.runtime.gpu.product import quick
-from qdsl.runtime.torch import eight
 from qdsl.runtime.torch.linear import INVARIANT, QUANTIZE_X, check_bias
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.ops import autocast, is_plain
 from qdsl.runtime.torch.private_apis import is_autocast_enabled, is_direct
+from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 if TYPE_CHECKING:
-    from qdsl.runtime.weight.format import Format
+    from qdsl.runtime.format import Format
 
 
 class QuantizedLinear(PackedModule, nn.Linear):

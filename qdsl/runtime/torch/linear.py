@@ -18,7 +18,7 @@ from qdsl.runtime.gpu.costs import DECODED
 from qdsl.runtime.gpu.plan import plan_of
 from qdsl.runtime.gpu.product import product, quantized
 from qdsl.runtime.gpu.triton import runs_kernels
-from qdsl.runtime.torch import eight
+from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.tiles import decode_rows, row_tiles
 
