@@ -24,7 +24,7 @@ from qdsl.host.processes import results
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from qdsl.runtime import PackedWeight
+    from qdsl.runtime.weight.packed import PackedWeight
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 TILE = 1 << 19                                                   # weights of both that are decoded at a time
