@@ -81,6 +81,7 @@ def assumed(capability: int, multiprocessors: int, gpu: Gpu | None = None) -> It
 
 
 def target(device: torch.device) -> Target:
+    """What launches on a device depend on; off GPUs the one that `assumed` states."""
     return _target(device) if device.type in ("cuda", "xpu") else _assumed
 
 

@@ -68,6 +68,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
         return dense
 
     def forward(self, input: Tensor) -> Tensor:
+        """x [..., K] times the weight's transpose, plus the bias: [..., N]."""
         if not is_compiling():
             own = self.__dict__                                  # asking nn.Module for each of its attributes costs more
             plan, parameters = own["_packed"].plan, own["_parameters"]
@@ -116,6 +117,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
         self._x_scale = None if scale is None or not is_plain(scale) else float(scale)
 
     def extra_repr(self) -> str:
+        """Features, format and bias, as print(model) shows them."""
         return (f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
                 f"format={self.format.name}.{self._packed.storage}{', quantize_x=True' if self.quantize_x else ''}")
 
@@ -155,10 +157,12 @@ class QuantizedEmbedding(PackedModule, nn.Embedding):
         return dense
 
     def forward(self, input: Tensor) -> Tensor:
+        """Rows of the weight by their numbers: [*index.shape, K]."""
         rows = self.format.dequantize_rows(self.packed, input, self.compute_dtype)
         return rows if self.max_norm is None else _renormed(rows, self.max_norm, self.norm_type)
 
     def extra_repr(self) -> str:
+        """Sizes and format, as print(model) shows them."""
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format.name}.{self._packed.storage}"
 
 

@@ -86,6 +86,7 @@ def as_stored(x: Tensor, packed: PackedWeight) -> tuple[Tensor, PackedWeight]:
 
 
 def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "") -> Tensor:
+    """x [..., K] times a packed weight's transpose, plus bias [N]: [..., N]."""
     if is_quantized(mode):
         return _narrow_product(x, packed.decode_streams(), bias, mode)
     if mode != INVARIANT and (out := int4.product(x, packed, bias)) is not None:

@@ -150,6 +150,7 @@ class PackedModule(nn.Module):
         return self.packed
 
     def reset_parameters(self) -> None:
+        """Raises FormatError: a packed weight is loaded or quantized."""
         raise FormatError(f"a {self.format.name} weight is loaded or quantized, not initialised")
 
     # -- what comes in -------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class Source:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(rows, columns) of the new weight."""
         return self.rows.numel(), self.stop - self.start
 
 

@@ -73,6 +73,7 @@ class PackedWeight:
 
     @property
     def device(self) -> torch.device:
+        """Where its tensors lie."""
         return next(iter(self.tensors.values())).device
 
     @property
@@ -87,6 +88,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     @property
