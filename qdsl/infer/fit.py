@@ -15,6 +15,7 @@ from qdsl.infer.tiles import Codes
 Numbers = npt.NDArray[np.float64]
 SAMPLE = 1 << 18                                                 # values by which groups and types are chosen
 MOST_TABLE_BITS = 4
+MOST_LEVEL = 128                                                 # of a table of integers
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,11 @@ def table(codes: Codes, values: Numbers, bits: int) -> Numbers | None:
     if seen.sum() < 2:
         return None
     levels[seen] = np.nanmedian(ratios[:, seen], 0)
-    return levels
+    levels *= np.sign(levels[seen][-1] - levels[seen][0]) or 1
+    for factor in range(1, MOST_LEVEL):                          # integers, if some multiples are
+        if np.abs(levels * factor - np.rint(levels * factor)).max() < TOLERANCE * factor:
+            return np.rint(levels * factor)
+    return levels / np.abs(levels).max()
 
 
 def _by_rows(kind: str, levels: Numbers, blocks: Blocks, shape: tuple[int, int], scale: Numbers,
