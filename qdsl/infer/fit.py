@@ -73,6 +73,8 @@ def fit(codes: Codes, values: Values, bits: int) -> Meaning | None:
             levels = table(some_codes[chosen], some_values[chosen], bits)
             numbers = None if levels is None else lines(levels[some_codes], some_values, False)
             if levels is not None and numbers is not None:
+                if np.nanmax(numbers[0]) <= 0:
+                    levels, numbers = -levels, (-numbers[0], None)
                 return replace(_by_rows(f"u{bits}", levels, blocks, (n, k), *numbers), is_table=True)
     return None
 
@@ -132,9 +134,10 @@ def table(codes: Codes, values: Numbers, bits: int) -> Numbers | None:
     if seen.sum() < 2:
         return None
     levels[seen] = np.nanmedian(ratios[:, seen], 0)
-    levels *= np.sign(levels[seen][-1] - levels[seen][0]) or 1
+    levels *= np.sign(levels[seen][-1] - levels[seen][0]) or 1   # rising ones, where the signs of scales do not say
     for factor in range(1, MOST_LEVEL):                          # integers, if some multiples are
-        if np.abs(levels * factor - np.rint(levels * factor)).max() < TOLERANCE * factor:
+        multiples = np.rint(levels * factor)
+        if np.abs(multiples).max() < MOST_LEVEL and np.abs(levels * factor - multiples).max() < TOLERANCE * factor:
             return np.rint(levels * factor)
     return levels / np.abs(levels).max()
 

@@ -13,18 +13,17 @@ from torch import Tensor
 
 import qdsl
 from qdsl.compiler.spec.source import SpecError
-from qdsl.infer.fit import fit
-from qdsl.infer.labels import labelings
+from qdsl.core.numbers import TORCH_FLOATS
+from qdsl.core.stored import INTEGERS
+from qdsl.infer.fit import Blocks, fit
+from qdsl.infer.labels import Values, labelings
 from qdsl.infer.numbers import Element, Field, Record
-from qdsl.infer.fit import Blocks
 from qdsl.infer.solve import Solution, solve
 from qdsl.infer.text import spec_text
 from qdsl.infer.tiles import Stored, match
 from qdsl.runtime.weight.errors import FormatError
 
-KINDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16",
-         torch.int32: "i32", torch.uint32: "u32", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
-         torch.float8_e8m0fnu: "e8m0"}
+KINDS = {name: kind for kind, name in (*TORCH_FLOATS.items(), *INTEGERS.items()) if kind not in ("index", "shape")}
 
 
 class InferError(ValueError):
@@ -33,11 +32,15 @@ class InferError(ValueError):
 
 @dataclass(frozen=True)
 class Inferred:
-    """A spec's text, how many of the values it decodes exactly, of how many, and what does not fit."""
+    """A spec's text, how many of the values it decodes exactly, and what does not fit.
+
+    names: the stored tensors that the spec takes.
+    """
 
     text: str
     exact: int
     values: int
+    names: tuple[str, ...]
     problems: tuple[str, ...] = ()
 
     @property
@@ -47,45 +50,45 @@ class Inferred:
 
 
 def infer(packed: str, tensors: Mapping[str, Tensor], values: Tensor, name: str = "inferred") -> Inferred:
-    """A spec of a weight from its stored tensors and its values [N, K].
+    """A spec of a weight from its stored tensors and its values, float32 [N, K]; the spec is built, and decodes the tensors.
 
-    packed: the tensor of the codes, by its name among `tensors`; the others may be scales and offsets.  Raises InferError.
+    packed: the tensor of the codes, by its name among `tensors`; the others may hold scales and zero points.  name: of the format.
+    Raises InferError where no codes lie in the packed tensor.
     """
+    if values.dtype != torch.float32 or values.dim() != 2 or not values.numel() or not bool(values.isfinite().all()):
+        raise InferError(f"values are {str(values.dtype)[6:]} {list(values.shape)}: expected finite float32 [N, K]; values that were "
+                         "rounded to 16 bits are not those that the tensors decode to")
     elements = {key: element(key, tensor) for key, tensor in tensors.items()}
-    weights = values.float().contiguous().numpy()
-    if weights.ndim != 2 or not weights.size or not np.isfinite(weights).all():
-        raise InferError(f"values are {list(weights.shape)}: expected finite numbers [N, K]")
-    solution = _solution(packed, elements, weights)
-    text = spec_text(name, solution, elements, (weights.shape[0], weights.shape[1]))
-    exact, problem = _verify(text, {key: tensors[key] for key in dict.fromkeys(one.tensor for one in solution.fields)}, values)
-    return Inferred(text, exact, weights.size, (*solution.problems, *([problem] if problem else [])))
+    shape = (values.shape[0], values.shape[1])
+    solution = _solution(packed, elements, values.contiguous().numpy())
+    text = spec_text(name, solution, elements, shape)
+    names = tuple(dict.fromkeys(one.tensor for one in solution.fields))
+    exact, problem = _verify(text, {key: tensors[key] for key in names}, values)
+    return Inferred(text, exact, values.numel(), names, (*solution.problems, *([problem] if problem else [])))
 
 
 def element(name: str, tensor: Tensor) -> Element:
     """A tensor's bytes and what its elements are.  Raises InferError for a dtype that specs do not have."""
-    if tensor.dtype not in KINDS:
-        raise InferError(f"tensor '{name}' is {str(tensor.dtype)[6:]}, which specs do not have")
+    kind = KINDS.get(str(tensor.dtype).removeprefix("torch."))
+    if kind is None:
+        raise InferError(f"tensor '{name}' is {str(tensor.dtype)[6:]}: expected one of {', '.join(KINDS)}")
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return Element(KINDS[tensor.dtype], Stored(data, tuple(tensor.shape), tensor.element_size()))
+    return Element(kind, Stored(data, tuple(tensor.shape), tensor.element_size()))
 
 
-def _solution(packed: str, elements: Mapping[str, Element], values: np.ndarray) -> Solution:
+def _solution(packed: str, elements: Mapping[str, Element], values: Values) -> Solution:
+    """The first labeling of which a layout, a meaning and all numbers follow; else the first that has a layout and a meaning."""
     shape = (values.shape[0], values.shape[1])
     stored = elements[packed].stored
-    tried = ""
+    others = {key: one for key, one in elements.items() if key != packed}
     for labels in labelings(values, 8 * len(stored.data) / values.size):
         layout = match([(stored, labels)])
-        if layout is None:
-            continue
-        codes = layout.read(stored, shape)
-        meaning = fit(codes, values, layout.bits)
-        if meaning is not None:
+        codes = None if layout is None else layout.read(stored, shape)
+        meaning = None if layout is None or codes is None else fit(codes, values, layout.bits)
+        if layout is not None and codes is not None and meaning is not None:
             code = Field("q", meaning.kind, Blocks(1, 1), packed, layout)
-            record = Record(packed, stored, layout, shape)
-            others = {key: one for key, one in elements.items() if key != packed}
-            return solve(code, meaning, codes, values, others, record)
-        tried = f"; codes of {layout.bits} bits lie in tiles of {layout.tile.size} weights, but do not decode to the values"
-    raise InferError(f"no codes of the values lie in '{packed}'{tried}")
+            return solve(code, meaning, codes, values, others, Record(packed, stored, layout, shape))
+    raise InferError(f"no codes of the values lie in '{packed}': {len(stored.data)} bytes for {values.size} values")
 
 
 def _verify(text: str, tensors: Mapping[str, Tensor], values: Tensor) -> tuple[int, str]:
@@ -96,7 +99,8 @@ def _verify(text: str, tensors: Mapping[str, Tensor], values: Tensor) -> tuple[i
         try:
             module = qdsl.load(path)
             packed = module.FORMAT.wrap(tensors, (values.shape[0], values.shape[1]))
-        except (SpecError, FormatError) as error:
+        except SpecError as error:
+            return 0, "; ".join(problem.message for problem in error.problems)
+        except FormatError as error:
             return 0, str(error)
-        decoded = module.dequantize(packed, torch.float32)
-        return int((decoded == values.float()).sum()), ""
+        return int((module.dequantize(packed, torch.float32) == values).sum()), ""

@@ -97,7 +97,7 @@ def integers(zero: Numbers, blocks: Blocks, tensors: Mapping[str, Element], midd
         wanted = zero - less
         for name, element in tensors.items():
             if element.kind in ("i8", "u8", "i32"):
-                for one in in_tensors("zero", np.where(wanted == 0, 1e-9, wanted), blocks, {name: element}):
+                for one in in_tensors("zero", wanted, blocks, {name: element}):
                     if one.kind == element.kind:
                         return Field("zero", "i32" if one.kind == "i32" else one.kind, blocks, name, one.layout, -less)
     known_at = ~np.isnan(zero)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from qdsl.infer.solve import Solution
 
 LETTERS = "abcefghijlmoprv"
 MOST_ITEMS = 16                                                  # that loops repeat
+MOST_REPEATED = 64                                               # times that a tile is repeated in a record
 LINE = 100                                                       # characters of a line without loops
 
 
@@ -45,7 +46,7 @@ def spec_text(name: str, solution: Solution, tensors: Mapping[str, Element], sha
 
 
 def _number(number: float) -> str:
-    return repr(number)
+    return repr(number + 0)                                      # no -0.0
 
 
 def _axes(one: Field, shape: tuple[int, int]) -> list[str]:
@@ -61,40 +62,40 @@ def _axes(one: Field, shape: tuple[int, int]) -> list[str]:
 
 def tensor_text(name: str, element: Element, fields: Sequence[Field], shape: tuple[int, int]) -> list[str]:
     """The lines of a stored tensor."""
+    fields = _as_in_file(element, fields, shape)
     main = fields[0]
     tile, bits = main.layout.tile, 8 * element.stored.width
     words = len(main.layout.source) // bits
     counts = tile.grid(main.blocks.count(shape))
-    letters = _Letters("t", "u")
-    axes = [f"t<{extent}" if axis == 0 else f"u<{extent}" for axis, extent in enumerate(_extents(main, shape))]
-    own = [size for size in element.stored.shape if size != 1]
-    if words == 1 and not tile.across and len(own) == 2 and own[0] > counts[0] and counts[1] % own[1] == 0:
-        letters = _Letters("t", "u", own[1])                     # a row of the tensor is a part of the weight's row
-        axes = [f"{axes[0]} u<{_quotient('K', shape[1], tile.columns * own[1])}", f"v<{own[1]}"]
+    axes = [f"{letter}<{extent}" if extent != "1" else "1" for letter, extent in zip("tu", _extents(main, shape), strict=True)]
     if tile.across:
         axes, counts = axes[::-1], counts[::-1]
     if words > 1:
         if tile.stacked:
             axes[0] += " word"
         elif element.stored.shape == (counts[0], counts[1] * words):
-            axes[1] += " word"
+            axes[1] = f"{axes[1]} word".removeprefix("1 ")
         else:
             axes.append("word")
-    kind = main.kind if element.kind == main.kind else element.kind
-    record = lines(items(fields), {one.name: one for one in fields}, shape, letters)
-    head = [f"    {name}:", f"      tensor: {kind}[{', '.join(axes)}]"]
+    axes = [axis for axis in axes if axis != "1"] or ["1"]
+    record = lines(items(fields), {one.name: one for one in fields}, shape)
+    head = [f"    {name}:", f"      tensor: {element.kind}[{', '.join(axes)}]"]
     if len(record) == 1:
         return [*head, f'      record: "{record[0]}"']
     return [*head, "      record: |", *(f"        {line}" for line in record)]
 
 
-@dataclass(frozen=True)
-class _Letters:
-    """What variables of a tensor's axes are called; `split`: columns that are an axis of their own, v."""
-
-    row: str
-    column: str
-    split: int = 0
+def _as_in_file(element: Element, fields: Sequence[Field], shape: tuple[int, int]) -> Sequence[Field]:
+    """Fields by larger records where rows of the tensor in the file are no rows of tiles: records may have any shape."""
+    main = fields[0]
+    own = [size for size in element.stored.shape if size != 1]
+    count = main.layout.tile.grid(main.blocks.count(shape))
+    if len(own) < 2 or tuple(own) == count or main.layout.tile.across or len(main.layout.source) > 8 * element.stored.width:
+        return fields
+    times = math.gcd(own[-1], count[1])
+    while times > MOST_REPEATED and times % 2 == 0:
+        times //= 2
+    return [replace(one, layout=one.layout.repeated(times)) for one in fields]
 
 
 def _extents(main: Field, shape: tuple[int, int]) -> tuple[str, str]:
@@ -133,7 +134,7 @@ def items(fields: Sequence[Field]) -> list[Item]:
     return result
 
 
-def lines(record: Sequence[Item], fields: Mapping[str, Field], shape: tuple[int, int], letters: _Letters) -> list[str]:
+def lines(record: Sequence[Item], fields: Mapping[str, Field], shape: tuple[int, int]) -> list[str]:
     """Lines of items with loops, each the longest run of the record that loops can say."""
     result: list[str] = []
     start, single = 0, False
@@ -142,7 +143,7 @@ def lines(record: Sequence[Item], fields: Mapping[str, Field], shape: tuple[int,
         size, digits = max(runs, key=lambda run: (run[0] * math.prod(extent for extent, _ in run[1]) if run[1] else 1, -run[0]))
         names = dict(zip(LETTERS, digits, strict=False))
         head = " ".join(f"{name}<{extent}" for name, (extent, _) in reversed(names.items()))
-        body = " ".join(_item(item, names, fields, shape, letters) for item in record[start:start + size])
+        body = " ".join(_item(item, names, fields, shape) for item in record[start:start + size])
         if single and not head and len(result[-1]) + len(body) < LINE:
             result[-1] += f" {body}"
         else:
@@ -187,17 +188,15 @@ def _sum(digits: Sequence[tuple[int, tuple[int, int, int]]], by: tuple[int, int,
 
 
 def _item(item: Item, loops: Mapping[str, tuple[int, tuple[int, int, int]]], fields: Mapping[str, Field],
-          shape: tuple[int, int], letters: _Letters) -> str:
+          shape: tuple[int, int]) -> str:
     if not item.field:
         return f"pad:{item.width}"
     one = fields[item.field]
     tile = one.layout.tile
     part, row, column = ([(step[axis], name) for name, (_, step) in reversed(loops.items()) if step[axis]] for axis in range(3))
-    own = [(tile.columns, letters.column)] if not letters.split else \
-        [(tile.columns * letters.split, letters.column), (tile.columns, "v")]
     apart = f"*(N/{tile.parts})"
-    subscripts = {"n": _linear([(tile.rows, letters.row), *row, (item.place[1], "")], [*part, (item.place[0], "")], apart),
-                  "k": _linear([*own, *column, (item.place[2], "")])}
+    subscripts = {"n": _linear([(tile.rows, "t"), *row, (item.place[1], "")], [*part, (item.place[0], "")], apart),
+                  "k": _linear([(tile.columns, "u"), *column, (item.place[2], "")])}
     texts = [subscripts["k" if axis[0] == "(" else axis[0]] for axis in _axes(one, shape)]
     bits = "" if item.width == one.layout.bits else f".at({item.bit}):{item.width}"
     return f"{item.field}{'[' + ', '.join(texts) + ']' if texts else ''}{bits}"
@@ -209,5 +208,6 @@ def _linear(terms: Sequence[tuple[int, str]], parts: Sequence[tuple[int, str]] =
               for factor, name in terms if factor]
     signed += [(factor, (f"{abs(factor)}*{name}" if name and abs(factor) != 1 else name or str(abs(factor))) + apart)
                for factor, name in parts if factor]
+    signed = [(factor, term.removeprefix("1*")) for factor, term in signed]
     text = " ".join(f"{'-' if factor < 0 else '+'} {term}" for factor, term in signed)
     return text.removeprefix("+ ") or "0"

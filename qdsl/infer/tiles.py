@@ -7,7 +7,7 @@ tile of the tensor.  A few hundred tiles tell all bits apart: the size of the te
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,12 @@ import numpy.typing as npt
 Codes = npt.NDArray[np.int16]
 Bits = npt.NDArray[np.float32]
 SAMPLES = 256                                                    # tiles that are compared
+SMALL_TILE = 32                                                  # weights; of such tiles more are compared
 FEWEST = 24                                                      # and the fewest that tell bits apart
 MOST_BITS = 4608                                                 # of a stored tile
 AGREEMENT = 0.7                                                  # how far a bit agrees with one of a code; 0 is chance
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+EPSILON = 1e-4                                                   # bits that are the labels are preferred to their complements
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 16, 32, 64, 128)
 COLUMNS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 16, 32, 64, 128, 256, 512)
 PARTS = (1, 2, 4, 8, 10, 3, 5, 6, 7)
 
@@ -98,6 +100,15 @@ class Layout:
     bits: int
     source: npt.NDArray[np.int64]
 
+    def repeated(self, times: int) -> Layout:
+        """The same layout in tiles of so many times the columns, where those follow one another."""
+        tile = replace(self.tile, columns=self.tile.columns * times)
+        weight, bit = np.divmod(np.tile(self.source, (times, 1)), self.bits)
+        row, column = np.divmod(weight, self.tile.columns)
+        column += np.arange(times)[:, None] * self.tile.columns
+        source = (row * tile.columns + column) * self.bits + bit
+        return Layout(tile, self.bits, np.where(self.source < 0, -1, source).reshape(-1))
+
     def read(self, tensor: Stored, shape: tuple[int, int]) -> Codes:
         """The codes [N, K] as stored."""
         view = self.tile.stored(tensor, shape)
@@ -134,7 +145,8 @@ def match(draws: Sequence[tuple[Stored, Labels]], tiles: Sequence[Tile] | None =
 def candidates(shape: tuple[int, int], tensor: Stored) -> Iterator[Tile]:
     """Tiles that the tensor may consist of, small ones first."""
     tiles = [Tile(rows, columns, parts) for rows in ROWS for columns in COLUMNS for parts in PARTS
-             if rows * parts <= shape[0] and columns <= shape[1] and shape[0] % parts == 0 and (parts == 1 or rows == 1)]
+             if rows * parts <= shape[0] and columns <= shape[1] and shape[0] % parts == 0 and (parts == 1 or rows == 1)
+             and (columns == 1 or rows & rows - 1 == 0)]
     for tile in sorted(tiles, key=lambda tile: (tile.size * (1 + (tile.parts > 1)), tile.columns)):
         first, second = tile.grid(shape)
         if 8 * len(tensor.data) <= MOST_BITS * first * second and len(tensor.data) % (first * second) == 0:
@@ -151,8 +163,10 @@ def sample(stored: Stored, labels: Labels, tile: Tile) -> tuple[Bits, Bits] | No
     rows, columns = codes.shape[:2]
     if view is None or not rows * columns:
         return None
-    some = np.random.default_rng(0).permutation(rows * columns)[:SAMPLES] if rows * columns < 1 << 16 else \
-        np.unique(np.random.default_rng(0).integers(0, rows * columns, SAMPLES))
+    count = SAMPLES * (1 if tile.size > SMALL_TILE else 8)
+    random = np.random.default_rng(0)
+    some = random.permutation(rows * columns)[:count] if rows * columns < 1 << 16 else \
+        np.unique(random.integers(0, rows * columns, count))
     at = np.unravel_index(some, (rows, columns))
     bits = np.unpackbits(np.ascontiguousarray(view[at]).reshape(len(some), -1), axis=1, bitorder="little")
     chosen = codes[at].reshape(len(some), -1, 1)
@@ -172,11 +186,24 @@ def agreeing(bits: Bits, labels: Bits, first: int) -> npt.NDArray[np.int64] | No
         return None
     if np.abs(bits.T @ labels[:, :first]).max(0).min() < AGREEMENT * count[:first].min():
         return None
-    agreement = np.abs(bits.T @ labels) / count
+    agreement = bits.T @ labels / count
+    agreement = np.where(agreement < 0, -agreement - EPSILON, agreement)
     places = agreement.argmax(0)
-    if agreement.max(0).min() < AGREEMENT or len(np.unique(places)) < len(places):
+    if agreement.max(0).min() < AGREEMENT:
         return None
-    return places
+    return places if len(np.unique(places)) == len(places) else _distinct(agreement)
+
+
+def _distinct(agreement: Bits) -> npt.NDArray[np.int64] | None:
+    """Places of labels of which some agree with several bits equally: the place behind that of the label before, if it is one."""
+    places: list[int] = []
+    for column in agreement.T:
+        best = np.flatnonzero(column >= column.max() - EPSILON / 2)
+        options = [int(place) for place in best if place not in places]
+        if not options:
+            return None
+        places.append(places[-1] + 1 if places and places[-1] + 1 in options else options[0])
+    return np.array(places)
 
 
 def placed(tile: Tile, labels: Labels, places: npt.NDArray[np.int64], bits: Bits) -> Layout | None:
