@@ -134,17 +134,17 @@ def _numbers_planar(
     words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
 ):
     """levels[q] of pairs i in a half of a chunk, as numbers of type F."""
-    return codebook.floats(words[0], half % 2, i, flip, F)
+    return codebook.floats(codebook.of_16(words[0], i, flip, 2), codebook.of_16(words[0], i, flip, 6), half % 2, F)
 
 
 @triton.jit
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0x555500, 0x550055, 0x555500, 0x550055, 0x38351900, 0x302d3431, -0x474a6700,
+        return codebook.table(g, N, 0x0, 0x555500, 0x550055, 0x555500, 0x550055, 0x38351900, 0x302d3431, -0x474a6700,
             -0x4f524b4f)
     else:
-        return codebook.table(g, N, -0x7fd45500, -0x7fd4ff55, -0x7fd45500, -0x7fd4ff55, 0x3f3f3b00, 0x3e3e3f3e,
+        return codebook.table(g, N, 0x0, -0x7fd45500, -0x7fd4ff55, -0x7fd45500, -0x7fd4ff55, 0x3f3f3b00, 0x3e3e3f3e,
             -0x40404500, -0x41414042)
 
 

@@ -138,18 +138,18 @@ def _numbers_planar(
 ):
     """levels[q] of pairs i in a half of a chunk, as numbers of type F."""
     if F == tl.float16:
-        return codebook.bytes(words[0], half % 2, i, flip)
+        return codebook.integers(codebook.of_16(words[0], i, flip, 2), half % 2, flip, F)
     else:
-        return codebook.floats(words[0], half % 2, i, flip, F)
+        return codebook.floats(codebook.of_16(words[0], i, flip, 2), codebook.of_16(words[0], i, flip, 6), half % 2, F)
 
 
 @triton.jit
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0x3e2c1700, 0x75695c4e, -0x5a677380, -0xf273b4c)
+        return codebook.table(g, N, 0x0, 0x3e2c1700, 0x75695c4e, -0x5a677380, -0xf273b4c)
     else:
-        return codebook.table(g, N, -0x7d592f02, 0x20b00c44, 0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e,
+        return codebook.table(g, N, 0x0, -0x7d592f02, 0x20b00c44, 0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e,
             0x4241413f, 0x42424242)
 
 

@@ -137,20 +137,16 @@ def _numbers_planar(
     words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
 ):
     """level[q] of pairs i in a half of a chunk, as numbers of type F."""
-    if F == tl.float16:
-        return codebook.bytes(words[0], half % 2, i, flip)
-    else:
-        return codebook.floats(words[0], half % 2, i, flip, F)
+    return codebook.integers(codebook.of_16(words[0], i, flip, 2), half % 2, flip, F)
 
 
 @triton.jit
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of level[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
+        return codebook.table(g, N, 0x0, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
     else:
-        return codebook.table(g, N, 0x40008000, 0x4000c080, 0x40008000, 0x4000c080, 0x40403f00, 0x41414040,
-            -0x3f3f4100, -0x3e3e3f40)
+        return codebook.table(g, N, 0x43434343, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
 
 
 @triton.jit
@@ -194,7 +190,7 @@ VARIANT = Variant(
             kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         table=_table_planar, fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32,
-                        width=8, bits=0, base=(12, 0), zero=(-12, 0))),
+                        width=8, bits=0, base=(12, 140), zero=(-12, -140))),
         ),
     },
     decode=decode, encode=encode,

@@ -134,18 +134,18 @@ def _numbers_planar(
     words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
 ):
     """levels[q] of pairs i in a half of a chunk, as numbers of type F."""
-    return codebook.floats(words[0], half % 2, i, flip, F)
+    return codebook.floats(codebook.of_16(words[0], i, flip, 2), codebook.of_16(words[0], i, flip, 6), half % 2, F)
 
 
 @triton.jit
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0x52339200, 0xd4ea8d, 0x68e02618, 0xc9800d, -0x4d4b4a48, 0xa9adb0, 0x312f2d29,
+        return codebook.table(g, N, 0x0, 0x52339200, 0xd4ea8d, 0x68e02618, 0xc9800d, -0x4d4b4a48, 0xa9adb0, 0x312f2d29,
             0x38353433)
     else:
-        return codebook.table(g, N, -0x35f9cd80, 0xba3d92, -0x5283da5d, -0x7fc6ef1e, -0x41404041, 0xbdbebe, 0x3e3e3e3d,
-            0x3f3f3f3e)
+        return codebook.table(g, N, 0x0, -0x35f9cd80, 0xba3d92, -0x5283da5d, -0x7fc6ef1e, -0x41404041, 0xbdbebe,
+            0x3e3e3e3d, 0x3f3f3f3e)
 
 
 @triton.jit

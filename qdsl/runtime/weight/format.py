@@ -608,15 +608,16 @@ class Format:
         quantized = (other or self).quantize(weight, storage, **options)
         return quantized, compare(weight, quantized)
 
-    def planar(self, packed: PackedWeight) -> PackedWeight:
+    def planar(self, packed: PackedWeight, larger: bool = False) -> PackedWeight:
         """The weight in the storage of the kernels for matrix units, exactly; the same object where it has no such form.
 
         That is: another format's formula, columns that are no multiple of 128, an index (act-order) whose groups differ in
         size, or a storage that would be more than 4 % larger, 12 % for codes of fewer than 4 bits.
+        larger: however much larger, as GGML's IQ1 to IQ3 are by 25 to 100 %.
         """
-        return packed if self.why_not_planar(packed) else self.convert(packed, PLANAR)
+        return packed if self.why_not_planar(packed, larger) else self.convert(packed, PLANAR)
 
-    def why_not_planar(self, packed: PackedWeight) -> str:
+    def why_not_planar(self, packed: PackedWeight, larger: bool = False) -> str:
         """Why `planar` leaves a weight as it is; '' where it does not."""
         self._own(packed)
         if packed.storage == PLANAR or PLANAR not in packed.variant.storages:
@@ -633,6 +634,8 @@ class Format:
             for axis in stored.axes:
                 if axis.extent(*packed.shape, packed.sizes) is None:
                     return f"blocks of {axis.by(packed.sizes)} weights go over the ends of rows of {packed.shape[1]}"
+        if larger:
+            return ""
         size = sum(tensor.nbytes for tensor in wide.values())
         new = self.planar_like(packed).nbytes
         limit = 1.04 if 8 * size / max(1, math.prod(packed.shape)) >= 4 else 1.12

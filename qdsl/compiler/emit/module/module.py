@@ -108,7 +108,7 @@ def _body(programs: Sequence[Program]) -> list[str]:
     """Everything of a variant but its header and imports."""
     decoded = decode(programs)
     lines = [f"# -- reference {RULE[:103]}", ""]
-    for line in constants(programs[0]):
+    for line in constants(programs):
         lines += ["", *line, ""]
     for program in programs:
         lines += ["", *unpack_function(program), "", "", *pack_function(program), ""]

@@ -87,7 +87,8 @@ def constants(plan: Plan) -> list[str]:
         arguments += [f"zero={_zero(plan)}"] if _zero(plan) != (0, -128) else []
         arguments += ["exact=True"] if plan.affine.zero and _is_exact(plan) else []
         arguments += ["sums_in_tile_gemm=True"] if plan.sums_in_tile_gemm else []
-        steps = [SPANS.get((plan.planes[0][1], width), 0) for _, width, _ in plan.planes]
+        steps = [LOOKED_UP_SPANS.get(width, 0) if plan.book else SPANS.get((plan.planes[0][1], width), 0)
+                 for _, width, _ in plan.planes]
         arguments += [f"spans={tuple(steps)}"] if any(steps) else []
         arguments += ["tall=True"] if plan.tall else []
     arguments += [f'codes="{plan.stored or plan.affine.code}"', f"special={plan.special}"] if plan.special else []
@@ -136,6 +137,8 @@ def _zero(plan: Plan) -> tuple[int, int]:
 FIRST_BIT = {(8, 8): "0", (4, 4): "4 * (half % 2)", (4, 2): "4 * (half % 2) + 2 * (half // 2)",
              (4, 1): "4 * (half % 2) + half // 2", (2, 2): "2 * half", (2, 1): "2 * half", (1, 1): "half"}
 LATE = {4: 2, 2: 1, 1: 4}
+LOOKED_UP_SPANS = {2: 2, 1: 2}                                    # the same of codes that are looked up
+LOW, HIGH = 2, 6                                                 # where a table's low bytes and high bytes are (kernels/codebook.py)
 SPANS = {(4, 2): 2, (4, 1): 1, (2, 2): 4, (2, 1): 4, (1, 1): 2}  # by how many bits the second chunk of a span lies higher
 
 
@@ -162,20 +165,33 @@ def _numbers(plan: Plan) -> list[str]:
 
 def _looked_up(book: Codebook) -> list[str]:
     """Lines that return what a table has for codes."""
-    if not book.is_int:
-        return ["return codebook.floats(words[0], half % 2, i, flip, F)"]
-    return ["if F == tl.float16:", "    return codebook.bytes(words[0], half % 2, i, flip)",
-            "else:", "    return codebook.floats(words[0], half % 2, i, flip, F)"]
+    def entries(first: int) -> str:
+        return f"codebook.of_16(words[0], i, flip, {first})" if len(book.numbers) == 16 else \
+            f"codebook.of_8(words[0], words[1], half // 2, i, flip, {first})"
+
+    integers = f"return codebook.integers({entries(LOW)}, half % 2, flip, F)"
+    floats = f"return codebook.floats({entries(LOW)}, {entries(HIGH)}, half % 2, F)"
+    if book.is_short or not book.is_int:
+        return [integers if book.is_short else floats]
+    return ["if F == tl.float16:", f"    {integers}", "else:", f"    {floats}"]
 
 
 def _table(plan: Plan) -> list[str]:
-    """Lines that return a table's words."""
+    """Lines that return a table's words, and behind which byte its integers are numbers."""
     if plan.book is None:
         return []
-    texts = [", ".join(f"{word:#x}" for word in words)
-             for words in (plan.book.bytes if plan.book.is_int else plan.book.floats("f16"), plan.book.floats("bf16"))]
-    return ["if F == tl.float16:", f"    return codebook.table(g, N, {texts[0]})",
-            "else:", f"    return codebook.table(g, N, {texts[1]})"]
+    halves, brains = (_table_text(plan.book, kind) for kind in ("f16", "bf16"))
+    return ["if F == tl.float16:", f"    return {halves}", "else:", f"    return {brains}"]
+
+
+def _table_text(book: Codebook, kind: str) -> str:
+    """The call that brings a table's words into registers, for numbers of 'f16' or 'bf16'."""
+    if book.is_short or (book.is_int and kind == "f16"):
+        words = [0 if kind == "f16" else 0x43434343, *book.bytes]
+    else:
+        low, high = book.floats(kind)
+        words = [0, *low, *[0] * (HIGH - LOW - len(low)), *high]
+    return f"codebook.table(g, N, {', '.join(f'{word:#x}' for word in words)})"
 
 
 # -- numbers of groups ------------------------------------------------------------------------------------------------
