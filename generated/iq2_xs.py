@@ -21,7 +21,7 @@ from torch import Tensor
 from qdsl.encode import grid_signs
 from qdsl.runtime import (Field, Format, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant, as_float, as_type,
         integer, joined, pad, spread)
-from qdsl.runtime.gpu.kernels import codebook, device, gemv, lanes, skinny
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -207,21 +207,6 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of levels[q] in a chunk of 128 columns, or in one of those after it."""
-    q_0, q_1, d, sc = tensors
-    return lanes.words(q_0, row, tl.cdiv(K, 256), chunk // 2, more // 2), lanes.late_words(q_1, row, K, chunk, more, 1)
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """levels[q] of pairs i in a half of a chunk, as numbers of type F."""
-    return codebook.integers(codebook.of_8(words[0], words[1], half // 2, i, flip, 2), half % 2, flip, F)
-
-
-@triton.jit
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
@@ -257,28 +242,20 @@ VARIANT = Variant(
         "s": Field("u7", "N", "K/8"),
     },
     storages={
-        "gguf": Storage(
-            tensors={
-                "blocks": Stored("u8", "N", "74*K/256",
-                    bits=("d[1@0, 74@1]", "g+16[1@0, 32:2@1 74@1]", "s+25[1@0, 32:2@1 74@1]",
-                    "sc+528[1@0, 2:4 8:1@1 74@1]")),
-            },
-            unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,)),
-        ),
-        "planar": Storage(
-            tensors={
-                "q_0": Stored("i32", "N", "16*ceil(K/256)"),
-                "q_1": Stored("i32", "N", "16*ceil(K/512)"),
-                "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-                "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="K", last="k", tables=(LEVELS,),
-                    lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, table=_table_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("256", "16"), size=16, width=8, bits=0,
-                        base=(43, 171))),
-        ),
+        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
+            "blocks": Stored("u8", "N", "74*K/256",
+                bits=("d[1@0, 74@1]", "g+16[1@0, 32:2@1 74@1]", "s+25[1@0, 32:2@1 74@1]",
+                "sc+528[1@0, 2:4 8:1@1 74@1]")),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q_0": Stored("i32", "N", "16*ceil(K/256)"),
+            "q_1": Stored("i32", "N", "16*ceil(K/512)"),
+            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+            "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k", tables=(LEVELS,),
+                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_3, numbers=bitplanes.entries_of_8,
+                    table=_table_planar, fields=_fields_planar, scale=_scale_planar, blocks=("256", "16"), size=16,
+                    width=8, bits=0, base=(43, 171)))),
     },
     decode=decode, encode=encode, importance=True,
 )
@@ -291,15 +268,6 @@ FORMAT = Format(
     digest="5323d83ce19a8966",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -21,7 +21,7 @@ from torch import Tensor
 from qdsl.encode import grid_signs
 from qdsl.runtime import (Field, Format, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant, as_float, as_type,
         integer)
-from qdsl.runtime.gpu.kernels import codebook, device, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -176,21 +176,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of levels[q] in a chunk of 128 columns, or in one of those after it."""
-    q, d, sc = tensors
-    return lanes.words(q, row, K // 128, chunk, more),
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """levels[q] of pairs i in a half of a chunk, as numbers of type F."""
-    return codebook.integers(codebook.of_16(words[0], i, flip, 2), half % 2, flip, F)
-
-
-@triton.jit
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
@@ -226,25 +211,17 @@ VARIANT = Variant(
         "s": Field("u7", "N", "K/8"),
     },
     storages={
-        "gguf": Storage(
-            tensors={
-                "blocks": Stored("u8", "N", "98*K/256"),
-            },
-            unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,)),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)"),
-                "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-                "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar,
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        table=_table_planar, fields=_fields_planar, scale=_scale_planar, blocks=("256", "32"), size=32,
-                        width=8, bits=0, base=(62, 190), zero=(-62, -190))),
-        ),
+        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
+            "blocks": Stored("u8", "N", "98*K/256"),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)"),
+            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+            "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.entries_of_16, table=_table_planar, fields=_fields_planar, scale=_scale_planar,
+                    blocks=("256", "32"), size=32, width=8, bits=0, base=(62, 190), zero=(-62, -190)))),
     },
     decode=decode, encode=encode, importance=True,
 )
@@ -257,15 +234,6 @@ FORMAT = Format(
     digest="57f308266d1cee33",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

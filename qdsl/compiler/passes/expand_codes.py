@@ -26,7 +26,7 @@ from qdsl.compiler.spec.reserved import RESERVED
 from qdsl.compiler.spec.source import Problems, Span, Text
 from qdsl.core.numbers import round_to_f32
 
-GROUP = 16                                                       # columns that must share a number for kernels to read it by groups
+GROUP = 16                                                       # columns that share a number of a group, at least
 MAX_NUMBERS = 256                                                # of a code
 MAX_LEVELS = 16                                                  # of a code that is looked up
 MAX_ROWS = 1 << 16                                               # of all entries that a row can have, when it is looked for

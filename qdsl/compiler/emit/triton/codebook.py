@@ -24,8 +24,14 @@ class Codebook:
 
     @property
     def is_int(self) -> bool:
-        """Whether all numbers of the table are integers."""
-        return all(isinstance(number, int) for number in self.numbers) and max(self.numbers) - min(self.numbers) < 256
+        """Whether float16, at least, has them as bytes counted from the least on; of 8 entries bfloat16 does, too."""
+        least, most = min(self.numbers), max(self.numbers)
+        return all(isinstance(number, int) for number in self.numbers) and most - least < 16 * len(self.numbers)
+
+    @property
+    def function(self) -> str:
+        """The function of gpu/kernels/bitplanes.py that looks them up."""
+        return f"{'' if self.is_short else 'wide_' if self.is_int else 'float_'}entries_of_{len(self.numbers)}"
 
     @property
     def is_short(self) -> bool:

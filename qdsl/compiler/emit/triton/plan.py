@@ -19,8 +19,8 @@ from qdsl.core.numbers import Number
 
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
 LOCALS = frozenset((
-    "tensors", "row", "K", "chunk", "more", "words", "half", "i", "digit", "to", "flip", "F", "code", "g", "N", "at", "field",
-    "SIZES", "BASE", "fields", "sum", "ones", "head", "lane", "both", "low", "high", "lanes", "codebook", "records", "tl"))
+    "tensors", "row", "K", "chunk", "more", "F", "g", "N", "at", "field", "SIZES", "BASE", "fields", "sum", "ones", "head",
+    "lane", "both", "low", "high", "lanes", "bitplanes", "codebook", "records", "tl"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,12 @@ class Plan:
         name = argument(self.affine.code)
         names = [name if len(widths) == 1 else f"{name}_{i}" for i in range(len(widths))]
         return list(zip(names, widths, lows, strict=True))
+
+    @property
+    def first(self) -> int:
+        """The place of the codes' first tensor in the storage."""
+        names = [argument(tensor.name) for tensor in self.program.tensors]
+        return names.index(self.planes[0][0]) if self.has_few else 0
 
     @cached_property
     def blocks(self) -> list[str]:
@@ -137,11 +143,6 @@ class Plan:
     def exponent(self) -> int:
         """The exponent bits of codes that are floats."""
         return int(self.code.name[1])
-
-    @property
-    def mantissa(self) -> int:
-        """The mantissa bits of codes that are floats."""
-        return int(self.code.name[3])
 
     @cached_property
     def outer(self) -> list[Group]:
