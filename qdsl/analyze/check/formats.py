@@ -74,6 +74,8 @@ def bits(case: Case) -> tuple[str, str]:
     """Each stored bit is the bit of a field that the record says, in both directions, and padding is zero."""
     shape = case.two_blocks
     fields = case.fields(shape)
+    if case.has_row_codes:
+        raise Skipped("codes stand for rows of tables; the round trip checks them")
     if spec_bits.digit_fields(case.spec) & fields.keys():
         raise Skipped("bytes of base-3 digits have no bits of their own; the round trip checks them")
     count = sum(field.numel() * spec_bits.width_of(case.spec, name, case.params) for name, field in fields.items())

@@ -129,7 +129,7 @@ def _parts(programs: Sequence[Program]) -> tuple[tuple[str, ...], list[Part]]:
 
 def _part(params: Mapping[str, int | str], programs: Sequence[Program]) -> Part:
     first, decoded = programs[0], decode(programs)
-    reference = [tuple(table) for table in constants(first)]
+    reference = [tuple(table) for table in constants(programs)]
     printed = [definitions(kernels(program)) for program in programs]
     for program in programs:
         reference += [tuple(unpack_function(program)), tuple(pack_function(program))]
