@@ -8,7 +8,7 @@ from qdsl.runtime.weight.format import Format, Spec
 from qdsl.runtime.weight.layout import Field, Kernels, Lanes, Narrow, Pairs, Records, Storage, Stream, Variant
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.requantize import Report
-from qdsl.runtime.weight.tables import Table, entries
+from qdsl.runtime.weight.tables import Table, entries, lookup
 
 __all__ = [
            "Field",
@@ -38,6 +38,7 @@ __all__ = [
            "first_trit",
            "integer",
            "joined",
+           "lookup",
            "pad",
            "spread",
            "workspace",
