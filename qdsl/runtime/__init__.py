@@ -9,7 +9,7 @@ from qdsl.runtime.weight.layout import Field, Kernels, Lanes, Narrow, Pairs, Rec
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.requantize import Report
 from qdsl.runtime.weight.row_codes import RowCodes
-from qdsl.runtime.weight.tables import Table, entries
+from qdsl.runtime.weight.tables import Table, entries, lookup
 
 __all__ = [
            "Field",
@@ -40,6 +40,7 @@ __all__ = [
            "first_trit",
            "integer",
            "joined",
+           "lookup",
            "pad",
            "spread",
            "workspace",
