@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, joined, pad, spread
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, joined,
+        pad, spread)
 from qdsl.runtime.gpu.kernels import codebook, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -149,14 +150,6 @@ def _table_planar(g, N, F: tl.constexpr):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, s = tensors
-    block: tl.constexpr = SIZES[0]
-    return field(s, at, 1, block, 0),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * levels[q]."""
     s, = fields
@@ -188,8 +181,8 @@ VARIANT = Variant(
             unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "block"),
             kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        table=_table_planar, fields=_fields_planar, scale=_scale_planar, blocks=("block",), size=32,
-                        width=8, bits=0, unit=(2.0, 1.0), base=(0, 0), zero=(0, 0))),
+                        table=_table_planar, scale=_scale_planar, group_fields=(GroupField("s", 1, "block"),),
+                        blocks=("block",), size=32, width=8, bits=0, unit=(2.0, 1.0), base=(0, 0), zero=(0, 0))),
         ),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"),

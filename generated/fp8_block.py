@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime import Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, pad
 from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
@@ -129,15 +129,6 @@ def _numbers_safetensors(
 
 
 @triton.jit
-def _fields_safetensors(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    weight, weight_scale_inv = tensors
-    bn: tl.constexpr = SIZES[0]
-    bk: tl.constexpr = SIZES[1]
-    return field(weight_scale_inv, at, bn, bk, 0),
-
-
-@triton.jit
 def _scale_safetensors(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * q."""
     s, = fields
@@ -172,15 +163,6 @@ def _numbers_torchao(
 ):
     """q of pairs i in a half of a chunk, as numbers of type F."""
     return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
-
-
-@triton.jit
-def _fields_torchao(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    qdata, scale = tensors
-    bn: tl.constexpr = SIZES[0]
-    bk: tl.constexpr = SIZES[1]
-    return field(scale, at, bn, bk, 0),
 
 
 @triton.jit
@@ -228,15 +210,6 @@ def _numbers_planar(
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, s = tensors
-    bn: tl.constexpr = SIZES[0]
-    bk: tl.constexpr = SIZES[1]
-    return field(s, at, bn, bk, 0),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * q."""
     s, = fields
@@ -261,9 +234,9 @@ VARIANT = Variant(
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_safetensors, numbers=_numbers_safetensors,
-                        fields=_fields_safetensors, scale=_scale_safetensors, blocks=("bk",), in_order=True, width=8,
-                        bits=0, unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127,
-                        narrow=Narrow(w8a8, "e4m3", "weight", groups=True))),
+                        scale=_scale_safetensors, group_fields=(GroupField("weight_scale_inv", "bn", "bk"),),
+                        blocks=("bk",), in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="weight",
+                        special=127, narrow=Narrow(w8a8, "e4m3", "weight", groups=True))),
         ),
         "torchao": Storage(
             tensors={
@@ -273,9 +246,10 @@ VARIANT = Variant(
             },
             unpack=unpack_torchao, pack=pack_torchao,
             kernels=Kernels(_decode_torchao, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, words=_words_torchao, numbers=_numbers_torchao, fields=_fields_torchao,
-                        scale=_scale_torchao, blocks=("bk",), in_order=True, width=8, bits=0, unit=(256.0, 1.0),
-                        base=(0, 0), codes="qdata", special=127, narrow=Narrow(w8a8, "e4m3", "qdata", groups=True))),
+                    lanes=Lanes(skinny, words=_words_torchao, numbers=_numbers_torchao, scale=_scale_torchao,
+                        group_fields=(GroupField("scale", "bn", "bk"),), blocks=("bk",), in_order=True, width=8,
+                        bits=0, unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127,
+                        narrow=Narrow(w8a8, "e4m3", "qdata", groups=True))),
         ),
         "planar": Storage(
             tensors={
@@ -285,8 +259,8 @@ VARIANT = Variant(
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("bk",), size=32, width=8, bits=0,
-                        unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127)),
+                        scale=_scale_planar, group_fields=(GroupField("s", "bn", "bk"),), blocks=("bk",), size=32,
+                        width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127)),
         ),
     },
     decode=decode, encode=encode,

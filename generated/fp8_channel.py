@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Stream, Variant, as_type, cdiv, pad
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Stream, Variant, as_type,
+        cdiv, pad)
 from qdsl.runtime.gpu.kernels import device, lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
@@ -171,11 +172,10 @@ def _numbers_safetensors(
 
 
 @triton.jit
-def _finish_safetensors(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_safetensors(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s * q."""
-    weight, weight_scale = tensors
-    s_g = field(weight_scale, at, 1, 0, 0)
-    sum *= s_g
+    s, = fields
+    sum *= s
     return sum
 
 
@@ -208,11 +208,10 @@ def _numbers_torchao(
 
 
 @triton.jit
-def _finish_torchao(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_torchao(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s * q."""
-    qdata, scale = tensors
-    s_g = field(scale, at, 1, 0, 0)
-    sum *= s_g
+    s, = fields
+    sum *= s
     return sum
 
 
@@ -245,11 +244,10 @@ def _numbers_quanto(
 
 
 @triton.jit
-def _finish_quanto(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_quanto(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s * q."""
-    data, scale = tensors
-    s_g = field(scale, at, 1, 0, 0)
-    sum *= s_g
+    s, = fields
+    sum *= s
     return sum
 
 
@@ -305,11 +303,10 @@ def _numbers_planar(
 
 
 @triton.jit
-def _finish_planar(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s * q."""
-    q, s = tensors
-    s_g = field(s, at, 1, 0, 0)
-    sum *= s_g
+    s, = fields
+    sum *= s
     return sum
 
 
@@ -330,8 +327,9 @@ VARIANT = Variant(
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_safetensors, numbers=_numbers_safetensors,
-                        finish=_finish_safetensors, in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0),
-                        codes="weight", special=127, narrow=Narrow(w8a8, "e4m3", "weight"))),
+                        finish=_finish_safetensors, row_fields=(GroupField("weight_scale", 1, 0),), in_order=True,
+                        width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127,
+                        narrow=Narrow(w8a8, "e4m3", "weight"))),
         ),
         "torchao": Storage(
             tensors={
@@ -341,8 +339,8 @@ VARIANT = Variant(
             unpack=unpack_torchao, pack=pack_torchao,
             kernels=Kernels(_decode_torchao, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_torchao, numbers=_numbers_torchao, finish=_finish_torchao,
-                        in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127,
-                        narrow=Narrow(w8a8, "e4m3", "qdata"))),
+                        row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0),
+                        base=(0, 0), codes="qdata", special=127, narrow=Narrow(w8a8, "e4m3", "qdata"))),
         ),
         "quanto": Storage(
             tensors={
@@ -352,8 +350,8 @@ VARIANT = Variant(
             unpack=unpack_quanto, pack=pack_quanto,
             kernels=Kernels(_decode_quanto, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_quanto, numbers=_numbers_quanto, finish=_finish_quanto,
-                        in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="data", special=127,
-                        narrow=Narrow(w8a8, "e4m3", "data"))),
+                        row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0),
+                        base=(0, 0), codes="data", special=127, narrow=Narrow(w8a8, "e4m3", "data"))),
         ),
         "fp8_lane": Storage(
             tensors={
@@ -379,8 +377,8 @@ VARIANT = Variant(
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        finish=_finish_planar, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q",
-                        special=127)),
+                        finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), width=8, bits=0, unit=(256.0, 1.0),
+                        base=(0, 0), zero=(0, 0), codes="q", special=127)),
         ),
     },
     decode=decode, encode=encode,

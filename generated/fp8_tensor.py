@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime import Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, pad
 from qdsl.runtime.gpu.kernels import device, lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
@@ -138,14 +138,10 @@ def _numbers_safetensors(
 
 
 @triton.jit
-def _finish_safetensors(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_safetensors(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s * q."""
-    weight, weight_scale = tensors
-    if weight_scale is None:
-        s_g = 1.0
-    else:
-        s_g = field(weight_scale, at, 0, 0, 0)
-    sum *= s_g
+    s, = fields
+    sum *= s
     return sum
 
 
@@ -177,11 +173,10 @@ def _numbers_torchao(
 
 
 @triton.jit
-def _finish_torchao(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_torchao(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s * q."""
-    qdata, scale = tensors
-    s_g = field(scale, at, 0, 0, 0)
-    sum *= s_g
+    s, = fields
+    sum *= s
     return sum
 
 
@@ -223,14 +218,10 @@ def _numbers_planar(
 
 
 @triton.jit
-def _finish_planar(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s * q."""
-    q, s = tensors
-    if s is None:
-        s_g = 1.0
-    else:
-        s_g = field(s, at, 0, 0, 0)
-    sum *= s_g
+    s, = fields
+    sum *= s
     return sum
 
 
@@ -252,8 +243,9 @@ VARIANT = Variant(
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_safetensors, numbers=_numbers_safetensors,
-                        finish=_finish_safetensors, in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0),
-                        codes="weight", special=127, narrow=Narrow(w8a8, "e4m3", "weight"))),
+                        finish=_finish_safetensors, row_fields=(GroupField("weight_scale", 0, 0, default=1.0),),
+                        in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127,
+                        narrow=Narrow(w8a8, "e4m3", "weight"))),
         ),
         "torchao": Storage(
             tensors={
@@ -263,8 +255,8 @@ VARIANT = Variant(
             unpack=unpack_torchao, pack=pack_torchao, always=("s",),
             kernels=Kernels(_decode_torchao, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_torchao, numbers=_numbers_torchao, finish=_finish_torchao,
-                        in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127,
-                        narrow=Narrow(w8a8, "e4m3", "qdata"))),
+                        row_fields=(GroupField("scale", 0, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0),
+                        base=(0, 0), codes="qdata", special=127, narrow=Narrow(w8a8, "e4m3", "qdata"))),
         ),
         "planar": Storage(
             tensors={
@@ -274,8 +266,8 @@ VARIANT = Variant(
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        finish=_finish_planar, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q",
-                        special=127)),
+                        finish=_finish_planar, row_fields=(GroupField("s", 0, 0, default=1.0),), width=8, bits=0,
+                        unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127)),
         ),
     },
     decode=decode, encode=encode,

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float, as_type, pad
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float,
+        as_type, pad)
 from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -112,15 +113,6 @@ def _numbers_safetensors(
 
 
 @triton.jit
-def _fields_safetensors(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    weight, weight_scale_inv = tensors
-    bn: tl.constexpr = SIZES[0]
-    bk: tl.constexpr = SIZES[1]
-    return field(weight_scale_inv, at, bn, bk, 0),
-
-
-@triton.jit
 def _scale_safetensors(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * q."""
     s, = fields
@@ -168,15 +160,6 @@ def _numbers_planar(
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, s = tensors
-    bn: tl.constexpr = SIZES[0]
-    bk: tl.constexpr = SIZES[1]
-    return field(s, at, bn, bk, 0),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * q."""
     s, = fields
@@ -203,8 +186,8 @@ VARIANT = Variant(
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_safetensors, numbers=_numbers_safetensors,
-                        fields=_fields_safetensors, scale=_scale_safetensors, blocks=("bk",), in_order=True, width=8,
-                        bits=8, signed=True, base=(128, 2304), double=True,
+                        scale=_scale_safetensors, group_fields=(GroupField("weight_scale_inv", "bn", "bk"),),
+                        blocks=("bk",), in_order=True, width=8, bits=8, signed=True, base=(128, 2304), double=True,
                         narrow=Narrow(w8a8, "i8", "weight", groups=True))),
         ),
         "planar": Storage(
@@ -215,8 +198,8 @@ VARIANT = Variant(
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("bk",), size=32, width=8, bits=8,
-                        signed=True, base=(128, 2304), double=True, zero=(-128, -128))),
+                        scale=_scale_planar, group_fields=(GroupField("s", "bn", "bk"),), blocks=("bk",), size=32,
+                        width=8, bits=8, signed=True, base=(128, 2304), double=True, zero=(-128, -128))),
         ),
     },
     decode=decode, encode=encode,

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float, as_type, pad
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float,
+        as_type, pad)
 from qdsl.runtime.gpu.kernels import lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -151,16 +152,11 @@ def _numbers_safetensors(
 
 
 @triton.jit
-def _finish_safetensors(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_safetensors(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s * (q - z)."""
-    weight, weight_scale, weight_zero_point = tensors
-    s_g = field(weight_scale, at, 0, 0, 0)
-    if weight_zero_point is None:
-        z_g = 0.0
-    else:
-        z_g = field(weight_zero_point, at, 0, 0, 8)
-    sum += lanes.shifted(-z_g, BASE) * ones
-    sum *= s_g
+    s, z = fields
+    sum += lanes.shifted(-z, BASE) * ones
+    sum *= s
     return sum
 
 
@@ -197,16 +193,11 @@ def _numbers_torchao(
 
 
 @triton.jit
-def _finish_torchao(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_torchao(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s * (q - z)."""
-    qdata, scale, zero_point = tensors
-    s_g = field(scale, at, 0, 0, 0)
-    if zero_point is None:
-        z_g = 0.0
-    else:
-        z_g = field(zero_point, at, 0, 0, 8)
-    sum += lanes.shifted(-z_g, BASE) * ones
-    sum *= s_g
+    s, z = fields
+    sum += lanes.shifted(-z, BASE) * ones
+    sum *= s
     return sum
 
 
@@ -250,16 +241,11 @@ def _numbers_planar(
 
 
 @triton.jit
-def _finish_planar(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s * (q - z)."""
-    q, s, z = tensors
-    s_g = field(s, at, 0, 0, 0)
-    if z is None:
-        z_g = 0.0
-    else:
-        z_g = field(z, at, 0, 0, 8)
-    sum += lanes.shifted(-z_g, BASE) * ones
-    sum *= s_g
+    s, z = fields
+    sum += lanes.shifted(-z, BASE) * ones
+    sum *= s
     return sum
 
 
@@ -281,8 +267,11 @@ VARIANT = Variant(
             unpack=unpack_safetensors, pack=pack_safetensors,
             kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_safetensors, numbers=_numbers_safetensors,
-                        finish=_finish_safetensors, in_order=True, width=8, bits=8, signed=True, base=(128, 2304),
-                        ones=True, double=True, narrow=Narrow(w8a8, "i8", "weight", sums=True))),
+                        finish=_finish_safetensors,
+                        row_fields=(GroupField("weight_scale", 0, 0),
+                        GroupField("weight_zero_point", 0, 0, 8, default=0.0)), in_order=True, width=8, bits=8,
+                        signed=True, base=(128, 2304), ones=True, double=True,
+                        narrow=Narrow(w8a8, "i8", "weight", sums=True))),
         ),
         "torchao": Storage(
             tensors={
@@ -293,6 +282,7 @@ VARIANT = Variant(
             unpack=unpack_torchao, pack=pack_torchao,
             kernels=Kernels(_decode_torchao, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_torchao, numbers=_numbers_torchao, finish=_finish_torchao,
+                        row_fields=(GroupField("scale", 0, 0), GroupField("zero_point", 0, 0, 8, default=0.0)),
                         in_order=True, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
                         narrow=Narrow(w8a8, "i8", "qdata", sums=True))),
         ),
@@ -305,8 +295,10 @@ VARIANT = Variant(
             unpack=unpack_planar, pack=pack_planar, reads=("K",),
             kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        finish=_finish_planar, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
-                        zero=(-128, -128), sums_in_tile_gemm=True)),
+                        finish=_finish_planar,
+                        row_fields=(GroupField("s", 0, 0), GroupField("z", 0, 0, 8, default=0.0)), width=8, bits=8,
+                        signed=True, base=(128, 2304), ones=True, double=True, zero=(-128, -128),
+                        sums_in_tile_gemm=True)),
         ),
     },
     decode=decode, encode=encode,

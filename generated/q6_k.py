@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty
+from qdsl.runtime import Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty
 from qdsl.runtime.gpu.kernels import gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -171,13 +171,6 @@ def _numbers_planar(
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q_0, q_1, d, sc = tensors
-    return field(d, at, 1, 256, 0), field(sc, at, 1, 16, 8)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = d * sc * (q - 32.0)."""
     d, sc = fields
@@ -213,8 +206,9 @@ VARIANT = Variant(
             },
             unpack=unpack_planar, pack=pack_planar,
             kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
-                        scale=_scale_planar, blocks=("256", "16"), size=16, width=4, bits=6)),
+                    lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, scale=_scale_planar,
+                        group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 8)), blocks=("256", "16"),
+                        size=16, width=4, bits=6)),
         ),
     },
     decode=decode, encode=encode, importance=True,

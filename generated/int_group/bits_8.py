@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, integer, pad
+from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, integer, pad
 from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -451,18 +451,6 @@ def _numbers_onnx_matmul_nbits(
 
 
 @triton.jit
-def _fields_onnx_matmul_nbits(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    B, scales, zero_points = tensors
-    group: tl.constexpr = SIZES[0]
-    if zero_points is None:
-        z_g = 128.0
-    else:
-        z_g = field(zero_points, at, 1, group, 8)
-    return field(scales, at, 1, group, 0), z_g
-
-
-@triton.jit
 def _scale_onnx_matmul_nbits(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * (q - z)."""
     s, z = fields
@@ -513,18 +501,6 @@ def _numbers_planar(
     """q of pairs i in a half of a chunk, as numbers of type F."""
     code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
     return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, s, z = tensors
-    group: tl.constexpr = SIZES[0]
-    if z is None:
-        z_g = 128.0
-    else:
-        z_g = field(z, at, 1, group, 8)
-    return field(s, at, 1, group, 0), z_g
 
 
 @triton.jit
@@ -619,8 +595,10 @@ VARIANT = Variant(
             unpack=unpack_onnx_matmul_nbits, pack=pack_onnx_matmul_nbits, where=("g",),
             kernels=Kernels(_decode_onnx_matmul_nbits, rows="N", units="K", last="k",
                     lanes=Lanes(skinny, words=_words_onnx_matmul_nbits, numbers=_numbers_onnx_matmul_nbits,
-                        fields=_fields_onnx_matmul_nbits, scale=_scale_onnx_matmul_nbits, blocks=("group",),
-                        in_order=True, width=8, bits=8, base=(0, 2176), double=True)),
+                        scale=_scale_onnx_matmul_nbits,
+                        group_fields=(GroupField("scales", 1, "group"),
+                        GroupField("zero_points", 1, "group", 8, default=128.0)), blocks=("group",), in_order=True,
+                        width=8, bits=8, base=(0, 2176), double=True)),
         ),
         "planar": Storage(
             tensors={
@@ -632,8 +610,10 @@ VARIANT = Variant(
             unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
             kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32, width=8, bits=8,
-                        base=(0, 2176), double=True, zero=(0, 0), sums_in_tile_gemm=True)),
+                        scale=_scale_planar,
+                        group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 8, default=128.0)),
+                        blocks=("group",), size=32, width=8, bits=8, base=(0, 2176), double=True, zero=(0, 0),
+                        sums_in_tile_gemm=True)),
         ),
     },
     decode=decode, encode=encode,

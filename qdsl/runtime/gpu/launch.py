@@ -151,7 +151,8 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
     weight = weight.view(torch.uint8) if stored == torch.float16 else weight
     config, warps = configure.narrow(m, n, stored == torch.float16, x.device)
     yield Call(w8a8.kernel, (tuple(_tensors(packed)), weight, codes, scales, sums if w8a8.sums else None, bias, out, m, n, k),
-               {**lanes.constants("narrow", False, packed.sizes), **config}, (cdiv(n, config["BN"]), cdiv(m, config["BM"])),
+               {**lanes.constants("narrow", False, packed.sizes, packed.layout.coded), **config},
+               (cdiv(n, config["BN"]), cdiv(m, config["BM"])),
                {"num_warps": warps, "num_stages": config["STAGES"]},
                weights=min(config["BN"], n) * k, step=config["BN"] * eight.CHUNK)
 
@@ -199,7 +200,7 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
     assert lanes is not None
     (m, k), n = x.shape, packed.shape[0]
     tensors = _lane_tensors(packed)
-    constants = {**lanes.constants(which, x.dtype == torch.float16, packed.sizes), **config, "F": TYPES[x.dtype]}
+    constants = {**_lane_constants(packed, which, x.dtype), **config}
     if which == "tile_gemm":
         rows, split = 16 * config["R"] * config["W"], config["SPLIT"]
         grid = (cdiv(n, rows), cdiv(m, config["BM"]))
@@ -221,9 +222,15 @@ def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
     assert lanes is not None
     (m, k), n = x.shape, out.shape[1]
     return Call(lanes.skinny, (_lane_tensors(packed), x.view(torch.int32), bias, out, m, n, k, tiles),
-                {**lanes.constants("skinny", x.dtype == torch.float16, packed.sizes), **config, "F": TYPES[x.dtype]},
+                {**_lane_constants(packed, "skinny", x.dtype), **config},
                 (cdiv(n, _lane_rows(config)), cdiv(m, 8) if tiles is None else tiles.shape[0]), _lane_options(config),
                 **_lane_weights(config, n, k, configure.TRIP))
+
+
+def _lane_constants(packed: PackedWeight, which: str, dtype: torch.dtype) -> dict[str, Any]:
+    lanes = packed.layout.kernels.lanes
+    assert lanes is not None
+    return {**lanes.constants(which, dtype == torch.float16, packed.sizes, packed.layout.coded), "F": TYPES[dtype]}
 
 
 def _lane_tensors(packed: PackedWeight) -> tuple[Tensor | None, ...]:

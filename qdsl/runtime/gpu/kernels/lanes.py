@@ -374,22 +374,43 @@ def spread(upper, lower):
 
 @triton.jit
 def number(value, kind: tl.constexpr):
-    """float32 of a stored number: kind 0 is a float that its dtype tells, a name one of device, else an integer's bits.
+    """float32 of a stored number: kind 0 is a float that its dtype tells, a positive one an integer's bits.
+
+    Negative ones are bytes with a function in device, in the order of layout.SMALL_FLOATS.
 
     An integer of up to 23 bits enters the mantissa of 2^23, for a cast would be slow.
     """
     if kind == 0:
         return device.scale(value)
-    elif kind == "e8m0":
+    elif kind == -1:
         return device.e8m0(value)
-    elif kind == "e8m0h":
+    elif kind == -2:
         return device.e8m0h(value)
-    elif kind == "ue4m3":
+    elif kind == -3:
         return device.ue4m3(value)
-    elif kind == "e4m3":
+    elif kind == -4:
         return device.e4m3(value)
     else:
         return (value.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+
+
+@triton.jit
+def values(tensors, fields: tl.constexpr, at, field: tl.constexpr):
+    """What fields, as GroupField.constants has them, are where a family wants them: field(plane, at, rows, columns, kind)."""
+    numbers = ()
+    for i in tl.static_range(len(fields)):
+        numbers = numbers + (value(tensors, fields, i, at, field),)
+    return numbers
+
+
+@triton.jit
+def value(tensors, fields: tl.constexpr, i: tl.constexpr, at, field: tl.constexpr):
+    """Field i of them, its default where it has no tensor."""
+    if tensors[fields[i][0]] is None:
+        default: tl.constexpr = fields[i][4]
+        return default
+    else:
+        return field(tensors[fields[i][0]], at, fields[i][1], fields[i][2], fields[i][3])
 
 
 @triton.jit

@@ -43,8 +43,8 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
 @triton.jit
 def skinny(
     tensors, x, bias, out, M, N, K, tiles,
-    words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, fields: tl.constexpr, scale: tl.constexpr,
-    finish: tl.constexpr, SIZES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, scale: tl.constexpr, finish: tl.constexpr,
+    FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     SIGNED: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr, ONES: tl.constexpr, IN_ORDER: tl.constexpr,
     R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):
@@ -83,7 +83,7 @@ def skinny(
                 values = ()
                 if scale is not None:
                     for u in tl.static_range(128 // SIZE):       # ahead of the products, which their loads then overlap
-                        values = values + (fields(tensors, (row, chunk, K, u, SIZE), field, SIZES),)
+                        values = values + (lanes.values(tensors, FIELDS, (row, chunk, K, u, SIZE), field),)
                 total = acc[r]
                 for u in tl.static_range(128 // SIZE):
                     sum = lanes.part(numbers, loaded, columns, u, j, flip, WIDTH, BITS, SIZE, F)
@@ -96,5 +96,5 @@ def skinny(
         sum = acc[r]
         if finish is not None:
             row = lanes.rows(first + 16 * r, N, start)
-            sum = finish(tensors, sum, ones, (row, 0, K, 0, SIZE), field, SIZES, BASE)
+            sum = finish(lanes.values(tensors, ROW_FIELDS, (row, 0, K, 0, SIZE), field), sum, ones, BASE)
         lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)
