@@ -210,8 +210,10 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
                     {"num_warps": config["W"], "num_stages": config["STAGES"], "enable_fp_fusion": True},
                     weights=min(rows, n) * cdiv(k // 128, split) * 128, step=rows * 128 * config["UNROLL"], scratch=scratch)
     if which == "gemv":
-        return Call(lanes.gemv, (tensors, x.view(torch.int32), bias, out, n, k), constants, (cdiv(n, _lane_rows(config)),),
-                    _lane_options(config), **_lane_weights(config, n, k, lanes.trip(packed.sizes)))
+        early = _early(tensors)
+        return Call(lanes.gemv, (tensors, x.view(torch.int32), bias, out, n, k, early), constants,
+                    (cdiv(n, _lane_rows(config)),), _lane_options(config, early),
+                    **_lane_weights(config, n, k, lanes.trip(packed.sizes)))
     return _few_call(x, packed, bias, out, config)
 
 
@@ -221,9 +223,11 @@ def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
     lanes = packed.layout.kernels.lanes
     assert lanes is not None
     (m, k), n = x.shape, out.shape[1]
-    return Call(lanes.skinny, (_lane_tensors(packed), x.view(torch.int32), bias, out, m, n, k, tiles),
+    tensors = _lane_tensors(packed)
+    early = _early(tensors) if tiles is None else None
+    return Call(lanes.skinny, (tensors, x.view(torch.int32), bias, out, m, n, k, tiles, early),
                 {**_lane_constants(packed, "skinny", x.dtype), **config},
-                (cdiv(n, _lane_rows(config)), cdiv(m, 8) if tiles is None else tiles.shape[0]), _lane_options(config),
+                (cdiv(n, _lane_rows(config)), cdiv(m, 8) if tiles is None else tiles.shape[0]), _lane_options(config, early),
                 **_lane_weights(config, n, k, configure.TRIP))
 
 
@@ -244,8 +248,15 @@ def _lane_rows(config: Mapping[str, int]) -> int:
     return 16 * config["R"] * config["WN"]
 
 
-def _lane_options(config: Mapping[str, int]) -> dict[str, Any]:
-    return {"num_warps": config["WN"] * config["WK"], "num_stages": 1, "enable_fp_fusion": True}
+def _lane_options(config: Mapping[str, int], early: int | None) -> dict[str, Any]:
+    overlaps = {} if early is None else {"launch_pdl": True}
+    return {"num_warps": config["WN"] * config["WK"], "num_stages": 1, "enable_fp_fusion": True, **overlaps}
+
+
+def _early(tensors: tuple[Tensor | None, ...]) -> int | None:
+    """Words of a row of codes, which a launch may fetch before the one before has ended; None where it may not."""
+    words = tensors[0]
+    return words.shape[1] if words is not None and words.dtype == torch.int32 and configure.overlaps(words.device) else None
 
 
 def _lane_weights(config: Mapping[str, int], n: int, k: int, trip: int) -> dict[str, Any]:

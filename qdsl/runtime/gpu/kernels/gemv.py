@@ -40,7 +40,7 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
 
 @triton.jit
 def gemv(
-    tensors, x, bias, out, N, K,
+    tensors, x, bias, out, N, K, early,
     words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, scale: tl.constexpr, finish: tl.constexpr,
     FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     SIGNED: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr,
@@ -48,11 +48,12 @@ def gemv(
 ):
     """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32.
 
-    x: [1, K] of type F, pairs of columns as int32.  STEP: columns of a run, 16, 32 or 64.  EVEN: as in skinny.
+    x: [1, K] of type F, pairs of columns as int32.  STEP: columns of a run, 16, 32 or 64.  early, EVEN: as in skinny.
     """
     TRIP: tl.constexpr = max(2, STEP // 16)                      # chunks of 128 columns that a warp takes in a trip
     w, g, c = lanes.warps(WN * WK)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    lanes.begin(tensors[0], early, first, w, c, N, R, WK)
     flip = lanes.constants(table, g, N, WIDTH, BITS, SIGNED, F)
     acc = lanes.zeros(R, WN * WK)
     for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):

@@ -73,6 +73,30 @@ def late_words(plane, row, K, chunk, more: tl.constexpr, step: tl.constexpr):
 
 
 @triton.jit
+def begin(words, early, first, w, c, N, R: tl.constexpr, WK: tl.constexpr):
+    """Fetch words of a program's first trip into the L2 cache, then wait for the launch before, and let the next one begin.
+
+    words: [N, early].  early: None for a launch that begins when the one before has ended.  Stores of all launches pass through
+    the L2 cache, so that words may be fetched that the launch before still writes.
+    """
+    if early is not None:
+        for r in tl.static_range(R):
+            row = rows(first + 16 * r, N)
+            for t in tl.static_range(2):
+                at = tl.minimum((t * WK + w % WK) * 16 + 4 * c, early - 4)
+                fetch(words + (row[0] * early + at))
+                fetch(words + (row[1] * early + at))
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def fetch(p):
+    """Bring what pointers point to into the L2 cache; no register waits for it."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def half_operand(low, high):
     """w's operand [W, 16, 64] from numbers [8 * W, 16, 2, 2] of i = 0 and i = 1; its K is (u, c, i, e)."""
     W: tl.constexpr = low.shape[0] // 8
