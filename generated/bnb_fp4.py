@@ -126,10 +126,10 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0x555500, 0x550055, 0x555500, 0x550055, 0x38351900, 0x302d3431, -0x474a6700,
+        return codebook.table(g, N, 0x0, 0x555500, 0x550055, 0x555500, 0x550055, 0x38351900, 0x302d3431, -0x474a6700,
             -0x4f524b4f)
     else:
-        return codebook.table(g, N, -0x7fd45500, -0x7fd4ff55, -0x7fd45500, -0x7fd4ff55, 0x3f3f3b00, 0x3e3e3f3e,
+        return codebook.table(g, N, 0x0, -0x7fd45500, -0x7fd4ff55, -0x7fd45500, -0x7fd4ff55, 0x3f3f3b00, 0x3e3e3f3e,
             -0x40404500, -0x41414042)
 
 
@@ -166,8 +166,9 @@ VARIANT = Variant(
             "s": Stored("f32", "N", "K/block"),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.float_entries, table=_table_planar, fields=_fields_planar, scale=_scale_planar,
-                    blocks=("block",), size=32, width=8, bits=0, unit=(2.0, 1.0), base=(0, 0), zero=(0, 0)))),
+                    numbers=bitplanes.float_entries_of_16, table=_table_planar, fields=_fields_planar,
+                    scale=_scale_planar, blocks=("block",), size=32, width=8, bits=0, unit=(2.0, 1.0), base=(0, 0),
+                    zero=(0, 0)))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"),
 )

@@ -129,9 +129,9 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0x3e2c1700, 0x75695c4e, -0x5a677380, -0xf273b4c)
+        return codebook.table(g, N, 0x0, 0x3e2c1700, 0x75695c4e, -0x5a677380, -0xf273b4c)
     else:
-        return codebook.table(g, N, -0x7d592f02, 0x20b00c44, 0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e,
+        return codebook.table(g, N, 0x0, -0x7d592f02, 0x20b00c44, 0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e,
             0x4241413f, 0x42424242)
 
 
@@ -167,9 +167,9 @@ VARIANT = Variant(
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.entries,
-                    table=_table_planar, fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32, width=8,
-                    bits=0, base=(127, 0), zero=(-127, 0)))),
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.wide_entries_of_16, table=_table_planar, fields=_fields_planar,
+                    scale=_scale_planar, blocks=("32",), size=32, width=8, bits=0, base=(127, 0), zero=(-127, 0)))),
     },
     decode=decode, encode=encode, importance=True,
 )

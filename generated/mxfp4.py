@@ -129,10 +129,9 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of level[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
+        return codebook.table(g, N, 0x0, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
     else:
-        return codebook.table(g, N, 0x40008000, 0x4000c080, 0x40008000, 0x4000c080, 0x40403f00, 0x41414040,
-            -0x3f3f4100, -0x3e3e3f40)
+        return codebook.table(g, N, 0x43434343, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
 
 
 @triton.jit
@@ -167,9 +166,9 @@ VARIANT = Variant(
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
             "e": Stored("e8m0h", "N", "K/32", bits=("e[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.entries,
-                    table=_table_planar, fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32, width=8,
-                    bits=0, base=(12, 0), zero=(-12, 0)))),
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.entries_of_16, table=_table_planar, fields=_fields_planar, scale=_scale_planar,
+                    blocks=("32",), size=32, width=8, bits=0, base=(12, 140), zero=(-12, -140)))),
     },
     decode=decode, encode=encode,
 )

@@ -126,11 +126,11 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0x52339200, 0xd4ea8d, 0x68e02618, 0xc9800d, -0x4d4b4a48, 0xa9adb0, 0x312f2d29,
+        return codebook.table(g, N, 0x0, 0x52339200, 0xd4ea8d, 0x68e02618, 0xc9800d, -0x4d4b4a48, 0xa9adb0, 0x312f2d29,
             0x38353433)
     else:
-        return codebook.table(g, N, -0x35f9cd80, 0xba3d92, -0x5283da5d, -0x7fc6ef1e, -0x41404041, 0xbdbebe, 0x3e3e3e3d,
-            0x3f3f3f3e)
+        return codebook.table(g, N, 0x0, -0x35f9cd80, 0xba3d92, -0x5283da5d, -0x7fc6ef1e, -0x41404041, 0xbdbebe,
+            0x3e3e3e3d, 0x3f3f3f3e)
 
 
 @triton.jit
@@ -166,8 +166,9 @@ VARIANT = Variant(
             "s": Stored("f32", "N", "K/block"),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.float_entries, table=_table_planar, fields=_fields_planar, scale=_scale_planar,
-                    blocks=("block",), size=32, width=8, bits=0, unit=(2.0, 1.0), base=(0, 0), zero=(0, 0)))),
+                    numbers=bitplanes.float_entries_of_16, table=_table_planar, fields=_fields_planar,
+                    scale=_scale_planar, blocks=("block",), size=32, width=8, bits=0, unit=(2.0, 1.0), base=(0, 0),
+                    zero=(0, 0)))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"),
 )

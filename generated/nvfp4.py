@@ -157,10 +157,9 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of level[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
+        return codebook.table(g, N, 0x0, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
     else:
-        return codebook.table(g, N, 0x40008000, 0x4000c080, 0x40008000, 0x4000c080, 0x40403f00, 0x41414040,
-            -0x3f3f4100, -0x3e3e3f40)
+        return codebook.table(g, N, 0x43434343, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
 
 
 @triton.jit
@@ -210,9 +209,9 @@ VARIANT = Variant(
             "e": Stored("ue4m3", "N", "K/16", bits=("e[1@0, 1@1]",)),
             "s": Stored("f32", optional="s", bits=("s[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
-                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.entries, table=_table_planar,
-                    fields=_fields_planar, scale=_scale_planar, finish=_finish_planar, blocks=("16",), size=16,
-                    width=8, bits=0, base=(12, 0)))),
+                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.entries_of_16,
+                    table=_table_planar, fields=_fields_planar, scale=_scale_planar, finish=_finish_planar,
+                    blocks=("16",), size=16, width=8, bits=0, base=(12, 140)))),
     },
     decode=decode, encode=encode, defaults={"s": 1},
 )

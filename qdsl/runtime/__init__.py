@@ -8,6 +8,7 @@ from qdsl.runtime.weight.base3 import base3, first_trit
 from qdsl.runtime.weight.layout import Field, Kernels, Lanes, Narrow, Pairs, Records, Storage, Stream, Variant
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.requantize import Report
+from qdsl.runtime.weight.row_codes import RowCodes
 from qdsl.runtime.weight.tables import Table, entries
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
            "QuantizedLinear",
            "Records",
            "Report",
+           "RowCodes",
            "Spec",
            "Storage",
            "Stored",

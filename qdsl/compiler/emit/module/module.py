@@ -130,7 +130,7 @@ def _parts(programs: Sequence[Program]) -> tuple[tuple[str, ...], list[Part]]:
 def _part(params: Mapping[str, int | str], programs: Sequence[Program]) -> Part:
     first, decoded = programs[0], decode(programs)
     references = [reference(program) for program in programs]
-    lines = [*constants(first), *(part for storage in references for part in (storage.unpack, storage.pack)),
+    lines = [*constants(programs), *(part for storage in references for part in (storage.unpack, storage.pack)),
              decode_function(programs, decoded), *([encode_function(first)] if first.encode is not None else [])]
     functions, names = shared_by_storages(programs, [definitions(kernels(program)) for program in programs])
     return Part(params, tuple(programs), tuple(map(definition, lines)), tuple(functions),

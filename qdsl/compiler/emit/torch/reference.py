@@ -57,9 +57,12 @@ def _unpack_function(program: Program, body: list[str], extents: list[str]) -> l
 
 
 def _pack_function(program: Program, body: list[str], extents: list[str]) -> list[str]:
-    stored = [f for f in program.fields if f.name not in program.where]
+    stored = [f.name for f in program.fields if f.name not in program.where]
+    if program.row_codes is not None:
+        stored.remove(program.row_codes.code)
+        stored += [factor.field for factor in program.row_codes.factors]
     optional = set(program.defaults)
-    arguments = [f"{f.name}: Tensor{' | None' if f.name in optional else ''}" for f in stored]
+    arguments = [f"{field}: Tensor{' | None' if field in optional else ''}" for field in stored]
     arguments += ["*", *(f"{word}: int" for word in extents)] if extents else []
     names = ", ".join(tensor.name for tensor in program.tensors)
     return [*wrapped(f"def pack_{program.storage}(", arguments, ") -> dict[str, Tensor]:"),

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from qdsl.compiler.emit.literals import bare_tuple, tupled
 from qdsl.compiler.emit.templates import render
 from qdsl.compiler.emit.triton import records
+from qdsl.compiler.emit.triton.codebook import Codebook
 from qdsl.compiler.emit.triton.plan import CHUNK, Group, Plan, argument, lane_plan
 from qdsl.compiler.emit.triton.records import Record
 from qdsl.compiler.ir.program import Affine, Program, Terms
@@ -87,7 +88,8 @@ def constants(plan: Plan) -> list[str]:
         arguments += [f"zero={_zero(plan)}"] if _zero(plan) != (0, -128) else []
         arguments += ["exact=True"] if plan.affine.zero and _is_exact(plan) else []
         arguments += ["sums_in_tile_gemm=True"] if plan.sums_in_tile_gemm else []
-        steps = [SPANS.get((plan.planes[0][1], width), 0) for _, width, _ in plan.planes]
+        steps = [LOOKED_UP_SPANS.get(width, 0) if plan.book else SPANS.get((plan.planes[0][1], width), 0)
+                 for _, width, _ in plan.planes]
         arguments += [f"spans={tuple(steps)}"] if any(steps) else []
         arguments += ["tall=True"] if plan.tall else []
     arguments += [f'codes="{plan.stored or plan.affine.code}"', f"special={plan.special}"] if plan.special else []
@@ -111,7 +113,7 @@ def _words(plan: Plan) -> str:
 def _numbers(plan: Plan) -> str:
     """The function that makes numbers of codes."""
     if plan.book is not None:
-        return "bitplanes.entries" if plan.book.is_int else "bitplanes.float_entries"
+        return f"bitplanes.{plan.book.function}"
     return f"bitplanes.{plan.code.name}"
 
 
@@ -131,16 +133,25 @@ def _zero(plan: Plan) -> tuple[int, int]:
 # By how many bits the second chunk of a span of 256 columns lies higher, by the widths of the first plane and of a plane
 # (orders of compiler/passes/derive_planar.py).
 SPANS = {(4, 2): 2, (4, 1): 1, (2, 2): 4, (2, 1): 4, (1, 1): 2}
+LOOKED_UP_SPANS = {2: 2, 1: 2}                                   # the same of codes that are looked up, by a plane's width
 
 
 def _table(plan: Plan) -> list[str]:
-    """Lines that return a table's words."""
+    """Lines that return a table's words, and behind which byte its integers are numbers."""
     if plan.book is None:
         return []
-    texts = [", ".join(f"{word:#x}" for word in words)
-             for words in (plan.book.bytes if plan.book.is_int else plan.book.floats("f16"), plan.book.floats("bf16"))]
-    return ["if F == tl.float16:", f"    return codebook.table(g, N, {texts[0]})",
-            "else:", f"    return codebook.table(g, N, {texts[1]})"]
+    halves, brains = (_table_text(plan.book, kind) for kind in ("f16", "bf16"))
+    return ["if F == tl.float16:", f"    return {halves}", "else:", f"    return {brains}"]
+
+
+def _table_text(book: Codebook, kind: str) -> str:
+    """The call that brings a table's words into registers, for numbers of 'f16' or 'bf16'."""
+    if book.is_short or (book.is_int and kind == "f16"):
+        words = [0 if kind == "f16" else 0x43434343, *book.bytes]
+    else:
+        low, high = book.floats(kind)
+        words = [0, *low, *[0] * (4 - len(low)), *high]          # high bytes have a place of their own
+    return f"codebook.table(g, N, {', '.join(f'{word:#x}' for word in words)})"
 
 
 # -- numbers of groups ------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ class Plan:
         if not self.integer:
             return 0, 0
         if self.book:
-            return self.book.base, 0
+            return self.book.base
         sign = 1 << (self.code.bits - 1) if self.code.kind == "signed" else 0
         return sign, sign + (128 * 17 if self.code.bits == 8 else 128)
 
@@ -253,7 +253,7 @@ def lane_plan(program: Program) -> Plan | None:
     if code is None or len(present) < len(tensors):
         return None
     groups = tuple(_group(program, program.field(name), present[name]) for name in affine.fields)
-    book = codebook(program, affine.table) if affine.table else None
+    book = codebook(program, affine.table, 1 << code.bits) if affine.table else None
     plan = Plan(program, affine, code, groups, present[affine.code], book)
     return plan if plan.supported and (book is not None or not affine.table) else None
 

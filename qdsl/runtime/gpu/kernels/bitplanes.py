@@ -6,7 +6,8 @@ that a plane of 2 bits has words for 2 chunks, and one of 1 bit for 4.  Bits of 
 first, so that one shift brings a pair of them to its place.
 
 words_B is the function `words` of a format with codes of B bits.  Its `numbers` is named after the type of the codes: u1 to u8,
-i1 to i8, e4m3, e5m2, e2m1, or `entries` and `float_entries` of a table.
+i1 to i8, e4m3, e5m2, e2m1, or after the table that codes of 3 or 4 bits look up: `entries` are integers that are less than 128
+apart, `wide_entries` less than 256, `float_entries` any numbers.
 """
 
 from qdsl.runtime.gpu.kernels import codebook, lanes
@@ -204,15 +205,35 @@ def e2m1(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl
 
 
 @triton.jit
-def entries(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """The numbers of a table that 4-bit codes stand for: integers that are less than 256 apart, bytes for float16."""
-    if F == tl.float16:
-        return codebook.bytes(words[0], half % 2, i, flip)
-    else:
-        return codebook.floats(words[0], half % 2, i, flip, F)
+def entries_of_8(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The integers of a table that 3-bit codes stand for, as bytes."""
+    return codebook.integers(codebook.of_8(words[0], words[1], half // 2, i, flip, 2), half % 2, flip, F)
 
 
 @triton.jit
-def float_entries(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+def float_entries_of_8(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The numbers of a table that 3-bit codes stand for, in type F."""
+    low = codebook.of_8(words[0], words[1], half // 2, i, flip, 2)
+    return codebook.floats(low, codebook.of_8(words[0], words[1], half // 2, i, flip, 6), half % 2, F)
+
+
+@triton.jit
+def entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The integers of a table that 4-bit codes stand for, as bytes."""
+    return codebook.integers(codebook.of_16(words[0], i, flip, 2), half % 2, flip, F)
+
+
+@triton.jit
+def wide_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The integers of a table that 4-bit codes stand for: bytes for float16."""
+    if F == tl.float16:
+        return entries_of_16(words, half, i, digit, to, flip, F)
+    else:
+        return float_entries_of_16(words, half, i, digit, to, flip, F)
+
+
+@triton.jit
+def float_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """The numbers of a table that 4-bit codes stand for, in type F."""
-    return codebook.floats(words[0], half % 2, i, flip, F)
+    low = codebook.of_16(words[0], i, flip, 2)
+    return codebook.floats(low, codebook.of_16(words[0], i, flip, 6), half % 2, F)
