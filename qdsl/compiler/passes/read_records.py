@@ -301,6 +301,13 @@ class _TensorReader:
         left = {var: _product(unit, moves[0][var]) for var, unit in units[0].items() if var in moves[0]}
         if box > 1 or inside:
             left[""] = _product(inside.pop() if inside else (), 1)
+        inner = next((var for var, weight in left.items() if var and weight.is_const and 0 < weight.const < box), None)
+        if inner is not None and not inside:
+            extent = next(var.extent for var in variables if var.name == inner)
+            self.problems.add(span, f"items of '{field}' lie between those of the next record: '{inner}' steps by {left[inner]}, "
+                                    f"and a record reaches over {box}; loop in the record, '{inner}<{extent}: ...', and write "
+                                    f"'word' in place of the axis '{inner}'")
+            return None
         digits: list[str] = []
         reach = Index(1)
         while left:
