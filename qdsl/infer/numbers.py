@@ -136,7 +136,7 @@ def in_record(name: str, wanted: Numbers, blocks: Blocks, record: Record) -> lis
     tile = Tile(1, count)
     tiles = tile.weights(wanted).reshape(*record.bytes.shape[:2], count)
     for kind in ("f16", "bf16", "f32", *SMALL):
-        slots = {place: values for place, values in record.slots(kind)}
+        slots = dict(record.slots(kind))
         places = [next((place for place, values in slots.items() if close(values, tiles[..., i]).mean() >= FITTING), None)
                   for i in range(count)]
         if all(place is not None for place in places):
@@ -203,9 +203,9 @@ class Record:
         form = number(kind)
         assert form is not None
         size = form.bits // 8
-        free = (self.layout.source.reshape(-1, 8) < 0).all(1)
+        free = [bool((part < 0).all()) for part in self.layout.source.reshape(-1, 8)]
         for place in range(len(free) - size + 1):
-            if free[place:place + size].all():
+            if all(free[place:place + size]):
                 yield place, decoded(self.bytes[..., place:place + size], kind).reshape(self.bytes.shape[:2])
 
     def at(self, tile: Tile, kind: str, places: list[int]) -> Layout:
