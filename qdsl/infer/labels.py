@@ -12,6 +12,7 @@ from qdsl.infer.tiles import Labels
 Values = npt.NDArray[np.float32]
 GROUPS = (1 << 14, 4096, 2048, 1024, 512, 256, 128, 96, 64, 48, 32, 16, 8)
 TOLERANCE = 1e-5                                                 # of the largest value of a group: rounding to float32
+FEWEST_KNOWN = 0.02                                              # of the codes, that tell where bits lie
 CHUNK = 1 << 20                                                  # values that are sorted at a time
 
 
@@ -72,6 +73,8 @@ def lattice(values: Values, size: int, affine: bool, most_bits: int) -> Labels |
         return None
     if affine:
         certain = np.broadcast_to(high - low == (1 << bits) - 1, groups.shape)
+        if certain.mean() < FEWEST_KNOWN:
+            return None
         return Labels((groups - low).reshape(n, k).astype(np.int16), bits, certain.reshape(n, k))
     middle = 1 << bits - 1
     if max(int(high.max()), -int(low.min())) > middle:

@@ -110,13 +110,40 @@ def _places(view: Numbers, wanted: Numbers) -> npt.NDArray[np.int64] | None:
     if not close(stored, needed[:, :1]).mean(0).max() >= FITTING:
         return None
     fitting = close(stored[:, :, None], needed[:, None, :]).mean(0) >= FITTING
+    return _regular(fitting) if fitting.shape[1] & fitting.shape[1] - 1 == 0 else _first(fitting)
+
+
+def _first(fitting: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
+    """For every wanted number the first free place that fits [places, wanted]."""
     places: list[int] = []
     for free in fitting.T:
-        options = [place for place in np.flatnonzero(free) if place not in places]
+        options = [place for place in np.flatnonzero(free).tolist() if place not in places]
         if not options:
             return None
-        places.append(int(options[0]))
+        places.append(options[0])
     return np.array(places)
+
+
+def _regular(fitting: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
+    """Places at which every digit of a number's place in the tile, in base 2, adds a step of its own; numbers may be alike."""
+    def extended(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        count = len(places)
+        if count == fitting.shape[1]:
+            return places
+        for place in np.flatnonzero(fitting[:, count]).tolist():
+            more = places + (place - places[0])
+            if more.min() >= 0 and more.max() < len(fitting) and fitting[more, np.arange(count, 2 * count)].all() and \
+                    not np.isin(more, places).any():
+                whole = extended(np.concatenate([places, more]))
+                if whole is not None:
+                    return whole
+        return None
+
+    for start in np.flatnonzero(fitting[:, 0]).tolist():
+        whole = extended(np.array([start]))
+        if whole is not None:
+            return whole
+    return None
 
 
 def in_tensors(name: str, wanted: Numbers, blocks: Blocks, tensors: Mapping[str, Element]) -> Iterator[Field]:

@@ -13,6 +13,7 @@ from qdsl.infer.solve import Solution
 
 LETTERS = "abcefghijlmoprv"
 MOST_ITEMS = 16                                                  # that loops repeat
+MOST_WIDTH = 64                                                  # bits of an item
 MOST_REPEATED = 64                                               # times that a tile is repeated in a record
 LINE = 100                                                       # characters of a line without loops
 
@@ -130,7 +131,7 @@ def items(fields: Sequence[Field]) -> list[Item]:
                 tile = one.layout.tile
                 place = np.unravel_index(weight, (tile.parts, tile.rows, tile.columns))
                 item = Item(one.name, at, 1, (int(place[0]), int(place[1]), int(place[2])))
-        if result and item.follows(result[-1]):
+        if result and item.follows(result[-1]) and result[-1].width < MOST_WIDTH:
             result[-1] = Item(item.field, result[-1].bit, result[-1].width + 1, item.place)
         else:
             result.append(item)

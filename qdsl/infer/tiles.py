@@ -135,8 +135,10 @@ def match(draws: Sequence[tuple[Stored, Labels]], tiles: Sequence[Tile] | None =
     draws: stored tensors of one layout, with the labels of their codes; several of them stand for more tiles.
     """
     n, k = draws[0][1].codes.shape
+    known_at = draws[0][1].known_at
+    tried = TRIED if known_at is None else int(TRIED / max(float(known_at.mean()), 0.05))
     for tile in tiles or candidates((n, k), draws[0][0]):
-        few = _samples(draws, tile, TRIED)
+        few = _samples(draws, tile, tried)
         if few is None or not _may_be(*few, draws[0][1].bits):
             continue
         sampled = _samples(draws, tile, SAMPLES * (1 if tile.size > SMALL_TILE else 8))
@@ -200,7 +202,7 @@ def _may_be(bits: Bits, labels: Bits, first: int) -> bool:
         return False
     count = np.abs(labels[:, :first]).sum(0)
     agreement = np.abs(bits.T @ labels[:, :first]).max(0)
-    return bool(((agreement >= AGREEMENT * 0.7 * count) | (count < FEWEST / 2)).all())
+    return bool((agreement >= AGREEMENT * 0.7 * count).all())
 
 
 def agreeing(bits: Bits, labels: Bits, planes: int) -> npt.NDArray[np.int64] | None:

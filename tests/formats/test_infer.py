@@ -20,7 +20,7 @@ from qdsl.infer.run import InferError, Inferred, infer
 from qdsl.runtime import FormatError, PackedWeight
 from tests.formats.test_random_specs import codes
 from tests.support.covering import ALL
-from tests.support.formats import SHIPPED, Case, cases, random_packed
+from tests.support.formats import SHIPPED, Case, cases, random_fields
 
 SHAPE = (320, 1024)                                              # whole tiles and groups of every storage
 EVERY = 6                                                        # of how many storages `make test` tries one
@@ -62,7 +62,9 @@ def stored(case: Case) -> PackedWeight:
         weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)) * 0.05
         return case.module.quantize(weight, storage=case.storage, **params)  # type: ignore[no-any-return]
     except FormatError:
-        return random_packed(case, SHAPE, params=params)
+        fields = random_fields(case, SHAPE, params=params)       # scales are not negative, as those of a quantizer
+        positive = {name: field.abs() if field.dtype in (torch.float16, torch.float32) else field for name, field in fields.items()}
+        return case.module.pack(positive, storage=case.storage, **params)  # type: ignore[no-any-return]
 
 
 def of_packed(packed: PackedWeight) -> Inferred:
@@ -202,6 +204,8 @@ def test_a_drawn_storage_is_found(seed: int, tmp_path: Path, monkeypatch: pytest
     low = -(1 << int(kind[1:]) - 1) if kind[0] == "i" else 0
     q = torch.randint(low, low + (1 << int(kind[1:])), (ROWS, COLUMNS), generator=generator)
     numbers = {name: torch.randn(ROWS, COLUMNS // size, generator=generator).half() for name in "sz" if f"  {name}:" in text}
+    if "z" in numbers:
+        numbers["s"] = numbers["s"].abs()                        # which of two codes is the larger nothing else says
     packed = module.pack({"q": q.to(torch.int8 if low else torch.uint8), **numbers})
     inferred = infer("codes", packed.tensors, module.dequantize(packed, torch.float32))
     assert inferred.is_exact, (text, inferred.text, inferred.problems)
