@@ -2,7 +2,7 @@
 
 from qdsl.core.stored import Stored
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
-from qdsl.runtime.weight.arrays import as_float, as_type, cdiv, empty, integer, joined, pad, spread, workspace
+from qdsl.runtime.weight.arrays import as_float, as_type, cdiv, empty, integer, joined, pad, rounded, spread, workspace
 from qdsl.runtime.weight.base3 import base3, first_trit
 from qdsl.runtime.weight.format import Format, Spec
 from qdsl.runtime.weight.layout import Field, Kernels, Lanes, Narrow, Pairs, Records, Storage, Stream, Variant
@@ -40,6 +40,7 @@ __all__ = [
            "joined",
            "lookup",
            "pad",
+           "rounded",
            "spread",
            "workspace",
 ]

@@ -369,5 +369,7 @@ def _factors(program: Program, value: Value) -> Iterator[Value]:
 
 
 def _plain(program: Program, value: Value) -> Value:
-    """The integer that is turned into a float, where one is."""
-    return program.values[value.args[0]] if value.op == "float" else value
+    """The integer that is turned into a float, where one is, and what is rounded to a shorter type."""
+    while value.op in ("float", "round"):
+        value = program.values[value.args[0]]
+    return value
