@@ -78,14 +78,10 @@ VARIANT = Variant(
         "q": Field("u6", "N", "K"),
     },
     storages={
-        "coreml": Storage(
-            tensors={
-                "indices": Stored("u8", "3*ceil(N*K/4)"),
-                "lut": Stored("level_type", "ceil(N/rows)", "1", "64", "1"),
-            },
-            unpack=unpack_coreml, pack=pack_coreml, reads=("N", "K"),
-            kernels=Kernels(_decode_coreml, rows="N", units="K", last="k"),
-        ),
+        "coreml": Storage(unpack=unpack_coreml, pack=pack_coreml, reads=("N", "K"), tensors={
+            "indices": Stored("u8", "3*ceil(N*K/4)"),
+            "lut": Stored("level_type", "ceil(N/rows)", "1", "64", "1"),
+        }, kernels=Kernels(_decode_coreml, rows="N", units="K", last="k")),
     },
     decode=decode, cuts=("ceil(N/rows)", "K"),
 )

@@ -73,14 +73,10 @@ VARIANT = Variant(
         "q": Field("u8", "N", "K"),
     },
     storages={
-        "coreml": Storage(
-            tensors={
-                "indices": Stored("u8", "N*K"),
-                "lut": Stored("level_type", "ceil(N/rows)", "1", "256", "1"),
-            },
-            unpack=unpack_coreml, pack=pack_coreml, reads=("N", "K"),
-            kernels=Kernels(_decode_coreml, rows="N", units="K", last="k"),
-        ),
+        "coreml": Storage(unpack=unpack_coreml, pack=pack_coreml, reads=("N", "K"), tensors={
+            "indices": Stored("u8", "N*K"),
+            "lut": Stored("level_type", "ceil(N/rows)", "1", "256", "1"),
+        }, kernels=Kernels(_decode_coreml, rows="N", units="K", last="k")),
     },
     decode=decode, cuts=("ceil(N/rows)", "K"),
 )

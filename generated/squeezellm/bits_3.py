@@ -79,14 +79,10 @@ VARIANT = Variant(
         "q": Field("u3", "N", "K"),
     },
     storages={
-        "squeezellm": Storage(
-            tensors={
-                "qweight": Stored("i32", "3*K/32", "N"),
-                "lookup_table": Stored("level_type", "N", "8"),
-            },
-            unpack=unpack_squeezellm, pack=pack_squeezellm,
-            kernels=Kernels(_decode_squeezellm, rows="N", units="K/32", last="n"),
-        ),
+        "squeezellm": Storage(unpack=unpack_squeezellm, pack=pack_squeezellm, tensors={
+            "qweight": Stored("i32", "3*K/32", "N"),
+            "lookup_table": Stored("level_type", "N", "8"),
+        }, kernels=Kernels(_decode_squeezellm, rows="N", units="K/32", last="n")),
     },
     decode=decode,
 )

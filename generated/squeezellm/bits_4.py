@@ -75,14 +75,10 @@ VARIANT = Variant(
         "q": Field("u4", "N", "K"),
     },
     storages={
-        "squeezellm": Storage(
-            tensors={
-                "qweight": Stored("i32", "4*K/32", "N"),
-                "lookup_table": Stored("level_type", "N", "16"),
-            },
-            unpack=unpack_squeezellm, pack=pack_squeezellm,
-            kernels=Kernels(_decode_squeezellm, rows="N", units="K/8", last="n"),
-        ),
+        "squeezellm": Storage(unpack=unpack_squeezellm, pack=pack_squeezellm, tensors={
+            "qweight": Stored("i32", "4*K/32", "N"),
+            "lookup_table": Stored("level_type", "N", "16"),
+        }, kernels=Kernels(_decode_squeezellm, rows="N", units="K/8", last="n")),
     },
     decode=decode,
 )

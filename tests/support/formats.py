@@ -52,6 +52,11 @@ class Case:
         return spec(self.path) if self.storage != PLANAR else derived(self.path, self.params)
 
     @property
+    def has_row_codes(self) -> bool:
+        """Whether the storage has codes in place of rows, and so not the format's own fields."""
+        return {field.name.value for field in self.spec.fields} != {field.name.value for field in spec(self.path).fields}
+
+    @property
     def module(self) -> ModuleType:
         return module(self.path)
 

@@ -79,15 +79,15 @@ def _storage(program: Program, several: bool, always: Sequence[str]) -> list[str
     """several: the format has other storages too, between which bits move.  always: fields that other storages may leave out,
     and this one holds.
     """
-    lines = [f'"{program.storage}": Storage(', "    tensors={"]
+    name = program.storage
+    arguments = [f"unpack=unpack_{name}", f"pack=pack_{name}", *_more_arguments(program, always), "tensors={"]
+    lines = wrapped(f'"{name}": Storage(', arguments, "", level=2)
     for tensor in program.tensors:
-        lines += _coded(tensor.stream) if tensor.stream else [f'        "{tensor.name}": {_stored(program, tensor, several)},']
+        lines += _coded(tensor.stream) if tensor.stream else [f'    "{tensor.name}": {_stored(program, tensor, several)},']
     order, shape = order_name(program), _authored(program).shape
-    lines += [f'        "{order}": Stored("i32", "K", optional="{order}"),'] if order else []
-    lines += [f'        "{shape}": Stored("shape", "2"),'] if shape else []
-    arguments = [f"unpack=unpack_{program.storage}", f"pack=pack_{program.storage}", *_more_arguments(program, always)]
-    kernels = indent(wrapped("kernels=Kernels(", _kernels(program), "),", level=1))
-    return [*lines, "    },", *indent(wrapped("", arguments, ",", level=1)), *kernels, "),"]
+    lines += [f'    "{order}": Stored("i32", "K", optional="{order}"),'] if order else []
+    lines += [f'    "{shape}": Stored("shape", "2"),'] if shape else []
+    return [*lines, *wrapped("}, kernels=Kernels(", _kernels(program), ")),", level=2)]
 
 
 def _stored(program: Program, tensor: Tensor, several: bool) -> str:
@@ -182,7 +182,7 @@ def _stream(program: Program, tensor: Tensor, stream: Stream) -> str:
 
 def _coded(stream: Stream) -> list[str]:
     """The tensors of an entropy code."""
-    return [f'        "{stream.tensors[role]}": Stored({", ".join(map(quoted, (kind, *axes)))}),'
+    return [f'    "{stream.tensors[role]}": Stored({", ".join(map(quoted, (kind, *axes)))}),'
             for role, (kind, axes) in CODECS[stream.coding].tensors.items()]
 
 

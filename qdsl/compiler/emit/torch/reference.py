@@ -33,9 +33,12 @@ def unpack_function(program: Program) -> list[str]:
 
 def pack_function(program: Program) -> list[str]:
     """Lines of `pack_STORAGE`, from fields to stored tensors."""
-    stored = [f for f in program.fields if f.name not in program.where]
+    stored = [f.name for f in program.fields if f.name not in program.where]
+    if program.row_codes is not None:
+        stored.remove(program.row_codes.code)
+        stored += [factor.field for factor in program.row_codes.factors]
     optional = set(program.defaults)
-    arguments = [f"{f.name}: Tensor{' | None' if f.name in optional else ''}" for f in stored]
+    arguments = [f"{field}: Tensor{' | None' if field in optional else ''}" for field in stored]
     extents = pack_extents(program)
     arguments += ["*", *(f"{word}: int" for word in extents)] if extents else []
     names = ", ".join(tensor.name for tensor in program.tensors)
