@@ -1,16 +1,17 @@
 """The planar storage: a format's fields laid out for matrix units.
 
 Does: where decode is a line in its code (factor_decode), or in one that stands for rows of tables (expand_codes), and the code's
-bits fit registers, writes one more storage in the language of specs: the code in planes of 4, 2 and 1 bits (or 8), each chunk of 128 columns in the order in which a warp's
-lanes want it (gpu/kernels/lanes.py), and every other field alone in a tensor, row by row, in bytes or its own float type.  It
-then takes the way of every other storage through the passes, which prove that it holds each bit once.
+bits fit registers, writes one more storage in the language of specs: the code in planes of 4, 2 and 1 bits (or 8), each chunk of
+128 columns in the order in which a warp's lanes want it (gpu/kernels/lanes.py), and every other field alone in a tensor, row by
+row, in bytes or its own float type.  It then takes the way of every other storage through the passes, which prove that it holds
+each bit once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import gcd
+from math import frexp, gcd
 
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Index
@@ -21,7 +22,7 @@ from qdsl.compiler.passes.samples import divisor_of
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Storage, Tensor
 from qdsl.compiler.spec.source import Span, Text
-from qdsl.core.numbers import Number
+from qdsl.core.numbers import Number, number
 
 PLANAR, ORDER = "planar", "order"
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
@@ -58,7 +59,8 @@ def derive_planar(programs: Sequence[Program]) -> Program | None:
     code = program.field(affine.code)
     groups = [program.field(name) for name in affine.fields]
     span = program.spec.span
-    tensors = [*_planes(code, affine.table, span), *(_plain(program, field, whole, span) for field in groups)]
+    looked_up = affine.table != "" and float_of_table(program, affine.table) is None
+    tensors = [*_planes(code, looked_up, span), *(_plain(program, field, whole, span) for field in groups)]
     where = [(_text(field.name, span), g.expression(_text(str(index), span)))
              for field in program.fields if field.groups is not None and (index := _in_order(program, field)) is not None]
     fixed = [(_text(key, span), g.expression(_text(str(value), span))) for key, value in program.params.items()]
@@ -178,14 +180,30 @@ def _in_order(program: Program, field: Field) -> Index | None:
     return program.defaults.get(field.name) or program.where.get(field.name)
 
 
-def _planes(code: Field, table: str, span: Span) -> Iterator[Tensor]:
+def float_of_table(program: Program, table: str) -> tuple[Number, float] | None:
+    """The small float, and the power of two times its numbers, that a table has for 4 bits; None where it has others.
+
+    The sign of a zero, which no sum of products shows, may differ.
+    """
+    values = [float(value) for value in program.spec.table(table).values[:16]]
+    for name in FLOAT_CODES:
+        kind = number(name)
+        if kind is not None and kind.bits == 4 and len(values) == 16:
+            numbers = [kind.decode(code) for code in range(16)]
+            unit = max(values) / max(numbers)
+            if frexp(unit)[0] == 0.5 and values == [unit * value for value in numbers]:
+                return kind, unit
+    return None
+
+
+def _planes(code: Field, looked_up: bool, span: Span) -> Iterator[Tensor]:
     assert code.number is not None
     widths = PLANES[code.number.bits]
     low = 0
     for place, width in enumerate(widths):
         name = code.name if len(widths) == 1 else f"{code.name}_{place}"
         part = f".at({low}):{width}" if len(widths) > 1 else ""
-        columns, loops, at = (LOOKED_UP_ORDERS if table else ORDERS)[widths[0], width]
+        columns, loops, at = (LOOKED_UP_ORDERS if looked_up else ORDERS)[widths[0], width]
         shape = f"i32[n<N, t<ceil(K/{columns}) word]"
         yield _tensor(name, shape, f"{loops}: {code.name}[n, {at} + 32*u + 16*i + 8*h + 2*c + e]{part}", span)
         low += width
