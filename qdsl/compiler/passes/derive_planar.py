@@ -43,7 +43,7 @@ LOOKED_UP_ORDERS = {                                             # bytes are loo
     (2, 2): (256, "c<4 u<4 i<2 e<2 h<2 j<2", "256*t + 128*j"),
     (2, 1): (512, "c<4 u<4 i<2 e<2 h<2 j<2 l<2", "512*t + 256*l + 128*j"),
 }
-FLOAT_CODES = ("e4m3", "e5m2", "e2m1")                           # whose bits become a 16-bit float's by shifts alone
+FLOAT_CODES = ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1")                           # whose bits become a 16-bit float's by shifts alone
 GROUP_FLOATS = ("f32", "bf16", "f16", "e8m0", "e8m0h", "e4m3", "ue4m3")
 
 
@@ -98,6 +98,8 @@ def _obstacle(program: Program) -> str:
         types = " and ".join(LOOKED_UP) if affine.table else f"u1 to u8, i1 to i8, {', '.join(FLOAT_CODES)}"
         return f"code '{code.name}' is {code.number.name if code.number else 'an index'}, and matrix units take {types}"
     for name in affine.fields:
+        if any((atom := ix.flat_of(index)) is not None and atom.op == "mod" for index in program.field(name).index):
+            return f"weights that share a '{name}' lie far apart, so that each column of a row has its own"
         if not _is_group(program, program.field(name)):
             return f"kernels cannot read '{name}' by rows and columns: its type or its subscript is not one that they load"
     for field in program.fields:
