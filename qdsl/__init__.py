@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from qdsl.checkpoint.checkpoint import Checkpoint
-    from qdsl.models.load import LoadReport
+    from qdsl.models.load_report import LoadReport
     from qdsl.models.save import SaveReport
     from qdsl.runtime.torch.model import Report
     from qdsl.runtime.weight.packed import PackedWeight

@@ -21,8 +21,8 @@ from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.spec.model import Spec
 from qdsl.compiler.spec.source import SpecError
+from qdsl.runtime.format import Format
 from qdsl.runtime.torch import ops
-from qdsl.runtime.weight.format import Format
 from tests.support.answers import Answers, differences, kept, told_lacking, told_params
 from tests.support.covering import ALL
 from tests.support.formats import SPECS, spec

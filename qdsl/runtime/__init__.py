@@ -1,10 +1,10 @@
 """The runtime of generated modules: packed weights, the functions of a format, kernel launches.  Needs no compiler."""
 
 from qdsl.core.stored import Stored
+from qdsl.runtime.format import Format, Spec
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
 from qdsl.runtime.weight.arrays import as_float, as_type, cdiv, empty, integer, joined, pad, spread, workspace
 from qdsl.runtime.weight.base3 import base3, first_trit
-from qdsl.runtime.weight.format import Format, Spec
 from qdsl.runtime.weight.layout import Field, Kernels, Lanes, Narrow, Pairs, Records, Storage, Stream, Variant
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.requantize import Report

@@ -35,7 +35,7 @@ from qdsl.generated import (
     q6_k,
     q8_0,
 )
-from qdsl.runtime.weight.format import Format
+from qdsl.runtime.format import Format
 from qdsl.runtime.weight.packed import FormatError
 from tests.support import searches
 from tests.support.formats import same_bits

@@ -15,8 +15,8 @@ import qdsl
 from qdsl.generated import int8_channel, int_group, q4_0, q8_0
 from qdsl.models.load import use_planar
 from qdsl.runtime import FormatError, PackedWeight
-from qdsl.runtime.gpu import configure, product
-from qdsl.runtime.torch import model, placement
+from qdsl.runtime.gpu import configure, placement, product
+from qdsl.runtime.torch import model
 from tests.support.small_models import Mlp, files, folder, mlp, mlp_tensors, weight
 
 GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}}

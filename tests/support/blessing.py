@@ -17,7 +17,7 @@ from torch import Tensor
 from qdsl.analyze.check import spec_bits as oracle
 from qdsl.core.shapes import Axis
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.weight.format import Format
+from qdsl.runtime.format import Format
 from tests.support import answers as known_answers
 from tests.support.answers import (
     ABOUT,

@@ -13,7 +13,7 @@ from qdsl.analyze.check import spec_bits
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.spec.model import Spec
 from qdsl.core.numbers import number
-from qdsl.runtime.weight.format import Format
+from qdsl.runtime.format import Format
 from qdsl.runtime.weight.layout import PLANAR, Storage
 from qdsl.runtime.weight.match import torch_dtype
 

@@ -19,7 +19,7 @@ from qdsl.analyze.check.stored_bits import StoredBits
 from qdsl.checkpoint.files.safetensors import CheckpointError, TensorFile
 from qdsl.compiler.spec.model import Spec
 from qdsl.runtime import FormatError, PackedWeight
-from qdsl.runtime.weight.format import Format
+from qdsl.runtime.format import Format
 
 MOST_BITS = 1 << 19                                              # of fields whose places are followed one by one
 EXPECTED = "expected"                                            # the array of a golden file with the values of the weights

@@ -59,6 +59,7 @@ def width_of(spec: Spec, field: str, params: Mapping[str, int | str]) -> int:
 
 
 def element_bits(spec: Spec, tensor: Tensor, params: Mapping[str, int | str]) -> int:
+    """Bits of an element of a tensor; a tensor of records has bytes."""
     if tensor.shape is None:
         return 8
     kind = tensor.shape.type

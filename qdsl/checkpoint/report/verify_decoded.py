@@ -24,7 +24,7 @@ from qdsl.host.processes import results
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from qdsl.runtime import PackedWeight
+    from qdsl.runtime.weight.packed import PackedWeight
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 TILE = 1 << 19                                                   # weights of both that are decoded at a time
@@ -216,6 +216,8 @@ def _numbers(folder: Folder, unit: Unit) -> _Numbers:
 
 def _same_fields(a: _Numbers, b: _Numbers, start: int, stop: int) -> bool:
     """Whether rows of two layers stand for the same weights because all their fields are equal."""
+    from qdsl.runtime.weight.defaults import is_default
+
     if a.packed is None or b.packed is None:
         return False
     x, y = a.packed(start, stop), b.packed(start, stop)
@@ -223,7 +225,7 @@ def _same_fields(a: _Numbers, b: _Numbers, start: int, stop: int) -> bool:
         return False
     x_fields, y_fields = x.format.unpack(x), y.format.unpack(y)
     return all(_same_bits(x_fields[name], y_fields[name]) if name in x_fields and name in y_fields
-               else x.format.is_default(x.variant, name, value, x.sizes) for name, value in (x_fields | y_fields).items())
+               else is_default(x.variant, name, value, x.sizes) for name, value in (x_fields | y_fields).items())
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:

@@ -34,6 +34,7 @@ class Field:
 
     @property
     def bits(self) -> int:
+        """Bits of a code, 32 where a parameter decides the type."""
         return self.number.bits if self.number else 32
 
     @property

@@ -43,7 +43,7 @@ LOOKED_UP_ORDERS = {                                             # bytes are loo
     (2, 2): (256, "c<4 u<4 i<2 e<2 h<2 j<2", "256*t + 128*j"),
     (2, 1): (512, "c<4 u<4 i<2 e<2 h<2 j<2 l<2", "512*t + 256*l + 128*j"),
 }
-FLOAT_CODES = ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1")                           # whose bits become a 16-bit float's by shifts alone
+FLOAT_CODES = ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1")           # whose bits become a 16-bit float's by shifts alone
 GROUP_FLOATS = ("f32", "bf16", "f16", "e8m0", "e8m0h", "e4m3", "ue4m3")
 
 

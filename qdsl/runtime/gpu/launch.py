@@ -17,8 +17,7 @@ from qdsl.runtime.gpu.kernels import dequantize as dequantize_kernel
 from qdsl.runtime.gpu.kernels import eight_bit, matvec
 from qdsl.runtime.gpu.scratch import scratch_of
 from qdsl.runtime.gpu.triton import tl
-from qdsl.runtime.torch import eight
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import eight, streams
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import PackedWeight
 
@@ -69,8 +68,8 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
         for part, result in parts:
             yield from linear_calls(part, packed, bias, result, invariant, candidate)
         return
-    if streams.has_few(x, packed):
-        yield from streams.few_calls(x, packed, bias, out)
+    if configure.has_skinny_streams(x, packed):
+        yield from streams.skinny_calls(x, packed, bias, out)
         return
     packed, calls = streams.decoded(packed)
     yield from calls

@@ -18,9 +18,9 @@ from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import DECODED, Candidate
 from qdsl.runtime.gpu.dense import dense
+from qdsl.runtime.gpu.placement import note
 from qdsl.runtime.gpu.plan import Plan, best, invariant, plan_of
 from qdsl.runtime.gpu.prepared import Prepared, prepare
-from qdsl.runtime.torch.placement import note
 from qdsl.runtime.torch.private_apis import launch_stream
 from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.tiles import row_tiles

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from qdsl.runtime.gpu.product import quick
-from qdsl.runtime.torch import eight
 from qdsl.runtime.torch.linear import INVARIANT, QUANTIZE_X, check_bias
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.ops import autocast, is_plain
 from qdsl.runtime.torch.private_apis import is_autocast_enabled, is_direct
+from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 if TYPE_CHECKING:
-    from qdsl.runtime.weight.format import Format
+    from qdsl.runtime.format import Format
 
 
 class QuantizedLinear(PackedModule, nn.Linear):
@@ -68,6 +68,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
         return dense
 
     def forward(self, input: Tensor) -> Tensor:
+        """x [..., K] times the weight's transpose, plus the bias: [..., N]."""
         if not is_compiling():
             own = self.__dict__                                  # asking nn.Module for each of its attributes costs more
             plan, parameters = own["_packed"].plan, own["_parameters"]
@@ -116,6 +117,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
         self._x_scale = None if scale is None or not is_plain(scale) else float(scale)
 
     def extra_repr(self) -> str:
+        """Features, format and bias, as print(model) shows them."""
         return (f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
                 f"format={self.format.name}.{self._packed.storage}{', quantize_x=True' if self.quantize_x else ''}")
 
@@ -155,10 +157,12 @@ class QuantizedEmbedding(PackedModule, nn.Embedding):
         return dense
 
     def forward(self, input: Tensor) -> Tensor:
+        """Rows of the weight by their numbers: [*index.shape, K]."""
         rows = self.format.dequantize_rows(self.packed, input, self.compute_dtype)
         return rows if self.max_norm is None else _renormed(rows, self.max_norm, self.norm_type)
 
     def extra_repr(self) -> str:
+        """Sizes and format, as print(model) shows them."""
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format.name}.{self._packed.storage}"
 
 

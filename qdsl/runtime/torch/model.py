@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from qdsl.runtime.gpu.placement import fastest_storage, may_change
 from qdsl.runtime.torch.layers import QuantizedLinear
-from qdsl.runtime.torch.placement import fastest_storage, may_change
 from qdsl.runtime.weight.packed import FormatError
 
 if TYPE_CHECKING:
-    from qdsl.runtime.weight.format import Format
+    from qdsl.runtime.format import Format
 
 
 @dataclass(slots=True)

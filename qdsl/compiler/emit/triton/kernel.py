@@ -392,6 +392,7 @@ class Decoder:
         return level, self.stored_field(tensor, field, text)
 
     def stored_field(self, tensor: Tensor, field: Field, text: str) -> str:
+        """A field, from the number that the file stores of it: that may have an offset."""
         add = tensor.stored
         if add is None:
             return text
@@ -400,6 +401,7 @@ class Decoder:
     # -- addresses ----------------------------------------------------------------------------------------------------
 
     def load(self, tensor: Tensor, records: Mapping[str, Index], step: Index, guard: str) -> str:
+        """The load of an element of a tensor, whose records are at these indices."""
         self.base(tensor, records)
         offset = self.offset(tensor, records, step, 1)
         level = self.level(*records.values(), step, guard=guard)

@@ -66,23 +66,23 @@ def _body(plan: Plan, lines: list[str]) -> list[str]:
 
 def constants(plan: Plan) -> list[str]:
     """What a storage's description says of its functions, and of how they are used."""
-    storage, has_few = plan.program.storage, plan.has_few
-    arguments = ["skinny" if has_few else "None"]
-    arguments += [f"gemv={'gemv' if has_few else 'gemv_records'}"] if plan.has_row else []
+    storage, has_skinny = plan.program.storage, plan.has_skinny
+    arguments = ["skinny" if has_skinny else "None"]
+    arguments += [f"gemv={'gemv' if has_skinny else 'gemv_records'}"] if plan.has_row else []
     arguments += ["tile_gemm=tile_gemm"] if plan.has_tile_gemm else []
-    arguments += [f"words={_words(plan)}"] if has_few else [f"start=_start_{storage}"]
+    arguments += [f"words={_words(plan)}"] if has_skinny else [f"start=_start_{storage}"]
     arguments.append(f"numbers={_numbers(plan)}")
     names = [*(["table"] if plan.book else []), *(["point"] if plan.point else []),
-             *([] if plan.late else ["fields", "scale"]), *(["finish"] if has_few and _finish(plan) else [])]
+             *([] if plan.late else ["fields", "scale"]), *(["finish"] if has_skinny and _finish(plan) else [])]
     arguments += [f"{name}=_{name}_{storage}" for name in names]
     arguments += [f"blocks={tupled(list(dict.fromkeys(plan.blocks)))}"] if plan.blocks else []
     arguments += ["in_order=True"] if plan.stored else []
-    arguments += [f"size={plan.size}"] if has_few and plan.size != CHUNK else []
+    arguments += [f"size={plan.size}"] if has_skinny and plan.size != CHUNK else []
     arguments += [f"width={plan.lies[0]}", f"bits={plan.lies[1]}"] if plan.lies != (4, 4) else []
     arguments += ["signed=True"] if plan.code.kind == "signed" and plan.integer and not plan.book else []
     arguments += [f"unit={plan.unit}"] if plan.unit != (2.0 ** 24, 1.0) else []
     arguments += [f"base={plan.base}"] if plan.base != (0, 128) else []
-    arguments += ["ones=True"] if plan.late and has_few and (plan.integer or plan.takes_sums) else []
+    arguments += ["ones=True"] if plan.late and has_skinny and (plan.integer or plan.takes_sums) else []
     arguments += ["double=True"] if plan.integer and plan.code.bits == 8 else []
     if plan.has_tile_gemm:
         arguments += [f"zero={_zero(plan)}"] if _zero(plan) != (0, -128) else []

@@ -70,7 +70,7 @@ class Plan:
     def first(self) -> int:
         """The place of the codes' first tensor in the storage."""
         names = [argument(tensor.name) for tensor in self.program.tensors]
-        return names.index(self.planes[0][0]) if self.has_few else 0
+        return names.index(self.planes[0][0]) if self.has_skinny else 0
 
     @cached_property
     def blocks(self) -> list[str]:
@@ -158,7 +158,7 @@ class Plan:
         return {argument(f[1:]) for _, product in terms for f in product if f[0] == "/"}
 
     @property
-    def has_few(self) -> bool:
+    def has_skinny(self) -> bool:
         """Whether there is a kernel `skinny`, for few rows of x."""
         return self.record is None
 
@@ -170,7 +170,7 @@ class Plan:
     @property
     def has_tile_gemm(self) -> bool:
         """Whether there is a kernel `tile_gemm`, for many rows of x."""
-        return self.has_few and not self.stored and self.smallest >= 32
+        return self.has_skinny and not self.stored and self.smallest >= 32
 
     @property
     def tall(self) -> bool:

@@ -14,9 +14,10 @@ from torch import nn
 
 from qdsl.runtime.gpu import plan
 from qdsl.runtime.gpu.triton import runs_kernels
-from qdsl.runtime.torch import eight
 from qdsl.runtime.torch.private_apis import is_fsdp_shard
+from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.planar import planar_template
 
 SETTING, CHOICES = "QDSL_PLANAR", ("auto", "larger", "never")
 ROWS = (1, 16)                                                   # of x, whose products are compared: most of a server's time
@@ -54,7 +55,7 @@ def planar_gain(packed: PackedWeight, device: torch.device, larger: bool = False
     """
     if not runs_kernels(device) or packed.format.why_not_planar(packed, larger):
         return 0.0
-    planar = packed.format.planar_like(packed)
+    planar = planar_template(packed)
     stored, faster = (sum(plan.choice(weight, m, torch.bfloat16, device).options[0].seconds for m in ROWS)
                       for weight in (packed, planar))
     return stored / faster
