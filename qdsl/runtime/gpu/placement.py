@@ -69,7 +69,7 @@ def note(packed: PackedWeight, device: torch.device) -> str:
     text = f"products in storage planar are predicted to be {gain:.1f} times as fast: qdsl.planar_"
     if not packed.format.why_not_planar(packed):
         return text
-    return f"{text} with larger=True, {packed.format.planar_like(packed).nbytes / packed.nbytes:.2f} times the bytes"
+    return f"{text} with larger=True, {planar_template(packed).nbytes / packed.nbytes:.2f} times the bytes"
 
 
 def may_change(module: nn.Module) -> bool:
