@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_absmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float, as_type, pad,
-        workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float,
+        as_type, pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -91,13 +91,12 @@ def _decode_bitsandbytes(tensors, n, k, live, N, K, sizes, use: tl.constexpr, st
 
 
 @triton.jit
-def _finish_bitsandbytes(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_bitsandbytes(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = 0.007874015718698502 * s * q."""
-    weight, SCB = tensors
-    s_g = field(SCB, at, 1, 0, 0)
+    s, = fields
     if BASE != 0:
         sum -= BASE * ones
-    sum *= 0.007874015718698502 * s_g
+    sum *= 0.007874015718698502 * s
     return sum
 
 
@@ -121,6 +120,16 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
+@triton.jit
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a row adds up to, with w = 0.007874015718698502 * s * q."""
+    s, = fields
+    if BASE != 0:
+        sum -= BASE * ones
+    sum *= 0.007874015718698502 * s
+    return sum
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -134,15 +143,15 @@ VARIANT = Variant(
             "SCB": Stored("f32", "N", aliases=("weight.SCB",), bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k",
                 lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=_finish_bitsandbytes,
-                    in_order=True, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
-                    narrow=Narrow(w8a8, "i8", "weight")))),
+                    row_fields=(GroupField("SCB", 1, 0),), in_order=True, width=8, bits=8, signed=True,
+                    base=(128, 2304), ones=True, double=True, narrow=Narrow(w8a8, "i8", "weight")))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("f32", "N", bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 lanes=Lanes(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.i8,
-                    finish=_finish_bitsandbytes, width=8, bits=8, signed=True, base=(128, 2304), ones=True,
-                    double=True, zero=(-128, -128)))),
+                    finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), width=8, bits=8, signed=True,
+                    base=(128, 2304), ones=True, double=True, zero=(-128, -128)))),
     },
     decode=decode, encode=encode,
 )

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty, pad, workspace
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty,
+        pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import ue4m3
@@ -152,13 +153,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, e, s = tensors
-    return field(e, at, 1, 16, "ue4m3"),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = e * s * q."""
     e, = fields
@@ -167,14 +161,10 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
 
 
 @triton.jit
-def _finish_planar(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = e * s * q."""
-    q, e, s = tensors
-    if s is None:
-        s_g = 1.0
-    else:
-        s_g = field(s, at, 0, 0, 0)
-    sum *= s_g
+    s, = fields
+    sum *= s
     return sum
 
 
@@ -196,8 +186,9 @@ VARIANT = Variant(
             "e": Stored("ue4m3", "N", "K/16", bits=("e[1@0, 1@1]",)),
             "s": Stored("f32", optional="s", bits=("s[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
-                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1, fields=_fields_planar,
-                    scale=_scale_planar, finish=_finish_planar, blocks=("16",), size=16, width=8, bits=0,
+                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1, scale=_scale_planar,
+                    finish=_finish_planar, group_fields=(GroupField("e", 1, 16, "ue4m3"),),
+                    row_fields=(GroupField("s", 0, 0, default=1.0),), blocks=("16",), size=16, width=8, bits=0,
                     unit=(16384.0, 1.0), base=(0, 0)))),
     },
     decode=decode, encode=encode, defaults={"s": 1},

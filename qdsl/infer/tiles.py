@@ -17,7 +17,9 @@ Bits = npt.NDArray[np.float32]
 SAMPLES = 256                                                    # tiles that are compared
 SMALL_TILE = 32                                                  # weights; of such tiles more are compared
 FEWEST = 24                                                      # and the fewest that tell bits apart
-MOST_BITS = 4608                                                 # of a stored tile
+TRIED = 96                                                       # tiles that are compared at first
+MOST_BITS = 4608                                                 # of a stored tile whose codes lie anywhere
+MOST_LARGE, LEAST_LARGE = 1 << 15, 16                            # of one whose codes lie regularly; its fewest rows and columns
 AGREEMENT = 0.7                                                  # how far a bit agrees with one of a code; 0 is chance
 EPSILON = 1e-4                                                   # bits that are the labels are preferred to their complements
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 16, 32, 64, 128)
@@ -130,15 +132,16 @@ def match(draws: Sequence[tuple[Stored, Labels]], tiles: Sequence[Tile] | None =
 
     draws: stored tensors of one layout, with the labels of their codes; several of them stand for more tiles.
     """
-    shape = draws[0][1].codes.shape
-    for tile in tiles or candidates((shape[0], shape[1]), draws[0][0]):
-        sampled = [pair for stored, labels in draws if (pair := sample(stored, labels, tile))]
-        if sum(len(bits) for bits, _ in sampled) >= FEWEST:
-            bits, labels_ = (np.concatenate(arrays) for arrays in zip(*sampled, strict=True))
-            places = agreeing(bits, labels_, draws[0][1].bits)
-            layout = None if places is None else placed(tile, draws[0][1], places, bits)
-            if layout is not None:
-                return layout
+    n, k = draws[0][1].codes.shape
+    for tile in tiles or candidates((n, k), draws[0][0]):
+        few = _samples(draws, tile, TRIED)
+        if few is None or not _may_be(*few, draws[0][1].bits):
+            continue
+        sampled = _samples(draws, tile, SAMPLES * (1 if tile.size > SMALL_TILE else 8))
+        places = None if sampled is None else agreeing(*sampled, draws[0][1].bits)
+        layout = None if places is None or sampled is None else placed(tile, draws[0][1], places, sampled[0].shape[1])
+        if layout is not None:
+            return layout
     return None
 
 
@@ -149,13 +152,25 @@ def candidates(shape: tuple[int, int], tensor: Stored) -> Iterator[Tile]:
              and (columns == 1 or rows & rows - 1 == 0)]
     for tile in sorted(tiles, key=lambda tile: (tile.size * (1 + (tile.parts > 1)), tile.columns)):
         first, second = tile.grid(shape)
-        if 8 * len(tensor.data) <= MOST_BITS * first * second and len(tensor.data) % (first * second) == 0:
-            for across in (False, True) if min(first, second) > 1 else (False,):
-                for stacked in (False, True):
-                    yield Tile(tile.rows, tile.columns, tile.parts, across, stacked)
+        bits = 8 * len(tensor.data) // (first * second)
+        is_large = bits > MOST_BITS
+        if len(tensor.data) % (first * second) or (is_large and (bits > MOST_LARGE or min(tile.rows, tile.columns) < LEAST_LARGE)):
+            continue
+        for across in (False, True) if min(first, second) > 1 else (False,):
+            for stacked in (False, True)[:1 if is_large else 2]:
+                yield Tile(tile.rows, tile.columns, tile.parts, across, stacked)
 
 
-def sample(stored: Stored, labels: Labels, tile: Tile) -> tuple[Bits, Bits] | None:
+def _samples(draws: Sequence[tuple[Stored, Labels]], tile: Tile, count: int) -> tuple[Bits, Bits] | None:
+    """Bits of about `count` tiles of all draws, as `sample` returns them; None where there are too few."""
+    sampled = [pair for stored, labels in draws if (pair := sample(stored, labels, tile, -(-count // len(draws))))]
+    if sum(len(bits) for bits, _ in sampled) < FEWEST:
+        return None
+    bits, labels = (np.concatenate(arrays) for arrays in zip(*sampled, strict=True))
+    return bits, labels
+
+
+def sample(stored: Stored, labels: Labels, tile: Tile, most: int) -> tuple[Bits, Bits] | None:
     """Bits of some tiles: the stored ones [tiles, bits] and those of codes [tiles, weights * bits], as 1 and -1, 0 for unknown."""
     n, k = labels.codes.shape
     view = tile.stored(stored, (n, k))
@@ -163,10 +178,9 @@ def sample(stored: Stored, labels: Labels, tile: Tile) -> tuple[Bits, Bits] | No
     rows, columns = codes.shape[:2]
     if view is None or not rows * columns:
         return None
-    count = SAMPLES * (1 if tile.size > SMALL_TILE else 8)
     random = np.random.default_rng(0)
-    some = random.permutation(rows * columns)[:count] if rows * columns < 1 << 16 else \
-        np.unique(random.integers(0, rows * columns, count))
+    some = random.permutation(rows * columns)[:most] if rows * columns < 1 << 12 else \
+        np.unique(random.integers(0, rows * columns, most))
     at = np.unravel_index(some, (rows, columns))
     bits = np.unpackbits(np.ascontiguousarray(view[at]).reshape(len(some), -1), axis=1, bitorder="little")
     chosen = codes[at].reshape(len(some), -1, 1)
@@ -176,22 +190,55 @@ def sample(stored: Stored, labels: Labels, tile: Tile) -> tuple[Bits, Bits] | No
     return bits.astype(np.float32) * 2 - 1, signs.reshape(len(some), -1)
 
 
-def agreeing(bits: Bits, labels: Bits, first: int) -> npt.NDArray[np.int64] | None:
+def _may_be(bits: Bits, labels: Bits, first: int) -> bool:
+    """Whether some stored bits agree with the labels of the tile's first weight, by a few tiles; too few of them say nothing."""
+    if bits.shape[1] < labels.shape[1]:
+        return False
+    count = np.abs(labels[:, :first]).sum(0)
+    agreement = np.abs(bits.T @ labels[:, :first]).max(0)
+    return bool(((agreement >= AGREEMENT * 0.7 * count) | (count < FEWEST / 2)).all())
+
+
+def agreeing(bits: Bits, labels: Bits, planes: int) -> npt.NDArray[np.int64] | None:
     """The place of every label among the stored bits, or None where a label has no place of its own.
 
-    first: how many labels are tried before all others.
+    planes: labels of a weight.
     """
     count = np.abs(labels).sum(0)
     if count.min() < FEWEST or bits.shape[1] < labels.shape[1]:
         return None
-    if np.abs(bits.T @ labels[:, :first]).max(0).min() < AGREEMENT * count[:first].min():
-        return None
-    agreement = bits.T @ labels / count
-    agreement = np.where(agreement < 0, -agreement - EPSILON, agreement)
+    places = _regular(bits, labels, count, planes)
+    if places is not None or bits.shape[1] > MOST_BITS:
+        return places
+    agreement = _agreement(bits, labels, count)
     places = agreement.argmax(0)
     if agreement.max(0).min() < AGREEMENT:
         return None
     return places if len(np.unique(places)) == len(places) else _distinct(agreement)
+
+
+def _agreement(bits: Bits, labels: Bits, count: Bits) -> Bits:
+    """How far each stored bit agrees with each label [bits, labels], 0 to 1; for a complement a little less."""
+    agreement = bits.T @ labels / count
+    return np.where(agreement < 0, -agreement - EPSILON, agreement)
+
+
+def _regular(bits: Bits, labels: Bits, count: Bits, planes: int) -> npt.NDArray[np.int64] | None:
+    """Places of labels where each digit of a weight's number in the tile, in base 2, adds its own step; None if they do not."""
+    weights = labels.shape[1] // planes
+    if weights & weights - 1:
+        return None
+    digits = [0, *(1 << digit for digit in range(weights.bit_length() - 1))]
+    some = (np.array(digits)[:, None] * planes + np.arange(planes)).reshape(-1)
+    at = _agreement(bits, labels[:, some], count[some]).argmax(0).reshape(-1, planes)
+    places = np.broadcast_to(at[0], (weights, planes)).copy()
+    for digit, step in enumerate(at[1:] - at[0]):
+        places += (np.arange(weights) >> digit & 1)[:, None] * step
+    flat = places.reshape(-1)
+    if flat.min() < 0 or flat.max() >= bits.shape[1] or len(np.unique(flat)) < len(flat):
+        return None
+    agreement = np.abs(np.einsum("tl,tl->l", bits[:, flat], labels)) / count
+    return flat if agreement.min() >= AGREEMENT else None
 
 
 def _distinct(agreement: Bits) -> npt.NDArray[np.int64] | None:
@@ -206,9 +253,9 @@ def _distinct(agreement: Bits) -> npt.NDArray[np.int64] | None:
     return np.array(places)
 
 
-def placed(tile: Tile, labels: Labels, places: npt.NDArray[np.int64], bits: Bits) -> Layout | None:
-    """The layout of labels at these places; None where codes of which the highest bits are known would overlap."""
-    source = np.full(bits.shape[1], -1)
+def placed(tile: Tile, labels: Labels, places: npt.NDArray[np.int64], size: int) -> Layout:
+    """The layout of labels at these places of a stored tile of `size` bits."""
+    source = np.full(size, -1)
     if not labels.top:
         source[places] = np.arange(len(places))
         return Layout(tile, labels.bits, source)

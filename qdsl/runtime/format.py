@@ -209,8 +209,8 @@ class Format:
         """The weight in the storage of the kernels for matrix units, exactly; the same object where it has no such form.
 
         That is: another format's formula, columns that are no multiple of 128, an index (act-order) whose groups differ in
-        size, or a storage that would be more than 4 % larger, 12 % for codes of fewer than 4 bits.  larger: that may grow more,
-        as those of IQ1 to IQ3 do.
+        size, or a storage that would be more than 4 % larger, 12 % for codes of fewer than 4 bits.
+        larger: however much larger, as GGML's IQ1 to IQ3 are by 25 to 100 %.
         """
         return packed if self.why_not_planar(packed, larger) else self.convert(packed, PLANAR)
 

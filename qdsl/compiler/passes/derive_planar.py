@@ -1,10 +1,10 @@
 """The planar storage: a format's fields laid out for matrix units.
 
 Does: where decode is a line in its code (factor_decode), or in one that stands for rows of tables (expand_codes), and the code's
-bits fit registers, writes one more storage in the language of specs: the code in planes of 4, 2 and 1 bits (or 8), each chunk of
-128 columns in the order in which a warp's lanes want it (gpu/kernels/lanes.py), and every other field alone in a tensor, row by
-row, in bytes or its own float type.  It then takes the way of every other storage through the passes, which prove that it holds
-each bit once.
+bits fit registers, writes one more storage in the language of specs.  That has the code in planes of 4, 2 and 1 bits (or 8), each
+chunk of 128 columns in the order in which a warp's lanes want it (gpu/kernels/lanes.py), and every other field alone in a tensor,
+row by row, in bytes or its own float type.  It then takes the way of every other storage through the passes, which prove that
+it holds each bit once.
 """
 
 from __future__ import annotations
