@@ -205,18 +205,19 @@ class Format:
         quantized = (other or self).quantize(weight, storage, **options)
         return quantized, compare(weight, quantized)
 
-    def planar(self, packed: PackedWeight) -> PackedWeight:
+    def planar(self, packed: PackedWeight, larger: bool = False) -> PackedWeight:
         """The weight in the storage of the kernels for matrix units, exactly; the same object where it has no such form.
 
         That is: another format's formula, columns that are no multiple of 128, an index (act-order) whose groups differ in
         size, or a storage that would be more than 4 % larger, 12 % for codes of fewer than 4 bits.
+        larger: however much larger, as GGML's IQ1 to IQ3 are by 25 to 100 %.
         """
-        return packed if self.why_not_planar(packed) else self.convert(packed, PLANAR)
+        return packed if self.why_not_planar(packed, larger) else self.convert(packed, PLANAR)
 
-    def why_not_planar(self, packed: PackedWeight) -> str:
+    def why_not_planar(self, packed: PackedWeight, larger: bool = False) -> str:
         """Why `planar` leaves a weight as it is; '' where it does not."""
         self._own(packed)
-        return planar.why_not_planar(packed)
+        return planar.why_not_planar(packed, larger)
 
     def for_device(self, packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
         """An int4 weight of any format as torch's fused operation of its device, a CPU or an XPU, reads it; `linear` calls that.

@@ -58,7 +58,7 @@ def test_a_loader_stores_weights_planar_on_a_gpu(gpu: None, tmp_path: Path, monk
     assert set(qdsl.load_weights_(stored, source).packed.values()) == {"int_group.gptq_v2"} and storages(stored) == {"gptq_v2"}
     torch.testing.assert_close(faster.up(x), stored.up(x))
     monkeypatch.setenv(placement.SETTING, "always")
-    with pytest.raises(FormatError, match="QDSL_PLANAR is auto or never, not 'always'"):
+    with pytest.raises(FormatError, match="QDSL_PLANAR is auto, larger or never, not 'always'"):
         qdsl.load_weights_(mlp(), source)
 
 

@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "encode": {"runtime/weight", "core"},
     "checkpoint/files": {"host"},
     "checkpoint/detect": {"checkpoint/files", "codecs", "core", "generated", "runtime/weight"},
-    "checkpoint/report": {"checkpoint/files", "checkpoint/detect", "codecs", "core", "host"},
+    "checkpoint/report": {"checkpoint/files", "checkpoint/detect", "codecs", "core", "host", "runtime/weight"},
     "checkpoint": {"checkpoint/files", "checkpoint/detect", "runtime/weight"},
     "generated": set(),
     # what joins them for a user
@@ -70,7 +70,8 @@ ALLOWED: dict[str, set[str]] = {
          "models"},
     "analyze": {"compiler/spec", "compiler/passes", "core", "checkpoint/files", "runtime", "runtime/base", "runtime/gpu",
                 "runtime/torch", "runtime/weight", ""},
-    "cli": {"compiler/spec", "compiler/ir", "compiler/passes", "compiler/emit", "core", "host", "codecs", "runtime",
+    "infer": {"compiler/spec", "core", "runtime/weight", ""},
+    "cli": {"infer", "compiler/spec", "compiler/ir", "compiler/passes", "compiler/emit", "core", "host", "codecs", "runtime",
             "runtime/weight", "analyze", "jobs", "checkpoint/files", "checkpoint/detect", "checkpoint/report", "generated",
             "models", "jobs/engine", "jobs/gguf", "jobs/convert", "jobs/compress", ""},
     "__main__": {"cli", "host"},
@@ -82,7 +83,7 @@ PACKAGES: dict[str, set[str]] = {
     "checkpoint/files": {"torch", "numpy", "huggingface_hub"}, "checkpoint/detect": {"torch", "numpy"},
     "checkpoint/report": {"torch", "numpy"}, "checkpoint": {"torch"}, "": {"torch"},
     "cli": {"typer", "rich"}, "jobs": {"torch", "transformers", "tokenizers"}, "jobs/gguf": {"torch"}, "jobs/convert": {"torch"},
-    "jobs/compress": {"numpy"}, "analyze": {"numpy", "torch", "triton"},
+    "jobs/compress": {"numpy"}, "analyze": {"numpy", "torch", "triton"}, "infer": {"numpy", "torch"},
     "models": {"torch", "accelerate", "diffusers", "huggingface_hub", "peft", "transformers", "gguf", "sentencepiece", "vllm",
                "vllm_omni", "sglang"},
 }

@@ -39,6 +39,11 @@ class Case:
         """The storage, with streams as plain tensors."""
         return self.format.variant(self.params).storages[self.storage].decoded
 
+    @property
+    def has_row_codes(self) -> bool:
+        """Whether it stores codes that stand for several of the format's fields, and not their bits."""
+        return {field.name.value for field in self.spec.fields} != self.format.variant(self.params).fields.keys()
+
     def holds(self, shape: Shape) -> bool:
         """Whether the storage has weights of a shape."""
         layout, sizes = self.layout, self.format.sizes(self.params, shape)

@@ -69,8 +69,20 @@ class QuantizedLinear(PackedModule, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """x [..., K] times the weight's transpose, plus the bias: [..., N]."""
-        if (out := self._quick(input)) is not None:
-            return out
+        if not is_compiling():
+            own = self.__dict__                                  # asking nn.Module for each of its attributes costs more
+            plan, parameters = own["_packed"].plan, own["_parameters"]
+            if plan is not None and "bias" in parameters and own["_x_scale"] is None:
+                bias = parameters["bias"]
+                if is_direct(input, bias) and (tensors := self._unchanged(plan.names)) is not None:
+                    x = autocast(input) if is_autocast_enabled() else input
+                    mode = QUANTIZE_X if self.quantize_x else INVARIANT if self.batch_invariant else ""
+                    if (out := quick(x, plan, tensors, bias, mode)) is not None:
+                        return out
+        return self._product(input)
+
+    def _product(self, input: Tensor) -> Tensor:
+        """The product by whatever way x and the tensors that the layer holds now ask for."""
         if self.quantize_x and self._x_scale is None and self.input_scale is not None:
             self._read_scale()
         packed = self.packed
@@ -78,18 +90,6 @@ class QuantizedLinear(PackedModule, nn.Linear):
         if not is_compiling() and packed.plan is not None:
             self._packed.plan, self._packed.dense = packed.plan, packed.dense
         return out
-
-    def _quick(self, x: Tensor) -> Tensor | None:
-        """The product by launches that are prepared, for the tensors that the layer holds; None where it takes another way."""
-        own = self._parameters
-        if is_compiling() or (plan := self._packed.plan) is None or "bias" not in own or self._x_scale is not None:
-            return None
-        bias, tensors = own["bias"], self._unchanged(plan.names)
-        if tensors is None or not is_direct(x, bias):
-            return None
-        if is_autocast_enabled():
-            x = autocast(x)
-        return quick(x, plan, tensors, bias, QUANTIZE_X if self.quantize_x else INVARIANT if self.batch_invariant else "")
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
                               missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:

@@ -103,7 +103,8 @@ class PackedModule(nn.Module):
 
     def _unchanged(self, names: Sequence[str]) -> list[Tensor] | None:
         """Stored tensors by name, as `packed` has them; None where one was replaced, cast or changed since it was noted."""
-        own, words, dtypes = self._parameters, self._names, self._dtypes
+        attributes = self.__dict__
+        own, words, dtypes = attributes["_parameters"], attributes["_names"], attributes["_dtypes"]
         tensors: list[Tensor] = []
         for name in names:
             tensor = own.get(words[name])

@@ -10,7 +10,7 @@ from qdsl.runtime.weight.layout import PLANAR
 from qdsl.runtime.weight.packed import PackedWeight
 
 
-def why_not_planar(packed: PackedWeight) -> str:
+def why_not_planar(packed: PackedWeight, larger: bool = False) -> str:
     """Why `planar` leaves a weight as it is; '' where it does not."""
     if packed.storage == PLANAR or PLANAR not in packed.variant.storages:
         return "it is that already" if packed.storage == PLANAR else "its format has no storage for matrix units"
@@ -26,6 +26,8 @@ def why_not_planar(packed: PackedWeight) -> str:
         for axis in stored.axes:
             if axis.extent(*packed.shape, packed.sizes) is None:
                 return f"blocks of {axis.by(packed.sizes)} weights go over the ends of rows of {packed.shape[1]}"
+    if larger:
+        return ""
     size = sum(tensor.nbytes for tensor in wide.values())
     new = planar_template(packed).nbytes
     limit = 1.04 if 8 * size / max(1, math.prod(packed.shape)) >= 4 else 1.12
