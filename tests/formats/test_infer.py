@@ -63,7 +63,8 @@ def stored(case: Case) -> PackedWeight:
         return case.module.quantize(weight, storage=case.storage, **params)  # type: ignore[no-any-return]
     except FormatError:
         fields = random_fields(case, SHAPE, params=params)       # scales are not negative, as those of a quantizer
-        positive = {name: field.abs() if field.dtype in (torch.float16, torch.float32) else field for name, field in fields.items()}
+        positive = {name: field.abs() if field.dtype in (torch.float16, torch.float32) else field
+                    for name, field in fields.items()}
         return case.module.pack(positive, storage=case.storage, **params)  # type: ignore[no-any-return]
 
 
@@ -179,7 +180,8 @@ ROWS, COLUMNS = 192, 768                                         # which every d
 def drawn(seed: int) -> tuple[str, str, int]:
     """A spec's text, the type of its codes, and how many columns share its numbers."""
     draw = random.Random(seed)
-    bits, size = draw.choice((2, 3, 4, 4, 5, 6, 8)), draw.choice((16, 32, 64, 128))
+    bits = draw.choice((2, 3, 4, 4, 5, 6, 8))
+    size = draw.choice((16, 32, 64, 128) if bits < 6 else (64, 128))    # that use enough of their codes
     kind = f"{draw.choice('ui')}{bits}"
     numbers = ["s", *draw.choice(([], ["z"]))]
     decode = f"(q - {1 << bits - 1}) * s" if kind[0] == "u" else "q * s"
