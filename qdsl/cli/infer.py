@@ -98,6 +98,7 @@ def _of_tensors(file: Path, packed: str | None, values: str, values_file: Path |
     """A spec from the tensors of a file; and the tensors that it takes, with the values as 'expected'."""
     from qdsl.analyze.check.formats import EXPECTED
     from qdsl.infer.run import InferError, infer
+    from qdsl.infer.text import stored_name
 
     if packed is None:
         fail("name the tensor that holds the codes with --packed", 2)
@@ -107,7 +108,7 @@ def _of_tensors(file: Path, packed: str | None, values: str, values_file: Path |
         inferred = infer(packed, tensors, weights, name)
     except InferError as error:
         fail(f"{error}")
-    return inferred, {**{key: tensors[key] for key in inferred.names}, EXPECTED: weights}
+    return inferred, {**{stored_name(key): tensors[key] for key in inferred.names}, EXPECTED: weights}
 
 
 def _read(path: Path, names: Collection[str]) -> dict[str, Any]:
