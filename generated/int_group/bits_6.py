@@ -377,7 +377,8 @@ def _numbers_planar(
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * (q - z)."""
     s, z = fields
-    sum += lanes.shifted(-z, BASE) * ones
+    if BASE is not None:                             # else operands have no zero point any more
+        sum += lanes.shifted(-z, BASE) * ones
     sum *= s
     return sum
 
@@ -442,7 +443,7 @@ VARIANT = Variant(
                     lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
                         scale=_scale_planar,
                         group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 6, default=32.0)),
-                        blocks=("group",), size=32, width=4, bits=6, sums_in_tile_gemm=True, spans=(0, 2))),
+                        point=1, blocks=("group",), size=32, width=4, bits=6, zero=(0, 0), exact=True, spans=(0, 2))),
         ),
     },
     decode=decode, encode=encode,
