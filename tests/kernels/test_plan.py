@@ -216,15 +216,22 @@ def test_arguments_of_prepared_launches() -> None:
     table, weight, x, out = torch.zeros(8), torch.zeros(64, 8), torch.zeros(4, 8), torch.zeros(4, 64)
 
     def prepared(planes: tuple[torch.Tensor | int | None, ...]) -> Prepared | None:
-        call = Call(kernel, (planes, x[2:], 4), {"function": len}, (7, 2), {})
+        call = Call(kernel, (planes, x[2:], 4), {"function": len}, (7, 2), {}, aligned=((weight, 64),))
         return prepare([(call, compiled)], [x, weight, None], out, [table], False)
 
     ready = prepared((weight[16:], None, 3, table))
-    assert ready is not None and not ready.is_decoded
-    [launched] = ready.launches
-    launched.run([9, 1000, 5000, 0, 7000])
-    assert calls == [(7, 2, 1, 9, 5, "metadata", None, None, None, (5000 + 16 * 8 * 4, None, 3, table),
-                      1000 + 2 * 8 * 4, 4, len)]
+    assert ready is not None and not ready.is_decoded and ready.sizes == (4, 64)
+    memory = torch.zeros(200)
+    start = -memory.data_ptr() % 64 // 4
+    other, own = memory[start:start + 64], torch.zeros(4, 8)
+    product = ready.run(own, [other], None, 9, (4, 64))
+    assert product is not None and product.shape == (4, 64)
+    assert calls == [(7, 2, 1, 9, 5, "metadata", None, None, None, (other.data_ptr() + 16 * 8 * 4, None, 3, table),
+                      own.data_ptr() + 2 * 8 * 4, 4, len)]
+    assert ready.run(own, [memory[start + 4:start + 68]], None, 9, (4, 64)) is None    # a multiple of 16 bytes, not of 64
+    assert ready.run(own, [other.view(8, 8).t()], None, 9, (4, 64)) is None
+    kernel.pre_run_hooks.append(len)
+    assert ready.run(own, [other], None, 9, (4, 64)) is None and len(calls) == 1
     assert prepared((weight, torch.zeros(8))) is None            # a tensor of this call alone
     assert prepare([], [torch.zeros(9)[1:]], out, [], False) is None  # no multiple of 16 bytes
     call = Call(kernel, ((weight,), x, 4), {"function": len}, (1,), {})

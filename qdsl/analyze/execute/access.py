@@ -19,6 +19,7 @@ SECTOR, BANKS = 32, 32                                           # bytes; banks 
 
 @opcode("ld", "ldu")
 def load(context: Context) -> Step:
+    """Loads from a space of memory, or from the parameters."""
     kind, modifiers = context.kind, context.modifiers
     bits = type_bits(kind)
     if "param" in modifiers:
@@ -63,6 +64,7 @@ def _parameter(context: Context, bits: int) -> Step:
 
 @opcode("st")
 def store(context: Context) -> Step:
+    """Stores to a space of memory."""
     bits, modifiers = type_bits(context.kind), context.modifiers
     sources, address = context.sources(1, bits), context.address(0)
     size = bits // 8 * len(sources)

@@ -137,6 +137,7 @@ class _Product:
 
 @opcode("wgmma")
 def warp_group(context: Context) -> Step:
+    """Hopper's matrix products of four warps, their fences, groups and waits."""
     modifiers = context.modifiers
     if "fence" in modifiers:
         def fence(batch: Batch, at: At) -> None:

@@ -40,8 +40,8 @@ def _affine(program: Program) -> Affine | str:
         return f"decode needs one field with a value per weight, [n, k]; here: {', '.join(codes) or 'none'}"
     sums = _expanded(program)
     if sums is None:
-        return ("decode is no sum of products: it divides by a sum or by a number that is no power of two, or reads rows of a "
-                "table")
+        return ("decode is no sum of products: it divides by a sum or by a number that is no power of two, rounds to another "
+                "type, or reads rows of a table or a stored one")
     factors = {name for product in sums for name in product}
     read = {name for name in factors if name == codes[0] or "[" in name}
     if len(read) != 1 or any(sum(name in read for name in product) > 1 for product in sums):

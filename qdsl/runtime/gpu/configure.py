@@ -20,6 +20,8 @@ import torch
 from qdsl.core.shapes import axis
 from qdsl.host.files import cache_folder
 from qdsl.runtime.gpu.devices import GPUS, Gpu, of_device
+from qdsl.runtime.gpu.triton import runs_kernels
+from qdsl.runtime.weight import streams
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import FormatError
 
@@ -82,6 +84,7 @@ def assumed(capability: int, multiprocessors: int, gpu: Gpu | None = None) -> It
 
 
 def target(device: torch.device) -> Target:
+    """What launches on a device depend on; off GPUs the one that `assumed` states."""
     return _target(device) if device.type in ("cuda", "xpu") else _assumed
 
 
@@ -91,6 +94,12 @@ def _target(device: torch.device) -> Target:
         return Target(0, torch.xpu.get_device_properties(device).max_compute_units)
     capability = torch.cuda.get_device_capability(device)[0] if torch.version.cuda else 0
     return Target(capability, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def has_skinny_streams(x: torch.Tensor, packed: PackedWeight) -> bool:
+    """Whether kernels multiply x [M, K] with weights that they decode in registers, on the device of x."""
+    lacks_units = runs_kernels(x.device) and target(x.device).capability < 8
+    return not lacks_units and streams.has_skinny(x, packed)
 
 
 def gpu(device: torch.device) -> Gpu:

@@ -17,8 +17,7 @@ from qdsl.runtime.gpu.kernels import dequantize as dequantize_kernel
 from qdsl.runtime.gpu.kernels import eight_bit, matvec
 from qdsl.runtime.gpu.scratch import scratch_of
 from qdsl.runtime.gpu.triton import tl
-from qdsl.runtime.torch import eight
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import eight, streams
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import PackedWeight
 
@@ -57,7 +56,7 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     while cdiv(units, bk) > SECOND_AXIS:                         # rows of 16 million columns and more
         bn, bk = max(1, bn // 2), 2 * bk
     # Contracted multiply-adds would skip a rounding that the formula has.
-    yield Call(dequantize_kernel, (_read(packed), out, *packed.shape, _sizes(packed), rows, units),
+    yield Call(dequantize_kernel, (read_tensors(packed), out, *packed.shape, size_arguments(packed), rows, units),
                _constants(packed, bn, bk), (cdiv(rows, bn), cdiv(units, bk)),
                {"num_warps": WARPS, "enable_fp_fusion": False}, weights=_weights(packed, bn, bk))
 
@@ -69,8 +68,8 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
         for part, result in parts:
             yield from linear_calls(part, packed, bias, result, invariant, candidate)
         return
-    if streams.has_few(x, packed):
-        yield from streams.few_calls(x, packed, bias, out)
+    if configure.has_skinny_streams(x, packed):
+        yield from streams.skinny_calls(x, packed, bias, out)
         return
     packed, calls = streams.decoded(packed)
     yield from calls
@@ -86,7 +85,7 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
     bn, bk = candidate.config["BN"], candidate.config["BK"]
     constants = {**_constants(packed, bn, bk), "DIVIDES": packed.layout.kernels.divides}
     for part, result in _parts(x, out, 1):
-        yield Call(matvec, (_read(packed), part, bias, result, *packed.shape, _sizes(packed), rows, units),
+        yield Call(matvec, (read_tensors(packed), part, bias, result, *packed.shape, size_arguments(packed), rows, units),
                    constants, (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
                    weights=_weights(packed, bn, units), step=_weights(packed, bn, bk))
 
@@ -291,12 +290,12 @@ def _weights(packed: PackedWeight, rows: int, units: int) -> int:
                      for dim, count in along)
 
 
-def _read(packed: PackedWeight) -> tuple[Tensor | None, ...]:
+def read_tensors(packed: PackedWeight) -> tuple[Tensor | None, ...]:
     """The memory that kernels which decode unit by unit read: the tensors, and tables."""
     return *_tensors(packed), *(table.on(packed.device) for table in packed.layout.kernels.tables)
 
 
-def _sizes(packed: PackedWeight) -> tuple[int, ...] | None:
+def size_arguments(packed: PackedWeight) -> tuple[int, ...] | None:
     """Size parameters as a kernel's argument; None where it has none, for an argument of a kernel is no empty tuple."""
     return tuple(packed.sizes.values()) or None
 

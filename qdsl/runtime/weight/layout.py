@@ -321,3 +321,8 @@ class Variant:
     defaults: Mapping[str, int | None] = field(default_factory=dict)
     cuts: tuple[str, str] = ("N", "K")
     copies: str | None = None
+
+    @property
+    def index_groups(self) -> Axis | None:
+        """How many groups columns are put into, by the index field; None without one."""
+        return next((field.groups for field in self.fields.values() if field.groups is not None), None)

@@ -19,8 +19,8 @@ from qdsl.core.numbers import Number
 
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
 LOCALS = frozenset((
-    "tensors", "row", "K", "chunk", "more", "words", "half", "i", "digit", "to", "flip", "F", "code", "g", "N", "BASE", "fields",
-    "sum", "ones", "head", "lane", "both", "low", "high", "lanes", "codebook", "records", "tl"))
+    "tensors", "row", "K", "chunk", "more", "F", "g", "N", "BASE", "fields", "sum", "ones", "head", "lane", "both", "low", "high",
+    "lanes", "bitplanes", "codebook", "records", "tl"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,12 @@ class Plan:
         name = argument(self.affine.code)
         names = [name if len(widths) == 1 else f"{name}_{i}" for i in range(len(widths))]
         return list(zip(names, widths, lows, strict=True))
+
+    @property
+    def first(self) -> int:
+        """The place of the codes' first tensor in the storage."""
+        names = [argument(tensor.name) for tensor in self.program.tensors]
+        return names.index(self.planes[0][0]) if self.has_skinny else 0
 
     @cached_property
     def blocks(self) -> list[str]:
@@ -120,7 +126,7 @@ class Plan:
         if not self.integer:
             return 0, 0
         if self.book:
-            return self.book.base, 0
+            return self.book.base
         sign = 1 << (self.code.bits - 1) if self.code.kind == "signed" else 0
         return sign, sign + (128 * 17 if self.code.bits == 8 else 128)
 
@@ -137,11 +143,6 @@ class Plan:
     def exponent(self) -> int:
         """The exponent bits of codes that are floats."""
         return int(self.code.name[1])
-
-    @property
-    def mantissa(self) -> int:
-        """The mantissa bits of codes that are floats."""
-        return int(self.code.name[3])
 
     @cached_property
     def outer(self) -> list[Group]:
@@ -164,7 +165,7 @@ class Plan:
         return {argument(f[1:]) for _, product in terms for f in product if f[0] == "/"}
 
     @property
-    def has_few(self) -> bool:
+    def has_skinny(self) -> bool:
         """Whether there is a kernel `skinny`, for few rows of x."""
         return self.record is None
 
@@ -176,7 +177,7 @@ class Plan:
     @property
     def has_tile_gemm(self) -> bool:
         """Whether there is a kernel `tile_gemm`, for many rows of x."""
-        return self.has_few and not self.stored and self.smallest >= 32
+        return self.has_skinny and not self.stored and self.smallest >= 32
 
     @property
     def tall(self) -> bool:
@@ -259,7 +260,7 @@ def lane_plan(program: Program) -> Plan | None:
     if code is None or len(present) < len(tensors):
         return None
     groups = tuple(_group(program, program.field(name), present[name]) for name in affine.fields)
-    book = codebook(program, affine.table) if affine.table else None
+    book = codebook(program, affine.table, 1 << code.bits) if affine.table else None
     plan = Plan(program, affine, code, groups, present[affine.code], book)
     return plan if plan.supported and (book is not None or not affine.table) else None
 

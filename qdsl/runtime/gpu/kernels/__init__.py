@@ -14,8 +14,8 @@ A format's functions are constants of a launch (runtime/layout.Lanes holds them)
 
 - decode(tensors, n, u, live, N, K, sizes, use, state): `state` after use(state, k, w, live, row) for each weight of unit u in
   row n of tiles, for `dequantize` and `matvec`; `row` is left out where it is 0
-- words(tensors, row, K, chunk, more): the words that hold 128 columns of two rows
-- numbers(words, half, i, digit, to, flip, F): the numbers of some of them, as pairs
+- words(tensors, row, K, chunk, more): the words that hold 128 columns of two rows; bitplanes.py has them
+- numbers(words, half, i, digit, to, flip, F): the numbers of some of them, as pairs; bitplanes.py has them by type of the codes
 - table(g, N, F): the words of a table that codes are looked up in
 - scale(fields, sum, ones, BASE): what a group adds up to, of its numbers, such as its scale, of the sum of its codes times x,
   and of `ones`, the sum of its x.  BASE is what numbers have more than codes; None says that their zero point is off already
