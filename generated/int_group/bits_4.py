@@ -631,7 +631,8 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * (q - z)."""
     s, z = fields
-    sum += lanes.shifted(-z, BASE) * ones
+    if BASE is not None:                             # else operands have no zero point any more
+        sum += lanes.shifted(-z, BASE) * ones
     sum *= s
     return sum
 
@@ -723,8 +724,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
                     scale=_scale_planar,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 4, default=8.0)),
-                    blocks=("group",), size=32, sums_in_tile_gemm=True))),
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 4, default=8.0)), point=1,
+                    blocks=("group",), size=32, zero=(0, 0), exact=True))),
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),

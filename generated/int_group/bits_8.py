@@ -31,8 +31,6 @@ from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Var
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
-from .bits_4 import _scale_planar
-
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -449,6 +447,15 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
             q1 = (q_word >> 16 * i + 8 * h & 255).to(tl.int32)
             state = use(state, 128 * t + 32 * j + 16 * h + 2 * c + i, (q1 - z1) * s1, inside)
     return state
+
+
+@triton.jit
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a group adds up to, with w = s * (q - z)."""
+    s, z = fields
+    sum += lanes.shifted(-z, BASE) * ones
+    sum *= s
+    return sum
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
