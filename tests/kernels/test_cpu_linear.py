@@ -24,11 +24,13 @@ COVERING = covering(CASES, lambda case: [(variant := case.module.FORMAT.variant(
                                          variant.storages[case.storage].unpack])
 SHARED = len(CASES) if ALL else 8
 # Groups of 9 are cut short at 256 columns, 20 groups lie beside planes of 16, 3 bits lie in two planes, columns lie in ranges,
-# codes straddle words or fill them unevenly, scales lie in records with others, a grid is no table of 16 numbers, and neither is
-# that of nested scales: plain tiles serve these.  int4pack's padded tiles have no program.
+# codes straddle words or fill them unevenly, scales lie in records with others, a grid is no table of 16 numbers, and neither are
+# stored tables or nested scales: plain tiles serve these.  int4pack's padded tiles have no program.
 # Words of 10 codes under groups of 128 would take 1,024 lanes.
 PLAIN = {"same_names.wide-group9", "planes.rows", "same_names.planar-group9", "q3_k.planar", "tq1_0.gguf", "ranges.runs",
-         "aqlm_2x8.aqlm-realf16", "learned_rows.rows",
+         "aqlm_2x8.aqlm-realf16", "learned_rows.rows", "learned_levels.levels",
+         *(f"squeezellm.squeezellm-bits{bits}-level_typef32" for bits in (4, 3)),
+         *(f"coreml_lut.coreml-bits{bits}-rows32-level_typef16" for bits in (4, 2, 6, 8)),
          "ranges.words", "nf4_nested.bitsandbytes-block64", "bnb_fp4_nested.bitsandbytes-block64",
          *(f"int_group.{storage}-group128-scale_typef16" for storage in (
              "planar-bits3", "pack_quantized-bits3", "gptq_p-bits3", "gptq_p-bits5", "gptq_p-bits7",

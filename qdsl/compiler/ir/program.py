@@ -21,7 +21,7 @@ class Field:
 
     `kind` is the type as the spec names it: a number type, 'index', or a parameter that lists types.  `index` is over n, k,
     size parameters and the names of index fields (a gather); `extents` is the shape of the field.  A stored table has constant
-    extents and no index: all weights share it, and decode reads its entries.
+    extents behind those of its index: the weights of a block share it, or all of them, and decode reads its entries.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Field:
     @property
     def table(self) -> tuple[int, ...]:
         """The shape of a stored table; () of any other field."""
-        return () if self.index else tuple(extent.const for extent in self.extents)
+        return tuple(extent.const for extent in self.extents[len(self.index):])
 
 
 @dataclass(frozen=True, slots=True)
