@@ -7,6 +7,7 @@
     q      i8  [N, K]
 
     bitsandbytes: 8.00195 bits per weight
+    planar: 8.00195 bits per weight
 
 Built from the spec bnb_int8 (sha256 d99377216098498a) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_absmax
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_float, workspace
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float,
+        as_type, pad, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -36,6 +39,25 @@ def pack_bitsandbytes(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     return {
         "weight": q,
         "SCB": s,
+    }
+
+
+def unpack_planar(q: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 32*ceil(K/128)]; s float32 [N]."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
+    return {
+        "s": s,
+        "q": as_type(r, torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
+    }
+
+
+def pack_planar(s: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, s of the fields; the inverse of unpack_planar."""
+    r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5,
+        3).view(torch.uint8).flatten(2)
+    return {
+        "q": as_type(r, torch.int32).flatten(1),
+        "s": s,
     }
 
 
@@ -68,6 +90,46 @@ def _decode_bitsandbytes(tensors, n, k, live, N, K, sizes, use: tl.constexpr, st
     return state
 
 
+@triton.jit
+def _finish_bitsandbytes(fields, sum, ones, BASE: tl.constexpr):
+    """What a row adds up to, with w = 0.007874015718698502 * s * q."""
+    s, = fields
+    if BASE != 0:
+        sum -= BASE * ones
+    sum *= 0.007874015718698502 * s
+    return sum
+
+
+@triton.jit
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit u of row n, in float32."""
+    q, s = tensors
+    s += n
+    s1 = tl.load(s, n < N, 0)
+    q += 32 * (n * tl.cdiv(K, 128))
+    t = u // 32
+    j = u // 8 % 4
+    c = u % 8
+    live = live & (128 * t + 32 * j + 2 * c < K)
+    q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
+    for h in tl.static_range(2):
+        for i in tl.static_range(2):
+            inside = live & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
+            q1 = ((q_word >> 16 * i + 8 * h & 255).to(tl.int32) ^ 128) - 128
+            state = use(state, 128 * t + 32 * j + 16 * h + 2 * c + i, tl.div_rn(q1 * s1, 127.0), inside)
+    return state
+
+
+@triton.jit
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a row adds up to, with w = 0.007874015718698502 * s * q."""
+    s, = fields
+    if BASE != 0:
+        sum -= BASE * ones
+    sum *= 0.007874015718698502 * s
+    return sum
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -77,9 +139,19 @@ VARIANT = Variant(
     },
     storages={
         "bitsandbytes": Storage(unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, tensors={
-            "weight": Stored("i8", "N", "K"),
-            "SCB": Stored("f32", "N", aliases=("weight.SCB",)),
-        }, kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k")),
+            "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
+            "SCB": Stored("f32", "N", aliases=("weight.SCB",), bits=("s[1@0]",)),
+        }, kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k",
+                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=_finish_bitsandbytes,
+                    row_fields=(GroupField("SCB", 1, 0),), in_order=True, width=8, bits=8, signed=True,
+                    base=(128, 2304), ones=True, double=True, narrow=Narrow(w8a8, "i8", "weight")))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
+            "s": Stored("f32", "N", bits=("s[1@0]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                lanes=Lanes(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.i8,
+                    finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), width=8, bits=8, signed=True,
+                    base=(128, 2304), ones=True, double=True, zero=(-128, -128)))),
     },
     decode=decode, encode=encode,
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 from qdsl.encode import absmax_level
 from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty,
         pad, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, skinny
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import ue4m3
 
@@ -61,10 +61,10 @@ def pack_gguf(e: Tensor, q: Tensor, s: Tensor | None) -> dict[str, Tensor]:
 def unpack_planar(q: Tensor, e: Tensor, s: Tensor | None, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; e uint8 [N, K/16]; s float32 []."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
-    q_bytes = r.unflatten(-1, (4, 8, 2))
+    q_bytes = r.unflatten(-1, (4, 4, 2, 2))
     fields = {
         "e": e,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K],
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
     }
     if s is not None:
         fields["s"] = s
@@ -73,8 +73,8 @@ def unpack_planar(q: Tensor, e: Tensor, s: Tensor | None, *, K: int) -> dict[str
 
 def pack_planar(e: Tensor, q: Tensor, s: Tensor | None) -> dict[str, Tensor]:
     """q, e, s of the fields; the inverse of unpack_planar."""
-    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 8, 2, 4, 2))
-    r = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
+    r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
     tensors = {
         "q": as_type(r, torch.int32).flatten(1),
         "e": e,
@@ -139,43 +139,30 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     else:
         s1 = tl.load(s)
     t = u // 16
-    c = u // 4 % 4
-    b = u % 4
-    live = live & (128 * t + 32 * c + 2 * b < K)
-    q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
-    for h in tl.static_range(2):
+    j = u // 4 % 4
+    c = u % 4
+    live = live & (128 * t + 32 * j + 2 * c < K)
+    q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
+    for h in tl.static_range(4):
         for i in tl.static_range(2):
-            for j in tl.static_range(2):
-                inside = live & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
-                e1 = device.ue4m3(tl.load(e + 8 * t + 2 * c + h, inside, 0))
-                q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
-                state = use(state, 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, e1 * 0.5 * tl.load(level + q1)
-                    * s1, inside)
+            inside = live & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
+            e1 = device.ue4m3(tl.load(e + 8 * t + 2 * j + h // 2, inside, 0))
+            q1 = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
+            state = use(state, 128 * t + 32 * j + 8 * h + 2 * c + i, e1 * 0.5 * tl.load(level + q1) * s1, inside)
     return state
 
 
 @triton.jit
-def _table_planar(g, N, F: tl.constexpr):
-    """The numbers of level[q] as words of bytes, in every lane."""
-    if F == tl.float16:
-        return codebook.table(g, N, 0x0, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
-    else:
-        return codebook.table(g, N, 0x43434343, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = 0.5 * e * s * level[q]."""
+    """What a group adds up to, with w = e * s * q."""
     e, = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= 0.5 * e
+    sum *= e
     return sum
 
 
 @triton.jit
 def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a row adds up to, with w = 0.5 * e * s * level[q]."""
+    """What a row adds up to, with w = e * s * q."""
     s, = fields
     sum *= s
     return sum
@@ -195,14 +182,14 @@ VARIANT = Variant(
             "scale": Stored("f32", optional="s", bits=("s[]",)),
         }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", tables=(LEVEL,))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
             "e": Stored("ue4m3", "N", "K/16", bits=("e[1@0, 1@1]",)),
             "s": Stored("f32", optional="s", bits=("s[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
-                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.entries_of_16,
-                    table=_table_planar, scale=_scale_planar, finish=_finish_planar,
-                    group_fields=(GroupField("e", 1, 16, "ue4m3"),), row_fields=(GroupField("s", 0, 0, default=1.0),),
-                    blocks=("16",), size=16, width=8, bits=0, base=(12, 140)))),
+                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1, scale=_scale_planar,
+                    finish=_finish_planar, group_fields=(GroupField("e", 1, 16, "ue4m3"),),
+                    row_fields=(GroupField("s", 0, 0, default=1.0),), blocks=("16",), size=16, width=8, bits=0,
+                    unit=(16384.0, 1.0), base=(0, 0)))),
     },
     decode=decode, encode=encode, defaults={"s": 1},
 )

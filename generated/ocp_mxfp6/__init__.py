@@ -12,6 +12,8 @@
     torchao at code = e3m2: 8.25 bits per weight
     torchao_swizzled at code = e2m3: 8.25 bits per weight
     torchao_swizzled at code = e3m2: 8.25 bits per weight
+    planar at code = e2m3: 6.25 bits per weight
+    planar at code = e3m2: 6.25 bits per weight
 
 Built from the spec ocp_mxfp6 (sha256 16e577bbc8f11d5f) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.

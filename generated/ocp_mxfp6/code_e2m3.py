@@ -9,6 +9,7 @@
     compressed_tensors: 6.25 bits per weight
     torchao: 8.25 bits per weight
     torchao_swizzled: 8.25 bits per weight
+    planar: 6.25 bits per weight
 
 Built from the spec ocp_mxfp6 (sha256 16e577bbc8f11d5f) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, cdiv, integer, pad
-from qdsl.runtime.gpu.kernels import device
+from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, integer, pad
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m3, e8m0
 
@@ -90,6 +91,37 @@ def pack_torchao_swizzled(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     }
 
 
+def unpack_planar(q_0: Tensor, q_1: Tensor, e: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/256)]; e float8_e8m0fnu [N, ceil(K/32)]."""
+    q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
+    q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]
+    q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
+    q_high = torch.stack([q_bytes2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 6], -5).unflatten(2,
+        (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
+    return {
+        "e": e,
+        "q": q_low | q_high << 4,
+    }
+
+
+def pack_planar(e: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q_0, q_1, e of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
+    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15)
+        << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_split2 = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
+    q_1_bytes = ((q_split2[:, :, 0, :, :, 0] >> 4) | (q_split2[:, :, 0, :, :, 1] >> 4) << 4
+        | (q_split2[:, :, 1, :, :, 0] >> 4) << 2 | (q_split2[:, :, 1, :, :, 1] >> 4)
+        << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    return {
+        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
+        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
+        "e": e,
+    }
+
+
 def decode(e: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     """Weights [N, K], float32 rounded after each operation: w = e * q.  e [N, ceil(K/32)], q [N, K]."""
     out = out if out is None else out.unflatten(1, (e.shape[1], -1))
@@ -146,6 +178,31 @@ def _decode_torchao_swizzled(tensors, n, k, live, N, K, sizes, use: tl.constexpr
     return state
 
 
+@triton.jit
+def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    q_0, q_1, e = tensors
+    e += n * tl.cdiv(K, 32)
+    q_0 += 16 * (n * tl.cdiv(K, 128))
+    q_1 += 16 * (n * tl.cdiv(K, 256))
+    e1 = device.e8m0(tl.load(e + k // 32, live, 0))
+    q_low = tl.load(q_0 + 16 * (k // 128) + 4 * (k % 128 // 2 % 4)
+        + k % 128 // 32, live, 0) >> 16 * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15
+    q_high = tl.load(q_1 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
+        + k % 256 // 32 % 4, live, 0) >> 16 * (k % 256 % 2) + 4 * (k % 256 // 8 % 4) + 2 * (k % 256 // 128) & 3
+    q = device.e2m3(q_low | q_high << 4)
+    state = use(state, k, e1 * q, live)
+    return state
+
+
+@triton.jit
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a group adds up to, with w = e * q."""
+    e, = fields
+    sum *= e
+    return sum
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -168,6 +225,14 @@ VARIANT = Variant(
             "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
                 seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
         }, kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "q_1": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(4):2[1@0, 2:16 4:4@1 4:4 4:1@1 2:2 16@1]",)),
+            "e": Stored("e8m0", "N", "ceil(K/32)", bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_6, numbers=bitplanes.e2m3,
+                    scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",), size=32,
+                    width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0), zero=(0, 0), spans=(0, 2)))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

@@ -9,6 +9,7 @@
     compressed_tensors: 6.25 bits per weight
     torchao: 8.25 bits per weight
     torchao_swizzled: 8.25 bits per weight
+    planar: 6.25 bits per weight
 
 Built from the spec ocp_mxfp6 (sha256 16e577bbc8f11d5f) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -17,13 +18,13 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant
-from qdsl.runtime.gpu.kernels import device
+from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e3m2, e8m0
 
 from .code_e2m3 import (unpack_compressed_tensors, pack_compressed_tensors, unpack_torchao, pack_torchao,
-        unpack_torchao_swizzled, pack_torchao_swizzled, encode)
+        unpack_torchao_swizzled, pack_torchao_swizzled, unpack_planar, pack_planar, encode, _scale_planar)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -77,6 +78,23 @@ def _decode_torchao_swizzled(tensors, n, k, live, N, K, sizes, use: tl.constexpr
     return state
 
 
+@triton.jit
+def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    q_0, q_1, e = tensors
+    e += n * tl.cdiv(K, 32)
+    q_0 += 16 * (n * tl.cdiv(K, 128))
+    q_1 += 16 * (n * tl.cdiv(K, 256))
+    e1 = device.e8m0(tl.load(e + k // 32, live, 0))
+    q_low = tl.load(q_0 + 16 * (k // 128) + 4 * (k % 128 // 2 % 4)
+        + k % 128 // 32, live, 0) >> 16 * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15
+    q_high = tl.load(q_1 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
+        + k % 256 // 32 % 4, live, 0) >> 16 * (k % 256 % 2) + 4 * (k % 256 // 8 % 4) + 2 * (k % 256 // 128) & 3
+    q = device.e3m2(q_low | q_high << 4)
+    state = use(state, k, e1 * q, live)
+    return state
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -99,6 +117,14 @@ VARIANT = Variant(
             "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
                 seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
         }, kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "q_1": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(4):2[1@0, 2:16 4:4@1 4:4 4:1@1 2:2 16@1]",)),
+            "e": Stored("e8m0", "N", "ceil(K/32)", bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_6, numbers=bitplanes.e3m2,
+                    scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",), size=32,
+                    width=8, bits=0, unit=(4096.0, 1.0), base=(0, 0), zero=(0, 0), spans=(0, 2)))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

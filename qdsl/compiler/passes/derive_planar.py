@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import gcd
+from math import frexp, gcd
 
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Index
@@ -22,7 +22,7 @@ from qdsl.compiler.passes.samples import divisor_of
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Storage, Tensor
 from qdsl.compiler.spec.source import Span, Text
-from qdsl.core.numbers import Number
+from qdsl.core.numbers import Number, number
 
 PLANAR, ORDER = "planar", "order"
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
@@ -43,7 +43,7 @@ LOOKED_UP_ORDERS = {                                             # bytes are loo
     (2, 2): (256, "c<4 u<4 i<2 e<2 h<2 j<2", "256*t + 128*j"),
     (2, 1): (512, "c<4 u<4 i<2 e<2 h<2 j<2 l<2", "512*t + 256*l + 128*j"),
 }
-FLOAT_CODES = ("e4m3", "e5m2", "e2m1")                           # whose bits become a 16-bit float's by shifts alone
+FLOAT_CODES = ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1")           # whose bits become a 16-bit float's by shifts alone
 GROUP_FLOATS = ("f32", "bf16", "f16", "e8m0", "e8m0h", "e4m3", "ue4m3")
 
 
@@ -59,7 +59,8 @@ def derive_planar(programs: Sequence[Program]) -> Program | None:
     code = program.field(affine.code)
     groups = [program.field(name) for name in affine.fields]
     span = program.spec.span
-    tensors = [*_planes(code, affine.table, span), *(_plain(program, field, whole, span) for field in groups)]
+    looked_up = affine.table != "" and float_of_table(program, affine.table) is None
+    tensors = [*_planes(code, looked_up, span), *(_plain(program, field, whole, span) for field in groups)]
     where = [(_text(field.name, span), g.expression(_text(str(index), span)))
              for field in program.fields if field.groups is not None and (index := _in_order(program, field)) is not None]
     fixed = [(_text(key, span), g.expression(_text(str(value), span))) for key, value in program.params.items()]
@@ -97,6 +98,8 @@ def _obstacle(program: Program) -> str:
         types = " and ".join(LOOKED_UP) if affine.table else f"u1 to u8, i1 to i8, {', '.join(FLOAT_CODES)}"
         return f"code '{code.name}' is {code.number.name if code.number else 'an index'}, and matrix units take {types}"
     for name in affine.fields:
+        if any((atom := ix.flat_of(index)) is not None and atom.op == "mod" for index in program.field(name).index):
+            return f"weights that share a '{name}' lie far apart, so that each column of a row has its own"
         if not _is_group(program, program.field(name)):
             return f"kernels cannot read '{name}' by rows and columns: its type or its subscript is not one that they load"
     for field in program.fields:
@@ -179,14 +182,30 @@ def _in_order(program: Program, field: Field) -> Index | None:
     return program.defaults.get(field.name) or program.where.get(field.name)
 
 
-def _planes(code: Field, table: str, span: Span) -> Iterator[Tensor]:
+def float_of_table(program: Program, table: str) -> tuple[Number, float] | None:
+    """The small float, and the power of two times its numbers, that a table has for 4 bits; None where it has others.
+
+    The sign of a zero, which no sum of products shows, may differ.
+    """
+    values = [float(value) for value in program.spec.table(table).values[:16]]
+    for name in FLOAT_CODES:
+        kind = number(name)
+        if kind is not None and kind.bits == 4 and len(values) == 16:
+            numbers = [kind.decode(code) for code in range(16)]
+            unit = max(values) / max(numbers)
+            if frexp(unit)[0] == 0.5 and values == [unit * value for value in numbers]:
+                return kind, unit
+    return None
+
+
+def _planes(code: Field, looked_up: bool, span: Span) -> Iterator[Tensor]:
     assert code.number is not None
     widths = PLANES[code.number.bits]
     low = 0
     for place, width in enumerate(widths):
         name = code.name if len(widths) == 1 else f"{code.name}_{place}"
         part = f".at({low}):{width}" if len(widths) > 1 else ""
-        columns, loops, at = (LOOKED_UP_ORDERS if table else ORDERS)[widths[0], width]
+        columns, loops, at = (LOOKED_UP_ORDERS if looked_up else ORDERS)[widths[0], width]
         shape = f"i32[n<N, t<ceil(K/{columns}) word]"
         yield _tensor(name, shape, f"{loops}: {code.name}[n, {at} + 32*u + 16*i + 8*h + 2*c + e]{part}", span)
         low += width

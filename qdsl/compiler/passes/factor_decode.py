@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
-from math import frexp
 
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Affine, Program, Terms, Value
 from qdsl.compiler.spec.source import Problems
+from qdsl.core.numbers import round_to_f32
 
 MAX_TERMS = 16
 _Sum = Mapping[tuple[str, ...], Fraction]                        # coefficient by product of fields, or '/field', names sorted
@@ -40,10 +40,13 @@ def _affine(program: Program) -> Affine | str:
         return f"decode needs one field with a value per weight, [n, k]; here: {', '.join(codes) or 'none'}"
     sums = _expanded(program)
     if sums is None:
-        return ("decode is no sum of products: it divides by a sum or by a number that is no power of two, or reads rows of a "
-                "table")
+        return ("decode is no sum of products: it divides by a sum, rounds to another type, or reads another table than that of "
+                "the code, or rows of one")
     factors = {name for product in sums for name in product}
     read = {name for name in factors if name == codes[0] or "[" in name}
+    for table, _, field in (name.removesuffix("]").partition("[") for name in sorted(factors)):
+        if field not in ("", codes[0]):
+            return f"decode looks up '{field}' in table '{table}', and kernels take numbers of groups as they are stored"
     if len(read) != 1 or any(sum(name in read for name in product) > 1 for product in sums):
         return f"decode must read '{codes[0]}' once and linearly, by itself or in one table"
     code = read.pop()
@@ -61,7 +64,7 @@ def _affine(program: Program) -> Affine | str:
 
 
 def _expanded(program: Program) -> _Sum | None:
-    """Decode as a sum of products; None where it divides by a sum or a number that is no power of two, or is long."""
+    """Decode as a sum of products; None where it divides by a sum, or is long."""
     sums: list[_Sum | None] = []
     for value in program.values:
         args = [part for arg in value.args if (part := sums[arg]) is not None]
@@ -104,11 +107,19 @@ def _multiplied(left: _Sum, right: _Sum) -> _Sum | None:
 
 
 def _divided(left: _Sum, right: _Sum) -> _Sum | None:
-    """A sum of products over one product; None where its number is no power of two, or it has a quotient or a table."""
+    """A sum of products over one product; None where it has a quotient or a table.
+
+    A quotient of numbers is rounded to float32, as kernels multiply with it.
+    """
     (by, divisor), = right.items()
-    if frexp(abs(float(divisor)))[0] != 0.5 or any(name[0] == "/" or "[" in name for name in by):
+    if not divisor or any(name[0] == "/" or "[" in name for name in by):
         return None
-    return _kept({tuple(sorted((*product, *(f"/{name}" for name in by)))): c / divisor for product, c in left.items()})
+    return _kept({tuple(sorted((*product, *(f"/{name}" for name in by)))): _rounded(c / divisor) for product, c in left.items()})
+
+
+def _rounded(number: Fraction) -> Fraction:
+    """The nearest float32."""
+    return Fraction(round_to_f32(float(number)))
 
 
 def _kept(terms: _Sum) -> _Sum | None:

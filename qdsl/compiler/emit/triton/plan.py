@@ -5,7 +5,7 @@ emit/triton/lanes.py prints the functions that a plan asks for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from qdsl.compiler.emit.tensors import is_read_by_dtype
@@ -14,7 +14,7 @@ from qdsl.compiler.emit.triton.codebook import Codebook, codebook
 from qdsl.compiler.emit.triton.records import Record
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Affine, Field, Program, Tensor
-from qdsl.compiler.passes.derive_planar import PLANAR, PLANES, coordinate, coordinates, is_code
+from qdsl.compiler.passes.derive_planar import PLANAR, PLANES, coordinate, coordinates, float_of_table, is_code
 from qdsl.core.numbers import Number
 
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
@@ -260,9 +260,19 @@ def lane_plan(program: Program) -> Plan | None:
     if code is None or len(present) < len(tensors):
         return None
     groups = tuple(_group(program, program.field(name), present[name]) for name in affine.fields)
+    code, affine = _as_float(program, code, affine)
     book = codebook(program, affine.table, 1 << code.bits) if affine.table else None
     plan = Plan(program, affine, code, groups, present[affine.code], book)
     return plan if plan.supported and (book is not None or not affine.table) else None
+
+
+def _as_float(program: Program, code: Number, affine: Affine) -> tuple[Number, Affine]:
+    """The code's type and the line without a table that has the numbers of a small float times a power of two, if it does."""
+    small = float_of_table(program, affine.table) if affine.table and not affine.zero else None
+    if small is None:
+        return code, affine
+    scale = tuple((coefficient * small[1], product) for coefficient, product in affine.scale)
+    return small[0], replace(affine, scale=scale, table="")
 
 
 def _tensor_holding_only(program: Program, name: str) -> str | None:

@@ -6,8 +6,8 @@ that a plane of 2 bits has words for 2 chunks, and one of 1 bit for 4.  Bits of 
 first, so that one shift brings a pair of them to its place.
 
 words_B is the function `words` of a format with codes of B bits.  Its `numbers` is named after the type of the codes: u1 to u8,
-i1 to i8, e4m3, e5m2, e2m1, or after the table that codes of 3 or 4 bits look up: `entries` are integers that are less than 128
-apart, `wide_entries` less than 256, `float_entries` any numbers.
+i1 to i8, e4m3, e5m2, e3m2, e2m3, e2m1, or after the table that codes of 3 or 4 bits look up: `entries` are integers that are
+less than 128 apart, `wide_entries` less than 256, `float_entries` any numbers.
 """
 
 from qdsl.runtime.gpu.kernels import codebook, lanes
@@ -196,6 +196,18 @@ def e4m3(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl
 def e5m2(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """Codes of type e5m2 as numbers."""
     return lanes.float_numbers(words[half % 2], 8 * i, 5, 2, F)
+
+
+@triton.jit
+def e3m2(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Codes of type e3m2 as numbers."""
+    return lanes.float_numbers(code(words, half, i, digit, 0, 6, F), 0, 3, 2, F)
+
+
+@triton.jit
+def e2m3(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Codes of type e2m3 as numbers."""
+    return lanes.float_numbers(code(words, half, i, digit, 0, 6, F), 0, 2, 3, F)
 
 
 @triton.jit
