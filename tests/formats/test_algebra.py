@@ -17,7 +17,7 @@ from qdsl.generated import df11, fix4, fp8_block, fp8_tensor, hlane, int8_block,
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.weight import algebra, streams
 from tests.support.covering import ALL
-from tests.support.formats import Case, cases, random_fields, same_bits, shapes, smallest
+from tests.support.formats import Case, assert_same, cases, random_fields, same_bits, shapes, smallest
 
 CASES = cases()
 DIMS = ("N", "K")
@@ -61,7 +61,7 @@ def part(weight: Tensor, dim: str, start: int, stop: int) -> Tensor:
 def check(result: PackedWeight, wanted: Tensor) -> None:
     """A result is a weight that its format takes, and decodes to what is wanted."""
     result.format.checked(result)
-    assert same_bits(decoded(result), wanted), result
+    assert_same(decoded(result), wanted, result)
 
 
 def refused(error: FormatError) -> dict[int, tuple[int, int]]:

@@ -35,7 +35,7 @@ from qdsl.generated import (
 )
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import launch
-from tests.support.formats import ROOT, SHIPPED, canonical, module, raw, same_bits
+from tests.support.formats import ROOT, SHIPPED, assert_same, canonical, module, raw, same_bits
 from tests.support.interpreter import INTERPRETED, guarded
 
 DATA = ROOT / "tests" / "data"
@@ -109,8 +109,8 @@ def weight_of(tensors: dict[str, Tensor]) -> Tensor:
 
 def check(module: ModuleType, packed: PackedWeight, weight: Tensor) -> None:
     """Reference and kernel give these weights, and packing the fields gives these bytes."""
-    assert same_bits(module.dequantize(packed, torch.float32), weight)
-    assert same_bits(kernel(packed), weight)
+    assert_same(module.dequantize(packed, torch.float32), weight, packed, "reference")
+    assert_same(kernel(packed), weight, packed, "kernel")
     again = module.pack(module.unpack(packed), storage=packed.storage, **packed.params)
     assert again.tensors.keys() == packed.tensors.keys()
     assert all(same_bits(again.tensors[name], tensor) for name, tensor in packed.tensors.items())

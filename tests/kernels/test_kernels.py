@@ -15,6 +15,7 @@ from qdsl.runtime.gpu import configure, launch
 from tests.support.covering import ALL, WALK, covering, kernels
 from tests.support.formats import (
     Case,
+    assert_same,
     cases,
     field_shape,
     is_held,
@@ -22,7 +23,6 @@ from tests.support.formats import (
     random_fields,
     random_packed,
     raw,
-    same_bits,
     shapes,
     smallest,
     spec,
@@ -62,7 +62,7 @@ def dequantized(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> tor
 def test_dequantize_is_exact(case: Case) -> None:
     for number, shape in enumerate(grid(case)):
         packed = random_packed(case, shape, seed=number).decode_streams().to(DEVICE)
-        assert same_bits(dequantized(packed), case.module.dequantize(packed.to("cpu"), torch.float32).to(DEVICE)), shape
+        assert_same(dequantized(packed), case.module.dequantize(packed.to("cpu"), torch.float32).to(DEVICE), packed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -71,8 +71,8 @@ def test_dequantize_rounds_once(case: Case, dtype: torch.dtype) -> None:
     """To nearest even from the exact float32 weight; results too large for the dtype are infinite in both."""
     packed = random_packed(case, smallest(case), seed=1).decode_streams().to(DEVICE)
     exact = case.module.dequantize(packed.to("cpu"), torch.float32)
-    assert same_bits(dequantized(packed, dtype).cpu(), exact.to(dtype))
-    assert same_bits(case.module.dequantize(packed.to("cpu"), dtype), exact.to(dtype))
+    assert_same(dequantized(packed, dtype).cpu(), exact.to(dtype), packed, "kernel")
+    assert_same(case.module.dequantize(packed.to("cpu"), dtype), exact.to(dtype), packed, "reference")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.module.FORMAT.size_axes], ids=str)
@@ -85,7 +85,7 @@ def test_every_block_size(case: Case) -> None:
                 continue
             shape = next(shapes(case, (32, 64, 72), (96, 320, 512, 1024, 4096, 128), params))
             packed = random_packed(case, shape, params=params).decode_streams().to(DEVICE)
-            assert same_bits(dequantized(packed).cpu(), case.module.dequantize(packed.to("cpu"), torch.float32)), params
+            assert_same(dequantized(packed).cpu(), case.module.dequantize(packed.to("cpu"), torch.float32), packed)
 
 
 def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qdsl.analyze.check import spec_bits as oracle
+from qdsl.analyze.check.compare import difference
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.compiler.spec.model import Spec
@@ -223,6 +224,14 @@ def canonical(packed: PackedWeight) -> dict[str, Tensor]:
     assert all(tensor.dtype == torch.uint8 for tensor in packed.tensors.values())
     codes = read.canonical({name: tensor.numpy().astype(np.int64) for name, tensor in packed.tensors.items()})
     return {name: torch.from_numpy(code.astype(np.uint8)) for name, code in codes.items()}
+
+
+def assert_same(got: Tensor, want: Tensor, packed: PackedWeight, what: object = "") -> None:
+    """Raises AssertionError where weights [N, K] differ in a bit: how many, the first, its fields, and the line of the spec."""
+    if not same_bits(got, want):
+        path = next(path for path in (*SHIPPED, *EXTRA) if path.stem == packed.format.name)
+        problem = difference(got.cpu(), want.cpu(), packed.to("cpu"), spec(path)) or "NaNs differ in their bits"
+        raise AssertionError(f"{packed.format.name}.{packed.storage} {packed.params} {what}: {problem}")
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

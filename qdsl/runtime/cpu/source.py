@@ -52,6 +52,7 @@ class Reads:
     sizes: tuple[int, ...] | None
 
     def pointers(self, trace: Trace) -> list[Pointer | None]:
+        """Where the tensors and tables begin, in the order of the function's arguments."""
         zero = Index(trace, ())
         tensors = [None if dtype is None else Pointer(f"t{i}", dtype, zero) for i, dtype in enumerate(self.dtypes)]
         tables = [Pointer(f"t{len(tensors) + i}", str(table.values.dtype)[6:], zero, None,

@@ -48,6 +48,7 @@ class Index:
 
     @property
     def is_uniform(self) -> bool:
+        """Whether all lanes have one position."""
         return len(self.lanes) == 1
 
     def text(self, lane: int = 0) -> str:
@@ -217,6 +218,7 @@ class Pointer:
     __radd__ = __add__
 
     def to(self, dtype: str) -> Pointer:
+        """The same place, read as another type."""
         return replace(self, dtype=dtype)
 
 
@@ -295,6 +297,7 @@ class Node:
     __hash__ = object.__hash__
 
     def to(self, dtype: str, bitcast: bool = False) -> Node:
+        """The value in another type, or its bits as one."""
         return self.trace.converted(self, dtype, bitcast)
 
 
@@ -425,6 +428,7 @@ class Trace:
         return self.node("load", (pointer, pointer.dtype, live.text), pointer.dtype, pointer.bounds, differs)
 
     def where(self, condition: Any, yes: Any, no: Any) -> Any:
+        """One of two values, by a condition that may differ between lanes.  Raises Unsupported."""
         if isinstance(condition, Lanes):
             if not all(isinstance(arg, Index | int) for arg in (yes, no)):
                 raise Unsupported("a choice of values by lane")
