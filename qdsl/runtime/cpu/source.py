@@ -130,7 +130,7 @@ class _Program:
 
     def __init__(self, reads: Reads, rows: int, lanes: int, steps: _Steps | None) -> None:
         self.reads, self.rows, self.lanes, self.steps = reads, rows, lanes, steps
-        self.writer = Writer(lanes)
+        self.writer = Writer(lanes, steps.traces if steps else ())
         self.tiles = reads.kernels.sums
         self.text = self._text()
 
@@ -192,7 +192,7 @@ class _Program:
             return [f"store(w{row} + {place}, {weight});"]
         turn = place // self.lanes % self._sums
         sums = [f"a{row}_{m}_{turn}" for m in range(self.rows)]
-        return [f"{name} = fma({weight}, vload_float32((const uint8_t *)(xs + {m} * K + {place})), {name});"
+        return [f"{name} = multiply_add({weight}, vload_float32((const uint8_t *)(xs + {m} * K + {place})), {name});"
                 for m, name in enumerate(sums)]
 
     def _buffers(self, columns: int) -> list[str]:
@@ -223,7 +223,7 @@ class _Program:
                 body += self._flush()
                 for m in range(self.rows):
                     name = f"a{part}_{use.row}_{m}"
-                    body.append(f"{name} = fma({weight}, all_float(x[{m} * K + {column}]), {name});")
+                    body.append(f"{name} = multiply_add({weight}, all_float(x[{m} * K + {column}]), {name});")
                 if not self.rows:
                     place = f"({self._row(part, use.row)}) * K + {column}"
                     body.append(f"for (int i = 0; i < LANES; i++) out[{place}] = {weight}[i];")

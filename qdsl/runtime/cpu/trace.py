@@ -424,6 +424,11 @@ class Trace:
         differs = not pointer.at.is_uniform or (pointer.node is not None and pointer.node.has_lanes)
         return self.node("load", (pointer, pointer.dtype, live.text), pointer.dtype, pointer.bounds, differs)
 
+    def loads(self) -> list[Pointer]:
+        """The pointers of all loads without a condition and without a value in the place."""
+        loads = [node.args for node in self._nodes.values() if node.op == "load"]
+        return [pointer for pointer, _, live, *_ in loads if not live and pointer.node is None]
+
     def where(self, condition: Any, yes: Any, no: Any) -> Any:
         if isinstance(condition, Lanes):
             if not all(isinstance(arg, Index | int) for arg in (yes, no)):
