@@ -10,7 +10,6 @@ what the code is; all lanes, for the codes; and every fourth, for scales and off
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from qdsl.runtime.cpu.expressions import SHORT, Writer
 from qdsl.runtime.cpu.source import LONGEST, SIGNATURE, VECTORS, Reads, Source
