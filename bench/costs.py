@@ -60,8 +60,8 @@ def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
         if len(decode) == 1:
             yield costs.config_key("dequantize"), decode[0]
         for rows in (1, 8, 16):
-            if streams.has_few(_x(rows, k), packed):
-                for call in streams.few_calls(_x(rows, k), packed, None, _x(rows, n)):
+            if configure.has_skinny_streams(_x(rows, k), packed):
+                for call in streams.skinny_calls(_x(rows, k), packed, None, _x(rows, n)):
                     yield costs.config_key("skinny", *costs.configuration(call.constants)), call
         if packed.layout.kernels.lanes is not None and not packed.layout.streams:
             yield from _matrix_calls(packed)

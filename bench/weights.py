@@ -13,7 +13,7 @@ from qdsl.core import places
 from qdsl.core.numbers import number
 from qdsl.core.shapes import extents
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.weight.format import Format
+from qdsl.runtime.format import Format
 from qdsl.runtime.weight.layout import PLANAR
 from qdsl.runtime.weight.match import torch_dtype
 

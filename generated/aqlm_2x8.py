@@ -89,15 +89,11 @@ VARIANT = Variant(
         "s": Field("real", "N"),
     },
     storages={
-        "aqlm": Storage(
-            tensors={
-                "codes": Stored("i8", "N", "K/8", "2"),
-                "codebooks": Stored("real", "2", "256", "1", "8"),
-                "scales": Stored("real", "N", "1", "1", "1"),
-            },
-            unpack=unpack_aqlm, pack=pack_aqlm,
-            kernels=Kernels(_decode_aqlm, rows="N", units="K", last="k"),
-        ),
+        "aqlm": Storage(unpack=unpack_aqlm, pack=pack_aqlm, tensors={
+            "codes": Stored("i8", "N", "K/8", "2"),
+            "codebooks": Stored("real", "2", "256", "1", "8"),
+            "scales": Stored("real", "N", "1", "1", "1"),
+        }, kernels=Kernels(_decode_aqlm, rows="N", units="K", last="k")),
     },
     decode=decode,
 )
@@ -110,15 +106,6 @@ FORMAT = Format(
     digest="4e6ca38beb1bd978",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

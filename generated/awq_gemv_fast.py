@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import scaled_zero
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, pad,
-        workspace)
-from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv,
+        pad, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -135,30 +135,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, s, z = tensors
-    return lanes.words(q, row, K // 128, chunk, more),
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
-    return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, s, z = tensors
-    group: tl.constexpr = SIZES[0]
-    return field(s, at, 1, group, 0), field(z, at, 1, group, 0)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * q + z."""
     s, z = fields
@@ -178,28 +154,20 @@ VARIANT = Variant(
         "q": Field("u4", "N", "K"),
     },
     storages={
-        "gemv_fast": Storage(
-            tensors={
-                "qweight": Stored("i16", "N/4", "64*K/64", bits=("q[4:16@1 1@0, 8:1@1 4:4 2:8@1 64@1]",)),
-                "scales": Stored("f16", "1024*ceil(K/1024)/group", "N", bits=("s[1@1, 1@0]",)),
-                "qzeros": Stored("f16", "1024*ceil(K/1024)/group", "N", aliases=("scaled_zeros",),
-                    bits=("z[1@1, 1@0]",)),
-            },
-            unpack=unpack_gemv_fast, pack=pack_gemv_fast, reads=("K", "group"), extents=("K", "group"),
-            kernels=Kernels(_decode_gemv_fast, rows="N", units="K", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-                "s": Stored("f16", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "z": Stored("f16", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32,
-                        sums_in_tile_gemm=True)),
-        ),
+        "gemv_fast": Storage(unpack=unpack_gemv_fast, pack=pack_gemv_fast, reads=("K", "group"), extents=("K", "group"),
+                tensors={
+            "qweight": Stored("i16", "N/4", "64*K/64", bits=("q[4:16@1 1@0, 8:1@1 4:4 2:8@1 64@1]",)),
+            "scales": Stored("f16", "1024*ceil(K/1024)/group", "N", bits=("s[1@1, 1@0]",)),
+            "qzeros": Stored("f16", "1024*ceil(K/1024)/group", "N", aliases=("scaled_zeros",), bits=("z[1@1, 1@0]",)),
+        }, kernels=Kernels(_decode_gemv_fast, rows="N", units="K", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "s": Stored("f16", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "z": Stored("f16", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
+                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
+                    blocks=("group",), size=32, sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
 )
@@ -213,15 +181,6 @@ FORMAT = Format(
     digest="41cab56e65a1d72b",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import ternary
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, pad, spread
-from qdsl.runtime.gpu.kernels import lanes, skinny, tile_gemm
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, pad,
+        spread)
+from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -118,29 +119,12 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, s = tensors
-    return lanes.words(q, row, tl.cdiv(K, 256), chunk // 2, more // 2),
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[0], 2 * half + 8 * i, to, 2)
-    return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _finish_planar(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = 1.0 / s * (q - 1.0)."""
-    q, s = tensors
-    s_g = field(s, at, 0, 0, 0)
+    s, = fields
     if BASE is not None:                             # else operands have no zero point any more
         sum += (-1.0 - BASE) * ones
-    sum *= 1.0 / s_g
+    sum *= 1.0 / s
     return sum
 
 
@@ -152,24 +136,17 @@ VARIANT = Variant(
         "q": Field("u2", "N", "K"),
     },
     storages={
-        "transformers": Storage(
-            tensors={
-                "weight": Stored("u8", "N/4", "K", bits=("q[1@0 4:2, 1@1]",)),
-                "weight_scale": Stored("scale_type", "1", bits=("s[]",)),
-            },
-            unpack=unpack_transformers, pack=pack_transformers, whole=True,
-            kernels=Kernels(_decode_transformers, rows="N", units="K", last="k", divides=True),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
-                "s": Stored("scale_type", bits=("s[]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", divides=True,
-                    lanes=Lanes(skinny, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        finish=_finish_planar, width=2, bits=2, ones=True, zero=(-1, -129), exact=True, spans=(4,))),
-        ),
+        "transformers": Storage(unpack=unpack_transformers, pack=pack_transformers, whole=True, tensors={
+            "weight": Stored("u8", "N/4", "K", bits=("q[1@0 4:2, 1@1]",)),
+            "weight_scale": Stored("scale_type", "1", bits=("s[]",)),
+        }, kernels=Kernels(_decode_transformers, rows="N", units="K", last="k", divides=True)),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
+            "s": Stored("scale_type", bits=("s[]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", divides=True,
+                lanes=Lanes(skinny, tile_gemm=tile_gemm, words=bitplanes.words_2, numbers=bitplanes.u2,
+                    finish=_finish_planar, row_fields=(GroupField("s", 0, 0),), width=2, bits=2, ones=True,
+                    zero=(-1, -129), exact=True, spans=(4,)))),
     },
     decode=decode, encode=encode,
 )
@@ -182,15 +159,6 @@ FORMAT = Format(
     digest="0fc28cfbff78079d",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, joined, pad, spread
-from qdsl.runtime.gpu.kernels import codebook, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, joined,
+        pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -123,37 +124,14 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of levels[q] in a chunk of 128 columns, or in one of those after it."""
-    q, s = tensors
-    return lanes.words(q, row, K // 128, chunk, more),
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """levels[q] of pairs i in a half of a chunk, as numbers of type F."""
-    return codebook.floats(words[0], half % 2, i, flip, F)
-
-
-@triton.jit
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0x555500, 0x550055, 0x555500, 0x550055, 0x38351900, 0x302d3431, -0x474a6700,
+        return codebook.table(g, N, 0x0, 0x555500, 0x550055, 0x555500, 0x550055, 0x38351900, 0x302d3431, -0x474a6700,
             -0x4f524b4f)
     else:
-        return codebook.table(g, N, -0x7fd45500, -0x7fd4ff55, -0x7fd45500, -0x7fd4ff55, 0x3f3f3b00, 0x3e3e3f3e,
+        return codebook.table(g, N, 0x0, -0x7fd45500, -0x7fd4ff55, -0x7fd45500, -0x7fd4ff55, 0x3f3f3b00, 0x3e3e3f3e,
             -0x40404500, -0x41414042)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, s = tensors
-    block: tl.constexpr = SIZES[0]
-    return field(s, at, 1, block, 0),
 
 
 @triton.jit
@@ -172,25 +150,18 @@ VARIANT = Variant(
         "q": Field("u4", "N", "K"),
     },
     storages={
-        "bitsandbytes": Storage(
-            tensors={
-                "weight": Stored("u8", "ceil(N*K/2)", "1"),
-                "weight_absmax": Stored("f32", "ceil(N*K/block)", aliases=("weight.absmax",), bits=("s[1@0]",)),
-            },
-            unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, reads=("N", "K"),
-            kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k", tables=(LEVELS,)),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
-                "s": Stored("f32", "N", "K/block"),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "block"),
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        table=_table_planar, fields=_fields_planar, scale=_scale_planar, blocks=("block",), size=32,
-                        width=8, bits=0, unit=(2.0, 1.0), base=(0, 0), zero=(0, 0))),
-        ),
+        "bitsandbytes": Storage(unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, reads=("N", "K"), tensors={
+            "weight": Stored("u8", "ceil(N*K/2)", "1"),
+            "weight_absmax": Stored("f32", "ceil(N*K/block)", aliases=("weight.absmax",), bits=("s[1@0]",)),
+        }, kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k", tables=(LEVELS,))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "block"), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
+            "s": Stored("f32", "N", "K/block"),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.float_entries_of_16, table=_table_planar, scale=_scale_planar,
+                    group_fields=(GroupField("s", 1, "block"),), blocks=("block",), size=32, width=8, bits=0,
+                    unit=(2.0, 1.0), base=(0, 0), zero=(0, 0)))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"),
 )
@@ -207,15 +178,6 @@ FORMAT = Format(
     digest="f6e807da7da3e3b0",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -76,14 +76,10 @@ VARIANT = Variant(
         "q": Field("i8", "N", "K"),
     },
     storages={
-        "bitsandbytes": Storage(
-            tensors={
-                "weight": Stored("i8", "N", "K"),
-                "SCB": Stored("f32", "N", aliases=("weight.SCB",)),
-            },
-            unpack=unpack_bitsandbytes, pack=pack_bitsandbytes,
-            kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k"),
-        ),
+        "bitsandbytes": Storage(unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, tensors={
+            "weight": Stored("i8", "N", "K"),
+            "SCB": Stored("f32", "N", aliases=("weight.SCB",)),
+        }, kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k")),
     },
     decode=decode, encode=encode,
 )
@@ -96,15 +92,6 @@ FORMAT = Format(
     digest="d99377216098498a",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -80,19 +80,16 @@ VARIANT = Variant(
         "v": Field("bf16", "N", "K"),
     },
     storages={
-        "df11": Storage(
-            tensors={
-                "luts": Stored("u8", "?", "256"),
-                "encoded_exponent": Stored("u8", "?"),
-                "output_positions": Stored("u8", "?"),
-                "gaps": Stored("u8", "?"),
-                "sign_mantissa": Stored("u8", "N*K"),
-            },
-            unpack=unpack_df11, pack=pack_df11, reads=("N", "K"),
-            streams={"exponents": Stream("huffman_windows", Stored("u8", "N*K"), tables="luts",
-                data="encoded_exponent", positions="output_positions", gaps="gaps")},
-            kernels=Kernels(_decode_df11, rows="N", units="K", last="k"),
-        ),
+        "df11": Storage(unpack=unpack_df11, pack=pack_df11, reads=("N", "K"),
+                streams={"exponents": Stream("huffman_windows", Stored("u8", "N*K"), tables="luts",
+                    data="encoded_exponent", positions="output_positions", gaps="gaps")},
+                tensors={
+            "luts": Stored("u8", "?", "256"),
+            "encoded_exponent": Stored("u8", "?"),
+            "output_positions": Stored("u8", "?"),
+            "gaps": Stored("u8", "?"),
+            "sign_mantissa": Stored("u8", "N*K"),
+        }, kernels=Kernels(_decode_df11, rows="N", units="K", last="k")),
     },
     decode=decode, encode=encode, copies="v",
 )
@@ -105,15 +102,6 @@ FORMAT = Format(
     digest="457082163f96c176",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -66,13 +66,9 @@ VARIANT = Variant(
         "v": Field("f32", "N", "K"),
     },
     storages={
-        "plain": Storage(
-            tensors={
-                "weight": Stored("f32", "N", "K"),
-            },
-            unpack=unpack_plain, pack=pack_plain,
-            kernels=Kernels(_decode_plain, rows="N", units="K", last="k"),
-        ),
+        "plain": Storage(unpack=unpack_plain, pack=pack_plain, tensors={
+            "weight": Stored("f32", "N", "K"),
+        }, kernels=Kernels(_decode_plain, rows="N", units="K", last="k")),
     },
     decode=decode, encode=encode, copies="v",
 )
@@ -85,15 +81,6 @@ FORMAT = Format(
     digest="ec3a944af1242397",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -97,23 +97,19 @@ VARIANT = Variant(
         "v": Field("bf16", "N", "K"),
     },
     storages={
-        "fix4": Storage(
-            tensors={
-                "codes": Stored("i32", "N", "ceil(K/8)"),
-                "base": Stored("u8", "1"),
-                "patch_start": Stored("i32", "?"),
-                "patch_index": Stored("i32", "?"),
-                "patch_exponent": Stored("u8", "?"),
-                "sign_mantissa": Stored("u8", "N", "8*ceil(K/8)"),
-                "weight_shape": Stored("shape", "2"),
-            },
-            unpack=unpack_fix4, pack=pack_fix4, reads=("K",),
-            streams={"exponents": Stream("window", Stored("u8", "N", "K"), codes="codes", base="base",
-                start="patch_start", index="patch_index", value="patch_exponent")},
-            shape="weight_shape",
-            kernels=Kernels(_decode_fix4, rows="N", units="K", last="k",
-                    pairs=Pairs(_pairs_fix4, "bf16", "exponents", 7, "sign_mantissa")),
-        ),
+        "fix4": Storage(unpack=unpack_fix4, pack=pack_fix4, reads=("K",),
+                streams={"exponents": Stream("window", Stored("u8", "N", "K"), codes="codes", base="base",
+                    start="patch_start", index="patch_index", value="patch_exponent")},
+                shape="weight_shape", tensors={
+            "codes": Stored("i32", "N", "ceil(K/8)"),
+            "base": Stored("u8", "1"),
+            "patch_start": Stored("i32", "?"),
+            "patch_index": Stored("i32", "?"),
+            "patch_exponent": Stored("u8", "?"),
+            "sign_mantissa": Stored("u8", "N", "8*ceil(K/8)"),
+            "weight_shape": Stored("shape", "2"),
+        }, kernels=Kernels(_decode_fix4, rows="N", units="K", last="k",
+                pairs=Pairs(_pairs_fix4, "bf16", "exponents", 7, "sign_mantissa"))),
     },
     decode=decode, encode=encode, copies="v",
 )
@@ -125,15 +121,6 @@ FORMAT = Format(
     digest="cdfbeb3808b84152",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

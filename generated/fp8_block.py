@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, pad
-from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm, w8a8
+from qdsl.runtime import Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
 
@@ -113,78 +113,7 @@ def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
 
 
 @triton.jit
-def _words_safetensors(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    weight, weight_scale_inv = tensors
-    return lanes.words(weight, row, K // 64, 2 * chunk, 2 * more), lanes.words(weight, row, K // 64, 2 * chunk, 2
-        * more + 1)
-
-
-@triton.jit
-def _numbers_safetensors(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
-
-
-@triton.jit
-def _fields_safetensors(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    weight, weight_scale_inv = tensors
-    bn: tl.constexpr = SIZES[0]
-    bk: tl.constexpr = SIZES[1]
-    return field(weight_scale_inv, at, bn, bk, 0),
-
-
-@triton.jit
 def _scale_safetensors(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = s * q."""
-    s, = fields
-    sum *= s
-    return sum
-
-
-@triton.jit
-def _decode_torchao(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
-    """The weight in column k of row n, in float32."""
-    qdata, scale = tensors
-    bn, bk = sizes
-    qdata += n * K
-    scale += n // bn * tl.cdiv(K, bk)
-    q = device.e4m3(tl.load(qdata + k, live, 0))
-    s = device.scale(tl.load(scale + k // bk, live, 0))
-    state = use(state, k, q * s, live)
-    return state
-
-
-@triton.jit
-def _words_torchao(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    qdata, scale = tensors
-    return lanes.words(qdata, row, K // 64, 2 * chunk, 2 * more), lanes.words(qdata, row, K // 64, 2 * chunk, 2 * more
-        + 1)
-
-
-@triton.jit
-def _numbers_torchao(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
-
-
-@triton.jit
-def _fields_torchao(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    qdata, scale = tensors
-    bn: tl.constexpr = SIZES[0]
-    bk: tl.constexpr = SIZES[1]
-    return field(scale, at, bn, bk, 0),
-
-
-@triton.jit
-def _scale_torchao(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * q."""
     s, = fields
     sum *= s
@@ -213,30 +142,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, s = tensors
-    return lanes.words(q, row, K // 64, 2 * chunk, 2 * more), lanes.words(q, row, K // 64, 2 * chunk, 2 * more + 1)
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, s = tensors
-    bn: tl.constexpr = SIZES[0]
-    bk: tl.constexpr = SIZES[1]
-    return field(s, at, bn, bk, 0),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * q."""
     s, = fields
@@ -252,42 +157,31 @@ VARIANT = Variant(
         "s": Field("scale_type", "ceil(N/bn)", "ceil(K/bk)"),
     },
     storages={
-        "safetensors": Storage(
-            tensors={
-                "weight": Stored("e4m3", "N", "K", bits=("q[1@0, 1@1]",)),
-                "weight_scale_inv": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)",
-                    aliases=("weight_scale", "scale", "qscale_weight"), bits=("s[1@0, 1@1]",)),
-            },
-            unpack=unpack_safetensors, pack=pack_safetensors,
-            kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, words=_words_safetensors, numbers=_numbers_safetensors,
-                        fields=_fields_safetensors, scale=_scale_safetensors, blocks=("bk",), in_order=True, width=8,
-                        bits=0, unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127,
-                        narrow=Narrow(w8a8, "e4m3", "weight", groups=True))),
-        ),
-        "torchao": Storage(
-            tensors={
-                "qdata": Stored("e4m3", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-                "scale": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", aliases=("_weight_scale",),
-                    bits=("s[1@0, 1@1]",)),
-            },
-            unpack=unpack_torchao, pack=pack_torchao,
-            kernels=Kernels(_decode_torchao, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, words=_words_torchao, numbers=_numbers_torchao, fields=_fields_torchao,
-                        scale=_scale_torchao, blocks=("bk",), in_order=True, width=8, bits=0, unit=(256.0, 1.0),
-                        base=(0, 0), codes="qdata", special=127, narrow=Narrow(w8a8, "e4m3", "qdata", groups=True))),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-                "s": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", bits=("s[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("bk",), size=32, width=8, bits=0,
-                        unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127)),
-        ),
+        "safetensors": Storage(unpack=unpack_safetensors, pack=pack_safetensors, tensors={
+            "weight": Stored("e4m3", "N", "K", bits=("q[1@0, 1@1]",)),
+            "weight_scale_inv": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)",
+                aliases=("weight_scale", "scale", "qscale_weight"), bits=("s[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
+                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, scale=_scale_safetensors,
+                    group_fields=(GroupField("weight_scale_inv", "bn", "bk"),), blocks=("bk",), in_order=True, width=8,
+                    bits=0, unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127,
+                    narrow=Narrow(w8a8, "e4m3", "weight", groups=True)))),
+        "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
+            "qdata": Stored("e4m3", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
+            "scale": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", aliases=("_weight_scale",),
+                bits=("s[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
+                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, scale=_scale_safetensors,
+                    group_fields=(GroupField("scale", "bn", "bk"),), blocks=("bk",), in_order=True, width=8, bits=0,
+                    unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127,
+                    narrow=Narrow(w8a8, "e4m3", "qdata", groups=True)))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
+            "s": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", bits=("s[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.e4m3,
+                    scale=_scale_planar, group_fields=(GroupField("s", "bn", "bk"),), blocks=("bk",), size=32, width=8,
+                    bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
@@ -305,15 +199,6 @@ FORMAT = Format(
     digest="cca068a6355cb20c",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

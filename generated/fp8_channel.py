@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Stream, Variant, as_type, cdiv, pad
-from qdsl.runtime.gpu.kernels import device, lanes, skinny, tile_gemm, w8a8
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Stream, Variant, as_type,
+        cdiv, pad)
+from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
 
@@ -155,101 +156,10 @@ def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
 
 
 @triton.jit
-def _words_safetensors(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    weight, weight_scale = tensors
-    return lanes.words(weight, row, K // 64, 2 * chunk, 2 * more), lanes.words(weight, row, K // 64, 2 * chunk, 2
-        * more + 1)
-
-
-@triton.jit
-def _numbers_safetensors(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
-
-
-@triton.jit
-def _finish_safetensors(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_safetensors(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s * q."""
-    weight, weight_scale = tensors
-    s_g = field(weight_scale, at, 1, 0, 0)
-    sum *= s_g
-    return sum
-
-
-@triton.jit
-def _decode_torchao(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
-    """The weight in column k of row n, in float32."""
-    qdata, scale = tensors
-    qdata += n * K
-    scale += n
-    s = device.scale(tl.load(scale, n < N, 0))
-    q = device.e4m3(tl.load(qdata + k, live, 0))
-    state = use(state, k, q * s, live)
-    return state
-
-
-@triton.jit
-def _words_torchao(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    qdata, scale = tensors
-    return lanes.words(qdata, row, K // 64, 2 * chunk, 2 * more), lanes.words(qdata, row, K // 64, 2 * chunk, 2 * more
-        + 1)
-
-
-@triton.jit
-def _numbers_torchao(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
-
-
-@triton.jit
-def _finish_torchao(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
-    """What a row adds up to, with w = s * q."""
-    qdata, scale = tensors
-    s_g = field(scale, at, 1, 0, 0)
-    sum *= s_g
-    return sum
-
-
-@triton.jit
-def _decode_quanto(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
-    """The weight in column k of row n, in float32."""
-    data, scale = tensors
-    data += n * K
-    scale += n
-    s = device.scale(tl.load(scale, n < N, 0))
-    q = device.e4m3(tl.load(data + k, live, 0))
-    state = use(state, k, q * s, live)
-    return state
-
-
-@triton.jit
-def _words_quanto(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    data, scale = tensors
-    return lanes.words(data, row, K // 64, 2 * chunk, 2 * more), lanes.words(data, row, K // 64, 2 * chunk, 2 * more
-        + 1)
-
-
-@triton.jit
-def _numbers_quanto(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
-
-
-@triton.jit
-def _finish_quanto(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
-    """What a row adds up to, with w = s * q."""
-    data, scale = tensors
-    s_g = field(scale, at, 1, 0, 0)
-    sum *= s_g
+    s, = fields
+    sum *= s
     return sum
 
 
@@ -290,26 +200,10 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, s = tensors
-    return lanes.words(q, row, K // 64, 2 * chunk, 2 * more), lanes.words(q, row, K // 64, 2 * chunk, 2 * more + 1)
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
-
-
-@triton.jit
-def _finish_planar(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s * q."""
-    q, s = tensors
-    s_g = field(s, at, 1, 0, 0)
-    sum *= s_g
+    s, = fields
+    sum *= s
     return sum
 
 
@@ -321,67 +215,47 @@ VARIANT = Variant(
         "s": Field("scale_type", "N"),
     },
     storages={
-        "safetensors": Storage(
-            tensors={
-                "weight": Stored("e4m3", "N", "K", bits=("q[1@0, 1@1]",)),
-                "weight_scale": Stored("scale_type", "N", "1", aliases=("weight_scale_inv", "scale", "qscale_weight"),
-                    bits=("s[1@0]",)),
-            },
-            unpack=unpack_safetensors, pack=pack_safetensors,
-            kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, words=_words_safetensors, numbers=_numbers_safetensors,
-                        finish=_finish_safetensors, in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0),
-                        codes="weight", special=127, narrow=Narrow(w8a8, "e4m3", "weight"))),
-        ),
-        "torchao": Storage(
-            tensors={
-                "qdata": Stored("e4m3", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-                "scale": Stored("scale_type", "N", "1", aliases=("_weight_scale",), bits=("s[1@0]",)),
-            },
-            unpack=unpack_torchao, pack=pack_torchao,
-            kernels=Kernels(_decode_torchao, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, words=_words_torchao, numbers=_numbers_torchao, finish=_finish_torchao,
-                        in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127,
-                        narrow=Narrow(w8a8, "e4m3", "qdata"))),
-        ),
-        "quanto": Storage(
-            tensors={
-                "data": Stored("e4m3", "N", "K", aliases=("weight._data",), bits=("q[1@0, 1@1]",)),
-                "scale": Stored("scale_type", "N", "1", aliases=("weight._scale",), bits=("s[1@0]",)),
-            },
-            unpack=unpack_quanto, pack=pack_quanto,
-            kernels=Kernels(_decode_quanto, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, words=_words_quanto, numbers=_numbers_quanto, finish=_finish_quanto,
-                        in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="data", special=127,
-                        narrow=Narrow(w8a8, "e4m3", "data"))),
-        ),
-        "fp8_lane": Storage(
-            tensors={
-                "words": Stored("i32", "?"),
-                "starts": Stored("i32", "?", "?"),
-                "table": Stored("i16", "256"),
-                "sign_mantissa": Stored("u8", "N", "ceil(K/2)",
-                    bits=("q.at(0):3[1@0, 2:4 1@1]", "q.at(7):1+3[1@0, 2:4 1@1]")),
-                "weight_scale": Stored("scale_type", "N", "1", bits=("s[1@0]",)),
-                "weight_shape": Stored("shape", "2"),
-            },
-            unpack=unpack_fp8_lane, pack=pack_fp8_lane, reads=("K",),
-            streams={"exponents": Stream("huffman_lanes", Stored("u8", "N", "K"), words="words", starts="starts",
-                table="table")},
-            shape="weight_shape",
-            kernels=Kernels(_decode_fp8_lane, rows="N", units="K", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-                "s": Stored("scale_type", "N", bits=("s[1@0]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                    lanes=Lanes(skinny, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        finish=_finish_planar, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q",
-                        special=127)),
-        ),
+        "safetensors": Storage(unpack=unpack_safetensors, pack=pack_safetensors, tensors={
+            "weight": Stored("e4m3", "N", "K", bits=("q[1@0, 1@1]",)),
+            "weight_scale": Stored("scale_type", "N", "1", aliases=("weight_scale_inv", "scale", "qscale_weight"),
+                bits=("s[1@0]",)),
+        }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
+                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=_finish_safetensors,
+                    row_fields=(GroupField("weight_scale", 1, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0),
+                    base=(0, 0), codes="weight", special=127, narrow=Narrow(w8a8, "e4m3", "weight")))),
+        "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
+            "qdata": Stored("e4m3", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
+            "scale": Stored("scale_type", "N", "1", aliases=("_weight_scale",), bits=("s[1@0]",)),
+        }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
+                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=_finish_safetensors,
+                    row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0),
+                    base=(0, 0), codes="qdata", special=127, narrow=Narrow(w8a8, "e4m3", "qdata")))),
+        "quanto": Storage(unpack=unpack_quanto, pack=pack_quanto, tensors={
+            "data": Stored("e4m3", "N", "K", aliases=("weight._data",), bits=("q[1@0, 1@1]",)),
+            "scale": Stored("scale_type", "N", "1", aliases=("weight._scale",), bits=("s[1@0]",)),
+        }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
+                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=_finish_safetensors,
+                    row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0),
+                    base=(0, 0), codes="data", special=127, narrow=Narrow(w8a8, "e4m3", "data")))),
+        "fp8_lane": Storage(unpack=unpack_fp8_lane, pack=pack_fp8_lane, reads=("K",),
+                streams={"exponents": Stream("huffman_lanes", Stored("u8", "N", "K"), words="words", starts="starts",
+                    table="table")},
+                shape="weight_shape", tensors={
+            "words": Stored("i32", "?"),
+            "starts": Stored("i32", "?", "?"),
+            "table": Stored("i16", "256"),
+            "sign_mantissa": Stored("u8", "N", "ceil(K/2)",
+                bits=("q.at(0):3[1@0, 2:4 1@1]", "q.at(7):1+3[1@0, 2:4 1@1]")),
+            "weight_scale": Stored("scale_type", "N", "1", bits=("s[1@0]",)),
+            "weight_shape": Stored("shape", "2"),
+        }, kernels=Kernels(_decode_fp8_lane, rows="N", units="K", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
+            "s": Stored("scale_type", "N", bits=("s[1@0]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                lanes=Lanes(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.e4m3,
+                    finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), width=8, bits=0, unit=(256.0, 1.0),
+                    base=(0, 0), zero=(0, 0), codes="q", special=127))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
@@ -397,15 +271,6 @@ FORMAT = Format(
     digest="72dfc31be592abc9",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

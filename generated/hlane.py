@@ -97,21 +97,17 @@ VARIANT = Variant(
         "v": Field("bf16", "N", "K"),
     },
     storages={
-        "hlane": Storage(
-            tensors={
-                "words": Stored("i32", "?"),
-                "starts": Stored("i32", "?", "?"),
-                "table": Stored("i16", "256"),
-                "sign_mantissa": Stored("u8", "N", "8*ceil(K/8)"),
-                "weight_shape": Stored("shape", "2"),
-            },
-            unpack=unpack_hlane, pack=pack_hlane, reads=("K",),
-            streams={"exponents": Stream("huffman_lanes", Stored("u8", "N", "K"), words="words", starts="starts",
-                table="table")},
-            shape="weight_shape",
-            kernels=Kernels(_decode_hlane, rows="N", units="K", last="k",
-                    pairs=Pairs(_pairs_hlane, "bf16", "exponents", 7, "sign_mantissa")),
-        ),
+        "hlane": Storage(unpack=unpack_hlane, pack=pack_hlane, reads=("K",),
+                streams={"exponents": Stream("huffman_lanes", Stored("u8", "N", "K"), words="words", starts="starts",
+                    table="table")},
+                shape="weight_shape", tensors={
+            "words": Stored("i32", "?"),
+            "starts": Stored("i32", "?", "?"),
+            "table": Stored("i16", "256"),
+            "sign_mantissa": Stored("u8", "N", "8*ceil(K/8)"),
+            "weight_shape": Stored("shape", "2"),
+        }, kernels=Kernels(_decode_hlane, rows="N", units="K", last="k",
+                pairs=Pairs(_pairs_hlane, "bf16", "exponents", 7, "sign_mantissa"))),
     },
     decode=decode, encode=encode, copies="v",
 )
@@ -123,15 +119,6 @@ FORMAT = Format(
     digest="c42618a77bfd7560",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

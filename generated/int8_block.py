@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float, as_type, pad
-from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm, w8a8
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float,
+        as_type, pad)
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -95,32 +96,6 @@ def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
 
 
 @triton.jit
-def _words_safetensors(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    weight, weight_scale_inv = tensors
-    return lanes.words(weight, row, K // 64, 2 * chunk, 2 * more), lanes.words(weight, row, K // 64, 2 * chunk, 2
-        * more + 1)
-
-
-@triton.jit
-def _numbers_safetensors(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
-    return lanes.numbers(code, flip, True, F)
-
-
-@triton.jit
-def _fields_safetensors(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    weight, weight_scale_inv = tensors
-    bn: tl.constexpr = SIZES[0]
-    bk: tl.constexpr = SIZES[1]
-    return field(weight_scale_inv, at, bn, bk, 0),
-
-
-@triton.jit
 def _scale_safetensors(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * q."""
     s, = fields
@@ -152,31 +127,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, s = tensors
-    return lanes.words(q, row, K // 64, 2 * chunk, 2 * more), lanes.words(q, row, K // 64, 2 * chunk, 2 * more + 1)
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
-    return lanes.numbers(code, flip, True, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, s = tensors
-    bn: tl.constexpr = SIZES[0]
-    bk: tl.constexpr = SIZES[1]
-    return field(s, at, bn, bk, 0),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * q."""
     s, = fields
@@ -194,30 +144,22 @@ VARIANT = Variant(
         "s": Field("scale_type", "ceil(N/bn)", "ceil(K/bk)"),
     },
     storages={
-        "safetensors": Storage(
-            tensors={
-                "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
-                "weight_scale_inv": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", aliases=("weight_scale", "scale"),
-                    bits=("s[1@0, 1@1]",)),
-            },
-            unpack=unpack_safetensors, pack=pack_safetensors,
-            kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, words=_words_safetensors, numbers=_numbers_safetensors,
-                        fields=_fields_safetensors, scale=_scale_safetensors, blocks=("bk",), in_order=True, width=8,
-                        bits=8, signed=True, base=(128, 2304), double=True,
-                        narrow=Narrow(w8a8, "i8", "weight", groups=True))),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-                "s": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", bits=("s[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("bk",), size=32, width=8, bits=8,
-                        signed=True, base=(128, 2304), double=True, zero=(-128, -128))),
-        ),
+        "safetensors": Storage(unpack=unpack_safetensors, pack=pack_safetensors, tensors={
+            "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
+            "weight_scale_inv": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", aliases=("weight_scale", "scale"),
+                bits=("s[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
+                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, scale=_scale_safetensors,
+                    group_fields=(GroupField("weight_scale_inv", "bn", "bk"),), blocks=("bk",), in_order=True, width=8,
+                    bits=8, signed=True, base=(128, 2304), double=True,
+                    narrow=Narrow(w8a8, "i8", "weight", groups=True)))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
+            "s": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", bits=("s[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.i8,
+                    scale=_scale_planar, group_fields=(GroupField("s", "bn", "bk"),), blocks=("bk",), size=32, width=8,
+                    bits=8, signed=True, base=(128, 2304), double=True, zero=(-128, -128)))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
@@ -233,15 +175,6 @@ FORMAT = Format(
     digest="77b6285b5d3c6834",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

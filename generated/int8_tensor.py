@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float, as_type, pad
-from qdsl.runtime.gpu.kernels import lanes, skinny, tile_gemm, w8a8
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float,
+        as_type, pad)
+from qdsl.runtime.gpu.kernels import bitplanes, lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -134,79 +135,11 @@ def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
 
 
 @triton.jit
-def _words_safetensors(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    weight, weight_scale, weight_zero_point = tensors
-    return lanes.words(weight, row, K // 64, 2 * chunk, 2 * more), lanes.words(weight, row, K // 64, 2 * chunk, 2
-        * more + 1)
-
-
-@triton.jit
-def _numbers_safetensors(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
-    return lanes.numbers(code, flip, True, F)
-
-
-@triton.jit
-def _finish_safetensors(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_safetensors(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s * (q - z)."""
-    weight, weight_scale, weight_zero_point = tensors
-    s_g = field(weight_scale, at, 0, 0, 0)
-    if weight_zero_point is None:
-        z_g = 0.0
-    else:
-        z_g = field(weight_zero_point, at, 0, 0, 8)
-    sum += lanes.shifted(-z_g, BASE) * ones
-    sum *= s_g
-    return sum
-
-
-@triton.jit
-def _decode_torchao(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
-    """The weight in column k of row n, in float32."""
-    qdata, scale, zero_point = tensors
-    qdata += n * K
-    if zero_point is None:
-        z = 0
-    else:
-        z = tl.load(zero_point).to(tl.int32)
-    s = tl.load(scale).to(tl.float32)
-    q = tl.load(qdata + k, live, 0).to(tl.int32)
-    state = use(state, k, (q - z) * s, live)
-    return state
-
-
-@triton.jit
-def _words_torchao(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    qdata, scale, zero_point = tensors
-    return lanes.words(qdata, row, K // 64, 2 * chunk, 2 * more), lanes.words(qdata, row, K // 64, 2 * chunk, 2 * more
-        + 1)
-
-
-@triton.jit
-def _numbers_torchao(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
-    return lanes.numbers(code, flip, True, F)
-
-
-@triton.jit
-def _finish_torchao(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
-    """What a row adds up to, with w = s * (q - z)."""
-    qdata, scale, zero_point = tensors
-    s_g = field(scale, at, 0, 0, 0)
-    if zero_point is None:
-        z_g = 0.0
-    else:
-        z_g = field(zero_point, at, 0, 0, 8)
-    sum += lanes.shifted(-z_g, BASE) * ones
-    sum *= s_g
+    s, z = fields
+    sum += lanes.shifted(-z, BASE) * ones
+    sum *= s
     return sum
 
 
@@ -234,32 +167,11 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, s, z = tensors
-    return lanes.words(q, row, K // 64, 2 * chunk, 2 * more), lanes.words(q, row, K // 64, 2 * chunk, 2 * more + 1)
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
-    return lanes.numbers(code, flip, True, F)
-
-
-@triton.jit
-def _finish_planar(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s * (q - z)."""
-    q, s, z = tensors
-    s_g = field(s, at, 0, 0, 0)
-    if z is None:
-        z_g = 0.0
-    else:
-        z_g = field(z, at, 0, 0, 8)
-    sum += lanes.shifted(-z_g, BASE) * ones
-    sum *= s_g
+    s, z = fields
+    sum += lanes.shifted(-z, BASE) * ones
+    sum *= s
     return sum
 
 
@@ -272,42 +184,34 @@ VARIANT = Variant(
         "s": Field("scale_type"),
     },
     storages={
-        "safetensors": Storage(
-            tensors={
-                "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
-                "weight_scale": Stored("scale_type", "1", bits=("s[]",)),
-                "weight_zero_point": Stored("i8", "1", optional="z", bits=("z[]",)),
-            },
-            unpack=unpack_safetensors, pack=pack_safetensors,
-            kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, words=_words_safetensors, numbers=_numbers_safetensors,
-                        finish=_finish_safetensors, in_order=True, width=8, bits=8, signed=True, base=(128, 2304),
-                        ones=True, double=True, narrow=Narrow(w8a8, "i8", "weight", sums=True))),
-        ),
-        "torchao": Storage(
-            tensors={
-                "qdata": Stored("i8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-                "scale": Stored("scale_type", "1", "1", aliases=("_weight_scale",), bits=("s[]",)),
-                "zero_point": Stored("i8", "1", "1", aliases=("_weight_zero_point",), optional="z", bits=("z[]",)),
-            },
-            unpack=unpack_torchao, pack=pack_torchao,
-            kernels=Kernels(_decode_torchao, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, words=_words_torchao, numbers=_numbers_torchao, finish=_finish_torchao,
-                        in_order=True, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
-                        narrow=Narrow(w8a8, "i8", "qdata", sums=True))),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-                "s": Stored("scale_type", bits=("s[]",)),
-                "z": Stored("i8", optional="z", bits=("z[]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                    lanes=Lanes(skinny, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        finish=_finish_planar, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
-                        zero=(-128, -128), sums_in_tile_gemm=True)),
-        ),
+        "safetensors": Storage(unpack=unpack_safetensors, pack=pack_safetensors, tensors={
+            "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
+            "weight_scale": Stored("scale_type", "1", bits=("s[]",)),
+            "weight_zero_point": Stored("i8", "1", optional="z", bits=("z[]",)),
+        }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
+                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=_finish_safetensors,
+                    row_fields=(GroupField("weight_scale", 0, 0),
+                    GroupField("weight_zero_point", 0, 0, 8, default=0.0)), in_order=True, width=8, bits=8,
+                    signed=True, base=(128, 2304), ones=True, double=True,
+                    narrow=Narrow(w8a8, "i8", "weight", sums=True)))),
+        "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
+            "qdata": Stored("i8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
+            "scale": Stored("scale_type", "1", "1", aliases=("_weight_scale",), bits=("s[]",)),
+            "zero_point": Stored("i8", "1", "1", aliases=("_weight_zero_point",), optional="z", bits=("z[]",)),
+        }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
+                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=_finish_safetensors,
+                    row_fields=(GroupField("scale", 0, 0), GroupField("zero_point", 0, 0, 8, default=0.0)),
+                    in_order=True, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
+                    narrow=Narrow(w8a8, "i8", "qdata", sums=True)))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
+            "s": Stored("scale_type", bits=("s[]",)),
+            "z": Stored("i8", optional="z", bits=("z[]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                lanes=Lanes(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.i8,
+                    finish=_finish_planar, row_fields=(GroupField("s", 0, 0), GroupField("z", 0, 0, 8, default=0.0)),
+                    width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True, zero=(-128, -128),
+                    sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
@@ -322,15 +226,6 @@ FORMAT = Format(
     digest="cc9f384997f4a8ad",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

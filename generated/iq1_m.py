@@ -9,6 +9,7 @@
     g      u11 [N, K/8]
 
     gguf: 1.75 bits per weight
+    planar: 3.5625 bits per weight
 
 Built from the spec iq1_m (sha256 3025a64b054b0af0) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_shifts
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, integer
-from qdsl.runtime.gpu.kernels import device
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant, as_type,
+        integer, pad)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -158,6 +160,12 @@ GRID = Table("i8", *(CODES[i] // 4 ** j % 4 - 1 for i in range(2048) for j in ra
 GRID_DOWN = GRID.with_codes(lambda grid, down: grid + 0.125 * (1 - 2 * down), 2)
 
 
+LEVELS = Table("f32", -9, -7, -1, 1, 7, 9, 9, 9)
+
+
+ROW_CODES = RowCodes((3, 0, 4, 1, 5, 2,), down=(2, 8), g=GRID)
+
+
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 56*K/256]."""
     r = blocks.unflatten(-1, (-1, 56))
@@ -195,6 +203,48 @@ def pack_gguf(d: Tensor, sc: Tensor, down: Tensor, g: Tensor) -> dict[str, Tenso
     r[..., 55:56] |= ((d.view(torch.int16) >> 12) << 4).to(torch.uint8).unsqueeze(-1)
     return {
         "blocks": r.flatten(1),
+    }
+
+
+def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, K/256]; sc uint8 [N,
+    K/16].
+    """
+    q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = q_0_bytes.unflatten(-1, (4, 8, 2))
+    q_low = torch.stack([q_bytes & 3, q_bytes >> 4 & 3, q_bytes >> 2 & 3, q_bytes >> 6], -4).unflatten(2,
+        (2, 2)).permute(0, 1, 2, 5, 3, 4, 6).flatten(1)
+    q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_1_bytes.unflatten(-1, (4, 8, 2))
+    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1
+        & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 7], -4).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6,
+        4, 5, 7).flatten(1)[:, :K]
+    return {
+        "d": d,
+        "sc": sc & 7,
+        **ROW_CODES.fields(q_low | q_high << 2),
+    }
+
+
+def pack_planar(d: Tensor, sc: Tensor, down: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """q_0, q_1, d, sc of the fields; the inverse of unpack_planar."""
+    q = ROW_CODES.codes(down=down, g=g)
+    q_split = q.unflatten(-1, (-1, 2, 8, 2, 4, 2))
+    q_0_bytes = ((q_split[:, :, 0, :, 0] & 3) | (q_split[:, :, 0, :, 1] & 3) << 4 | (q_split[:, :, 1, :, 0] & 3) << 2
+        | (q_split[:, :, 1, :, 1] & 3) << 6).permute(0, 1, 3, 2, 4).flatten(2)
+    q_split2 = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 2, 2, 8, 2, 4, 2))
+    q_1_bytes = ((q_split2[:, :, 0, 0, :, 0] >> 2) | (q_split2[:, :, 0, 0, :, 1] >> 2) << 4
+        | (q_split2[:, :, 0, 1, :, 0] >> 2) << 2 | (q_split2[:, :, 0, 1, :, 1] >> 2) << 6
+        | (q_split2[:, :, 1, 0, :, 0] >> 2) << 1 | (q_split2[:, :, 1, 0, :, 1] >> 2) << 5
+        | (q_split2[:, :, 1, 1, :, 0] >> 2) << 3 | (q_split2[:, :, 1, 1, :, 1] >> 2)
+        << 7).permute(0, 1, 3, 2, 4).flatten(2)
+    sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
+    sc_bytes[...] = sc.unsqueeze(-1)
+    return {
+        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
+        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
+        "d": d,
+        "sc": sc_bytes.squeeze(-1),
     }
 
 
@@ -245,6 +295,46 @@ def _decode_gguf(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
+@triton.jit
+def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    q_0, q_1, d, sc, levels = tensors
+    d += n * (K // 256)
+    sc += n * (K // 16)
+    q_0 += 16 * (n * tl.cdiv(K, 256))
+    q_1 += 16 * (n * tl.cdiv(K, 512))
+    d1 = tl.load(d + k // 256, live, 0).to(tl.float32)
+    sc1 = (tl.load(sc + k // 16, live, 0) & 7).to(tl.int32)
+    q_low = tl.load(q_0 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
+        + k % 256 // 32 % 4, live,
+        0) >> 16 * (k % 256 // 16 % 2) + 8 * (k % 256 % 2) + 4 * (k % 256 // 8 % 2) + 2 * (k % 256 // 128) & 3
+    q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
+        + k % 512 // 32 % 4, live,
+        0) >> 16 * (k % 512 // 16 % 2) + 8 * (k % 512 % 2) + 4 * (k % 512 // 8 % 2) + 2 * (k % 512 // 128 % 2) + k % 512 // 256 & 1
+    q = (q_low | q_high << 2).to(tl.int32)
+    state = use(state, k, d1 * (2 * sc1 + 1) * (0.125 * tl.load(levels + q)), live)
+    return state
+
+
+@triton.jit
+def _table_planar(g, N, F: tl.constexpr):
+    """The numbers of levels[q] as words of bytes, in every lane."""
+    if F == tl.float16:
+        return codebook.table(g, N, 0x0, 0xa080200, 0x12121210)
+    else:
+        return codebook.table(g, N, 0x43434343, 0xa080200, 0x12121210)
+
+
+@triton.jit
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a group adds up to, with w = (0.25 * d * sc + 0.125 * d) * levels[q]."""
+    d, sc = fields
+    if BASE != 0:
+        sum -= BASE * ones
+    sum *= 0.25 * d * sc + 0.125 * d
+    return sum
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -255,13 +345,19 @@ VARIANT = Variant(
         "g": Field("u11", "N", "K/8"),
     },
     storages={
-        "gguf": Storage(
-            tensors={
-                "blocks": Stored("u8", "N", "56*K/256"),
-            },
-            unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID,)),
-        ),
+        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
+            "blocks": Stored("u8", "N", "56*K/256"),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID,))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q_0": Stored("i32", "N", "16*ceil(K/256)"),
+            "q_1": Stored("i32", "N", "16*ceil(K/512)"),
+            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+            "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k", tables=(LEVELS,),
+                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_3, numbers=bitplanes.entries_of_8,
+                    table=_table_planar, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 3)), blocks=("256", "16"), size=16,
+                    width=8, bits=0, base=(9, 137)))),
     },
     decode=decode, encode=encode, importance=True,
 )
@@ -274,15 +370,6 @@ FORMAT = Format(
     digest="3025a64b054b0af0",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -9,6 +9,7 @@
     g      u11 [N, K/8]
 
     gguf: 1.5625 bits per weight
+    planar: 2.5625 bits per weight
 
 Built from the spec iq1_s (sha256 03d9ec0bc4f3ebe2) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_shifts
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, integer, workspace
-from qdsl.runtime.gpu.kernels import device
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant,
+        as_float, as_type, integer, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -155,6 +157,9 @@ CODES = (0, 2, 5, 8, 10, 17, 21, 32, 34, 40, 42, 69, 81, 84, 86, 101, 128, 130, 
 GRID = Table("i8", *(CODES[i] // 4 ** j % 4 - 1 for i in range(2048) for j in range(8)), columns=8)
 
 
+ROW_CODES = RowCodes((0, 1, 2,), g=GRID)
+
+
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 50*K/256]."""
     r = blocks.unflatten(-1, (-1, 50))
@@ -181,6 +186,37 @@ def pack_gguf(d: Tensor, sc: Tensor, down: Tensor, g: Tensor) -> dict[str, Tenso
     r[..., 35:50:2] |= down.unflatten(-1, (-1, 8)) << 7
     return {
         "blocks": r.flatten(1),
+    }
+
+
+def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, down: Tensor) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/256)]; d float16 [N, K/256]; sc uint8 [N, K/32]; down uint8 [N, K/32]."""
+    q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_bytes.unflatten(-1, (4, 4, 2, 2))
+    return {
+        "d": d,
+        "sc": sc & 7,
+        "down": down & 1,
+        **ROW_CODES.fields(torch.stack([q_bytes2 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 6],
+            -5).unflatten(2, (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)),
+    }
+
+
+def pack_planar(d: Tensor, sc: Tensor, down: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """q, d, sc, down of the fields; the inverse of unpack_planar."""
+    q = ROW_CODES.codes(g=g)
+    q_split = q.unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
+    q_bytes = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
+        | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
+    sc_bytes[...] = sc.unsqueeze(-1)
+    down_bytes = torch.zeros(down.shape[0], down.shape[1], 1, dtype=torch.uint8, device=down.device)
+    down_bytes[...] = down.unsqueeze(-1)
+    return {
+        "q": as_type(q_bytes, torch.int32).flatten(1),
+        "d": d,
+        "sc": sc_bytes.squeeze(-1),
+        "down": down_bytes.squeeze(-1),
     }
 
 
@@ -229,6 +265,42 @@ def _decode_gguf(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
+@triton.jit
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 16 weights of unit u of row n, in float32."""
+    q, d, sc, down = tensors
+    d += n * (K // 256)
+    sc += n * (K // 32)
+    down += n * (K // 32)
+    q += 16 * (n * tl.cdiv(K, 256))
+    t = u // 16
+    b = u // 4 % 4
+    a = u % 4
+    d1 = tl.load(d + t, live, 0).to(tl.float32)
+    q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
+    for h in tl.static_range(2):
+        sc1 = (tl.load(sc + 8 * t + 4 * h + b, live, 0) & 7).to(tl.int32)
+        down1 = (tl.load(down + 8 * t + 4 * h + b, live, 0) & 1).to(tl.int32)
+        for i in tl.static_range(2):
+            for j in tl.static_range(2):
+                for c in tl.static_range(2):
+                    q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
+                    state = use(state, 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, d1 * (2 * sc1 + 1)
+                        * (q1 - 1 + 0.125 * (1 - 2 * down1)), live)
+    return state
+
+
+@triton.jit
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a group adds up to, with w = (2.0 * d * sc + d) * q - 0.5 * d * down * sc - 0.25 * d * down - 1.75 * d * sc - 0.875 * d."""
+    d, sc, down = fields
+    if BASE != 0:
+        sum -= BASE * ones
+    sum *= 2.0 * d * sc + d
+    sum += ones * (-0.5 * d * down * sc - 0.25 * d * down - 1.75 * d * sc - 0.875 * d)
+    return sum
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -239,13 +311,19 @@ VARIANT = Variant(
         "g": Field("u11", "N", "K/8"),
     },
     storages={
-        "gguf": Storage(
-            tensors={
-                "blocks": Stored("u8", "N", "50*K/256"),
-            },
-            unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID,)),
-        ),
+        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
+            "blocks": Stored("u8", "N", "50*K/256"),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID,))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
+            "q": Stored("i32", "N", "16*ceil(K/256)"),
+            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+            "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
+            "down": Stored("u8", "N", "K/32", bits=("down[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2, numbers=bitplanes.u2,
+                    scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 3), GroupField("down", 1, 32, 1)),
+                    blocks=("256", "32"), size=32, width=2, bits=2, sums_in_tile_gemm=True, spans=(4,)))),
     },
     decode=decode, encode=encode, importance=True,
 )
@@ -258,15 +336,6 @@ FORMAT = Format(
     digest="03d9ec0bc4f3ebe2",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

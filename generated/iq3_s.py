@@ -9,6 +9,7 @@
     s      u1  [N, K]
 
     gguf: 3.4375 bits per weight
+    planar: 4.3125 bits per weight
 
 Built from the spec iq3_s (sha256 524afbbf49131b3e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, empty, joined,
-        spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant,
+        as_float, as_type, empty, joined, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -58,6 +60,9 @@ CODES = (0, 1, 2, 5, 7, 8, 9, 10, 12, 14, 16, 17, 21, 27, 32, 34, 37, 39, 41, 43
 GRID = Table("i8", *(2 * (CODES[i] // 8 ** j % 8) + 1 for i in range(512) for j in range(4)), columns=4)
 
 
+ROW_CODES = RowCodes((15, 13, 11, 9, 7, 5, 3, 1, 0, 2, 4, 6, 8, 10, 12, 14,), g=GRID, s=(2, 1))
+
+
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 110*K/256]."""
     r = blocks.unflatten(-1, (-1, 110))
@@ -84,6 +89,31 @@ def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
     r[..., 106:110] = joined(sc_split, 4).squeeze(-1)
     return {
         "blocks": r.flatten(1),
+    }
+
+
+def unpack_planar(q: Tensor, d: Tensor, sc: Tensor) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, K/256]; sc uint8 [N, K/32]."""
+    q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_bytes.unflatten(-1, (4, 4, 2, 2))
+    return {
+        "d": d,
+        "sc": sc & 15,
+        **ROW_CODES.fields(torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)),
+    }
+
+
+def pack_planar(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """q, d, sc of the fields; the inverse of unpack_planar."""
+    q = ROW_CODES.codes(g=g, s=s)
+    q_split = q.unflatten(-1, (-1, 4, 2, 2, 4, 2))
+    q_bytes = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
+    sc_bytes[...] = sc.unsqueeze(-1)
+    return {
+        "q": as_type(q_bytes, torch.int32).flatten(1),
+        "d": d,
+        "sc": sc_bytes.squeeze(-1),
     }
 
 
@@ -133,6 +163,35 @@ def _decode_gguf(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
+@triton.jit
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, d, sc = tensors
+    d += n * (K // 256)
+    sc += n * (K // 32)
+    q += 16 * (n * tl.cdiv(K, 128))
+    t = u // 16
+    j = u // 4 % 4
+    c = u % 4
+    d1 = tl.load(d + t // 2, live, 0).to(tl.float32)
+    sc1 = (tl.load(sc + 4 * t + j, live, 0) & 15).to(tl.int32)
+    q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
+    for h in tl.static_range(4):
+        for i in tl.static_range(2):
+            q1 = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
+            state = use(state, 128 * t + 32 * j + 8 * h + 2 * c + i, d1 * (2 * sc1 + 1) * (2 * q1 - 15), live)
+    return state
+
+
+@triton.jit
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a group adds up to, with w = (4.0 * d * sc + 2.0 * d) * (q - 7.5)."""
+    d, sc = fields
+    sum += (-7.5 - BASE) * ones
+    sum *= 4.0 * d * sc + 2.0 * d
+    return sum
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -143,13 +202,19 @@ VARIANT = Variant(
         "s": Field("u1", "N", "K"),
     },
     storages={
-        "gguf": Storage(
-            tensors={
-                "blocks": Stored("u8", "N", "110*K/256"),
-            },
-            unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k", tables=(GRID,)),
-        ),
+        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
+            "blocks": Stored("u8", "N", "110*K/256",
+                bits=("d[1@0, 110@1]", "g.at(0):8+16[1@0, 64:1@1 110@1]", "g.at(8):1+528[1@0, 8:1 8:1@1 110@1]",
+                "s+592[1@0, 8:1 32:1@1 110@1]", "sc+848[1@0, 2:4 4:1@1 110@1]")),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k", tables=(GRID,))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)"),
+            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+            "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
+                    scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)),
+                    blocks=("256", "32"), size=32, sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, importance=True,
 )
@@ -162,15 +227,6 @@ FORMAT = Format(
     digest="524afbbf49131b3e",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

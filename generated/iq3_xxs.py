@@ -9,6 +9,7 @@
     s      u7  [N, K/8]
 
     gguf: 3.0625 bits per weight
+    planar: 4.3125 bits per weight
 
 Built from the spec iq3_xxs (sha256 57f308266d1cee33) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_float, as_type, integer
-from qdsl.runtime.gpu.kernels import device
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant,
+        as_float, as_type, integer)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -51,6 +53,12 @@ SIGN = Table("i8", *(1 - 2 * ((i + 128 * (i.bit_count() % 2)) // 2 ** j % 2) for
         columns=8)
 
 
+LEVELS = Table("f32", -62, -52, -44, -36, -28, -20, -12, -4, 4, 12, 20, 28, 36, 44, 52, 62)
+
+
+ROW_CODES = RowCodes((14, 12, 10, 8, 6, 4, 2, 0, 1, 3, 5, 7, 9, 11, 13, 15,), g=GRID, s=SIGN)
+
+
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 98*K/256]."""
     r = blocks.unflatten(-1, (-1, 98))
@@ -74,6 +82,31 @@ def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
     r[..., 69:98:4] |= sc.unflatten(-1, (-1, 8)) << 4
     return {
         "blocks": r.flatten(1),
+    }
+
+
+def unpack_planar(q: Tensor, d: Tensor, sc: Tensor) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, K/256]; sc uint8 [N, K/32]."""
+    q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_bytes.unflatten(-1, (4, 8, 2))
+    return {
+        "d": d,
+        "sc": sc & 15,
+        **ROW_CODES.fields(torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)),
+    }
+
+
+def pack_planar(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """q, d, sc of the fields; the inverse of unpack_planar."""
+    q = ROW_CODES.codes(g=g, s=s)
+    q_split = q.unflatten(-1, (-1, 8, 2, 4, 2))
+    q_bytes = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
+    sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
+    sc_bytes[...] = sc.unsqueeze(-1)
+    return {
+        "q": as_type(q_bytes, torch.int32).flatten(1),
+        "d": d,
+        "sc": sc_bytes.squeeze(-1),
     }
 
 
@@ -120,6 +153,47 @@ def _decode_gguf(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
+@triton.jit
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, d, sc, levels = tensors
+    d += n * (K // 256)
+    sc += n * (K // 32)
+    q += 16 * (n * tl.cdiv(K, 128))
+    t = u // 16
+    c = u // 4 % 4
+    b = u % 4
+    d1 = tl.load(d + t // 2, live, 0).to(tl.float32)
+    sc1 = tl.load(sc + 4 * t + c, live, 0) & 15
+    q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
+    for h in tl.static_range(2):
+        for i in tl.static_range(2):
+            for j in tl.static_range(2):
+                q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
+                state = use(state, 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, d1 * (sc1 + 0.5) * 0.5
+                    * tl.load(levels + q1), live)
+    return state
+
+
+@triton.jit
+def _table_planar(g, N, F: tl.constexpr):
+    """The numbers of levels[q] as words of bytes, in every lane."""
+    if F == tl.float16:
+        return codebook.table(g, N, 0x0, 0x1a120a00, 0x3a322a22, 0x5a524a42, 0x7c726a62)
+    else:
+        return codebook.table(g, N, 0x43434343, 0x1a120a00, 0x3a322a22, 0x5a524a42, 0x7c726a62)
+
+
+@triton.jit
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a group adds up to, with w = (0.5 * d * sc + 0.25 * d) * levels[q]."""
+    d, sc = fields
+    if BASE != 0:
+        sum -= BASE * ones
+    sum *= 0.5 * d * sc + 0.25 * d
+    return sum
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -130,13 +204,18 @@ VARIANT = Variant(
         "s": Field("u7", "N", "K/8"),
     },
     storages={
-        "gguf": Storage(
-            tensors={
-                "blocks": Stored("u8", "N", "98*K/256"),
-            },
-            unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,)),
-        ),
+        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
+            "blocks": Stored("u8", "N", "98*K/256"),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K", last="k", tables=(GRID, SIGN,))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)"),
+            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+            "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.entries_of_16, table=_table_planar, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)), blocks=("256", "32"), size=32,
+                    width=8, bits=0, base=(62, 190), zero=(-62, -190)))),
     },
     decode=decode, encode=encode, importance=True,
 )
@@ -149,15 +228,6 @@ FORMAT = Format(
     digest="57f308266d1cee33",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

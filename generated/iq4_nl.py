@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import block_levels
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty, pad
-from qdsl.runtime.gpu.kernels import codebook, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty, pad
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -126,38 +126,13 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of levels[q] in a chunk of 128 columns, or in one of those after it."""
-    q, d = tensors
-    return lanes.words(q, row, K // 128, chunk, more),
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """levels[q] of pairs i in a half of a chunk, as numbers of type F."""
-    if F == tl.float16:
-        return codebook.bytes(words[0], half % 2, i, flip)
-    else:
-        return codebook.floats(words[0], half % 2, i, flip, F)
-
-
-@triton.jit
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0x3e2c1700, 0x75695c4e, -0x5a677380, -0xf273b4c)
+        return codebook.table(g, N, 0x0, 0x3e2c1700, 0x75695c4e, -0x5a677380, -0xf273b4c)
     else:
-        return codebook.table(g, N, -0x7d592f02, 0x20b00c44, 0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e,
+        return codebook.table(g, N, 0x0, -0x7d592f02, 0x20b00c44, 0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e,
             0x4241413f, 0x42424242)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, d = tensors
-    return field(d, at, 1, 32, 0),
 
 
 @triton.jit
@@ -178,24 +153,17 @@ VARIANT = Variant(
         "q": Field("u4", "N", "K"),
     },
     storages={
-        "gguf": Storage(
-            tensors={
-                "blocks": Stored("u8", "N", "18*K/32", bits=("d[1@0, 18@1]", "q+16[1@0, 16:1@1 2:4 18@1]")),
-            },
-            unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", tables=(LEVELS,)),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
-                "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        table=_table_planar, fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32,
-                        width=8, bits=0, base=(127, 0), zero=(-127, 0))),
-        ),
+        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
+            "blocks": Stored("u8", "N", "18*K/32", bits=("d[1@0, 18@1]", "q+16[1@0, 16:1@1 2:4 18@1]")),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", tables=(LEVELS,))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
+            "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.wide_entries_of_16, table=_table_planar, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 32),), blocks=("32",), size=32, width=8, bits=0, base=(127, 0),
+                    zero=(-127, 0)))),
     },
     decode=decode, encode=encode, importance=True,
 )
@@ -208,15 +176,6 @@ FORMAT = Format(
     digest="7417a27e4e888fe2",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty, pad
-from qdsl.runtime.gpu.kernels import codebook, device, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty, pad
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e8m0h
 
@@ -126,38 +126,12 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of level[q] in a chunk of 128 columns, or in one of those after it."""
-    q, e = tensors
-    return lanes.words(q, row, K // 128, chunk, more),
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """level[q] of pairs i in a half of a chunk, as numbers of type F."""
-    if F == tl.float16:
-        return codebook.bytes(words[0], half % 2, i, flip)
-    else:
-        return codebook.floats(words[0], half % 2, i, flip, F)
-
-
-@triton.jit
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of level[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
+        return codebook.table(g, N, 0x0, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
     else:
-        return codebook.table(g, N, 0x40008000, 0x4000c080, 0x40008000, 0x4000c080, 0x40403f00, 0x41414040,
-            -0x3f3f4100, -0x3e3e3f40)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, e = tensors
-    return field(e, at, 1, 32, "e8m0h"),
+        return codebook.table(g, N, 0x43434343, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
 
 
 @triton.jit
@@ -178,24 +152,17 @@ VARIANT = Variant(
         "q": Field("u4", "N", "K"),
     },
     storages={
-        "gguf": Storage(
-            tensors={
-                "blocks": Stored("u8", "N", "17*K/32", bits=("e[1@0, 17@1]", "q+8[1@0, 16:1@1 2:4 17@1]")),
-            },
-            unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", tables=(LEVEL,)),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
-                "e": Stored("e8m0h", "N", "K/32", bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        table=_table_planar, fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32,
-                        width=8, bits=0, base=(12, 0), zero=(-12, 0))),
-        ),
+        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
+            "blocks": Stored("u8", "N", "17*K/32", bits=("e[1@0, 17@1]", "q+8[1@0, 16:1@1 2:4 17@1]")),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", tables=(LEVEL,))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
+            "e": Stored("e8m0h", "N", "K/32", bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.entries_of_16, table=_table_planar, scale=_scale_planar,
+                    group_fields=(GroupField("e", 1, 32, "e8m0h"),), blocks=("32",), size=32, width=8, bits=0,
+                    base=(12, 140), zero=(-12, -140)))),
     },
     decode=decode, encode=encode,
 )
@@ -208,15 +175,6 @@ FORMAT = Format(
     digest="30ee6433a4669068",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

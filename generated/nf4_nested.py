@@ -160,16 +160,12 @@ VARIANT = Variant(
         "q": Field("u4", "N", "K"),
     },
     storages={
-        "bitsandbytes": Storage(
-            tensors={
-                "weight": Stored("u8", "ceil(N*K/2)", "1"),
-                "weight_absmax": Stored("u8", "ceil(N*K/block)", aliases=("weight.absmax",)),
-                "weight_nested_absmax": Stored("f32", "ceil(N*K/256*block)", aliases=("weight.nested_absmax",)),
-                "weight_nested_offset": Stored("f32", aliases=("nested_offset",)),
-            },
-            unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, reads=("N", "K"),
-            kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k", tables=(LEVELS, STEPS,)),
-        ),
+        "bitsandbytes": Storage(unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, reads=("N", "K"), tensors={
+            "weight": Stored("u8", "ceil(N*K/2)", "1"),
+            "weight_absmax": Stored("u8", "ceil(N*K/block)", aliases=("weight.absmax",)),
+            "weight_nested_absmax": Stored("f32", "ceil(N*K/256*block)", aliases=("weight.nested_absmax",)),
+            "weight_nested_offset": Stored("f32", aliases=("nested_offset",)),
+        }, kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k", tables=(LEVELS, STEPS,))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"),
 )
@@ -187,15 +183,6 @@ FORMAT = Format(
     digest="0f75b8719a683d5a",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

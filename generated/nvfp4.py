@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty, pad, workspace
-from qdsl.runtime.gpu.kernels import codebook, device, gemv, lanes, skinny
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty,
+        pad, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import ue4m3
 
@@ -154,38 +155,12 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of level[q] in a chunk of 128 columns, or in one of those after it."""
-    q, e, s = tensors
-    return lanes.words(q, row, K // 128, chunk, more),
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """level[q] of pairs i in a half of a chunk, as numbers of type F."""
-    if F == tl.float16:
-        return codebook.bytes(words[0], half % 2, i, flip)
-    else:
-        return codebook.floats(words[0], half % 2, i, flip, F)
-
-
-@triton.jit
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of level[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
+        return codebook.table(g, N, 0x0, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
     else:
-        return codebook.table(g, N, 0x40008000, 0x4000c080, 0x40008000, 0x4000c080, 0x40403f00, 0x41414040,
-            -0x3f3f4100, -0x3e3e3f40)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, e, s = tensors
-    return field(e, at, 1, 16, "ue4m3"),
+        return codebook.table(g, N, 0x43434343, 0xf0e0d0c, 0x18141210, 0x90a0b0c, 0x40608)
 
 
 @triton.jit
@@ -199,14 +174,10 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
 
 
 @triton.jit
-def _finish_planar(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = 0.5 * e * s * level[q]."""
-    q, e, s = tensors
-    if s is None:
-        s_g = 1.0
-    else:
-        s_g = field(s, at, 0, 0, 0)
-    sum *= s_g
+    s, = fields
+    sum *= s
     return sum
 
 
@@ -219,26 +190,19 @@ VARIANT = Variant(
         "s": Field("f32"),
     },
     storages={
-        "gguf": Storage(
-            tensors={
-                "blocks": Stored("u8", "N", "36*K/64", bits=("e[1@0, 4:1@1 36@1]", "q+32[1@0, 8:1@1 2:4 4:8@1 36@1]")),
-                "scale": Stored("f32", optional="s", bits=("s[]",)),
-            },
-            unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", tables=(LEVEL,)),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
-                "e": Stored("ue4m3", "N", "K/16", bits=("e[1@0, 1@1]",)),
-                "s": Stored("f32", optional="s", bits=("s[]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
-                    lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, table=_table_planar,
-                        fields=_fields_planar, scale=_scale_planar, finish=_finish_planar, blocks=("16",), size=16,
-                        width=8, bits=0, base=(12, 0))),
-        ),
+        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
+            "blocks": Stored("u8", "N", "36*K/64", bits=("e[1@0, 4:1@1 36@1]", "q+32[1@0, 8:1@1 2:4 4:8@1 36@1]")),
+            "scale": Stored("f32", optional="s", bits=("s[]",)),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", tables=(LEVEL,))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
+            "e": Stored("ue4m3", "N", "K/16", bits=("e[1@0, 1@1]",)),
+            "s": Stored("f32", optional="s", bits=("s[]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
+                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.entries_of_16,
+                    table=_table_planar, scale=_scale_planar, finish=_finish_planar,
+                    group_fields=(GroupField("e", 1, 16, "ue4m3"),), row_fields=(GroupField("s", 0, 0, default=1.0),),
+                    blocks=("16",), size=16, width=8, bits=0, base=(12, 140)))),
     },
     decode=decode, encode=encode, defaults={"s": 1},
 )
@@ -251,15 +215,6 @@ FORMAT = Format(
     digest="52224f83ed9a590c",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nested_absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, joined, pad, spread
-from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, joined, pad,
+        spread)
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e4m3
 
@@ -129,28 +130,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, g_, s = tensors
-    return lanes.words(q, row, K // 128, chunk, more),
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    return lanes.float_numbers(words[0], 4 * (half % 2) + 8 * i, 2, 1, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, g_, s = tensors
-    return field(s, at, 1, 16, "e4m3"),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s / g * q."""
     s, = fields
@@ -159,11 +138,10 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
 
 
 @triton.jit
-def _finish_planar(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s / g * q."""
-    q, g_, s = tensors
-    g__g = field(g_, at, 0, 0, 0)
-    sum *= 1.0 / g__g
+    g_, = fields
+    sum *= 1.0 / g_
     return sum
 
 
@@ -176,27 +154,20 @@ VARIANT = Variant(
         "q": Field("e2m1", "N", "K"),
     },
     storages={
-        "compressed_tensors": Storage(
-            tensors={
-                "weight_packed": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
-                "weight_scale": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
-                "weight_global_scale": Stored("f32", "1", bits=("g[]",)),
-            },
-            unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,
-            kernels=Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k", divides=True),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-                "g": Stored("f32", bits=("g[]",)),
-                "s": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", divides=True,
-                    lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
-                        scale=_scale_planar, finish=_finish_planar, blocks=("16",), size=16, width=8, bits=0,
-                        unit=(16384.0, 1.0), base=(0, 0))),
-        ),
+        "compressed_tensors": Storage(unpack=unpack_compressed_tensors, pack=pack_compressed_tensors, tensors={
+            "weight_packed": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
+            "weight_scale": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
+            "weight_global_scale": Stored("f32", "1", bits=("g[]",)),
+        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k", divides=True)),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "g": Stored("f32", bits=("g[]",)),
+            "s": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", divides=True,
+                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1, scale=_scale_planar,
+                    finish=_finish_planar, group_fields=(GroupField("s", 1, 16, "e4m3"),),
+                    row_fields=(GroupField("g", 0, 0),), blocks=("16",), size=16, width=8, bits=0, unit=(16384.0, 1.0),
+                    base=(0, 0)))),
     },
     decode=decode, encode=encode,
     options={"empty": (), "least": (), "amax": (), "by": ("stored", "inverse"), "ties": ("even", "zero"),
@@ -210,15 +181,6 @@ FORMAT = Format(
     digest="15dce39d350484bc",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, joined, pad, spread
-from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, joined,
+        pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e8m0
 
@@ -221,20 +222,6 @@ def _decode_compressed_tensors(tensors, n, t, live, N, K, sizes, use: tl.constex
 
 
 @triton.jit
-def _decode_modelopt(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
-    """The 2 weights of unit t of row n, in float32."""
-    weight, weight_scale = tensors
-    weight_scale += n * (K // 32)
-    weight += n * (K // 2)
-    e = device.e8m0(tl.load(weight_scale + t // 16, live, 0))
-    q_word = tl.load(weight + t, live, 0)
-    for h in tl.static_range(2):
-        q = device.e2m1(q_word >> 4 * h & 15)
-        state = use(state, 2 * t + h, e * q, live)
-    return state
-
-
-@triton.jit
 def _decode_gpt_oss(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     """The 2 weights of unit u of row n, in float32."""
     blocks, scales = tensors
@@ -247,34 +234,6 @@ def _decode_gpt_oss(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     for h in tl.static_range(2):
         q = device.e2m1(q_word >> 4 * h & 15)
         state = use(state, 32 * t + 2 * i + h, e * q, live)
-    return state
-
-
-@triton.jit
-def _decode_deepseek(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
-    """The 2 weights of unit t of row n, in float32."""
-    weight, weight_scale_inv = tensors
-    weight_scale_inv += n * (K // 32)
-    weight += n * (K // 2)
-    e = device.e8m0(tl.load(weight_scale_inv + t // 16, live, 0))
-    q_word = tl.load(weight + t, live, 0)
-    for h in tl.static_range(2):
-        q = device.e2m1(q_word >> 4 * h & 15)
-        state = use(state, 2 * t + h, e * q, live)
-    return state
-
-
-@triton.jit
-def _decode_torchao(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
-    """The 2 weights of unit t of row n, in float32."""
-    qdata, scale = tensors
-    scale += n * (K // 32)
-    qdata += n * (K // 2)
-    e = device.e8m0(tl.load(scale + t // 16, live, 0))
-    q_word = tl.load(qdata + t, live, 0)
-    for h in tl.static_range(2):
-        q = device.e2m1(q_word >> 4 * h & 15)
-        state = use(state, 2 * t + h, e * q, live)
     return state
 
 
@@ -329,28 +288,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, e = tensors
-    return lanes.words(q, row, K // 128, chunk, more),
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    return lanes.float_numbers(words[0], 4 * (half % 2) + 8 * i, 2, 1, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, e = tensors
-    return field(e, at, 1, 32, "e8m0"),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = e * q."""
     e, = fields
@@ -366,76 +303,45 @@ VARIANT = Variant(
         "q": Field("e2m1", "N", "K"),
     },
     storages={
-        "compressed_tensors": Storage(
-            tensors={
-                "weight_packed": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
-                "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,
-            kernels=Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k"),
-        ),
-        "modelopt": Storage(
-            tensors={
-                "weight": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
-                "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_modelopt, pack=pack_modelopt,
-            kernels=Kernels(_decode_modelopt, rows="N", units="K/2", last="k"),
-        ),
-        "gpt_oss": Storage(
-            tensors={
-                "blocks": Stored("u8", "N", "K/32", "16",
-                    aliases=("_blocks", "gate_up_proj_blocks", "down_proj_blocks"), bits=("q[1@0, 2:4 16:1@2 1@1]",)),
-                "scales": Stored("u8", "N", "K/32", aliases=("_scales", "gate_up_proj_scales", "down_proj_scales"),
-                    bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_gpt_oss, pack=pack_gpt_oss,
-            kernels=Kernels(_decode_gpt_oss, rows="N", units="K/2", last="k"),
-        ),
-        "deepseek": Storage(
-            tensors={
-                "weight": Stored("i8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
-                "weight_scale_inv": Stored("e8m0", "N", "K/32", aliases=("scale",), bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_deepseek, pack=pack_deepseek,
-            kernels=Kernels(_decode_deepseek, rows="N", units="K/2", last="k"),
-        ),
-        "torchao": Storage(
-            tensors={
-                "qdata": Stored("u8", "N", "K/2", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 1@1]",)),
-                "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_torchao, pack=pack_torchao,
-            kernels=Kernels(_decode_torchao, rows="N", units="K/2", last="k"),
-        ),
-        "torchao_swizzled": Storage(
-            tensors={
-                "qdata": Stored("u8", "N", "16*K/32", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 16:1@1 16@1]",)),
-                "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
-                    seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
-            },
-            unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
-            kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K/2", last="k"),
-        ),
-        "mlx": Storage(
-            tensors={
-                "weight": Stored("u32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
-                "scales": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_mlx, pack=pack_mlx,
-            kernels=Kernels(_decode_mlx, rows="N", units="K/8", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-                "e": Stored("e8m0", "N", "K/32", bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32, width=8, bits=0,
-                        unit=(16384.0, 1.0), base=(0, 0), zero=(0, 0))),
-        ),
+        "compressed_tensors": Storage(unpack=unpack_compressed_tensors, pack=pack_compressed_tensors, tensors={
+            "weight_packed": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
+            "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k")),
+        "modelopt": Storage(unpack=unpack_modelopt, pack=pack_modelopt, tensors={
+            "weight": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
+            "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k")),
+        "gpt_oss": Storage(unpack=unpack_gpt_oss, pack=pack_gpt_oss, tensors={
+            "blocks": Stored("u8", "N", "K/32", "16", aliases=("_blocks", "gate_up_proj_blocks", "down_proj_blocks"),
+                bits=("q[1@0, 2:4 16:1@2 1@1]",)),
+            "scales": Stored("u8", "N", "K/32", aliases=("_scales", "gate_up_proj_scales", "down_proj_scales"),
+                bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_gpt_oss, rows="N", units="K/2", last="k")),
+        "deepseek": Storage(unpack=unpack_deepseek, pack=pack_deepseek, tensors={
+            "weight": Stored("i8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
+            "weight_scale_inv": Stored("e8m0", "N", "K/32", aliases=("scale",), bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k")),
+        "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
+            "qdata": Stored("u8", "N", "K/2", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 1@1]",)),
+            "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k")),
+        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
+                tensors={
+            "qdata": Stored("u8", "N", "16*K/32", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 16:1@1 16@1]",)),
+            "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
+                seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
+        }, kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K/2", last="k")),
+        "mlx": Storage(unpack=unpack_mlx, pack=pack_mlx, tensors={
+            "weight": Stored("u32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
+            "scales": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_mlx, rows="N", units="K/8", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "e": Stored("e8m0", "N", "K/32", bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.e2m1,
+                    scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",), size=32,
+                    width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0), zero=(0, 0)))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
@@ -450,15 +356,6 @@ FORMAT = Format(
     digest="4b272c8ccfc17b5e",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

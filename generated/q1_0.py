@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import meansign
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty, joined,
-        pad, spread)
-from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty,
+        joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -129,29 +129,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, d = tensors
-    return lanes.late_words(q, row, K, chunk, more, 4),
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[0], half + 8 * i, to, 1)
-    return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, d = tensors
-    return field(d, at, 1, 128, 0),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = 2.0 * d * (q - 0.5)."""
     d, = fields
@@ -168,24 +145,16 @@ VARIANT = Variant(
         "q": Field("u1", "N", "K"),
     },
     storages={
-        "gguf": Storage(
-            tensors={
-                "blocks": Stored("u8", "N", "18*K/128", bits=("d[1@0, 18@1]", "q+16[1@0, 8:1 16:1@1 18@1]")),
-            },
-            unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/512)", bits=("q[1@0, 2:16 4:4@1 2:1 2:8 4:1@1 4:2 16@1]",)),
-                "d": Stored("f16", "N", "K/128", bits=("d[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/512)", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("128",), width=1, bits=1,
-                        sums_in_tile_gemm=True, spans=(2,))),
-        ),
+        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
+            "blocks": Stored("u8", "N", "18*K/128", bits=("d[1@0, 18@1]", "q+16[1@0, 8:1 16:1@1 18@1]")),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/512)", bits=("q[1@0, 2:16 4:4@1 2:1 2:8 4:1@1 4:2 16@1]",)),
+            "d": Stored("f16", "N", "K/128", bits=("d[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/512)", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_1, numbers=bitplanes.u1,
+                    scale=_scale_planar, group_fields=(GroupField("d", 1, 128),), blocks=("128",), width=1, bits=1,
+                    sums_in_tile_gemm=True, spans=(2,)))),
     },
     decode=decode, encode=encode,
 )
@@ -198,15 +167,6 @@ FORMAT = Format(
     digest="e7dddbb4dd060e6d",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty, pad
-from qdsl.runtime.gpu.kernels import gemv, lanes, skinny
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty,
+        pad)
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -171,30 +172,6 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q_0, q_1, d, sc = tensors
-    return lanes.words(q_0, row, tl.cdiv(K, 256), chunk // 2, more // 2), lanes.late_words(q_1, row, K, chunk, more, 1)
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[0], 2 * half + 8 * i, to, 2)
-    code |= lanes.field(words[1], 2 * half + 8 * i, to + 2, 1)
-    return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q_0, q_1, d, sc = tensors
-    return field(d, at, 1, 256, 0), field(sc, at, 1, 16, 6)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = (d * sc - 32.0 * d) * (q - 4.0)."""
     d, sc = fields
@@ -212,30 +189,21 @@ VARIANT = Variant(
         "q": Field("u3", "N", "K"),
     },
     storages={
-        "gguf": Storage(
-            tensors={
-                "blocks": Stored("u8", "N", "110*K/256",
-                    bits=("q.at(0):2+256[1@0, 32:1@1 4:2 2:32@1 110@1]", "q.at(2):1[1@0, 32:1@1 8:1 110@1]",
-                    "sc.at(0):4+768[1@0, 8:1@1 2:4 110@1]", "sc.at(4):2+832[1@0, 4:1@1 4:2 110@1]",
-                    "d+864[1@0, 110@1]")),
-            },
-            unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q_0": Stored("i32", "N", "16*ceil(K/256)",
-                    bits=("q.at(0):2[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
-                "q_1": Stored("i32", "N", "16*ceil(K/512)",
-                    bits=("q.at(2):1[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 2:1 16@1]",)),
-                "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-                "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
-                        scale=_scale_planar, blocks=("256", "16"), size=16, width=2, bits=3)),
-        ),
+        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
+            "blocks": Stored("u8", "N", "110*K/256",
+                bits=("q.at(0):2+256[1@0, 32:1@1 4:2 2:32@1 110@1]", "q.at(2):1[1@0, 32:1@1 8:1 110@1]",
+                "sc.at(0):4+768[1@0, 8:1@1 2:4 110@1]", "sc.at(4):2+832[1@0, 4:1@1 4:2 110@1]", "d+864[1@0, 110@1]")),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q_0": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(0):2[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
+            "q_1": Stored("i32", "N", "16*ceil(K/512)",
+                bits=("q.at(2):1[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 2:1 16@1]",)),
+            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+            "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_3, numbers=bitplanes.u3, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 6)), blocks=("256", "16"), size=16,
+                    width=2, bits=3))),
     },
     decode=decode, encode=encode, importance=True,
 )
@@ -248,15 +216,6 @@ FORMAT = Format(
     digest="ba7e54dd4c97e861",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty, pad,
-        workspace)
-from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty,
+        pad, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -134,29 +134,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, d, m = tensors
-    return lanes.words(q, row, K // 128, chunk, more),
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
-    return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, d, m = tensors
-    return field(d, at, 1, 32, 0), field(m, at, 1, 32, 0)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = d * q + m."""
     d, m = fields
@@ -176,25 +153,18 @@ VARIANT = Variant(
         "q": Field("u4", "N", "K"),
     },
     storages={
-        "gguf": Storage(
-            tensors={
-                "blocks": Stored("u8", "N", "20*K/32",
-                    bits=("d[1@0, 20@1]", "m+16[1@0, 20@1]", "q+32[1@0, 16:1@1 2:4 20@1]")),
-            },
-            unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-                "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
-                "m": Stored("f16", "N", "K/32", bits=("m[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32, sums_in_tile_gemm=True)),
-        ),
+        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
+            "blocks": Stored("u8", "N", "20*K/32",
+                bits=("d[1@0, 20@1]", "m+16[1@0, 20@1]", "q+32[1@0, 16:1@1 2:4 20@1]")),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
+            "m": Stored("f16", "N", "K/32", bits=("m[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
+                    scale=_scale_planar, group_fields=(GroupField("d", 1, 32), GroupField("m", 1, 32)), blocks=("32",),
+                    size=32, sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, importance=True,
 )
@@ -207,15 +177,6 @@ FORMAT = Format(
     digest="75cf1a82c0c64ca2",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

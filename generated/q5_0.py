@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import signmax
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty, joined,
-        pad, spread)
-from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty,
+        joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -144,30 +144,6 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q_0, q_1, d = tensors
-    return lanes.words(q_0, row, K // 128, chunk, more), lanes.late_words(q_1, row, K, chunk, more, 2)
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
-    code |= lanes.field(words[1], 4 * (half % 2) + half // 2 + 8 * i, to + 4, 1)
-    return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q_0, q_1, d = tensors
-    return field(d, at, 1, 32, 0),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = d * (q - 16.0)."""
     d, = fields
@@ -185,26 +161,18 @@ VARIANT = Variant(
         "q": Field("u5", "N", "K"),
     },
     storages={
-        "gguf": Storage(
-            tensors={
-                "blocks": Stored("u8", "N", "22*K/32",
-                    bits=("d[1@0, 22@1]", "q.at(0):4+48[1@0, 16:1@1 2:4 22@1]", "q.at(4):1+16[1@0, 8:1 4:1@1 22@1]")),
-            },
-            unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_decode_gguf, rows="N", units="K/16", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-                "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),
-                "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32, width=4, bits=5,
-                        zero=(-16, -144), exact=True, spans=(0, 1))),
-        ),
+        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
+            "blocks": Stored("u8", "N", "22*K/32",
+                bits=("d[1@0, 22@1]", "q.at(0):4+48[1@0, 16:1@1 2:4 22@1]", "q.at(4):1+16[1@0, 8:1 4:1@1 22@1]")),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/16", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),
+            "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5, numbers=bitplanes.u5,
+                    scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",), size=32, width=4,
+                    bits=5, zero=(-16, -144), exact=True, spans=(0, 1)))),
     },
     decode=decode, encode=encode, importance=True,
     options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")},
@@ -218,15 +186,6 @@ FORMAT = Format(
     digest="1f909d9ff94551af",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, pad, workspace
-from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, pad,
+        workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -196,30 +197,6 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q_0, q_1, d, sc, dmin, mn = tensors
-    return lanes.words(q_0, row, K // 128, chunk, more), lanes.late_words(q_1, row, K, chunk, more, 2)
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
-    code |= lanes.field(words[1], 4 * (half % 2) + half // 2 + 8 * i, to + 4, 1)
-    return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q_0, q_1, d, sc, dmin, mn = tensors
-    return field(d, at, 1, 256, 0), field(sc, at, 1, 32, 6), field(dmin, at, 1, 256, 0), field(mn, at, 1, 32, 6)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = d * sc * q - dmin * mn."""
     d, sc, dmin, mn = fields
@@ -241,28 +218,22 @@ VARIANT = Variant(
         "q": Field("u5", "N", "K"),
     },
     storages={
-        "gguf": Storage(
-            tensors={
-                "blocks": Stored("u8", "N", "176*K/256"),
-            },
-            unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-                "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),
-                "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-                "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
-                "dmin": Stored("f16", "N", "K/256", bits=("dmin[1@0, 1@1]",)),
-                "mn": Stored("u8", "N", "K/32", bits=("mn[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("256", "32"), size=32, width=4, bits=5,
-                        sums_in_tile_gemm=True, spans=(0, 1))),
-        ),
+        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
+            "blocks": Stored("u8", "N", "176*K/256"),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),
+            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+            "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
+            "dmin": Stored("f16", "N", "K/256", bits=("dmin[1@0, 1@1]",)),
+            "mn": Stored("u8", "N", "K/32", bits=("mn[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5, numbers=bitplanes.u5,
+                    scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6), GroupField("dmin", 1, 256),
+                    GroupField("mn", 1, 32, 6)), blocks=("256", "32"), size=32, width=4, bits=5,
+                    sums_in_tile_gemm=True, spans=(0, 1)))),
     },
     decode=decode, encode=encode, importance=True,
 )
@@ -275,15 +246,6 @@ FORMAT = Format(
     digest="54cd315a0713dd26",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

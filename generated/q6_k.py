@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty
-from qdsl.runtime.gpu.kernels import gemv, lanes, skinny
+from qdsl.runtime import Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -154,30 +154,6 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q_0, q_1, d, sc = tensors
-    return lanes.words(q_0, row, K // 128, chunk, more), lanes.words(q_1, row, tl.cdiv(K, 256), chunk // 2, more // 2)
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
-    code |= lanes.field(words[1], 4 * (half % 2) + 2 * (half // 2) + 8 * i, to + 4, 2)
-    return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q_0, q_1, d, sc = tensors
-    return field(d, at, 1, 256, 0), field(sc, at, 1, 16, 8)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = d * sc * (q - 32.0)."""
     d, sc = fields
@@ -195,27 +171,20 @@ VARIANT = Variant(
         "q": Field("u6", "N", "K"),
     },
     storages={
-        "gguf": Storage(
-            tensors={
-                "blocks": Stored("u8", "N", "210*K/256",
-                    bits=("q.at(0):4[1@0, 64:1@1 2:4 2:64@1 210@1]", "q.at(4):2+1024[1@0, 32:1@1 4:2 2:32@1 210@1]",
-                    "sc+1536[1@0, 16:1@1 210@1]", "d+1664[1@0, 210@1]")),
-            },
-            unpack=unpack_gguf, pack=pack_gguf,
-            kernels=Kernels(_decode_gguf, rows="N", units="K/4", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-                "q_1": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(4):2[1@0, 2:16 4:4@1 4:4 4:1@1 2:2 16@1]",)),
-                "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-                "sc": Stored("i8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar,
-            kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
-                        scale=_scale_planar, blocks=("256", "16"), size=16, width=4, bits=6)),
-        ),
+        "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
+            "blocks": Stored("u8", "N", "210*K/256",
+                bits=("q.at(0):4[1@0, 64:1@1 2:4 2:64@1 210@1]", "q.at(4):2+1024[1@0, 32:1@1 4:2 2:32@1 210@1]",
+                "sc+1536[1@0, 16:1@1 210@1]", "d+1664[1@0, 210@1]")),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/4", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
+            "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "q_1": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(4):2[1@0, 2:16 4:4@1 4:4 4:1@1 2:2 16@1]",)),
+            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+            "sc": Stored("i8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_6, numbers=bitplanes.u6, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 8)), blocks=("256", "16"), size=16,
+                    width=4, bits=6))),
     },
     decode=decode, encode=encode, importance=True,
 )
@@ -228,15 +197,6 @@ FORMAT = Format(
     digest="d5378445898da666",
 )
 SPEC = FORMAT.spec
-wrap = FORMAT.wrap
-quantize = FORMAT.quantize
-dequantize = FORMAT.dequantize
-pack = FORMAT.pack
-unpack = FORMAT.unpack
-convert = FORMAT.convert
-requantize = FORMAT.requantize
-planar = FORMAT.planar
-linear = FORMAT.linear
-grouped_linear = FORMAT.grouped_linear
-Linear = FORMAT.Linear
-Embedding = FORMAT.Embedding
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

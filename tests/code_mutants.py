@@ -49,12 +49,14 @@ TESTS: dict[str, tuple[str, ...]] = {
     "qdsl/jobs/engine/stage.py": ("test_jobs", "test_disks"),
     "qdsl/codecs/huffman_windows/reference.py": ("test_entropy", "test_streams"),
     "qdsl/runtime/weight/convert.py": ("test_runtime", "test_convert"),
-    "qdsl/runtime/weight/format.py": ("test_runtime", "test_wrap", "test_robust_arguments"),
+    "qdsl/runtime/weight/fields.py": ("test_runtime", "test_robust_arguments"),
+    "qdsl/runtime/weight/wrap.py": ("test_runtime", "test_wrap", "test_robust_arguments"),
+    "qdsl/runtime/torch/decode.py": ("test_runtime",),
 }
 # Mutants that are tried besides those that are drawn: both once survived.
 NAMED: dict[str, tuple[str, ...]] = {
     "qdsl/core/layout.py": ("split: stride * period -> stride + period",),
-    "qdsl/runtime/weight/format.py": ("Format._dequantized_in_order: stop - start -> stop + start",),
+    "qdsl/runtime/torch/decode.py": ("_decode_in_order: stop - start -> stop + start",),
 }
 # Mutants that do what the code does, and why: path -> name -> proof.
 EQUAL: dict[str, dict[str, str]] = {

@@ -21,8 +21,8 @@ from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.spec.model import Spec
 from qdsl.compiler.spec.source import SpecError
+from qdsl.runtime.format import Format
 from qdsl.runtime.torch import ops
-from qdsl.runtime.weight.format import Format
 from tests.support.answers import Answers, differences, kept, told_lacking, told_params
 from tests.support.covering import ALL
 from tests.support.formats import SPECS, spec
@@ -45,6 +45,11 @@ EQUAL: dict[str, dict[str, str]] = {
         "mlx.weight: u32[n<N, t<K / P word] -> u32[n<N, t<ceil(K / P) word]": ALSO_ELSEWHERE,
         "mlx.scales: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,
         "mlx.biases: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,
+    },
+    "coreml_lut": {"dims.P: lcm(bits, 8) / bits -> ceil(lcm(bits, 8) / bits)": "bits divides every multiple of itself"},
+    "learned_levels": {
+        "levels.codes: u8[n<N, t<K / 8 word] -> u8[n<N, t<ceil(K / 8) word]": ALSO_ELSEWHERE,
+        "levels.tables: u8[a<N, b<K / 8, word] -> u8[a<N, b<ceil(K / 8), word]": ALSO_ELSEWHERE,
     },
     "int8_channel": {"eetq.weight.stored: q = q - 128 -> q = q + 128": "modulo 256"},
     "quanto": {
@@ -269,7 +274,8 @@ def text_of(mutated: Spec) -> Mapping[str, str]:
 
 
 def names_of_kernels(program: Program) -> list[str]:
-    return [f"_{kind}_{program.storage} = None" for kind in ("decode", "pairs", *FUNCTIONS)]
+    return [line for kind in ("decode", "pairs", *FUNCTIONS)
+            for line in (f"def _{kind}_{program.storage}():", '    """Nothing calls it."""', "", "")]
 
 
 def built(files: Mapping[str, str]) -> Format:

@@ -29,6 +29,6 @@ def candidate(x: torch.Tensor, packed: PackedWeight) -> Candidate | None:
 def is_decoded(x: torch.Tensor, packed: PackedWeight) -> bool:
     """Whether a product of so many rows is checked as that of the dequantized weight."""
     if packed.layout.streams:
-        return x.shape[0] > streams.FEW or not streams.has_few(x, packed)
+        return x.shape[0] > streams.SKINNY_ROWS or not configure.has_skinny_streams(x, packed)
     many = configure.has_tile_gemm(packed, x.dtype, x.device)
     return x.shape[0] > (configure.most_columns(packed) if many else FEWER)

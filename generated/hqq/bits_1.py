@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, pad, workspace
-from qdsl.runtime.gpu.kernels import gemv, lanes, skinny
+from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
+
+from .bits_4 import decode, _scale_planar
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -73,20 +75,6 @@ def pack_planar(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) 
     }
 
 
-def decode(z: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  z [ceil(N*K/group)], s
-    [ceil(N*K/group)], q [N, K].
-    """
-    shape = q.shape
-    out = out if out is None else out.view(z.shape[0], -1)
-    s = s.float().unsqueeze(-1)
-    q = q.reshape(z.shape[0], -1)
-    z = z.float().unsqueeze(-1)
-    space = workspace(out)
-    w = torch.sub(as_float(q, out), z, out=space)
-    return torch.mul(w, s, out=out).view(shape)
-
-
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
     """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = -least / scale; codes by
     both, unrounded.
@@ -137,39 +125,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, s, z = tensors
-    return lanes.late_words(q, row, K, chunk, more, 4),
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[0], half + 8 * i, to, 1)
-    return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, s, z = tensors
-    group: tl.constexpr = SIZES[0]
-    return field(s, at, 1, group, 0), field(z, at, 1, group, 0)
-
-
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = s * (q - z)."""
-    s, z = fields
-    sum += lanes.shifted(-z, BASE) * ones
-    sum *= s
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -179,26 +134,20 @@ VARIANT = Variant(
         "q": Field("u1", "N", "K"),
     },
     storages={
-        "hqq": Storage(
-            tensors={
-                "W_q": Stored("u8", "N*K/8*group", "group"),
-                "scale": Stored("scale_type", "N*K/group", "1", bits=("s[1@0]",)),
-                "zero": Stored("scale_type", "N*K/group", "1", bits=("z[1@0]",)),
-            },
-            unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
-            kernels=Kernels(_decode_hqq, rows="N", units="K", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/512)", bits=("q[1@0, 2:16 4:4@1 2:1 2:8 4:1@1 4:2 16@1]",)),
-                "s": Stored("scale_type", "N", "K/group"),
-                "z": Stored("scale_type", "N", "K/group"),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "group"),
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/512)", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, words=_words_planar, numbers=_numbers_planar, fields=_fields_planar,
-                        scale=_scale_planar, blocks=("group",), size=16, width=1, bits=1)),
-        ),
+        "hqq": Storage(unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
+                tensors={
+            "W_q": Stored("u8", "N*K/8*group", "group"),
+            "scale": Stored("scale_type", "N*K/group", "1", bits=("s[1@0]",)),
+            "zero": Stored("scale_type", "N*K/group", "1", bits=("z[1@0]",)),
+        }, kernels=Kernels(_decode_hqq, rows="N", units="K", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "group"), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/512)", bits=("q[1@0, 2:16 4:4@1 2:1 2:8 4:1@1 4:2 16@1]",)),
+            "s": Stored("scale_type", "N", "K/group"),
+            "z": Stored("scale_type", "N", "K/group"),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/512)", last="k",
+                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_1, numbers=bitplanes.u1, scale=_scale_planar,
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
+                    size=16, width=1, bits=1))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/group)"),
 )

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_float, as_type, cdiv, integer, pad, workspace
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, cdiv, integer, pad
 from qdsl.runtime.gpu.triton import tl, triton
+
+from .bits_4 import decode
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -50,20 +52,6 @@ def pack_hqq_3bit(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int
         "scale": s.unsqueeze(0),
         "zero": z.unsqueeze(0),
     }
-
-
-def decode(z: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  z [N*K/group], s [N*K/group], q [N,
-    K].
-    """
-    shape = q.shape
-    out = out if out is None else out.view(-1, z.shape[0])
-    s = s.float()
-    q = q.reshape(-1, z.shape[0])
-    z = z.float()
-    space = workspace(out)
-    w = torch.sub(as_float(q, out), z, out=space)
-    return torch.mul(w, s, out=out).view(shape)
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
@@ -100,15 +88,12 @@ VARIANT = Variant(
         "q": Field("u3", "N", "K"),
     },
     storages={
-        "hqq_3bit": Storage(
-            tensors={
-                "W_q": Stored("i32", "ceil(group/10)", "N*K/group"),
-                "scale": Stored("scale_type", "1", "N*K/group"),
-                "zero": Stored("scale_type", "1", "N*K/group"),
-            },
-            unpack=unpack_hqq_3bit, pack=pack_hqq_3bit, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
-            kernels=Kernels(_decode_hqq_3bit, rows="N", units="K", last="k"),
-        ),
+        "hqq_3bit": Storage(unpack=unpack_hqq_3bit, pack=pack_hqq_3bit, reads=("N", "K"), extents=("N", "K", "group"),
+                whole=True, tensors={
+            "W_q": Stored("i32", "ceil(group/10)", "N*K/group"),
+            "scale": Stored("scale_type", "1", "N*K/group"),
+            "zero": Stored("scale_type", "1", "N*K/group"),
+        }, kernels=Kernels(_decode_hqq_3bit, rows="N", units="K", last="k")),
     },
     decode=decode, encode=encode, cuts=("1", "1"),
 )

@@ -92,15 +92,12 @@ VARIANT = Variant(
         "q": Field("u4", "N", "K"),
     },
     storages={
-        "hqq": Storage(
-            tensors={
-                "W_q": Stored("u8", "group/2", "N*K/group"),
-                "scale": Stored("scale_type", "1", "N*K/group"),
-                "zero": Stored("scale_type", "1", "N*K/group"),
-            },
-            unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
-            kernels=Kernels(_decode_hqq, rows="N", units="K", last="k"),
-        ),
+        "hqq": Storage(unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
+                tensors={
+            "W_q": Stored("u8", "group/2", "N*K/group"),
+            "scale": Stored("scale_type", "1", "N*K/group"),
+            "zero": Stored("scale_type", "1", "N*K/group"),
+        }, kernels=Kernels(_decode_hqq, rows="N", units="K", last="k")),
     },
     decode=decode, encode=encode, cuts=("1", "1"),
 )

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, empty, joined, pad,
-        spread, workspace)
-from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, empty,
+        joined, pad, spread, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -384,30 +384,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, s, z = tensors
-    return lanes.words(q, row, K // 128, chunk, more),
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
-    return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, s, z = tensors
-    group: tl.constexpr = SIZES[0]
-    return field(s, at, 1, group, 0), field(z, at, 1, group, 0)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * q - 8.0 * s + z."""
     s, z = fields
@@ -428,88 +404,58 @@ VARIANT = Variant(
         "q": Field("u4", "N", "K"),
     },
     storages={
-        "tinygemm": Storage(
-            tensors={
-                "qdata": Stored("i32", "N/8", "K/128", "128", bits=("q[8:16@2 1@0, 2:16 4:4@2 4:4 4:1@2 1@1]",)),
-                "scale_and_zero": Stored("scale_type", "K/group", "N", "2", aliases=("scales_and_zeros",),
-                    bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
-            },
-            unpack=unpack_tinygemm, pack=pack_tinygemm, where=("g",),
-            kernels=Kernels(_decode_tinygemm, rows="N", units="K", last="k"),
-        ),
-        "tile_packed": Storage(
-            tensors={
-                "qdata": Stored("i32", "ceil(N/8)", "8*ceil(K/1024)", "128", aliases=("_weight_qdata",),
-                    bits=("q[8:16@2 1@0, 2:16 4:4@2 4:4 4:1@2 1@1]",)),
-                "scale_and_zero": Stored("scale_type", "1024*ceil(K/1024)/group", "8*ceil(N/8)", "2",
-                    aliases=("_weight_scale_and_zero",), bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
-            },
-            unpack=unpack_tile_packed, pack=pack_tile_packed, where=("g",), reads=("N", "K", "group"),
-            extents=("N", "K", "group"),
-            kernels=Kernels(_decode_tile_packed, rows="N", units="K", last="k"),
-        ),
-        "torchao": Storage(
-            tensors={
-                "qdata": Stored("i8", "N", "K/2", aliases=("_weight_qdata",)),
-                "scale": Stored("scale_type", "K/group", "N", aliases=("_weight_scale",), bits=("s[1@1, 1@0]",)),
-                "zero_point": Stored("scale_type", "K/group", "N", aliases=("_weight_zero_point",),
-                    bits=("z[1@1, 1@0]",)),
-            },
-            unpack=unpack_torchao, pack=pack_torchao, where=("g",),
-            kernels=Kernels(_decode_torchao, rows="N", units="K/2", last="k"),
-        ),
-        "cpu_avx512": Storage(
-            tensors={
-                "weight": Stored("u8", "ceil(N/64)", "K", "32", bits=("q[32:1@2 2:4 1@0, 1@1]",)),
-                "scales_and_zeros": Stored("scale_type", "K/group", "64*ceil(N/64)", "2",
-                    bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
-                "ret_idx": Stored("i32", "K", optional="ret_idx"),
-            },
-            unpack=unpack_cpu_avx512, pack=pack_cpu_avx512, where=("g",), reads=("N",), extents=("N",), order="ret_idx",
-            kernels=Kernels(_decode_cpu_avx512, rows="N", units="K", last="k"),
-        ),
-        "cpu_avx2": Storage(
-            tensors={
-                "weight": Stored("u8", "ceil(N/32)", "K", "16", bits=("q[16:1@2 2:4 1@0, 1@1]",)),
-                "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2",
-                    bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
-                "ret_idx": Stored("i32", "K", optional="ret_idx"),
-            },
-            unpack=unpack_cpu_avx2, pack=pack_cpu_avx2, where=("g",), reads=("N",), extents=("N",), order="ret_idx",
-            kernels=Kernels(_decode_cpu_avx2, rows="N", units="K", last="k"),
-        ),
-        "cpu_scalar": Storage(
-            tensors={
-                "weight": Stored("u8", "ceil(N/32)", "K", "16", bits=("q[2:4 16:1@2 1@0, 1@1]",)),
-                "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2",
-                    bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
-                "ret_idx": Stored("i32", "K", optional="ret_idx"),
-            },
-            unpack=unpack_cpu_scalar, pack=pack_cpu_scalar, where=("g",), reads=("N",), extents=("N",), order="ret_idx",
-            kernels=Kernels(_decode_cpu_scalar, rows="N", units="K", last="k"),
-        ),
-        "cpu_rest": Storage(
-            tensors={
-                "weight": Stored("u8", "K", "N/2", bits=("q[2:4 1@1, 1@0]",)),
-                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
-                "ret_idx": Stored("i32", "K", optional="ret_idx"),
-            },
-            unpack=unpack_cpu_rest, pack=pack_cpu_rest, where=("g",), order="ret_idx",
-            kernels=Kernels(_decode_cpu_rest, rows="N/2", units="K", last="n", sums=2),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-                "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
-                "order": Stored("i32", "K", optional="order"),
-            },
-            unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32,
-                        sums_in_tile_gemm=True)),
-        ),
+        "tinygemm": Storage(unpack=unpack_tinygemm, pack=pack_tinygemm, where=("g",), tensors={
+            "qdata": Stored("i32", "N/8", "K/128", "128", bits=("q[8:16@2 1@0, 2:16 4:4@2 4:4 4:1@2 1@1]",)),
+            "scale_and_zero": Stored("scale_type", "K/group", "N", "2", aliases=("scales_and_zeros",),
+                bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+        }, kernels=Kernels(_decode_tinygemm, rows="N", units="K", last="k")),
+        "tile_packed": Storage(unpack=unpack_tile_packed, pack=pack_tile_packed, where=("g",),
+                reads=("N", "K", "group"), extents=("N", "K", "group"), tensors={
+            "qdata": Stored("i32", "ceil(N/8)", "8*ceil(K/1024)", "128", aliases=("_weight_qdata",),
+                bits=("q[8:16@2 1@0, 2:16 4:4@2 4:4 4:1@2 1@1]",)),
+            "scale_and_zero": Stored("scale_type", "1024*ceil(K/1024)/group", "8*ceil(N/8)", "2",
+                aliases=("_weight_scale_and_zero",), bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+        }, kernels=Kernels(_decode_tile_packed, rows="N", units="K", last="k")),
+        "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, where=("g",), tensors={
+            "qdata": Stored("i8", "N", "K/2", aliases=("_weight_qdata",)),
+            "scale": Stored("scale_type", "K/group", "N", aliases=("_weight_scale",), bits=("s[1@1, 1@0]",)),
+            "zero_point": Stored("scale_type", "K/group", "N", aliases=("_weight_zero_point",), bits=("z[1@1, 1@0]",)),
+        }, kernels=Kernels(_decode_torchao, rows="N", units="K/2", last="k")),
+        "cpu_avx512": Storage(unpack=unpack_cpu_avx512, pack=pack_cpu_avx512, where=("g",), reads=("N",),
+                extents=("N",), order="ret_idx", tensors={
+            "weight": Stored("u8", "ceil(N/64)", "K", "32", bits=("q[32:1@2 2:4 1@0, 1@1]",)),
+            "scales_and_zeros": Stored("scale_type", "K/group", "64*ceil(N/64)", "2",
+                bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+            "ret_idx": Stored("i32", "K", optional="ret_idx"),
+        }, kernels=Kernels(_decode_cpu_avx512, rows="N", units="K", last="k")),
+        "cpu_avx2": Storage(unpack=unpack_cpu_avx2, pack=pack_cpu_avx2, where=("g",), reads=("N",), extents=("N",),
+                order="ret_idx", tensors={
+            "weight": Stored("u8", "ceil(N/32)", "K", "16", bits=("q[16:1@2 2:4 1@0, 1@1]",)),
+            "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2",
+                bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+            "ret_idx": Stored("i32", "K", optional="ret_idx"),
+        }, kernels=Kernels(_decode_cpu_avx2, rows="N", units="K", last="k")),
+        "cpu_scalar": Storage(unpack=unpack_cpu_scalar, pack=pack_cpu_scalar, where=("g",), reads=("N",),
+                extents=("N",), order="ret_idx", tensors={
+            "weight": Stored("u8", "ceil(N/32)", "K", "16", bits=("q[2:4 16:1@2 1@0, 1@1]",)),
+            "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2",
+                bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+            "ret_idx": Stored("i32", "K", optional="ret_idx"),
+        }, kernels=Kernels(_decode_cpu_scalar, rows="N", units="K", last="k")),
+        "cpu_rest": Storage(unpack=unpack_cpu_rest, pack=pack_cpu_rest, where=("g",), order="ret_idx", tensors={
+            "weight": Stored("u8", "K", "N/2", bits=("q[2:4 1@1, 1@0]",)),
+            "scales_and_zeros": Stored("scale_type", "K/group", "N", "2", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+            "ret_idx": Stored("i32", "K", optional="ret_idx"),
+        }, kernels=Kernels(_decode_cpu_rest, rows="N/2", units="K", last="n", sums=2)),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order", tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
+            "order": Stored("i32", "K", optional="order"),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
+                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
+                    blocks=("group",), size=32, sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, defaults={"g": None}, cuts=("N", "ceil(K/group)"),
 )

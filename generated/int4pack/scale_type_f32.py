@@ -21,24 +21,15 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.encode import float_middle
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, empty, pad, spread,
-        workspace)
-from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
-from qdsl.runtime.gpu.triton import tl, triton
+from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, empty, pad
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+
+from .scale_type_bf16 import (unpack_cpu_avx512, unpack_cpu_avx2, unpack_cpu_scalar, unpack_cpu_rest, pack_cpu_rest,
+        unpack_planar, pack_planar, decode, encode, _decode_cpu_avx512, _decode_cpu_avx2, _decode_cpu_scalar,
+        _decode_cpu_rest, _decode_planar, _scale_planar)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
-
-
-def unpack_cpu_avx512(weight: Tensor, scales_and_zeros: Tensor, *, N: int) -> dict[str, Tensor]:
-    """Fields of weight uint8 [ceil(N/64), K, 32]; scales_and_zeros scale_type [K/group, 64*ceil(N/64), 2]."""
-    scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
-    return {
-        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1][:N, :],
-        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0][:N, :],
-        "q": torch.stack([weight & 15, weight >> 4], -2).permute(0, 2, 3, 1).flatten(0, 2)[:N, :],
-    }
 
 
 def pack_cpu_avx512(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Tensor]:
@@ -51,16 +42,6 @@ def pack_cpu_avx512(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Ten
     return {
         "weight": weight_bytes,
         "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
-    }
-
-
-def unpack_cpu_avx2(weight: Tensor, scales_and_zeros: Tensor, *, N: int) -> dict[str, Tensor]:
-    """Fields of weight uint8 [ceil(N/32), K, 16]; scales_and_zeros scale_type [K/group, 32*ceil(N/32), 2]."""
-    scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
-    return {
-        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1][:N, :],
-        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0][:N, :],
-        "q": torch.stack([weight & 15, weight >> 4], -2).permute(0, 2, 3, 1).flatten(0, 2)[:N, :],
     }
 
 
@@ -77,16 +58,6 @@ def pack_cpu_avx2(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Tenso
     }
 
 
-def unpack_cpu_scalar(weight: Tensor, scales_and_zeros: Tensor, *, N: int) -> dict[str, Tensor]:
-    """Fields of weight uint8 [ceil(N/32), K, 16]; scales_and_zeros scale_type [K/group, 32*ceil(N/32), 2]."""
-    scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
-    return {
-        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1][:N, :],
-        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0][:N, :],
-        "q": spread(weight, 4).permute(0, 2, 3, 1).flatten(0, 2)[:N, :],
-    }
-
-
 def pack_cpu_scalar(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Tensor]:
     """weight, scales_and_zeros of the fields; the inverse of unpack_cpu_scalar."""
     q_split = pad(q, (0, 0, 0, -q.shape[0] % 32)).unflatten(0, (-1, 16, 2))
@@ -100,196 +71,6 @@ def pack_cpu_scalar(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Ten
     }
 
 
-def unpack_cpu_rest(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
-    """Fields of weight uint8 [K, N/2]; scales_and_zeros scale_type [K/group, N, 2]."""
-    r = weight.t()
-    return {
-        "z": scales_and_zeros[..., 1].t(),
-        "s": scales_and_zeros[..., 0].t(),
-        "q": spread(r, 4).permute(0, 2, 1).flatten(0, 1),
-    }
-
-
-def pack_cpu_rest(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
-    """weight, scales_and_zeros of the fields; the inverse of unpack_cpu_rest."""
-    q_split = q.unflatten(0, (-1, 2))
-    r = q_split[:, 0] | q_split[:, 1] << 4
-    return {
-        "weight": r.t().contiguous(),
-        "scales_and_zeros": torch.stack([s.t(), z.t()], -1),
-    }
-
-
-def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/128)]; s scale_type [N, ceil(K/group)]; z scale_type [N, ceil(K/group)]."""
-    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
-    q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "z": z,
-        "s": s,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-    }
-
-
-def pack_planar(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
-    """q, s, z of the fields; the inverse of unpack_planar."""
-    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
-    r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s,
-        "z": z,
-    }
-
-
-def decode(z: Tensor, s: Tensor, q: Tensor, g: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = (q - 8) * s + z.  z [N, ceil(K/group)], s [N,
-    ceil(K/group)], q [N, K], g [K].
-    """
-    if g is not None:
-        z, s = z[:, g], s[:, g]
-    out = out if out is None else out.unflatten(1, (z.shape[1], -1))
-    q = q.view(torch.int8).unflatten(1, (z.shape[1], -1))
-    z = z.float().unsqueeze(-1)
-    s = s.float().unsqueeze(-1)
-    space = workspace(out)
-    w = torch.mul(as_float(q - 8, out), s, out=space)
-    return torch.add(w, z, out=out).flatten(1)
-
-
-def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = least + offset * scale;
-    codes by both, as stored.
-    """
-    q, z, s = float_middle(weight, code="u4", zero=scale_type, scale=scale_type, rows=1, columns=group, axes=2,
-            offset=8)
-    return {"q": q, "z": z, "s": s}
-
-
-# -- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _decode_cpu_avx512(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
-    """The weight in column k of row n, in float32."""
-    weight, scales_and_zeros = tensors
-    group, = sizes
-    scales_and_zeros += 2 * n
-    weight += 32 * (n // 64 * K)
-    g = k // group
-    z = tl.load(scales_and_zeros + 128 * (g * tl.cdiv(N, 64)) + 1, live, 0).to(tl.float32)
-    s = tl.load(scales_and_zeros + 128 * (g * tl.cdiv(N, 64)), live, 0).to(tl.float32)
-    q = (tl.load(weight + 32 * k + n % 64 % 32, live, 0) >> 4 * (n % 64 // 32) & 15).to(tl.int32)
-    state = use(state, k, (q - 8) * s + z, live)
-    return state
-
-
-@triton.jit
-def _decode_cpu_avx2(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
-    """The weight in column k of row n, in float32."""
-    weight, scales_and_zeros = tensors
-    group, = sizes
-    scales_and_zeros += 2 * n
-    weight += 16 * (n // 32 * K)
-    g = k // group
-    z = tl.load(scales_and_zeros + 64 * (g * tl.cdiv(N, 32)) + 1, live, 0).to(tl.float32)
-    s = tl.load(scales_and_zeros + 64 * (g * tl.cdiv(N, 32)), live, 0).to(tl.float32)
-    q = (tl.load(weight + 16 * k + n % 32 % 16, live, 0) >> 4 * (n % 32 // 16) & 15).to(tl.int32)
-    state = use(state, k, (q - 8) * s + z, live)
-    return state
-
-
-@triton.jit
-def _decode_cpu_scalar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
-    """The weight in column k of row n, in float32."""
-    weight, scales_and_zeros = tensors
-    group, = sizes
-    scales_and_zeros += 2 * n
-    weight += 16 * (n // 32 * K)
-    g = k // group
-    z = tl.load(scales_and_zeros + 64 * (g * tl.cdiv(N, 32)) + 1, live, 0).to(tl.float32)
-    s = tl.load(scales_and_zeros + 64 * (g * tl.cdiv(N, 32)), live, 0).to(tl.float32)
-    q = (tl.load(weight + 16 * k + n % 32 // 2, live, 0) >> 4 * (n % 32 % 2) & 15).to(tl.int32)
-    state = use(state, k, (q - 8) * s + z, live)
-    return state
-
-
-@triton.jit
-def _decode_cpu_rest(tensors, r, k, live, N, K, sizes, use: tl.constexpr, state):
-    """The 2 weights of unit k of row r, in float32."""
-    weight, scales_and_zeros = tensors
-    group, = sizes
-    scales_and_zeros += 4 * r
-    weight += r
-    g = k // group
-    q_word = tl.load(weight + k * (N // 2), live, 0)
-    for h in tl.static_range(2):
-        z = tl.load(scales_and_zeros + 2 * h + 2 * (g * N) + 1, live, 0).to(tl.float32)
-        s = tl.load(scales_and_zeros + 2 * h + 2 * (g * N), live, 0).to(tl.float32)
-        q = (q_word >> 4 * h & 15).to(tl.int32)
-        state = use(state, k, (q - 8) * s + z, live, h)
-    return state
-
-
-@triton.jit
-def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
-    """The 8 weights of unit u of row n, in float32."""
-    q, s, z = tensors
-    group, = sizes
-    z += n * tl.cdiv(K, group)
-    s += n * tl.cdiv(K, group)
-    q += 16 * (n * tl.cdiv(K, 128))
-    t = u // 16
-    j = u // 4 % 4
-    c = u % 4
-    live = live & (128 * t + 32 * j + 2 * c < K)
-    g = (4 * t + j) // (group // 32)
-    z1 = tl.load(z + g, live, 0).to(tl.float32)
-    s1 = tl.load(s + g, live, 0).to(tl.float32)
-    q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
-    for h in tl.static_range(4):
-        for i in tl.static_range(2):
-            inside = live & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
-            q1 = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
-            state = use(state, 128 * t + 32 * j + 8 * h + 2 * c + i, (q1 - 8) * s1 + z1, inside)
-    return state
-
-
-@triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, s, z = tensors
-    return lanes.words(q, row, K // 128, chunk, more),
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
-    return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, s, z = tensors
-    group: tl.constexpr = SIZES[0]
-    return field(s, at, 1, group, 0), field(z, at, 1, group, 0)
-
-
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = s * q - 8.0 * s + z."""
-    s, z = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= s
-    sum += ones * (-8.0 * s + z)
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -300,58 +81,41 @@ VARIANT = Variant(
         "q": Field("u4", "N", "K"),
     },
     storages={
-        "cpu_avx512": Storage(
-            tensors={
-                "weight": Stored("u8", "ceil(N/64)", "K", "32", bits=("q[32:1@2 2:4 1@0, 1@1]",)),
-                "scales_and_zeros": Stored("scale_type", "K/group", "64*ceil(N/64)", "2",
-                    bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
-                "ret_idx": Stored("i32", "K", optional="ret_idx"),
-            },
-            unpack=unpack_cpu_avx512, pack=pack_cpu_avx512, where=("g",), reads=("N",), extents=("N",), order="ret_idx",
-            kernels=Kernels(_decode_cpu_avx512, rows="N", units="K", last="k"),
-        ),
-        "cpu_avx2": Storage(
-            tensors={
-                "weight": Stored("u8", "ceil(N/32)", "K", "16", bits=("q[16:1@2 2:4 1@0, 1@1]",)),
-                "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2",
-                    bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
-                "ret_idx": Stored("i32", "K", optional="ret_idx"),
-            },
-            unpack=unpack_cpu_avx2, pack=pack_cpu_avx2, where=("g",), reads=("N",), extents=("N",), order="ret_idx",
-            kernels=Kernels(_decode_cpu_avx2, rows="N", units="K", last="k"),
-        ),
-        "cpu_scalar": Storage(
-            tensors={
-                "weight": Stored("u8", "ceil(N/32)", "K", "16", bits=("q[2:4 16:1@2 1@0, 1@1]",)),
-                "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2",
-                    bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
-                "ret_idx": Stored("i32", "K", optional="ret_idx"),
-            },
-            unpack=unpack_cpu_scalar, pack=pack_cpu_scalar, where=("g",), reads=("N",), extents=("N",), order="ret_idx",
-            kernels=Kernels(_decode_cpu_scalar, rows="N", units="K", last="k"),
-        ),
-        "cpu_rest": Storage(
-            tensors={
-                "weight": Stored("u8", "K", "N/2", bits=("q[2:4 1@1, 1@0]",)),
-                "scales_and_zeros": Stored("scale_type", "K/group", "N", "2", bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
-                "ret_idx": Stored("i32", "K", optional="ret_idx"),
-            },
-            unpack=unpack_cpu_rest, pack=pack_cpu_rest, where=("g",), order="ret_idx",
-            kernels=Kernels(_decode_cpu_rest, rows="N/2", units="K", last="n", sums=2),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-                "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
-                "order": Stored("i32", "K", optional="order"),
-            },
-            unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32,
-                        sums_in_tile_gemm=True)),
-        ),
+        "cpu_avx512": Storage(unpack=unpack_cpu_avx512, pack=pack_cpu_avx512, where=("g",), reads=("N",),
+                extents=("N",), order="ret_idx", tensors={
+            "weight": Stored("u8", "ceil(N/64)", "K", "32", bits=("q[32:1@2 2:4 1@0, 1@1]",)),
+            "scales_and_zeros": Stored("scale_type", "K/group", "64*ceil(N/64)", "2",
+                bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
+            "ret_idx": Stored("i32", "K", optional="ret_idx"),
+        }, kernels=Kernels(_decode_cpu_avx512, rows="N", units="K", last="k")),
+        "cpu_avx2": Storage(unpack=unpack_cpu_avx2, pack=pack_cpu_avx2, where=("g",), reads=("N",), extents=("N",),
+                order="ret_idx", tensors={
+            "weight": Stored("u8", "ceil(N/32)", "K", "16", bits=("q[16:1@2 2:4 1@0, 1@1]",)),
+            "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2",
+                bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
+            "ret_idx": Stored("i32", "K", optional="ret_idx"),
+        }, kernels=Kernels(_decode_cpu_avx2, rows="N", units="K", last="k")),
+        "cpu_scalar": Storage(unpack=unpack_cpu_scalar, pack=pack_cpu_scalar, where=("g",), reads=("N",),
+                extents=("N",), order="ret_idx", tensors={
+            "weight": Stored("u8", "ceil(N/32)", "K", "16", bits=("q[2:4 16:1@2 1@0, 1@1]",)),
+            "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2",
+                bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
+            "ret_idx": Stored("i32", "K", optional="ret_idx"),
+        }, kernels=Kernels(_decode_cpu_scalar, rows="N", units="K", last="k")),
+        "cpu_rest": Storage(unpack=unpack_cpu_rest, pack=pack_cpu_rest, where=("g",), order="ret_idx", tensors={
+            "weight": Stored("u8", "K", "N/2", bits=("q[2:4 1@1, 1@0]",)),
+            "scales_and_zeros": Stored("scale_type", "K/group", "N", "2", bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
+            "ret_idx": Stored("i32", "K", optional="ret_idx"),
+        }, kernels=Kernels(_decode_cpu_rest, rows="N/2", units="K", last="n", sums=2)),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order", tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
+            "order": Stored("i32", "K", optional="order"),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
+                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
+                    blocks=("group",), size=32, sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, defaults={"g": None}, cuts=("N", "ceil(K/group)"),
 )

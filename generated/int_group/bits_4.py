@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, integer, joined,
-        pad, spread)
-from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, integer,
+        joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -578,24 +578,6 @@ def _decode_xpu_int4pack(tensors, n, t, live, N, K, sizes, use: tl.constexpr, st
 
 
 @triton.jit
-def _decode_torchao_plain_int32(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
-    """The 8 weights of unit t of row n, in float32."""
-    qdata, scale, zero_point = tensors
-    group, = sizes
-    qdata += n * (K // 8)
-    zero_point += n
-    scale += n
-    q_word = tl.load(qdata + t, live, 0)
-    g = t // (group // 8)
-    z = (tl.load(zero_point + g * N, live, 0) & 15).to(tl.int32)
-    s = tl.load(scale + g * N, live, 0).to(tl.float32)
-    for h in tl.static_range(8):
-        q = (q_word >> 4 * h & 15).to(tl.int32)
-        state = use(state, 8 * t + h, (q - z) * s, live)
-    return state
-
-
-@triton.jit
 def _decode_onnx_matmul_nbits(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
     """The 2 weights of unit t of row n, in float32."""
     B, scales, zero_points = tensors
@@ -646,34 +628,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, s, z = tensors
-    return lanes.words(q, row, K // 128, chunk, more),
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
-    return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, s, z = tensors
-    group: tl.constexpr = SIZES[0]
-    if z is None:
-        z_g = 8.0
-    else:
-        z_g = field(z, at, 1, group, 4)
-    return field(s, at, 1, group, 0), z_g
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * (q - z)."""
     s, z = fields
@@ -692,132 +646,85 @@ VARIANT = Variant(
         "s": Field("scale_type", "N", "ceil(K/group)"),
     },
     storages={
-        "gptq_v2": Storage(
-            tensors={
-                "qweight": Stored("i32", "K/8", "N", bits=("q[1@1, 8:4 1@0]",)),
-                "qzeros": Stored("i32", "ceil(K/group)", "N/8", bits=("z[8:4 1@1, 1@0]",)),
-                "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-                "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-            },
-            unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",),
-            kernels=Kernels(_decode_gptq_v2, rows="N", units="K/8", last="n"),
-        ),
-        "gptq_v1": Storage(
-            tensors={
-                "qweight": Stored("i32", "K/8", "N", bits=("q[1@1, 8:4 1@0]",)),
-                "qzeros": Stored("i32", "ceil(K/group)", "N/8", bits=("z[8:4 1@1, 1@0]",), adds=-0x11111111),
-                "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-                "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-            },
-            unpack=unpack_gptq_v1, pack=pack_gptq_v1, always=("z",),
-            kernels=Kernels(_decode_gptq_v1, rows="N", units="K/8", last="n"),
-        ),
-        "awq": Storage(
-            tensors={
-                "qweight": Stored("i32", "K", "N/8", bits=("q[2:16 4:4 1@1, 1@0]",)),
-                "qzeros": Stored("i32", "K/group", "N/8", bits=("z[2:16 4:4 1@1, 1@0]",)),
-                "scales": Stored("scale_type", "K/group", "N", bits=("s[1@1, 1@0]",)),
-            },
-            unpack=unpack_awq, pack=pack_awq, where=("g",), always=("z",), options={"span": "tight", "by": "exact"},
-            kernels=Kernels(_decode_awq, rows="N/8", units="K", last="n", sums=8),
-        ),
-        "awq_gemv": Storage(
-            tensors={
-                "qweight": Stored("i32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
-                "qzeros": Stored("i32", "N", "128*ceil(K/1024)/group", bits=("z[1@0, 8:4 1@1]",)),
-                "scales": Stored("scale_type", "N", "1024*ceil(K/1024)/group", bits=("s[1@0, 1@1]",)),
-            },
-            unpack=unpack_awq_gemv, pack=pack_awq_gemv, where=("g",), always=("z",), options={"span": "tight",
-                "by": "exact"},
-            reads=("K", "group"), extents=("K", "group"),
-            kernels=Kernels(_decode_awq_gemv, rows="N", units="K/8", last="k"),
-        ),
-        "pack_quantized": Storage(
-            tensors={
-                "weight_packed": Stored("i32", "N", "ceil(K/8)", bits=("q[1@0, 8:4 1@1]",)),
-                "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "weight_zero_point": Stored("i32", "ceil(N/8)", "ceil(K/group)", optional="z",
-                    bits=("z[8:4 1@0, 1@1]",)),
-                "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-                "weight_shape": Stored("shape", "2"),
-            },
-            unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
-                "span": "full"},
-            reads=("N", "K"), shape="weight_shape",
-            kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/8)", last="k"),
-        ),
-        "pack_quantized_0_8": Storage(
-            tensors={
-                "weight_packed": Stored("i32", "N", "ceil(K/8)", bits=("q[1@0, 8:4 1@1]",)),
-                "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "weight_zero_point": Stored("i8", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",), adds=-0x8),
-                "weight_shape": Stored("shape", "2"),
-            },
-            unpack=unpack_pack_quantized_0_8, pack=pack_pack_quantized_0_8, where=("g",), always=("z",),
-            options={"rounds": "sum", "span": "full"}, reads=("K",), shape="weight_shape",
-            kernels=Kernels(_decode_pack_quantized_0_8, rows="N", units="ceil(K/8)", last="k"),
-        ),
-        "marlin": Storage(
-            tensors={
-                "qweight": Stored("i32", "K/16", "128*N/64", aliases=("B",),
-                    bits=("q[8:16@1 2:8 4:1@1 128@1, 2:16 4:4@1 2:4 1@0]",)),
-                "scales": Stored("scale_type", "K/group", "64*N/64", aliases=("s",),
-                    bits=("s[8:8@1 8:1@1 64@1, 1@0]",)),
-            },
-            unpack=unpack_marlin, pack=pack_marlin, where=("z",
-                "g"), least={"ceil(K/group)": 2}, options={"symmetric": True},
-            kernels=Kernels(_decode_marlin, rows="N", units="K", last="k"),
-        ),
-        "modelopt": Storage(
-            tensors={
-                "weight": Stored("u8", "N/2", "K"),
-                "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-            },
-            unpack=unpack_modelopt, pack=pack_modelopt, where=("z", "g"),
-            options={"symmetric": True, "span": "tight", "by": "exact"},
-            kernels=Kernels(_decode_modelopt, rows="N/2", units="K", last="k", sums=2),
-        ),
-        "xpu_int4pack": Storage(
-            tensors={
-                "qweight": Stored("i32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
-                "scales": Stored("scale_type", "K/group", "N", bits=("s[1@1, 1@0]",)),
-                "qzeros": Stored("i8", "K/group", "N", bits=("z[1@1, 1@0]",)),
-                "ret_idx": Stored("i32", "K", optional="ret_idx"),
-            },
-            unpack=unpack_xpu_int4pack, pack=pack_xpu_int4pack, where=("g",), always=("z",), order="ret_idx",
-            kernels=Kernels(_decode_xpu_int4pack, rows="N", units="K/8", last="k"),
-        ),
-        "torchao_plain_int32": Storage(
-            tensors={
-                "qdata": Stored("i32", "N", "K/8", aliases=("_weight_qdata",), bits=("q[1@0, 8:4 1@1]",)),
-                "scale": Stored("scale_type", "K/group", "N", aliases=("_weight_scale",), bits=("s[1@1, 1@0]",)),
-                "zero_point": Stored("i8", "K/group", "N", aliases=("_weight_zero_point",), bits=("z[1@1, 1@0]",)),
-            },
-            unpack=unpack_torchao_plain_int32, pack=pack_torchao_plain_int32, where=("g",), always=("z",),
-            kernels=Kernels(_decode_torchao_plain_int32, rows="N", units="K/8", last="k"),
-        ),
-        "onnx_matmul_nbits": Storage(
-            tensors={
-                "B": Stored("u8", "N", "K/2", seen=("N", "K/group", "?"), bits=("q[1@0, 2:4 1@1]",)),
-                "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
-                "zero_points": Stored("u8", "N", "ceil(K/2*group)", optional="z", bits=("z[1@0, 2:4 1@1]",)),
-            },
-            unpack=unpack_onnx_matmul_nbits, pack=pack_onnx_matmul_nbits, where=("g",), reads=("K", "group"),
-            kernels=Kernels(_decode_onnx_matmul_nbits, rows="N", units="K/2", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-                "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
-                "order": Stored("i32", "K", optional="order"),
-            },
-            unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32,
-                        sums_in_tile_gemm=True)),
-        ),
+        "gptq_v2": Storage(unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",), tensors={
+            "qweight": Stored("i32", "K/8", "N", bits=("q[1@1, 8:4 1@0]",)),
+            "qzeros": Stored("i32", "ceil(K/group)", "N/8", bits=("z[8:4 1@1, 1@0]",)),
+            "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+            "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
+        }, kernels=Kernels(_decode_gptq_v2, rows="N", units="K/8", last="n")),
+        "gptq_v1": Storage(unpack=unpack_gptq_v1, pack=pack_gptq_v1, always=("z",), tensors={
+            "qweight": Stored("i32", "K/8", "N", bits=("q[1@1, 8:4 1@0]",)),
+            "qzeros": Stored("i32", "ceil(K/group)", "N/8", bits=("z[8:4 1@1, 1@0]",), adds=-0x11111111),
+            "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+            "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
+        }, kernels=Kernels(_decode_gptq_v1, rows="N", units="K/8", last="n")),
+        "awq": Storage(unpack=unpack_awq, pack=pack_awq, where=("g",), always=("z",),
+                options={"span": "tight", "by": "exact"}, tensors={
+            "qweight": Stored("i32", "K", "N/8", bits=("q[2:16 4:4 1@1, 1@0]",)),
+            "qzeros": Stored("i32", "K/group", "N/8", bits=("z[2:16 4:4 1@1, 1@0]",)),
+            "scales": Stored("scale_type", "K/group", "N", bits=("s[1@1, 1@0]",)),
+        }, kernels=Kernels(_decode_awq, rows="N/8", units="K", last="n", sums=8)),
+        "awq_gemv": Storage(unpack=unpack_awq_gemv, pack=pack_awq_gemv, where=("g",), always=("z",),
+                options={"span": "tight", "by": "exact"}, reads=("K", "group"), extents=("K", "group"), tensors={
+            "qweight": Stored("i32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
+            "qzeros": Stored("i32", "N", "128*ceil(K/1024)/group", bits=("z[1@0, 8:4 1@1]",)),
+            "scales": Stored("scale_type", "N", "1024*ceil(K/1024)/group", bits=("s[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_awq_gemv, rows="N", units="K/8", last="k")),
+        "pack_quantized": Storage(unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"),
+                options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
+            "weight_packed": Stored("i32", "N", "ceil(K/8)", bits=("q[1@0, 8:4 1@1]",)),
+            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "weight_zero_point": Stored("i32", "ceil(N/8)", "ceil(K/group)", optional="z", bits=("z[8:4 1@0, 1@1]",)),
+            "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
+            "weight_shape": Stored("shape", "2"),
+        }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/8)", last="k")),
+        "pack_quantized_0_8": Storage(unpack=unpack_pack_quantized_0_8, pack=pack_pack_quantized_0_8, where=("g",),
+                always=("z",), options={"rounds": "sum", "span": "full"}, reads=("K",), shape="weight_shape", tensors={
+            "weight_packed": Stored("i32", "N", "ceil(K/8)", bits=("q[1@0, 8:4 1@1]",)),
+            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "weight_zero_point": Stored("i8", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",), adds=-0x8),
+            "weight_shape": Stored("shape", "2"),
+        }, kernels=Kernels(_decode_pack_quantized_0_8, rows="N", units="ceil(K/8)", last="k")),
+        "marlin": Storage(unpack=unpack_marlin, pack=pack_marlin, where=("z", "g"), least={"ceil(K/group)": 2},
+                options={"symmetric": True}, tensors={
+            "qweight": Stored("i32", "K/16", "128*N/64", aliases=("B",),
+                bits=("q[8:16@1 2:8 4:1@1 128@1, 2:16 4:4@1 2:4 1@0]",)),
+            "scales": Stored("scale_type", "K/group", "64*N/64", aliases=("s",), bits=("s[8:8@1 8:1@1 64@1, 1@0]",)),
+        }, kernels=Kernels(_decode_marlin, rows="N", units="K", last="k")),
+        "modelopt": Storage(unpack=unpack_modelopt, pack=pack_modelopt, where=("z", "g"),
+                options={"symmetric": True, "span": "tight", "by": "exact"}, tensors={
+            "weight": Stored("u8", "N/2", "K"),
+            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_modelopt, rows="N/2", units="K", last="k", sums=2)),
+        "xpu_int4pack": Storage(unpack=unpack_xpu_int4pack, pack=pack_xpu_int4pack, where=("g",), always=("z",),
+                order="ret_idx", tensors={
+            "qweight": Stored("i32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
+            "scales": Stored("scale_type", "K/group", "N", bits=("s[1@1, 1@0]",)),
+            "qzeros": Stored("i8", "K/group", "N", bits=("z[1@1, 1@0]",)),
+            "ret_idx": Stored("i32", "K", optional="ret_idx"),
+        }, kernels=Kernels(_decode_xpu_int4pack, rows="N", units="K/8", last="k")),
+        "torchao_plain_int32": Storage(unpack=unpack_torchao_plain_int32, pack=pack_torchao_plain_int32, where=("g",),
+                always=("z",), tensors={
+            "qdata": Stored("i32", "N", "K/8", aliases=("_weight_qdata",), bits=("q[1@0, 8:4 1@1]",)),
+            "scale": Stored("scale_type", "K/group", "N", aliases=("_weight_scale",), bits=("s[1@1, 1@0]",)),
+            "zero_point": Stored("i8", "K/group", "N", aliases=("_weight_zero_point",), bits=("z[1@1, 1@0]",)),
+        }, kernels=Kernels(_decode_xpu_int4pack, rows="N", units="K/8", last="k")),
+        "onnx_matmul_nbits": Storage(unpack=unpack_onnx_matmul_nbits, pack=pack_onnx_matmul_nbits, where=("g",),
+                reads=("K", "group"), tensors={
+            "B": Stored("u8", "N", "K/2", seen=("N", "K/group", "?"), bits=("q[1@0, 2:4 1@1]",)),
+            "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
+            "zero_points": Stored("u8", "N", "ceil(K/2*group)", optional="z", bits=("z[1@0, 2:4 1@1]",)),
+        }, kernels=Kernels(_decode_onnx_matmul_nbits, rows="N", units="K/2", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order", tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
+            "order": Stored("i32", "K", optional="order"),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
+                    scale=_scale_planar,
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 4, default=8.0)),
+                    blocks=("group",), size=32, sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),

@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, empty, integer,
-        joined, pad, spread)
-from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, empty,
+        integer, joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
+
+from .bits_4 import _scale_planar
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -359,44 +361,6 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q_0, q_1, s, z = tensors
-    return lanes.words(q_0, row, K // 128, chunk, more), lanes.late_words(q_1, row, K, chunk, more, 2)
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
-    code |= lanes.field(words[1], 4 * (half % 2) + half // 2 + 8 * i, to + 4, 1)
-    return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q_0, q_1, s, z = tensors
-    group: tl.constexpr = SIZES[0]
-    if z is None:
-        z_g = 16.0
-    else:
-        z_g = field(z, at, 1, group, 5)
-    return field(s, at, 1, group, 0), z_g
-
-
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = s * (q - z)."""
-    s, z = fields
-    sum += lanes.shifted(-z, BASE) * ones
-    sum *= s
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -407,57 +371,41 @@ VARIANT = Variant(
         "s": Field("scale_type", "N", "ceil(K/group)"),
     },
     storages={
-        "gptq_p": Storage(
-            tensors={
-                "qweight": Stored("i32", "5*K/32", "N"),
-                "qzeros": Stored("i32", "ceil(K/group)", "5*N/32",
-                    bits=("z.at(0):4[8:4 4:1@1 5@1, 1@0]", "z.at(4):1+128[32:1 5@1, 1@0]")),
-                "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-                "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-            },
-            unpack=unpack_gptq_p, pack=pack_gptq_p, always=("z",),
-            kernels=Kernels(_decode_gptq_p, rows="N", units="K/32", last="n"),
-        ),
-        "pack_quantized": Storage(
-            tensors={
-                "weight_packed": Stored("i32", "N", "ceil(5*K/32)"),
-                "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "weight_zero_point": Stored("i32", "ceil(5*N/32)", "ceil(K/group)", optional="z"),
-                "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-                "weight_shape": Stored("shape", "2"),
-            },
-            unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
-                "span": "full"},
-            reads=("N", "K"), shape="weight_shape",
-            kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/32)", last="k"),
-        ),
-        "pack_quantized_0_17": Storage(
-            tensors={
-                "weight_packed": Stored("i32", "N", "ceil(K/6)", bits=("q[1@0, 6:5 1@1]",)),
-                "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "weight_zero_point": Stored("i32", "ceil(N/6)", "ceil(K/group)", optional="z",
-                    bits=("z[6:5 1@0, 1@1]",)),
-                "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-                "weight_shape": Stored("shape", "2"),
-            },
-            unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17, omits=("z", "g"),
-            options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape",
-            kernels=Kernels(_decode_pack_quantized_0_17, rows="N", units="ceil(K/6)", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-                "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),
-                "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
-                "order": Stored("i32", "K", optional="order"),
-            },
-            unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
-            kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32, width=4, bits=5,
-                        sums_in_tile_gemm=True, spans=(0, 1))),
-        ),
+        "gptq_p": Storage(unpack=unpack_gptq_p, pack=pack_gptq_p, always=("z",), tensors={
+            "qweight": Stored("i32", "5*K/32", "N"),
+            "qzeros": Stored("i32", "ceil(K/group)", "5*N/32",
+                bits=("z.at(0):4[8:4 4:1@1 5@1, 1@0]", "z.at(4):1+128[32:1 5@1, 1@0]")),
+            "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+            "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
+        }, kernels=Kernels(_decode_gptq_p, rows="N", units="K/32", last="n")),
+        "pack_quantized": Storage(unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"),
+                options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
+            "weight_packed": Stored("i32", "N", "ceil(5*K/32)"),
+            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "weight_zero_point": Stored("i32", "ceil(5*N/32)", "ceil(K/group)", optional="z"),
+            "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
+            "weight_shape": Stored("shape", "2"),
+        }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/32)", last="k")),
+        "pack_quantized_0_17": Storage(unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17,
+                omits=("z", "g"), options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape",
+                tensors={
+            "weight_packed": Stored("i32", "N", "ceil(K/6)", bits=("q[1@0, 6:5 1@1]",)),
+            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "weight_zero_point": Stored("i32", "ceil(N/6)", "ceil(K/group)", optional="z", bits=("z[6:5 1@0, 1@1]",)),
+            "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
+            "weight_shape": Stored("shape", "2"),
+        }, kernels=Kernels(_decode_pack_quantized_0_17, rows="N", units="ceil(K/6)", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order", tensors={
+            "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),
+            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
+            "order": Stored("i32", "K", optional="order"),
+        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5, numbers=bitplanes.u5,
+                    scale=_scale_planar,
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 5, default=16.0)),
+                    blocks=("group",), size=32, width=4, bits=5, sums_in_tile_gemm=True, spans=(0, 1)))),
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),

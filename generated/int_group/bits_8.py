@@ -27,9 +27,11 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, integer, pad
-from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, integer, pad
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
+
+from .bits_4 import _scale_planar
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -393,28 +395,6 @@ def _decode_int_quantized(tensors, n, k, live, N, K, sizes, use: tl.constexpr, s
 
 
 @triton.jit
-def _decode_torchao_int8(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
-    """The weight in column k of row n, in float32."""
-    qdata, scale, zero_point = tensors
-    group, = sizes
-    qdata += n * K
-    if zero_point is None:
-        z = 128
-    else:
-        zero_point += n * tl.cdiv(K, group)
-    scale += n * tl.cdiv(K, group)
-    q_word = tl.load(qdata + k, live, 0).to(tl.int32)
-    q = ((q_word) + 128 & 255).to(tl.int32)
-    g = k // group
-    if zero_point is not None:
-        z_word = tl.load(zero_point + g, live, 0).to(tl.int32)
-        z = ((z_word) + 128 & 255).to(tl.int32)
-    s = tl.load(scale + g, live, 0).to(tl.float32)
-    state = use(state, k, (q - z) * s, live)
-    return state
-
-
-@triton.jit
 def _decode_onnx_matmul_nbits(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     """The weight in column k of row n, in float32."""
     B, scales, zero_points = tensors
@@ -432,34 +412,6 @@ def _decode_onnx_matmul_nbits(tensors, n, k, live, N, K, sizes, use: tl.constexp
     s = tl.load(scales + g, live, 0).to(tl.float32)
     state = use(state, k, (q - z) * s, live)
     return state
-
-
-@triton.jit
-def _words_onnx_matmul_nbits(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    B, scales, zero_points = tensors
-    return lanes.words(B, row, K // 64, 2 * chunk, 2 * more), lanes.words(B, row, K // 64, 2 * chunk, 2 * more + 1)
-
-
-@triton.jit
-def _numbers_onnx_matmul_nbits(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
-    return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _fields_onnx_matmul_nbits(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    B, scales, zero_points = tensors
-    group: tl.constexpr = SIZES[0]
-    if zero_points is None:
-        z_g = 128.0
-    else:
-        z_g = field(zero_points, at, 1, group, 8)
-    return field(scales, at, 1, group, 0), z_g
 
 
 @triton.jit
@@ -499,43 +451,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, s, z = tensors
-    return lanes.words(q, row, K // 64, 2 * chunk, 2 * more), lanes.words(q, row, K // 64, 2 * chunk, 2 * more + 1)
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
-    return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, s, z = tensors
-    group: tl.constexpr = SIZES[0]
-    if z is None:
-        z_g = 128.0
-    else:
-        z_g = field(z, at, 1, group, 8)
-    return field(s, at, 1, group, 0), z_g
-
-
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = s * (q - z)."""
-    s, z = fields
-    sum += lanes.shifted(-z, BASE) * ones
-    sum *= s
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -546,95 +461,65 @@ VARIANT = Variant(
         "s": Field("scale_type", "N", "ceil(K/group)"),
     },
     storages={
-        "gptq_v2": Storage(
-            tensors={
-                "qweight": Stored("i32", "K/4", "N", bits=("q[1@1, 4:8 1@0]",)),
-                "qzeros": Stored("i32", "ceil(K/group)", "N/4", bits=("z[4:8 1@1, 1@0]",)),
-                "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-                "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-            },
-            unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",),
-            kernels=Kernels(_decode_gptq_v2, rows="N", units="K/4", last="n"),
-        ),
-        "gptq_v1": Storage(
-            tensors={
-                "qweight": Stored("i32", "K/4", "N", bits=("q[1@1, 4:8 1@0]",)),
-                "qzeros": Stored("i32", "ceil(K/group)", "N/4", bits=("z[4:8 1@1, 1@0]",), adds=-0x1010101),
-                "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
-                "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-            },
-            unpack=unpack_gptq_v1, pack=pack_gptq_v1, always=("z",),
-            kernels=Kernels(_decode_gptq_v1, rows="N", units="K/4", last="n"),
-        ),
-        "pack_quantized": Storage(
-            tensors={
-                "weight_packed": Stored("i32", "N", "ceil(K/4)", bits=("q[1@0, 4:8 1@1]",)),
-                "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "weight_zero_point": Stored("i32", "ceil(N/4)", "ceil(K/group)", optional="z",
-                    bits=("z[4:8 1@0, 1@1]",)),
-                "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-                "weight_shape": Stored("shape", "2"),
-            },
-            unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"), options={"rounds": "sum",
-                "span": "full"},
-            reads=("N", "K"), shape="weight_shape",
-            kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/4)", last="k"),
-        ),
-        "pack_quantized_0_8": Storage(
-            tensors={
-                "weight_packed": Stored("i32", "N", "ceil(K/4)", bits=("q[1@0, 4:8 1@1]",)),
-                "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "weight_zero_point": Stored("i8", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",), adds=-0x80),
-                "weight_shape": Stored("shape", "2"),
-            },
-            unpack=unpack_pack_quantized_0_8, pack=pack_pack_quantized_0_8, where=("g",), always=("z",),
-            options={"rounds": "sum", "span": "full"}, reads=("K",), shape="weight_shape",
-            kernels=Kernels(_decode_pack_quantized_0_8, rows="N", units="ceil(K/4)", last="k"),
-        ),
-        "int_quantized": Storage(
-            tensors={
-                "weight": Stored("i8", "N", "K"),
-                "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "weight_zero_point": Stored("i8", "N", "ceil(K/group)", optional="z"),
-            },
-            unpack=unpack_int_quantized, pack=pack_int_quantized, where=("g",), omits=("z",),
-            options={"rounds": "sum", "span": "full"},
-            kernels=Kernels(_decode_int_quantized, rows="N", units="K", last="k"),
-        ),
-        "torchao_int8": Storage(
-            tensors={
-                "qdata": Stored("i8", "N", "K", aliases=("_weight_qdata",)),
-                "scale": Stored("scale_type", "N", "ceil(K/group)", aliases=("_weight_scale",), bits=("s[1@0, 1@1]",)),
-                "zero_point": Stored("i8", "N", "ceil(K/group)", aliases=("_weight_zero_point",), optional="z"),
-            },
-            unpack=unpack_torchao_int8, pack=pack_torchao_int8, where=("g",),
-            kernels=Kernels(_decode_torchao_int8, rows="N", units="K", last="k"),
-        ),
-        "onnx_matmul_nbits": Storage(
-            tensors={
-                "B": Stored("u8", "N", "K", seen=("N", "K/group", "?"), bits=("q[1@0, 1@1]",)),
-                "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
-                "zero_points": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
-            },
-            unpack=unpack_onnx_matmul_nbits, pack=pack_onnx_matmul_nbits, where=("g",),
-            kernels=Kernels(_decode_onnx_matmul_nbits, rows="N", units="K", last="k",
-                    lanes=Lanes(skinny, words=_words_onnx_matmul_nbits, numbers=_numbers_onnx_matmul_nbits,
-                        fields=_fields_onnx_matmul_nbits, scale=_scale_onnx_matmul_nbits, blocks=("group",),
-                        in_order=True, width=8, bits=8, base=(0, 2176), double=True)),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-                "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
-                "order": Stored("i32", "K", optional="order"),
-            },
-            unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order",
-            kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32, width=8, bits=8,
-                        base=(0, 2176), double=True, zero=(0, 0), sums_in_tile_gemm=True)),
-        ),
+        "gptq_v2": Storage(unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",), tensors={
+            "qweight": Stored("i32", "K/4", "N", bits=("q[1@1, 4:8 1@0]",)),
+            "qzeros": Stored("i32", "ceil(K/group)", "N/4", bits=("z[4:8 1@1, 1@0]",)),
+            "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+            "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
+        }, kernels=Kernels(_decode_gptq_v2, rows="N", units="K/4", last="n")),
+        "gptq_v1": Storage(unpack=unpack_gptq_v1, pack=pack_gptq_v1, always=("z",), tensors={
+            "qweight": Stored("i32", "K/4", "N", bits=("q[1@1, 4:8 1@0]",)),
+            "qzeros": Stored("i32", "ceil(K/group)", "N/4", bits=("z[4:8 1@1, 1@0]",), adds=-0x1010101),
+            "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+            "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
+        }, kernels=Kernels(_decode_gptq_v1, rows="N", units="K/4", last="n")),
+        "pack_quantized": Storage(unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"),
+                options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
+            "weight_packed": Stored("i32", "N", "ceil(K/4)", bits=("q[1@0, 4:8 1@1]",)),
+            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "weight_zero_point": Stored("i32", "ceil(N/4)", "ceil(K/group)", optional="z", bits=("z[4:8 1@0, 1@1]",)),
+            "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
+            "weight_shape": Stored("shape", "2"),
+        }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/4)", last="k")),
+        "pack_quantized_0_8": Storage(unpack=unpack_pack_quantized_0_8, pack=pack_pack_quantized_0_8, where=("g",),
+                always=("z",), options={"rounds": "sum", "span": "full"}, reads=("K",), shape="weight_shape", tensors={
+            "weight_packed": Stored("i32", "N", "ceil(K/4)", bits=("q[1@0, 4:8 1@1]",)),
+            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "weight_zero_point": Stored("i8", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",), adds=-0x80),
+            "weight_shape": Stored("shape", "2"),
+        }, kernels=Kernels(_decode_pack_quantized_0_8, rows="N", units="ceil(K/4)", last="k")),
+        "int_quantized": Storage(unpack=unpack_int_quantized, pack=pack_int_quantized, where=("g",), omits=("z",),
+                options={"rounds": "sum", "span": "full"}, tensors={
+            "weight": Stored("i8", "N", "K"),
+            "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "weight_zero_point": Stored("i8", "N", "ceil(K/group)", optional="z"),
+        }, kernels=Kernels(_decode_int_quantized, rows="N", units="K", last="k")),
+        "torchao_int8": Storage(unpack=unpack_torchao_int8, pack=pack_torchao_int8, where=("g",), tensors={
+            "qdata": Stored("i8", "N", "K", aliases=("_weight_qdata",)),
+            "scale": Stored("scale_type", "N", "ceil(K/group)", aliases=("_weight_scale",), bits=("s[1@0, 1@1]",)),
+            "zero_point": Stored("i8", "N", "ceil(K/group)", aliases=("_weight_zero_point",), optional="z"),
+        }, kernels=Kernels(_decode_int_quantized, rows="N", units="K", last="k")),
+        "onnx_matmul_nbits": Storage(unpack=unpack_onnx_matmul_nbits, pack=pack_onnx_matmul_nbits, where=("g",),
+                tensors={
+            "B": Stored("u8", "N", "K", seen=("N", "K/group", "?"), bits=("q[1@0, 1@1]",)),
+            "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
+            "zero_points": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_onnx_matmul_nbits, rows="N", units="K", last="k",
+                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.u8, scale=_scale_onnx_matmul_nbits,
+                    group_fields=(GroupField("scales", 1, "group"),
+                    GroupField("zero_points", 1, "group", 8, default=128.0)), blocks=("group",), in_order=True,
+                    width=8, bits=8, base=(0, 2176), double=True))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order", tensors={
+            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
+            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
+            "order": Stored("i32", "K", optional="order"),
+        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.u8,
+                    scale=_scale_planar,
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 8, default=128.0)),
+                    blocks=("group",), size=32, width=8, bits=8, base=(0, 2176), double=True, zero=(0, 0),
+                    sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),

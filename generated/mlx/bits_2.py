@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import edge_affine
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, joined, pad, spread,
-        workspace)
-from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, joined, pad, spread
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
+
+from .bits_4 import decode, _scale_planar
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -70,19 +71,6 @@ def pack_planar(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
         "s": s,
         "b": b,
     }
-
-
-def decode(s: Tensor, b: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = q * s + b.  s [N, ceil(K/group)], b [N,
-    ceil(K/group)], q [N, K].
-    """
-    out = out if out is None else out.unflatten(1, (s.shape[1], -1))
-    q = q.unflatten(1, (s.shape[1], -1))
-    s = s.float().unsqueeze(-1)
-    b = b.float().unsqueeze(-1)
-    space = workspace(out)
-    w = torch.mul(as_float(q, out), s, out=space)
-    return torch.add(w, b, out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
@@ -136,41 +124,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, s, b = tensors
-    return lanes.words(q, row, tl.cdiv(K, 256), chunk // 2, more // 2),
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[0], 2 * half + 8 * i, to, 2)
-    return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, s, b = tensors
-    group: tl.constexpr = SIZES[0]
-    return field(s, at, 1, group, 0), field(b, at, 1, group, 0)
-
-
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = s * q + b."""
-    s, b = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= s
-    sum += ones * b
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -180,27 +133,19 @@ VARIANT = Variant(
         "q": Field("u2", "N", "K"),
     },
     storages={
-        "mlx": Storage(
-            tensors={
-                "weight": Stored("u32", "N", "K/16", bits=("q[1@0, 16:2 1@1]",)),
-                "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
-                "biases": Stored("scale_type", "N", "K/group", bits=("b[1@0, 1@1]",)),
-            },
-            unpack=unpack_mlx, pack=pack_mlx,
-            kernels=Kernels(_decode_mlx, rows="N", units="K/16", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
-                "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "b": Stored("scale_type", "N", "ceil(K/group)", bits=("b[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32, width=2, bits=2,
-                        sums_in_tile_gemm=True, spans=(4,))),
-        ),
+        "mlx": Storage(unpack=unpack_mlx, pack=pack_mlx, tensors={
+            "weight": Stored("u32", "N", "K/16", bits=("q[1@0, 16:2 1@1]",)),
+            "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
+            "biases": Stored("scale_type", "N", "K/group", bits=("b[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_mlx, rows="N", units="K/16", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
+            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "b": Stored("scale_type", "N", "ceil(K/group)", bits=("b[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2, numbers=bitplanes.u2,
+                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")),
+                    blocks=("group",), size=32, width=2, bits=2, sums_in_tile_gemm=True, spans=(4,)))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
 )

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import edge_affine
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, joined, pad, spread,
-        workspace)
-from qdsl.runtime.gpu.kernels import gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import (Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, joined, pad,
+        spread, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -133,30 +133,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, s, b = tensors
-    return lanes.words(q, row, K // 128, chunk, more),
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    code = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
-    return lanes.numbers(code, flip, False, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, s, b = tensors
-    group: tl.constexpr = SIZES[0]
-    return field(s, at, 1, group, 0), field(b, at, 1, group, 0)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * q + b."""
     s, b = fields
@@ -176,27 +152,19 @@ VARIANT = Variant(
         "q": Field("u4", "N", "K"),
     },
     storages={
-        "mlx": Storage(
-            tensors={
-                "weight": Stored("u32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
-                "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
-                "biases": Stored("scale_type", "N", "K/group", bits=("b[1@0, 1@1]",)),
-            },
-            unpack=unpack_mlx, pack=pack_mlx,
-            kernels=Kernels(_decode_mlx, rows="N", units="K/8", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-                "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "b": Stored("scale_type", "N", "ceil(K/group)", bits=("b[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32,
-                        sums_in_tile_gemm=True)),
-        ),
+        "mlx": Storage(unpack=unpack_mlx, pack=pack_mlx, tensors={
+            "weight": Stored("u32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
+            "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
+            "biases": Stored("scale_type", "N", "K/group", bits=("b[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_mlx, rows="N", units="K/8", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "b": Stored("scale_type", "N", "ceil(K/group)", bits=("b[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
+                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")),
+                    blocks=("group",), size=32, sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
 )

@@ -154,31 +154,20 @@ VARIANT = Variant(
         "q": Field("code", "N", "K"),
     },
     storages={
-        "compressed_tensors": Storage(
-            tensors={
-                "weight_packed": Stored("u8", "N", "24*K/32", aliases=("weight",)),
-                "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,
-            kernels=Kernels(_decode_compressed_tensors, rows="N", units="K", last="k"),
-        ),
-        "torchao": Storage(
-            tensors={
-                "qdata": Stored("u8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-                "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_torchao, pack=pack_torchao,
-            kernels=Kernels(_decode_torchao, rows="N", units="K", last="k"),
-        ),
-        "torchao_swizzled": Storage(
-            tensors={
-                "qdata": Stored("u8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-                "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
-                    seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
-            },
-            unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
-            kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K", last="k"),
-        ),
+        "compressed_tensors": Storage(unpack=unpack_compressed_tensors, pack=pack_compressed_tensors, tensors={
+            "weight_packed": Stored("u8", "N", "24*K/32", aliases=("weight",)),
+            "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K", last="k")),
+        "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
+            "qdata": Stored("u8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
+            "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_torchao, rows="N", units="K", last="k")),
+        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
+                tensors={
+            "qdata": Stored("u8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
+            "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
+                seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
+        }, kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K", last="k")),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

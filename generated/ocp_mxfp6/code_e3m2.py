@@ -14,80 +14,19 @@ Built from the spec ocp_mxfp6 (sha256 16e577bbc8f11d5f) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from qdsl.encode import absmax
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, cdiv, integer, pad
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant
 from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e3m2, e8m0
 
+from .code_e2m3 import (unpack_compressed_tensors, pack_compressed_tensors, unpack_torchao, pack_torchao,
+        unpack_torchao_swizzled, pack_torchao_swizzled, encode)
+
 
 # -- reference -------------------------------------------------------------------------------------------------------
-
-
-def unpack_compressed_tensors(weight_packed: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
-    """Fields of weight_packed uint8 [N, 24*K/32]; weight_scale uint8 [N, K/32]."""
-    r = weight_packed.unflatten(-1, (-1, 24))
-    q_words = integer(r.unflatten(-1, (8, 3)))
-    return {
-        "e": as_type(weight_scale, torch.float8_e8m0fnu),
-        "q": torch.stack([q_words >> 6 * i & 63 for i in range(4)], -1).to(torch.uint8).flatten(1),
-    }
-
-
-def pack_compressed_tensors(e: Tensor, q: Tensor) -> dict[str, Tensor]:
-    """weight_packed, weight_scale of the fields; the inverse of unpack_compressed_tensors."""
-    q_split = q.unflatten(-1, (-1, 8, 4))
-    q_packed = sum(q_split[..., i].to(torch.int32) << 6 * i for i in range(4))
-    r = q_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
-    return {
-        "weight_packed": r.flatten(1),
-        "weight_scale": e.view(torch.uint8),
-    }
-
-
-def unpack_torchao(qdata: Tensor, scale: Tensor) -> dict[str, Tensor]:
-    """Fields of qdata uint8 [N, K]; scale float8_e8m0fnu [N, K/32]."""
-    return {
-        "e": scale,
-        "q": qdata & 63,
-    }
-
-
-def pack_torchao(e: Tensor, q: Tensor) -> dict[str, Tensor]:
-    """qdata, scale of the fields; the inverse of unpack_torchao."""
-    r = torch.zeros(q.shape[0], q.shape[1], 1, dtype=torch.uint8, device=q.device)
-    r[...] = q.unsqueeze(-1)
-    return {
-        "qdata": r.squeeze(-1),
-        "scale": e,
-    }
-
-
-def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of qdata uint8 [N, K]; scale float8_e8m0fnu [ceil(N/128), ceil(K/128), 512]."""
-    scale_bytes = as_type(scale, torch.uint8)
-    return {
-        "e": as_type(scale_bytes, torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
-            2).flatten(1)[:N, :cdiv(K, 32)],
-        "q": qdata & 63,
-    }
-
-
-def pack_torchao_swizzled(e: Tensor, q: Tensor) -> dict[str, Tensor]:
-    """qdata, scale of the fields; the inverse of unpack_torchao_swizzled."""
-    qdata_bytes = torch.zeros(q.shape[0], q.shape[1], 1, dtype=torch.uint8, device=q.device)
-    qdata_bytes[...] = q.unsqueeze(-1)
-    scale_bytes = pad(e, (0, -e.shape[1] % 4, 0, -e.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0,
-        (-1, 4, 32)).permute(0, 3, 2, 1, 4).view(torch.uint8).flatten(2)
-    return {
-        "qdata": qdata_bytes.squeeze(-1),
-        "scale": as_type(scale_bytes, torch.float8_e8m0fnu),
-    }
 
 
 def decode(e: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -96,14 +35,6 @@ def decode(e: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     q = e3m2(q).unflatten(1, (e.shape[1], -1))
     e = e8m0(e).unsqueeze(-1)
     return torch.mul(e, q, out=out).flatten(1)
-
-
-def encode(weight: Tensor, *, code: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
-    ties, least, power, zeros.
-    """
-    q, e = absmax(weight, code=code, scale="e8m0", rows=1, columns=32, axes=2, **{"power": "floor", **options})
-    return {"q": q, "e": e}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -154,31 +85,20 @@ VARIANT = Variant(
         "q": Field("code", "N", "K"),
     },
     storages={
-        "compressed_tensors": Storage(
-            tensors={
-                "weight_packed": Stored("u8", "N", "24*K/32", aliases=("weight",)),
-                "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,
-            kernels=Kernels(_decode_compressed_tensors, rows="N", units="K", last="k"),
-        ),
-        "torchao": Storage(
-            tensors={
-                "qdata": Stored("u8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-                "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_torchao, pack=pack_torchao,
-            kernels=Kernels(_decode_torchao, rows="N", units="K", last="k"),
-        ),
-        "torchao_swizzled": Storage(
-            tensors={
-                "qdata": Stored("u8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-                "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
-                    seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
-            },
-            unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
-            kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K", last="k"),
-        ),
+        "compressed_tensors": Storage(unpack=unpack_compressed_tensors, pack=pack_compressed_tensors, tensors={
+            "weight_packed": Stored("u8", "N", "24*K/32", aliases=("weight",)),
+            "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K", last="k")),
+        "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
+            "qdata": Stored("u8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
+            "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_torchao, rows="N", units="K", last="k")),
+        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
+                tensors={
+            "qdata": Stored("u8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
+            "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
+                seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
+        }, kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K", last="k")),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, pad
-from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, pad
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3, e8m0
 
@@ -152,18 +152,6 @@ def _decode_compressed_tensors(tensors, n, k, live, N, K, sizes, use: tl.constex
 
 
 @triton.jit
-def _decode_torchao(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
-    """The weight in column k of row n, in float32."""
-    qdata, scale = tensors
-    scale += n * (K // 32)
-    qdata += n * K
-    e = device.e8m0(tl.load(scale + k // 32, live, 0))
-    q = device.e4m3(tl.load(qdata + k, live, 0))
-    state = use(state, k, e * q, live)
-    return state
-
-
-@triton.jit
 def _decode_torchao_swizzled(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     """The weight in column k of row n, in float32."""
     qdata, scale = tensors
@@ -211,28 +199,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, e = tensors
-    return lanes.words(q, row, K // 64, 2 * chunk, 2 * more), lanes.words(q, row, K // 64, 2 * chunk, 2 * more + 1)
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, e = tensors
-    return field(e, at, 1, 32, "e8m0"),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = e * q."""
     e, = fields
@@ -248,50 +214,31 @@ VARIANT = Variant(
         "q": Field("code", "N", "K"),
     },
     storages={
-        "compressed_tensors": Storage(
-            tensors={
-                "weight": Stored("code", "N", "K", bits=("q[1@0, 1@1]",)),
-                "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,
-            kernels=Kernels(_decode_compressed_tensors, rows="N", units="K", last="k"),
-        ),
-        "torchao": Storage(
-            tensors={
-                "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-                "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_torchao, pack=pack_torchao,
-            kernels=Kernels(_decode_torchao, rows="N", units="K", last="k"),
-        ),
-        "torchao_swizzled": Storage(
-            tensors={
-                "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-                "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
-                    seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
-            },
-            unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
-            kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K", last="k"),
-        ),
-        "mlx": Storage(
-            tensors={
-                "weight": Stored("u32", "N", "K/4", bits=("q[1@0, 4:8 1@1]",)),
-                "scales": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_mlx, pack=pack_mlx,
-            kernels=Kernels(_decode_mlx, rows="N", units="K/4", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-                "e": Stored("e8m0", "N", "ceil(K/32)", bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32, width=8, bits=0,
-                        unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127)),
-        ),
+        "compressed_tensors": Storage(unpack=unpack_compressed_tensors, pack=pack_compressed_tensors, tensors={
+            "weight": Stored("code", "N", "K", bits=("q[1@0, 1@1]",)),
+            "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K", last="k")),
+        "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
+            "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
+            "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K", last="k")),
+        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
+                tensors={
+            "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
+            "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
+                seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
+        }, kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K", last="k")),
+        "mlx": Storage(unpack=unpack_mlx, pack=pack_mlx, tensors={
+            "weight": Stored("u32", "N", "K/4", bits=("q[1@0, 4:8 1@1]",)),
+            "scales": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_mlx, rows="N", units="K/4", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
+            "e": Stored("e8m0", "N", "ceil(K/32)", bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.e4m3,
+                    scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",), size=32,
+                    width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

@@ -15,71 +15,19 @@ Built from the spec ocp_mxfp8 (sha256 d0752f9324ca002d) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from qdsl.encode import absmax
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, pad
-from qdsl.runtime.gpu.kernels import device, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e5m2, e8m0
 
+from .code_e4m3 import (unpack_compressed_tensors, pack_compressed_tensors, unpack_torchao, pack_torchao,
+        unpack_torchao_swizzled, pack_torchao_swizzled, pack_planar, encode, _scale_planar)
+
 
 # -- reference -------------------------------------------------------------------------------------------------------
-
-
-def unpack_compressed_tensors(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
-    """Fields of weight code [N, K]; weight_scale uint8 [N, K/32]."""
-    return {
-        "e": as_type(weight_scale, torch.float8_e8m0fnu),
-        "q": weight,
-    }
-
-
-def pack_compressed_tensors(e: Tensor, q: Tensor) -> dict[str, Tensor]:
-    """weight, weight_scale of the fields; the inverse of unpack_compressed_tensors."""
-    return {
-        "weight": q,
-        "weight_scale": e.view(torch.uint8),
-    }
-
-
-def unpack_torchao(qdata: Tensor, scale: Tensor) -> dict[str, Tensor]:
-    """Fields of qdata code [N, K]; scale float8_e8m0fnu [N, K/32]."""
-    return {
-        "e": scale,
-        "q": qdata,
-    }
-
-
-def pack_torchao(e: Tensor, q: Tensor) -> dict[str, Tensor]:
-    """qdata, scale of the fields; the inverse of unpack_torchao."""
-    return {
-        "qdata": q,
-        "scale": e,
-    }
-
-
-def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of qdata code [N, K]; scale float8_e8m0fnu [ceil(N/128), ceil(K/128), 512]."""
-    r = as_type(scale, torch.uint8)
-    return {
-        "e": as_type(r, torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
-            2).flatten(1)[:N, :cdiv(K, 32)],
-        "q": qdata,
-    }
-
-
-def pack_torchao_swizzled(e: Tensor, q: Tensor) -> dict[str, Tensor]:
-    """qdata, scale of the fields; the inverse of unpack_torchao_swizzled."""
-    r = pad(e, (0, -e.shape[1] % 4, 0, -e.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0, (-1, 4, 32)).permute(0,
-        3, 2, 1, 4).view(torch.uint8).flatten(2)
-    return {
-        "qdata": q,
-        "scale": as_type(r, torch.float8_e8m0fnu),
-    }
 
 
 def unpack_planar(q: Tensor, e: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -91,30 +39,12 @@ def unpack_planar(q: Tensor, e: Tensor, *, K: int) -> dict[str, Tensor]:
     }
 
 
-def pack_planar(e: Tensor, q: Tensor) -> dict[str, Tensor]:
-    """q, e of the fields; the inverse of unpack_planar."""
-    r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5,
-        3).view(torch.uint8).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "e": e,
-    }
-
-
 def decode(e: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     """Weights [N, K], float32 rounded after each operation: w = e * q.  e [N, ceil(K/32)], q [N, K]."""
     out = out if out is None else out.unflatten(1, (e.shape[1], -1))
     q = e5m2(q).unflatten(1, (e.shape[1], -1))
     e = e8m0(e).unsqueeze(-1)
     return torch.mul(e, q, out=out).flatten(1)
-
-
-def encode(weight: Tensor, *, code: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
-    ties, least, power, zeros.
-    """
-    q, e = absmax(weight, code=code, scale="e8m0", rows=1, columns=32, axes=2, **{"power": "floor", **options})
-    return {"q": q, "e": e}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -128,18 +58,6 @@ def _decode_compressed_tensors(tensors, n, k, live, N, K, sizes, use: tl.constex
     weight += n * K
     e = device.e8m0(tl.load(weight_scale + k // 32, live, 0))
     q = device.e5m2(tl.load(weight + k, live, 0))
-    state = use(state, k, e * q, live)
-    return state
-
-
-@triton.jit
-def _decode_torchao(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
-    """The weight in column k of row n, in float32."""
-    qdata, scale = tensors
-    scale += n * (K // 32)
-    qdata += n * K
-    e = device.e8m0(tl.load(scale + k // 32, live, 0))
-    q = device.e5m2(tl.load(qdata + k, live, 0))
     state = use(state, k, e * q, live)
     return state
 
@@ -177,36 +95,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _words_planar(tensors, row, K, chunk, more: tl.constexpr = 0):
-    """The words of q in a chunk of 128 columns, or in one of those after it."""
-    q, e = tensors
-    return lanes.words(q, row, K // 64, 2 * chunk, 2 * more), lanes.words(q, row, K // 64, 2 * chunk, 2 * more + 1)
-
-
-@triton.jit
-def _numbers_planar(
-    words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr,
-):
-    """q of pairs i in a half of a chunk, as numbers of type F."""
-    return lanes.float_numbers(words[half % 2], 8 * i, 5, 2, F)
-
-
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, e = tensors
-    return field(e, at, 1, 32, "e8m0"),
-
-
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = e * q."""
-    e, = fields
-    sum *= e
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -215,42 +103,27 @@ VARIANT = Variant(
         "q": Field("code", "N", "K"),
     },
     storages={
-        "compressed_tensors": Storage(
-            tensors={
-                "weight": Stored("code", "N", "K", bits=("q[1@0, 1@1]",)),
-                "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_compressed_tensors, pack=pack_compressed_tensors,
-            kernels=Kernels(_decode_compressed_tensors, rows="N", units="K", last="k"),
-        ),
-        "torchao": Storage(
-            tensors={
-                "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-                "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_torchao, pack=pack_torchao,
-            kernels=Kernels(_decode_torchao, rows="N", units="K", last="k"),
-        ),
-        "torchao_swizzled": Storage(
-            tensors={
-                "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-                "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
-                    seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
-            },
-            unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
-            kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
-                "e": Stored("e8m0", "N", "ceil(K/32)", bits=("e[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                    lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=_words_planar, numbers=_numbers_planar,
-                        fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32, width=8, bits=0,
-                        unit=(1.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=124)),
-        ),
+        "compressed_tensors": Storage(unpack=unpack_compressed_tensors, pack=pack_compressed_tensors, tensors={
+            "weight": Stored("code", "N", "K", bits=("q[1@0, 1@1]",)),
+            "weight_scale": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K", last="k")),
+        "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
+            "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
+            "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K", last="k")),
+        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
+                tensors={
+            "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
+            "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
+                seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
+        }, kernels=Kernels(_decode_torchao_swizzled, rows="N", units="K", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
+            "e": Stored("e8m0", "N", "ceil(K/32)", bits=("e[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.e5m2,
+                    scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",), size=32,
+                    width=8, bits=0, unit=(1.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=124))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

@@ -17,8 +17,10 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_float, as_type, pad, spread, workspace
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, pad, spread
 from qdsl.runtime.gpu.triton import tl, triton
+
+from .bits_4 import decode
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -66,19 +68,6 @@ def pack_planar(s: Tensor, z: Tensor, q: Tensor) -> dict[str, Tensor]:
         "s": s,
         "z": z,
     }
-
-
-def decode(s: Tensor, z: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = q * s - z.  s [N, ceil(K/group)], z [N,
-    ceil(K/group)], q [N, K].
-    """
-    out = out if out is None else out.unflatten(1, (s.shape[1], -1))
-    q = q.unflatten(1, (s.shape[1], -1))
-    s = s.float().unsqueeze(-1)
-    z = z.float().unsqueeze(-1)
-    space = workspace(out)
-    w = torch.mul(as_float(q, out), s, out=space)
-    return torch.sub(w, z, out=out).flatten(1)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -133,27 +122,19 @@ VARIANT = Variant(
         "q": Field("u2", "N", "K"),
     },
     storages={
-        "quanto": Storage(
-            tensors={
-                "data": Stored("u8", "N/4", "K", aliases=("weight._data._data",), seen=("?", "group"),
-                    bits=("q[1@0 4:2, 1@1]",)),
-                "scale": Stored("scale_type", "N", "K/group", aliases=("weight._scale",), seen=("?", "1"),
-                    bits=("s[1@0, 1@1]",)),
-                "shift": Stored("scale_type", "N", "K/group", aliases=("weight._shift",), seen=("?", "1"),
-                    bits=("z[1@0, 1@1]",)),
-            },
-            unpack=unpack_quanto, pack=pack_quanto, whole=True,
-            kernels=Kernels(_decode_quanto, rows="N", units="K", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
-                "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k"),
-        ),
+        "quanto": Storage(unpack=unpack_quanto, pack=pack_quanto, whole=True, tensors={
+            "data": Stored("u8", "N/4", "K", aliases=("weight._data._data",), seen=("?", "group"),
+                bits=("q[1@0 4:2, 1@1]",)),
+            "scale": Stored("scale_type", "N", "K/group", aliases=("weight._scale",), seen=("?", "1"),
+                bits=("s[1@0, 1@1]",)),
+            "shift": Stored("scale_type", "N", "K/group", aliases=("weight._shift",), seen=("?", "1"),
+                bits=("z[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_quanto, rows="N", units="K", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
+            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k")),
     },
     decode=decode, cuts=("N", "ceil(K/group)"),
 )

@@ -129,27 +129,19 @@ VARIANT = Variant(
         "q": Field("u4", "N", "K"),
     },
     storages={
-        "quanto": Storage(
-            tensors={
-                "data": Stored("u8", "N/2", "K", aliases=("weight._data._data",), seen=("?", "group"),
-                    bits=("q[1@0 2:4, 1@1]",)),
-                "scale": Stored("scale_type", "N", "K/group", aliases=("weight._scale",), seen=("?", "1"),
-                    bits=("s[1@0, 1@1]",)),
-                "shift": Stored("scale_type", "N", "K/group", aliases=("weight._shift",), seen=("?", "1"),
-                    bits=("z[1@0, 1@1]",)),
-            },
-            unpack=unpack_quanto, pack=pack_quanto, whole=True,
-            kernels=Kernels(_decode_quanto, rows="N", units="K", last="k"),
-        ),
-        "planar": Storage(
-            tensors={
-                "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
-                "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-                "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
-            },
-            unpack=unpack_planar, pack=pack_planar, reads=("K",),
-            kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k"),
-        ),
+        "quanto": Storage(unpack=unpack_quanto, pack=pack_quanto, whole=True, tensors={
+            "data": Stored("u8", "N/2", "K", aliases=("weight._data._data",), seen=("?", "group"),
+                bits=("q[1@0 2:4, 1@1]",)),
+            "scale": Stored("scale_type", "N", "K/group", aliases=("weight._scale",), seen=("?", "1"),
+                bits=("s[1@0, 1@1]",)),
+            "shift": Stored("scale_type", "N", "K/group", aliases=("weight._shift",), seen=("?", "1"),
+                bits=("z[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_quanto, rows="N", units="K", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k")),
     },
     decode=decode, cuts=("N", "ceil(K/group)"),
 )

@@ -35,6 +35,7 @@ class Chain:
     loads: float
 
     def at(self, latency: float) -> float:
+        """Cycles of the chain, at a latency of memory in cycles."""
         return self.cycles + self.loads * latency
 
 

@@ -44,6 +44,7 @@ class CheckpointReport:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(nbytes for _, _, nbytes in self.packed.values()) + sum(self.plain.values())
 
     def __str__(self) -> str:

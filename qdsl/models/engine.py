@@ -22,8 +22,8 @@ from qdsl.checkpoint.files import checksums
 from qdsl.checkpoint.report.shards import Piece, ShardError, is_plain, merged_pieces, piece, row_piece, unservable
 from qdsl.models.served import Served, assembled, decoding
 from qdsl.models.shards import Collector, Part, joined, linear
-from qdsl.runtime.torch import eight
-from qdsl.runtime.torch.placement import fastest_storage
+from qdsl.runtime.gpu.placement import fastest_storage
+from qdsl.runtime.weight import eight
 
 OWN_KEYS = ("quant_method", "method", "format", "ignore", "quantize_x", "gguf_model", "verify")
 AUTO = "auto"                                                    # of quantize_x: where the checkpoint states it

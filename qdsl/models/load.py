@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +22,7 @@ from qdsl.core.stored import OF_X
 from qdsl.host.system import resident_bytes
 from qdsl.models.experts import Experts
 from qdsl.models.grouped import GroupedBlock, Member, hold_group
+from qdsl.models.load_report import LoadReport, bytes_by_device, dense_bytes
 from qdsl.models.origin import origin_of, remember
 from qdsl.models.plan import GroupStep, LoadError, LoadPlan, Names, PackedStep, Rename, plan_load, renamed
 from qdsl.models.stacks import Stacks, is_transposed, piece_shapes, usual_stacks
@@ -33,37 +33,6 @@ from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 SMALL = 1 << 20                                                  # bytes of a plain tensor that may be copied
-
-
-@dataclass(slots=True)
-class LoadReport:
-    """What happened to a model's layers and a checkpoint's tensors.
-
-    packed: 'format.storage' of each layer that holds its weight packed.  dense: Linear and Embedding layers, and packed weights
-    of the checkpoint, that became plain numbers, and why.  unused: tensors of the checkpoint that have no place in the model.
-    bytes_before: what the model's parameters and buffers would take in plain numbers; bytes_after: what they take now.
-    device_bytes: that by device.  resident_bytes: memory of this process after loading, mapped files included.
-    """
-
-    packed: dict[str, str] = field(default_factory=dict)
-    dense: dict[str, str] = field(default_factory=dict)
-    unused: list[str] = field(default_factory=list)
-    bytes_before: int = 0
-    bytes_after: int = 0
-    device_bytes: dict[str, int] = field(default_factory=dict)
-    resident_bytes: int = 0
-
-    def __str__(self) -> str:
-        counts: dict[str, int] = {}
-        for label in self.packed.values():
-            counts[label] = counts.get(label, 0) + 1
-        lines = [f"{len(self.packed)} layers packed: {', '.join(f'{count} {label}' for label, count in counts.items())}",
-                 f"{self.bytes_before} bytes of plain numbers are {self.bytes_after} bytes: "
-                 + ", ".join(f"{nbytes} on {device}" for device, nbytes in self.device_bytes.items())]
-        lines += [f"{len(self.dense)} layers dense"] if self.dense else []
-        lines += [f"  {name}: {why}" for name, why in self.dense.items()]
-        lines += [f"{len(self.unused)} tensors not used: {', '.join(self.unused)}"] if self.unused else []
-        return "\n".join(lines)
 
 
 def load_weights(model: nn.Module, path: Path, rename: Rename | None = None, device: torch.device | str | None = None,
@@ -208,7 +177,7 @@ class _Loader:
         self.dtype = dtype
         self.copy = copy
         self.origin = origin_of(self.source)
-        self.report = LoadReport(dense=dict(plan.dense), unused=list(plan.unused), bytes_before=_dense_bytes(names, dtype))
+        self.report = LoadReport(dense=dict(plan.dense), unused=list(plan.unused), bytes_before=dense_bytes(names, dtype))
 
     def finished(self) -> LoadReport:
         sizes = bytes_by_device(self.model)
@@ -497,19 +466,3 @@ def _aligned(tensor: Tensor) -> Tensor:
     """
     is_small = tensor.device.type == "cpu" and tensor.nbytes <= SMALL
     return tensor.clone() if is_small and tensor.data_ptr() % 16 else tensor
-
-
-def bytes_by_device(model: nn.Module) -> dict[str, int]:
-    """Bytes of a model's parameters and buffers by device, shared ones once."""
-    sizes: dict[str, dict[tuple[int, int], int]] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        sizes.setdefault(str(tensor.device), {})[tensor.data_ptr(), tensor.nbytes] = tensor.nbytes
-    return {device: sum(per_tensor.values()) for device, per_tensor in sizes.items()}
-
-
-def _dense_bytes(names: Names, dtype: torch.dtype | None) -> int:
-    """Bytes of a model's parameters and buffers in plain numbers, shared ones once."""
-    tensors = {id(tensor): tensor for tensor in (*names.parameters.values(), *names.buffers.values())}
-    return sum(tensor.numel() * (dtype or tensor.dtype).itemsize if tensor.is_floating_point() else tensor.nbytes
-               for tensor in tensors.values())
-

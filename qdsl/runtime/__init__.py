@@ -1,19 +1,21 @@
 """The runtime of generated modules: packed weights, the functions of a format, kernel launches.  Needs no compiler."""
 
 from qdsl.core.stored import Stored
+from qdsl.runtime.format import Format, Spec
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
 from qdsl.runtime.weight.arrays import as_float, as_type, cdiv, empty, integer, joined, pad, spread, workspace
 from qdsl.runtime.weight.base3 import base3, first_trit
-from qdsl.runtime.weight.format import Format, Spec
-from qdsl.runtime.weight.layout import Field, Kernels, Lanes, Narrow, Pairs, Records, Storage, Stream, Variant
+from qdsl.runtime.weight.layout import Field, GroupField, Kernels, Lanes, Narrow, Pairs, Records, Storage, Stream, Variant
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.requantize import Report
-from qdsl.runtime.weight.tables import Table, entries
+from qdsl.runtime.weight.row_codes import RowCodes
+from qdsl.runtime.weight.tables import Table, entries, lookup
 
 __all__ = [
            "Field",
            "Format",
            "FormatError",
+           "GroupField",
            "Kernels",
            "Lanes",
            "Narrow",
@@ -23,6 +25,7 @@ __all__ = [
            "QuantizedLinear",
            "Records",
            "Report",
+           "RowCodes",
            "Spec",
            "Storage",
            "Stored",
@@ -38,6 +41,7 @@ __all__ = [
            "first_trit",
            "integer",
            "joined",
+           "lookup",
            "pad",
            "spread",
            "workspace",

@@ -15,8 +15,7 @@ from torch import Tensor
 from qdsl.generated import fp8_block, fp8_channel, fp8_tensor
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import launch
-from qdsl.runtime.torch import eight
-from qdsl.runtime.weight import finite
+from qdsl.runtime.weight import eight, finite
 from tests.support.formats import same_bits
 from tests.support.interpreter import INTERPRETED
 from tests.support.packed_layers import module_of, quantized, sample

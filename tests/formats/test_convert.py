@@ -18,6 +18,7 @@ from qdsl.generated import int_group, q4_0
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.weight import convert, tiles, transpose
 from qdsl.runtime.weight.bits import Placed, pieces, place
+from qdsl.runtime.weight.defaults import is_default
 from tests.support.formats import Case, cases, random_packed, same_bits, shuffled_fields, smallest
 
 # -- moves of words, against every bit by itself --------------------------------------------------------------------------
@@ -129,7 +130,7 @@ def test_every_bit_that_moves_goes_where_its_field_says(case: Case, storage: str
             moved, wanted = convert.convert(packed.format, one, storage), convert.by_fields(packed.format, one, into)
             fields = packed.format.unpack(one) if into.layout.omits else {}
             usual = {key for key in into.layout.omits if key not in fields or
-                     packed.format.is_default(packed.variant, key, fields[key], packed.sizes)}
+                     is_default(packed.variant, key, fields[key], packed.sizes)}
             assert moved.keys() == {key for key in wanted if into.layout.tensors[key].optional not in usual}
             assert all(same_bits(moved[key], wanted[key]) for key in moved), (name, digit)
 

@@ -1,6 +1,6 @@
 """Weights of packages that store them flat, rows far apart together, or by codebooks: bit for bit, and back byte for byte.
 
-bitsandbytes, HQQ, AWQ for gemv kernels, BitNet and AQLM; tests/data/README.md says which package wrote which file.
+bitsandbytes, HQQ, AWQ for gemv kernels, BitNet, AQLM and Core ML; tests/data/README.md says which package wrote which file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def format_of(path: Path) -> Any:
 
 def params(path: Path) -> dict[str, int]:
     about = meta(path)
-    param_names = {"blocksize": "block", "group_size": "group", "nbits": "bits"}
+    param_names = {"blocksize": "block", "group_size": "group", "nbits": "bits", "rows": "rows"}
     return {param_names[key]: value for key, value in about.items() if key in param_names}
 
 

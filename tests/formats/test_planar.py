@@ -57,8 +57,9 @@ def test_there_and_back(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Scales and minimums of 4 bits in bytes of their own, 2 bits for digits of which five fill a byte, and codes of 8 bits in
-# fewer of an entropy code: planar() leaves these.
-KEPT = ("q2_k.gguf", "tq1_0.gguf", "fp8_channel.fp8_lane")
+# fewer of an entropy code, and codes of single weights for rows of a grid: planar() leaves these.
+KEPT = ("q2_k.gguf", "tq1_0.gguf", "fp8_channel.fp8_lane",
+        *(f"{name}.gguf" for name in ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.path.parent.name == "specs" and "tests" not in case.path.parts],

@@ -35,6 +35,7 @@ from qdsl.generated import (
 )
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.weight import tiles
+from qdsl.runtime.weight.defaults import is_default
 from tests.support.formats import (
     NO_QUANTIZER,
     ROOT,
@@ -274,7 +275,7 @@ def test_converting_keeps_every_number(case: Case) -> None:
         back = case.module.convert(other, case.storage)
         omits = {*layout.omits, *packed.layout.omits} - {*layout.where} if name != case.storage else ()
         usual = {key for key in omits if key not in fields or
-                 case.module.FORMAT.is_default(packed.variant, key, fields[key], packed.sizes)}
+                 is_default(packed.variant, key, fields[key], packed.sizes)}
         assert back.tensors.keys() == {key for key in packed.tensors if packed.layout.tensors[key].optional not in usual}
         assert all(same_bits(tensor, packed.tensors[key]) for key, tensor in back.tensors.items())
 

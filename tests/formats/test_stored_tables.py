@@ -1,12 +1,13 @@
-"""A stored table of more rows than other tests go through one by one: AQLM's codebook of 65536."""
+"""Stored tables: AQLM's codebook of 65536 rows, which other tests do not go through, and tables of rows and blocks."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from qdsl.runtime import FormatError, PackedWeight
+from qdsl.runtime import FormatError, PackedWeight, entries, lookup
 from tests.kernels.test_kernels import DEVICE, dequantized, linear
 from tests.support.formats import ROOT, module, same_bits
 
@@ -56,3 +57,46 @@ def test_a_table_of_another_size_is_refused() -> None:
     tensors = stored(16, 64)
     with pytest.raises(FormatError, match="codebooks"):
         AQLM.wrap({**tensors, "codebooks": tensors["codebooks"][:, :256]})
+
+
+SQUEEZE = module(ROOT / "specs" / "squeezellm.yaml")
+
+
+def squeezed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes [K, N] as SqueezeLLM's pack2 lays them into int32 [K / 32 * bits, N]: of 3 bits, two codes straddle words."""
+    k, n = codes.shape
+    words = np.zeros((k // 32 * bits, n), np.uint32)
+    places = [(j // 8, 4 * (j % 8), 0) for j in range(32)] if bits == 4 else [
+        *((0, 3 * j, 0) for j in range(10)), (0, 30, 2), *((1, 3 * j + 1, 0) for j in range(10)), (1, 31, 1),
+        *((2, 3 * j + 2, 0) for j in range(10))]
+    for i in range(k):
+        word, shift, inside = places[i % 32]
+        code = codes[i].astype(np.uint32)
+        words[i // 32 * bits + word] |= code << np.uint32(shift)
+        if inside:                                               # the high bits go on in the next word
+            words[i // 32 * bits + word + 1] |= code >> np.uint32(inside)
+    return words.view(np.int32)
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+def test_squeezellm(bits: int) -> None:
+    draw = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 1 << bits, (24, 64), generator=draw)
+    levels = torch.randn(24, 1 << bits, generator=draw)
+    wanted = levels.gather(1, codes)
+    packed: PackedWeight = SQUEEZE.wrap({"qweight": torch.from_numpy(squeezed(codes.t().numpy(), bits)), "lookup_table": levels})
+    assert packed.params["bits"] == bits
+    assert same_bits(SQUEEZE.dequantize(packed, torch.float32), wanted)
+    assert same_bits(dequantized(packed.to(DEVICE)).cpu(), wanted)
+    rows = packed.cut("N", 3, 9)
+    assert rows.tensors["lookup_table"].shape == (6, 1 << bits)
+    assert same_bits(SQUEEZE.dequantize(rows, torch.float32), wanted[3:9])
+
+
+def test_tables_of_blocks_are_looked_up_by_broadcasting() -> None:
+    draw = torch.Generator().manual_seed(2)
+    tables, codes = torch.randn(3, 1, 4, generator=draw), torch.randint(0, 4, (3, 5), generator=draw)
+    assert same_bits(lookup(tables, codes), torch.stack([tables[i, 0][codes[i]] for i in range(3)]))
+    rows = torch.randn(2, 4, 8, generator=draw)                  # of two blocks of columns, for every row
+    picked = entries(rows, codes[:, :2])
+    assert same_bits(picked, torch.stack([torch.stack([rows[j, codes[i, j]] for j in range(2)]) for i in range(3)]))

@@ -25,8 +25,7 @@ from bench.launch import stubbed
 from qdsl.generated import hlane, int8_channel, int_group, iq4_nl, q4_0
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import plan, scratch
-from qdsl.runtime.torch import experts, ops
-from qdsl.runtime.weight import format as formats
+from qdsl.runtime.torch import decode, experts, ops
 from qdsl.runtime.weight import packed as packed_weights
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -198,7 +197,7 @@ def operators() -> dict[str, list[str]]:
             "dequantize streams": lambda: torch.ops.qdsl.dequantize(coded, coded_key, BF16)}
     names = {}
     with torch.no_grad(), ExitStack() as stack:
-        for module in (experts, formats, packed_weights):
+        for module in (experts, decode, packed_weights):
             stack.enter_context(patch.object(module, "runs_kernels", lambda device: True))
         for name, function in row.items():
             function()                                           # before a capture everything has run once

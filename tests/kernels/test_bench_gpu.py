@@ -92,7 +92,7 @@ def test_every_regime_of_rows_is_planned(hopper: None) -> None:
         lanes = case_lanes(weight)
         streams = weight.meta().layout.streams
         pairs = bool(streams) and weight.meta().layout.kernels.pairs is not None
-        wanted = {"dequantize", "symbols" if streams else "matvec", *(["few"] if pairs else [])}
+        wanted = {"dequantize", "symbols" if streams else "matvec", *(["skinny"] if pairs else [])}
         wanted |= {"skinny"} if lanes and lanes.skinny else set()
         wanted |= {"gemv_records" if lanes.records else "gemv"} if lanes and lanes.gemv else set()
         wanted |= {"tile_gemm"} if lanes and lanes.tile_gemm else set()

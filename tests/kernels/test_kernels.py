@@ -25,6 +25,7 @@ from tests.support.formats import (
     same_bits,
     shapes,
     smallest,
+    spec,
 )
 from tests.support.interpreter import INTERPRETED, guarded, times
 
@@ -144,7 +145,7 @@ def test_every_value_of_every_field(case: Case, monkeypatch: pytest.MonkeyPatch)
 
 def every_value(case: Case, name: str, dtype: torch.dtype) -> torch.Tensor:
     """All values of a field's type; of one that has more than 65536, none."""
-    bits = width_of(case.spec, name, case.choice)
+    bits = width_of(spec(case.path), name, case.choice)
     if name in digit_fields(case.spec):
         return torch.arange(3, dtype=dtype)
     if bits > 16:
@@ -174,7 +175,7 @@ def holding(case: Case, name: str, values: torch.Tensor) -> Iterator[PackedWeigh
 def has_codes(case: Case) -> bool:
     """Whether a field has a value for every weight; vectors of a table have one for several."""
     fields = case.module.FORMAT.variant(case.choice).fields.values()
-    return any([axis.text for axis in field.axes] == ["N", "K"] for field in fields)
+    return case.has_row_codes or any([axis.text for axis in field.axes] == ["N", "K"] for field in fields)
 
 
 # Words that hold rows and columns, columns of several runs or rows far apart, lie along different axes or across rows, straddle
@@ -191,9 +192,10 @@ BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "int_group.marlin-bits4
              *(f"int4pack.{tiles}-group128-scale_typebf16" for tiles in ("tinygemm", "tile_packed")),
              *(f"int4pack.cpu_{isa}-group128-scale_type{kind}" for isa in ("avx512", "avx2", "scalar")
                for kind in ("bf16", "f32")),
-             "q3_k.planar", "q5_0.gguf", "q5_0.planar",
+             "iq1_m.planar", "iq2_s.planar", "iq2_xs.planar", "iq2_xxs.planar", "q3_k.planar", "q5_0.gguf", "q5_0.planar",
              "q5_1.gguf", "q5_1.planar", "q5_k.planar", "tq1_0.gguf", "ranges.runs", "ranges.words",
              "ocp_mxfp6.compressed_tensors-codee2m3", "ocp_mxfp6.compressed_tensors-codee3m2",
+             *(f"coreml_lut.coreml-bits{bits}-rows32-level_typef16" for bits in (4, 2, 6)),
              *(f"quanto.quanto-bits{bits}-group128-scale_typef32" for bits in (4, 2)),
              "df11.df11", "fix4.fix4", "hlane.hlane", "fp8_channel.fp8_lane-scale_typebf16")
 
@@ -225,6 +227,7 @@ def words_of_codes(case: Case, packed: PackedWeight) -> dict[str, list[int]]:
     storage = next(s for s in case.spec.storages if s.name.value == case.storage)
     env = environment(case.spec, *packed.shape, params, packed.sizes)
     full = {name for name in random_fields(case, packed.shape) if field_shape(case, name, packed.shape) == packed.shape}
+    full |= {field.name.value for field in case.spec.fields} - {field.name.value for field in spec(case.path).fields}
     holds: dict[tuple[str, int], set[str]] = {}
     placed = [(name, element, field) for name, element, _, (field, _, _) in bits(case.spec, storage, env, params)]
     placed += [(name, element, digit[0]) for (name, element, _), digits_at in digits(case.spec, storage, env, params).items()

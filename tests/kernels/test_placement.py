@@ -15,8 +15,8 @@ import qdsl
 from qdsl.generated import int8_channel, int_group, q4_0, q8_0
 from qdsl.models.load import use_planar
 from qdsl.runtime import FormatError, PackedWeight
-from qdsl.runtime.gpu import configure, product
-from qdsl.runtime.torch import model, placement
+from qdsl.runtime.gpu import configure, placement, product
+from qdsl.runtime.torch import model
 from tests.support.small_models import Mlp, files, folder, mlp, mlp_tensors, weight
 
 GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}}
@@ -58,7 +58,7 @@ def test_a_loader_stores_weights_planar_on_a_gpu(gpu: None, tmp_path: Path, monk
     assert set(qdsl.load_weights_(stored, source).packed.values()) == {"int_group.gptq_v2"} and storages(stored) == {"gptq_v2"}
     torch.testing.assert_close(faster.up(x), stored.up(x))
     monkeypatch.setenv(placement.SETTING, "always")
-    with pytest.raises(FormatError, match="QDSL_PLANAR is auto or never, not 'always'"):
+    with pytest.raises(FormatError, match="QDSL_PLANAR is auto, larger or never, not 'always'"):
         qdsl.load_weights_(mlp(), source)
 
 

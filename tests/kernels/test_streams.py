@@ -138,7 +138,7 @@ def test_ragged_weights_and_uneven_chunks(form: str) -> None:
 
 def product(weight: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     out = torch.zeros(x.shape[0], weight.shape[0], dtype=x.dtype, device=DEVICE)
-    assert streams.has_few(x, weight)
+    assert streams.has_skinny(x, weight)
     with guarded(*weight.tensors.values(), x, bias, out):
         launch.linear(x, weight, bias, out)
     return out
@@ -197,7 +197,7 @@ def test_infinite_x_at_patches() -> None:
     assert torch.equal(result[result.isinf()].sign(), wanted[wanted.isinf()].sign()) and result.isinf().sum() > 40
     low = np.full((16, 256), 0x0010, np.uint16)
     low[3, 5] = 0x3F80
-    assert not streams.has_few(x, packed("fix4", low))           # what its code says could be 0
+    assert not streams.has_skinny(x, packed("fix4", low))           # what its code says could be 0
 
 
 def test_rows_of_patches_are_decoded_first() -> None:
@@ -206,7 +206,7 @@ def test_rows_of_patches_are_decoded_first() -> None:
     patterns[7] = 0
     weight = packed("fix4", patterns)
     x = tokens(2, 256)
-    assert "patches=256" in weight.stream_info and not streams.has_few(x, weight)
+    assert "patches=256" in weight.stream_info and not streams.has_skinny(x, weight)
     assert not gpu_product(x, weight, None, "", False)[:, 7].any()
 
 
@@ -294,7 +294,7 @@ def test_damage_leads_no_kernel_out_of_its_tensors(form: str, name: str) -> None
             exponents(changed)
             if form != "df11":
                 dequantized(changed)
-                if streams.has_few(x := tokens(1, 2048), changed):
+                if streams.has_skinny(x := tokens(1, 2048), changed):
                     product(changed, x)
     assert refused < TIMES or name not in ("words", "data", "codes", "encoded_exponent", "gaps", "sign_mantissa")
 

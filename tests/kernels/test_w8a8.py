@@ -15,7 +15,8 @@ import torch
 from qdsl.generated import bf16, fp8_block, fp8_channel, fp8_tensor, int8_block, int8_channel, int8_tensor, q4_0
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, launch
-from qdsl.runtime.torch import eight, ops
+from qdsl.runtime.torch import ops
+from qdsl.runtime.weight import eight
 from tests.support.formats import ROOT, Case, cases, random_packed
 from tests.support.interpreter import INTERPRETED, guarded, times
 

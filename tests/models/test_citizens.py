@@ -33,6 +33,7 @@ from qdsl.runtime.torch import ops
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.torch.linear import packed_matmul
 from qdsl.runtime.torch.module import NoWeight
+from qdsl.runtime.weight import assemble
 from tests.support import formats
 from tests.support.formats import ROOT, same_bits
 
@@ -425,8 +426,8 @@ def test_a_tensor_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it comes in, and not when the layer runs: that would make a GPU wait."""
     layer = int_group.Linear(weights()["in order"][1].apply(torch.clone))
     calls: list[str] = []
-    real = type(int_group.FORMAT)._check_columns
-    monkeypatch.setattr(type(int_group.FORMAT), "_check_columns", lambda *args: calls.append("looked") or real(*args))
+    real = assemble.check_columns
+    monkeypatch.setattr(assemble, "check_columns", lambda *args: calls.append("looked") or real(*args))
     x = sample(1, 64).requires_grad_()
 
     def looks(change: Callable[[nn.Module], Any]) -> int:

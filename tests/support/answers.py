@@ -20,7 +20,8 @@ from torch import Tensor
 
 from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.weight.format import Format
+from qdsl.runtime.format import Format
+from qdsl.runtime.weight.defaults import default_field
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import FormatError
 from tests.support.formats import raw
@@ -168,7 +169,7 @@ def refuses(format: Format, storage: str, params: Mapping[str, int | str], shape
     fields = {name: torch.zeros([axis.rounded(*shape, sizes) for axis in field.axes],
                                 dtype=torch_dtype(str(params.get(field.type, field.type))))
               for name, field in variant.fields.items() if name not in variant.storages[storage].where}
-    fields |= {name: format.default(variant, name, shape, params, torch.device("cpu"))      # one value for all means none
+    fields |= {name: default_field(format, variant, name, shape, params, torch.device("cpu"))      # one value for all means none
                for name in fields if variant.fields[name].type == "index"}
     try:
         return format.pack(fields, storage=storage, **params).shape != shape

@@ -159,12 +159,13 @@ class Reading:
             free = {name: oracle.evaluate(expr, env) for name, expr in self.defaults.items() if name not in fields}
             env |= free | {name: int(fields[name][k]) for name in indices if name in fields}
             yield (n, k), free, {f.name.value: tuple(oracle.evaluate(i, env) for i in f.typed.index)
-                                 for f in self.spec.fields if f.name.value in fields and not oracle.table(f)}
+                                 for f in self.spec.fields if f.name.value in fields and f.name.value not in self.stored_tables}
 
-    @property
+    @cached_property
     def stored_tables(self) -> dict[str, tuple[int, ...]]:
-        """The extents of fields that are tables."""
-        return {field.name.value: shape for field in self.spec.fields if (shape := oracle.table(field))}
+        """The shapes of fields that are tables, those that blocks of weights share among them."""
+        return {field.name.value: oracle.shape_of(self.spec, field, self.env) for field in self.spec.fields
+                if oracle.table(self.spec, field)}
 
     @cached_property
     def tables(self) -> Tables:
@@ -185,12 +186,12 @@ class Reading:
         stored = {(name, at): value(kinds[name], int(fields[name][at])) for name, shape in self.stored_tables.items()
                   for at in np.ndindex(*shape)}
         tables = {**self.tables, **stored}
-        sizes: dict[str, Scalar] = {name: size for name, size in self.params.items() if isinstance(size, int)}
+        sizes: dict[str, Scalar] = {**self.env}
         with np.errstate(all="ignore"):
             for weight, free, places in self.places(fields):
                 values = {name: value(kinds[name], int(fields[name][place])) for name, place in places.items()
                           if kinds[name] != "index"}
-                out[weight] = _step(self.spec.decode, {**sizes, **free, **values, "k": weight[1]}, tables)
+                out[weight] = _step(self.spec.decode, {**sizes, **free, **values, "n": weight[0], "k": weight[1]}, tables)
         return out
 
     # -- storage ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from qdsl.analyze.check import spec_bits
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.spec.model import Spec
 from qdsl.core.numbers import number
-from qdsl.runtime.weight.format import Format
+from qdsl.runtime.format import Format
 from qdsl.runtime.weight.layout import PLANAR, Storage
 from qdsl.runtime.weight.match import torch_dtype
 
@@ -38,6 +38,11 @@ class Case:
     def layout(self) -> Storage:
         """The storage, with streams as plain tensors."""
         return self.format.variant(self.params).storages[self.storage].decoded
+
+    @property
+    def has_row_codes(self) -> bool:
+        """Whether it stores codes that stand for several of the format's fields, and not their bits."""
+        return {field.name.value for field in self.spec.fields} != self.format.variant(self.params).fields.keys()
 
     def holds(self, shape: Shape) -> bool:
         """Whether the storage has weights of a shape."""

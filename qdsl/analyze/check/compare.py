@@ -53,7 +53,7 @@ def fields_of(packed: PackedWeight, spec: Spec, n: int, k: int) -> dict[str, str
     values: dict[str, str] = {}
     for declared in spec.fields:
         name = declared.name.value
-        if name in fields and not spec_bits.table(declared):
+        if name in fields and not spec_bits.table(spec, declared):
             place = tuple(spec_bits.evaluate(expr, env) for expr in declared.typed.index)
             values[f"{name}{list(place)}"] = shown(fields[name][place])
     return values

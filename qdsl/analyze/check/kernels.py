@@ -27,11 +27,11 @@ from qdsl.compiler.spec.model import Spec
 from qdsl.compiler.spec.schema import load
 from qdsl.core import places
 from qdsl.runtime import PackedWeight
+from qdsl.runtime.format import Format
 from qdsl.runtime.gpu import launch, plan
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.kernels import codebook
 from qdsl.runtime.gpu.triton import is_installed, tl
-from qdsl.runtime.weight.format import Format
 
 
 def check_kernels(spec: str) -> Iterator[Check]:

@@ -59,6 +59,7 @@ def width_of(spec: Spec, field: str, params: Mapping[str, int | str]) -> int:
 
 
 def element_bits(spec: Spec, tensor: Tensor, params: Mapping[str, int | str]) -> int:
+    """Bits of an element of a tensor; a tensor of records has bytes."""
     if tensor.shape is None:
         return 8
     kind = tensor.shape.type
@@ -109,7 +110,7 @@ def _tensor(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[
         placed: list[tuple[int, Bit, int]] = []
         for field, index, low, width, place in _record(spec, tensor, local, params):
             if field:
-                shape = _shape(fields, fields[field], env)
+                shape = shape_of(spec, fields[field], env)
                 if len(index) == 1 and len(shape) == 2:          # a flat position
                     index = (index[0] // shape[1], index[0] % shape[1]) if index[0] < prod(shape) else (shape[0], 0)
                 if all(i < s for i, s in zip(index, shape, strict=True)):
@@ -163,18 +164,19 @@ def _line(spec: Spec, line: g.Line, env: Mapping[str, int], params: Mapping[str,
             yield item.field.name, tuple(evaluate(i, local) for i in item.index), low, width, -1
 
 
-def table(field: Field) -> tuple[int, ...]:
-    """The extents of a stored table; () of a field that belongs to weights."""
-    numbers = [expr.value for expr in field.typed.index if isinstance(expr, g.Number)]
-    return tuple(map(int, numbers)) if len(numbers) == len(field.typed.index) else ()
+def table(spec: Spec, field: Field) -> tuple[g.Expr, ...]:
+    """The extents of a stored table, which stand last and move with no weight; () of any other field."""
+    moving = {"n", "k", *(f.name.value for f in spec.fields if f.typed.type.name == "index")}
+    blocks = sum(not moving.isdisjoint(g.names(expr)) for expr in field.typed.index)
+    return field.typed.index[blocks:]
 
 
-def _shape(fields: Mapping[str, Field], field: Field, env: Mapping[str, int]) -> tuple[int, ...]:
+def shape_of(spec: Spec, field: Field, env: Mapping[str, int]) -> tuple[int, ...]:
     """Elements of a field along each of its subscripts."""
+    fields = {f.name.value: f for f in spec.fields}
     shape: list[int] = []
-    if stored := table(field):
-        return stored
-    for expr in field.typed.index:
+    extents = table(spec, field)
+    for expr in field.typed.index[:len(field.typed.index) - len(extents)]:
         if isinstance(expr, g.Name):
             if expr.name in ("n", "k"):
                 shape.append(env[{"n": "N", "k": "K"}[expr.name]])
@@ -188,7 +190,7 @@ def _shape(fields: Mapping[str, Field], field: Field, env: Mapping[str, int]) ->
             whole = evaluate(expr.left, {**env, "n": env["N"] - 1, "k": env["K"] - 1}) + 1
             by = evaluate(expr.right, env)
             shape.append(by if expr.op == "%" else -(-whole // by))
-    return tuple(shape)
+    return (*shape, *(evaluate(expr, env) for expr in extents))
 
 
 def _run(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Stored]:

@@ -19,6 +19,7 @@ SECTOR, BANKS = 32, 32                                           # bytes; banks 
 
 @opcode("ld", "ldu")
 def load(context: Context) -> Step:
+    """Loads from a space of memory, or from the parameters."""
     kind, modifiers = context.kind, context.modifiers
     bits = type_bits(kind)
     if "param" in modifiers:
@@ -63,6 +64,7 @@ def _parameter(context: Context, bits: int) -> Step:
 
 @opcode("st")
 def store(context: Context) -> Step:
+    """Stores to a space of memory."""
     bits, modifiers = type_bits(context.kind), context.modifiers
     sources, address = context.sources(1, bits), context.address(0)
     size = bits // 8 * len(sources)
@@ -346,6 +348,18 @@ def _atomic_word(batch: Batch, lane: Indices, address: Indices, size: int, is_sh
             marks[offset[0]:offset[0] + size] = 1
     words, index = allocation.words(allocation.data, offset, size)
     return words, index[:, 0]
+
+
+@opcode("prefetch")
+def prefetch(context: Context) -> Step:
+    """Brings a line of memory into a cache: no read, so that the launch before may still write it.  Raises Fault."""
+    address = context.address(0)
+    if "global" not in context.modifiers:
+        return lambda batch, at: None
+
+    def step(batch: Batch, at: At) -> None:
+        batch.memory.locate(address(batch, at), 1, "a prefetch")
+    return step
 
 
 @opcode("fence", "membar")

@@ -77,6 +77,7 @@ TO_WHOLE = {"rni": "rn", "rzi": "rz", "rmi": "rm", "rpi": "rp"}
 
 @opcode("cvt")
 def convert(context: Context) -> Step:
+    """Conversions between number types, alone or in pairs."""
     if len(context.types) != 2:
         raise context.unknown()
     to, of = context.types

@@ -137,6 +137,7 @@ class _Product:
 
 @opcode("wgmma")
 def warp_group(context: Context) -> Step:
+    """Hopper's matrix products of four warps, their fences, groups and waits."""
     modifiers = context.modifiers
     if "fence" in modifiers:
         def fence(batch: Batch, at: At) -> None:
@@ -298,7 +299,7 @@ def _some_of(run: Callable[[Batch, Indices], None], kept: Indices) -> Callable[[
 # -- hints -------------------------------------------------------------------------------------------------------------------
 
 
-@opcode("createpolicy", "prefetch", "prefetchu", "nanosleep", "setmaxnreg", "discard", "applypriority")
+@opcode("createpolicy", "prefetchu", "nanosleep", "setmaxnreg", "discard", "applypriority")
 def hint(context: Context) -> Step:
     """What changes no result; a policy of caches is any number."""
     if context.instruction.name != "createpolicy":

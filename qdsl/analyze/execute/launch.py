@@ -44,6 +44,7 @@ class Execution:
 
     @property
     def name(self) -> str:
+        """The kernel's name."""
         return self.program.name
 
     @property

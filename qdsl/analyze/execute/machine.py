@@ -73,6 +73,7 @@ class Log:
     issued: int = 0                                              # instructions times threads of the warps that came there
 
     def add(self, finding: Finding) -> None:
+        """Keeps a finding: the first of its kind at its instruction, up to a number of them."""
         if len(self.findings) < FINDINGS:
             self.findings.setdefault((finding.kind, finding.instruction), finding)
 
@@ -123,6 +124,7 @@ class Batch:
     # -- what instructions use ---------------------------------------------------------------------------------------------
 
     def lanes(self, at: At) -> Indices:
+        """Indices of the threads that an instruction is executed by; None are all."""
         return np.arange(self.count) if at is None else at
 
     def special(self, name: str) -> NDArray[np.uint32]:
@@ -151,6 +153,7 @@ class Batch:
         return self.waited[lanes] | (self.epoch[lanes] > self.wait_epoch[self.row[lanes]])
 
     def who(self, lanes: Indices) -> Threads:
+        """What races compare of these threads: program, thread, and barriers passed."""
         return Threads(self.number[lanes], self.thread[lanes], self.epoch[lanes], self.warp_epoch[lanes])
 
     def find(self, kind: str, message: str, lane: int) -> None:
@@ -233,6 +236,7 @@ class Batch:
                           int(writer[int(np.flatnonzero(missing)[0])]))
 
     def order_registers(self, lanes: Indices) -> None:
+        """Notes that warps ordered their registers before a matrix product (wgmma.fence)."""
         self.ordered[self.warp[lanes]] = self.time
 
     def check_ordered_registers(self, lanes: Indices, slots: frozenset[int]) -> None:
@@ -257,6 +261,7 @@ class Batch:
                                  f"{int(self.number[lane])}") from fault
 
     def execute(self, place: int, at: At) -> None:
+        """Executes one instruction for some threads.  Raises Fault with the thread."""
         instruction = self.current = self.program.instructions[place]
         if self.in_flight and instruction.name != "wgmma" and self.in_flight & self.program.touched[place]:
             self.find("asynchronous", "touches a register of a matrix product that was not waited for", int(self.lanes(at)[0]))

@@ -78,6 +78,7 @@ class InFlight:
         return used
 
     def mark(self, spread: Indices, change: int) -> None:
+        """Adds to how many operations under way touch each of these bytes."""
         np.add.at(self.bytes, spread.reshape(-1), np.uint8(change & 255))
 
     def due(self, lanes: Indices, group: Indices, waiting: Flags, late: int) -> Flags:
@@ -131,6 +132,7 @@ class GlobalMemory:
         return self.by_storage[key]
 
     def address(self, tensor: Tensor) -> int:
+        """The address of a tensor's first element."""
         return self.allocation(tensor).start + int(tensor.storage_offset()) * tensor.element_size()
 
     def locate(self, address: Indices, size: int, what: str) -> list[tuple[Allocation, Indices | None, Indices]]:
@@ -153,6 +155,7 @@ class GlobalMemory:
 
     @staticmethod
     def check_bounds(allocation: Allocation, offset: Indices, size: int, what: str, chosen: Indices | None) -> None:
+        """Raises Fault for accesses outside of the bytes that belong to a tensor."""
         first, end = int(offset.min()), int(offset.max()) + size
         if any(start <= first and end <= stop for start, stop in allocation.spans):
             return

@@ -34,10 +34,12 @@ ROUNDINGS: dict[str, Callable[[Any], Any]] = {"rn": np.rint, "rz": np.trunc, "rm
 
 
 def is_float(kind: str) -> bool:
+    """Whether a type of PTX is a float."""
     return kind in FLOATS
 
 
 def smallest_normal(kind: str) -> float:
+    """The smallest normal number of a type."""
     return 2.0 ** (1 - FLOATS[kind].bias)
 
 

@@ -66,9 +66,11 @@ class Context:
 
     @property
     def rounding(self) -> str:
+        """The instruction's rounding mode; to nearest even where it names none."""
         return next((part for part in ("rn", "rz", "rm", "rp", "rna") if part in self.modifiers), "rn")
 
     def operand(self, place: int) -> Operand:
+        """The operand at a place.  Raises ExecutionError where the instruction has fewer."""
         operands = self.instruction.operands
         if place >= len(operands):
             raise self.unknown("it lacks operands")
@@ -80,6 +82,7 @@ class Context:
             raise self.unknown(f"'.{min(strange)}' is not known")
 
     def unknown(self, why: str = "it is not known") -> ExecutionError:
+        """The error that names the instruction, and why it cannot be executed."""
         return ExecutionError(f"{self.instruction}: {why}")
 
     # -- reading -----------------------------------------------------------------------------------------------------------
@@ -165,6 +168,7 @@ class Context:
         return put
 
     def targets(self, place: int = 0) -> list[Target]:
+        """Registers that an operand, or each part of a vector, is written to."""
         operand = self.operand(place)
         return [self.target(part) for part in (operand.parts if isinstance(operand, Vector) else (operand,))]
 
@@ -203,6 +207,7 @@ def joined(parts: Bits, kind: str) -> Bits:
 
 
 def element(kind: str) -> str:
+    """The type of one number of a pair."""
     return kind.removesuffix("x2")
 
 

@@ -79,6 +79,7 @@ class Instruction:
 
     @property
     def modifiers(self) -> tuple[str, ...]:
+        """What follows the name in the opcode, split at dots."""
         return tuple(re.split(r"\.|::", self.opcode)[1:])
 
     def __str__(self) -> str:

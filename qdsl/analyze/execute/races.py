@@ -26,6 +26,7 @@ class Threads:
     warp_epoch: Indices
 
     def repeated(self, times: int) -> Threads:
+        """Each thread several times, for accesses of several granules."""
         return self if times == 1 else Threads(*(np.repeat(part, times) for part in (
             self.program, self.thread, self.epoch, self.warp_epoch)))
 
@@ -121,10 +122,12 @@ class Clocks:
         self.seen: dict[int, dict[int, tuple[int, int, int, int]]] = {}
 
     def release(self, address: int, program: int, thread: int, epoch: int) -> None:
+        """Publishes at an address what a program's thread has done and seen."""
         passed_on = {q: (e, t) for q, (e, t, since, by) in self.seen.get(program, {}).items() if since < epoch or by == thread}
         self.released.setdefault(address, {}).update(passed_on | {program: (epoch, thread)})
 
     def acquire(self, address: int, program: int, thread: int, epoch: int) -> None:
+        """Learns at an address what others published there."""
         mine = self.seen.setdefault(program, {})
         for q, (e, t) in self.released.get(address, {}).items():
             if q != program and mine.get(q, (-1, 0, 0, 0))[0] < e:

@@ -18,6 +18,7 @@ from qdsl.analyze.execute.program import Vector, type_bits
 
 @opcode("mov")
 def mov(context: Context) -> Step:
+    """Copies a value, packs words into a wider one, or unpacks them."""
     bits = type_bits(context.kind)
     to, of = context.operand(0), context.operand(1)
     if isinstance(to, Vector):
@@ -53,6 +54,7 @@ def _map(context: Context, sources: list[Source], function: Callable[..., Bits],
 
 @opcode("cvta")
 def cvta(context: Context) -> Step:
+    """Addresses of a space as generic ones; both are the same here."""
     return _map(context, [context.source(1, 64)], lambda value: value)
 
 
@@ -61,17 +63,20 @@ BITWISE: dict[str, Callable[[Any, Any], Any]] = {"and": np.bitwise_and, "or": np
 
 @opcode("and", "or", "xor")
 def bitwise(context: Context) -> Step:
+    """And, or, exclusive or of bits."""
     bits = type_bits(context.kind)
     return _map(context, [context.source(1, bits), context.source(2, bits)], BITWISE[context.instruction.name])
 
 
 @opcode("not")
 def invert(context: Context) -> Step:
+    """All bits inverted."""
     return _map(context, [context.source(1, type_bits(context.kind))], np.invert)
 
 
 @opcode("shl", "shr")
 def shift(context: Context) -> Step:
+    """Shifts; by the width or more gives 0, or the sign."""
     bits, left, signed = type_bits(context.kind), context.instruction.name == "shl", context.kind[0] == "s"
 
     def function(value: Bits, by: Bits) -> Bits:
@@ -85,6 +90,7 @@ def shift(context: Context) -> Step:
 
 @opcode("shf")
 def funnel_shift(context: Context) -> Step:
+    """A word cut from two neighbours."""
     left, clamp = "l" in context.modifiers, "clamp" in context.modifiers
 
     def function(low: Bits, high: Bits, by: Bits) -> Bits:
@@ -102,6 +108,7 @@ def _ones(count: Bits, bits: int) -> Bits:
 
 @opcode("bfe")
 def extract(context: Context) -> Step:
+    """A field of bits, with its sign where the type has one."""
     bits, signed = type_bits(context.kind), context.kind[0] == "s"
 
     def function(value: Bits, start: Bits, length: Bits) -> Bits:
@@ -121,6 +128,7 @@ def extract(context: Context) -> Step:
 
 @opcode("bfi")
 def insert(context: Context) -> Step:
+    """A field of bits put into a word."""
     bits = type_bits(context.kind)
 
     def function(value: Bits, into: Bits, start: Bits, length: Bits) -> Bits:
@@ -134,6 +142,7 @@ def insert(context: Context) -> Step:
 
 @opcode("lop3")
 def logic(context: Context) -> Step:
+    """Any function of three bits, by its table of 8 entries."""
     def function(a: Bits, b: Bits, c: Bits, table: Bits) -> Bits:
         out = np.zeros(np.broadcast_shapes(a.shape, b.shape, c.shape), np.uint32)
         for row in range(8):
@@ -145,6 +154,7 @@ def logic(context: Context) -> Step:
 
 @opcode("popc", "clz", "brev", "bfind")
 def count_bits(context: Context) -> Step:
+    """Counts, leading zeros, reversal and the highest set bit."""
     bits = type_bits(context.kind)
 
     def function(value: Bits) -> Bits:
@@ -162,6 +172,7 @@ def count_bits(context: Context) -> Step:
 
 @opcode("prmt")
 def permute_bytes(context: Context) -> Step:
+    """Four bytes picked from two words, or their signs."""
     if context.modifiers - {"b32"}:
         raise context.unknown()
 
@@ -179,6 +190,7 @@ def permute_bytes(context: Context) -> Step:
 
 @opcode("selp")
 def select(context: Context) -> Step:
+    """One of two values by a predicate."""
     bits = type_bits(context.kind)
     return _map(context, [context.source(3, 1), context.source(1, bits), context.source(2, bits)], np.where)
 
@@ -248,6 +260,7 @@ SIMPLE: dict[str, tuple[Callable[..., Any], Callable[..., Floats]]] = {
 
 @opcode("add", "sub", "mul", "min", "max")
 def simple(context: Context) -> Step:
+    """Sums, differences, products, minima and maxima of integers and floats."""
     name, kind = context.instruction.name, context.kind
     if not is_float(element(kind)):
         if name == "mul" and {"wide", "hi"} & context.modifiers:
@@ -277,6 +290,7 @@ def _saturating(context: Context) -> Step:
 
 @opcode("addc", "subc")
 def with_carry(context: Context) -> Step:
+    """Sums and differences that take a carry."""
     return _carrying(context, carry_in=True)
 
 
@@ -332,6 +346,7 @@ def _high64(a: Bits, b: Bits, signed: bool) -> Bits:
 
 @opcode("mad")
 def multiply_add(context: Context) -> Step:
+    """Integer products plus a summand."""
     if is_float(context.kind):
         return fma(context)
     if {"wide", "hi"} & context.modifiers:
@@ -343,6 +358,7 @@ def multiply_add(context: Context) -> Step:
 
 @opcode("fma")
 def fma(context: Context) -> Step:
+    """Float products plus a summand, rounded once."""
     context.only("rn", "rz", "rm", "rp", "ftz", "sat", "relu")
     part = element(context.types[0])
     relu = "relu" in context.modifiers
@@ -358,6 +374,7 @@ def fma(context: Context) -> Step:
 
 @opcode("div", "rem")
 def divide(context: Context) -> Step:
+    """Quotients and remainders."""
     kind, remainder = context.kind, context.instruction.name == "rem"
     if is_float(kind):
         if kind == "f64":
@@ -374,6 +391,7 @@ def divide(context: Context) -> Step:
 
 @opcode("abs", "neg")
 def sign(context: Context) -> Step:
+    """Magnitudes and negatives."""
     kind, negate = context.kind, context.instruction.name == "neg"
     part = element(kind)
     if not is_float(part):
@@ -387,6 +405,7 @@ def sign(context: Context) -> Step:
 
 @opcode("dp4a", "dp2a")
 def dot_of_bytes(context: Context) -> Step:
+    """Sums of four products of bytes."""
     kinds = [np.int8 if kind == "s32" else np.uint8 for kind in context.types[-2:]]
     if context.instruction.name == "dp2a":
         raise context.unknown()
@@ -416,4 +435,5 @@ def function_of_one(context: Context) -> Step:
 
 @opcode("copysign")
 def copy_sign(context: Context) -> Step:
+    """Magnitudes with the sign of another number."""
     return _floats(context, 2, lambda signs, values: np.copysign(values, signs))

@@ -110,7 +110,7 @@ def _weight(module: ModuleType, storage: str | None, params: dict[str, int | str
     packed = module.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)), **params)
     if storage in (None, packed.storage):
         return packed
-    converted: PackedWeight = module.planar(packed) if storage == "planar" else module.convert(packed, storage)
+    converted: PackedWeight = module.planar(packed, larger=True) if storage == "planar" else module.convert(packed, storage)
     return converted
 
 

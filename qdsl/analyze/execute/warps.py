@@ -48,6 +48,7 @@ def check_members(batch: Batch, at: At, mask: Bits) -> None:
 
 @opcode("shfl")
 def shuffle(context: Context) -> Step:
+    """Values of other lanes of a warp."""
     mode = next((part for part in ("bfly", "idx", "down", "up") if part in context.modifiers), None)
     if mode is None or "sync" not in context.modifiers:
         raise context.unknown()
@@ -78,6 +79,7 @@ def shuffle(context: Context) -> Step:
 
 @opcode("vote", "activemask")
 def vote(context: Context) -> Step:
+    """A predicate over a warp: any, all, or a mask of lanes."""
     active = context.instruction.name == "activemask"
     negated = None if active else context.source(1, 1)
     put, kind = context.target(), context.modifiers
@@ -104,6 +106,7 @@ REDUCE: dict[str, Callable[..., Any]] = {"max": np.max, "min": np.min, "add": np
 
 @opcode("redux")
 def reduce(context: Context) -> Step:
+    """A value of all lanes of a warp together."""
     operation = next((part for part in REDUCE if part in context.modifiers), None)
     if operation is None or context.kind[0] not in "sub":
         raise context.unknown()
@@ -165,6 +168,7 @@ def bits_of(result: Matrix, integer: bool, saturate: bool) -> Bits:
 
 
 def numbers_of(words: Bits, integer: bool) -> Matrix:
+    """Sums in words as float64."""
     return np.ascontiguousarray(words).view(np.int32 if integer else np.float32).astype(np.float64)
 
 
@@ -251,6 +255,7 @@ def load_matrices(context: Context) -> Step:
 
 @opcode("stmatrix")
 def store_matrices(context: Context) -> Step:
+    """Stores 8 x 8 matrices of 16 bits, whose rows lanes hold."""
     count, transposed = _matrices(context), "trans" in context.modifiers
     sources, address = context.sources(1, 32), context.address(0)
 

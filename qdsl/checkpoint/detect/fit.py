@@ -90,6 +90,7 @@ class Miss:
 
     @property
     def rank(self) -> tuple[bool, bool, int, int]:
+        """How near a miss is: the nearest is the reason that a user reads."""
         return self.is_claimed, self.nearness > 0, self.reason.reached, self.nearness
 
 

@@ -40,6 +40,7 @@ class Group:
 
     @property
     def numbers(self) -> int:
+        """How many weights the group has."""
         return sum(self.parts.values())
 
 

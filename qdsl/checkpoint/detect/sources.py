@@ -89,46 +89,59 @@ class FolderSource:
 
     @property
     def layers(self) -> Mapping[str, Layer]:
+        """Recognised layers, by the names of modules."""
         return self._layers[0]
 
     @property
     def groups(self) -> Sequence[Group]:
+        """Layers that are coded together."""
         return self._layers[1]
 
     @property
     def plain(self) -> Sequence[str]:
+        """Tensors that belong to neither."""
         return self._layers[2]
 
     @property
     def problems(self) -> Sequence[str]:
+        """What is wrong with no single layer."""
         return self._layers[3]
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor.  Raises CheckpointError."""
         return self.folder.entry(name).shape
 
     def nbytes(self, name: str) -> int:
+        """The bytes of a tensor.  Raises CheckpointError."""
         return self.folder.entry(name).nbytes
 
     def tensor(self, name: str) -> Tensor:
+        """A tensor of plain numbers, mapped.  Raises CheckpointError."""
         return self.folder.tensor(name)
 
     def weights(self, layer: Layer) -> list[PackedWeight]:
+        """A layer's weights, one per expert.  Raises CheckpointError."""
         return layer_weights.weights(self.folder, layer)
 
     def stacked(self, layer: Layer) -> PackedWeight:
+        """A layer's weight, experts as one of E * N rows.  Raises CheckpointError and FormatError."""
         return layer_weights.stacked(self.folder, layer)
 
     def group_weight(self, group: Group) -> PackedWeight:
+        """The weight of all layers of a group.  Raises CheckpointError."""
         return layer_weights.group_weight(self.folder, group)
 
     def decoded(self, group: Group) -> dict[str, Tensor]:
+        """A group's layers as plain numbers, by their names.  Raises CheckpointError."""
         return layer_weights.decoded(self.folder, group)
 
     def use_shapes(self, shapes: Shapes) -> None:
+        """Recognises layers again, with shapes that files do not state."""
         self.shapes = {**(self.shapes or {}), **shapes}
         self.__dict__.pop("_layers", None)
 
     def close(self) -> None:
+        """Closes the files."""
         self.folder.close()
 
 
@@ -143,6 +156,7 @@ class GgufSource:
 
     @cached_property
     def layers(self) -> Mapping[str, Layer]:
+        """Tensors of blocks, by their names without .weight."""
         by_type = {str(spec.detect["gguf"]): spec for spec in descriptions() if "gguf" in spec.detect}
         recognised: dict[str, Layer] = {}
         for name, entry in self.file.tensors.items():
@@ -171,38 +185,47 @@ class GgufSource:
 
     @property
     def plain(self) -> Sequence[str]:
+        """Tensors of plain numbers."""
         return [name for name, entry in self.file.tensors.items() if entry.type.name in TORCH and name not in self._scales]
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, as models have it.  Raises CheckpointError."""
         return self.file.entry(name).logical_shape
 
     def nbytes(self, name: str) -> int:
+        """The bytes of a tensor.  Raises CheckpointError."""
         return self.file.entry(name).nbytes
 
     def tensor(self, name: str) -> Tensor:
+        """A tensor of plain numbers, mapped.  Raises CheckpointError."""
         return self.file.tensor(name)
 
     def weights(self, layer: Layer) -> list[PackedWeight]:
+        """A layer's weights, one per expert.  Raises CheckpointError."""
         name = self._blocks(layer)
         if layer.experts is None:
             return [packed_weight(self.file, name)]
         return [packed_weight(self.file, name, expert) for expert in range(layer.experts)]
 
     def stacked(self, layer: Layer) -> PackedWeight:
+        """A layer's weight, experts as one of E * N rows.  Raises CheckpointError and FormatError."""
         if layer.experts is None or len(layer.tensors) == 1:
             return packed_weight(self.file, self._blocks(layer))
         return layer_weights.joined(layer, self.weights(layer))
 
     def group_weight(self, group: Group) -> PackedWeight:
+        """Raises CheckpointError: these files have no groups."""
         raise CheckpointError(f"{self.path}: a GGUF file has no group {shown(group.name)}")
 
     def decoded(self, group: Group) -> dict[str, Tensor]:
+        """Raises CheckpointError: these files have no groups."""
         raise CheckpointError(f"{self.path}: a GGUF file has no group {shown(group.name)}")
 
     def use_shapes(self, shapes: Shapes) -> None:
         """Blocks state their shapes."""
 
     def close(self) -> None:
+        """Closes the files."""
         self.file.close()
 
     def _blocks(self, layer: Layer) -> str:

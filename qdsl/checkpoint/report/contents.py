@@ -21,6 +21,7 @@ from qdsl.checkpoint.report.survey import survey, tables, weights
 
 ARRAY_SHOWN = 8                                                  # elements of a metadata array
 TEXT_SHOWN = 100                                                 # characters of a string, in a line of text
+INFER = "`qdsl infer` finds the layout of a weight from its stored tensors and its values"
 STRING_SHOWN = 1 << 16                                           # characters of a string, in data
 
 
@@ -136,6 +137,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
             *([f"{report['problems']} tensors cannot be read"] if report["problems"] else []),
             *_block(["metadata", "type", "value"], metadata, ""),
             *_block(["quantization", "", "settings"], settings, ""), *surveyed,
+            *(["", INFER] if report.get("unknown") else []),
             *_block(["tensor", "type", "shape", "bits", "size", ""], tensors, "   >>"),
             *_block(["type", "tensors", "numbers" if "layers" in report else "weights", "bits", "size"], types, " >>>>")]
 

@@ -24,6 +24,8 @@ from qdsl.host.processes import results
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from qdsl.runtime.weight.packed import PackedWeight
+
 FLOATS = ("F64", "F32", "F16", "BF16")
 TILE = 1 << 19                                                   # weights of both that are decoded at a time
 
@@ -168,21 +170,27 @@ def compare(pair: Pair) -> Apart:
     matrix = math.gcd(a.rows, b.rows)                            # no tile goes through a matrix of experts
     least = min(math.lcm(a.step, b.step), matrix)
     step = max(1, TILE // max(1, columns) // max(1, least)) * least
+    tiles = [(start, min(start + step, first + matrix)) for first in range(0, rows if columns else 0, max(1, matrix))
+             for start in range(first, first + matrix, step)]
     worst = Apart(0.0, 0.0)
-    for first in range(0, rows if columns else 0, max(1, matrix)):
-        for start in range(first, first + matrix, step):
-            stop = min(start + step, first + matrix)
-            worst = _worse(worst, a.of(start, stop), b.of(start, stop), start * columns, shape)
+    if all(_same_fields(a, b, *tile) for tile in tiles):         # which takes a fifth of the time of decoding them
+        return worst
+    for start, stop in tiles:
+        worst = _worse(worst, a.of(start, stop), b.of(start, stop), start * columns, shape)
     return worst
 
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Decoded floats by rows: one matrix has `rows` rows, and can be cut at multiples of `step`."""
+    """Decoded floats by rows: one matrix has `rows` rows, and can be cut at multiples of `step`.
+
+    packed: the same rows of a layer, as they are stored.
+    """
 
     rows: int
     step: int
     of: Callable[[int, int], Tensor]
+    packed: Callable[[int, int], PackedWeight] | None = None
 
 
 def _numbers(folder: Folder, unit: Unit) -> _Numbers:
@@ -199,14 +207,41 @@ def _numbers(folder: Folder, unit: Unit) -> _Numbers:
 
     matrices, rows = weights(folder, unit), unit.shape[0]
     decode = matrices[0].format.dequantize
-    return _Numbers(rows, matrices[0].step("N"), lambda start, stop: decode(
-        matrices[start // rows].cut("N", start % rows, start % rows + stop - start), torch.float32))
+
+    def packed(start: int, stop: int) -> PackedWeight:
+        return matrices[start // rows].cut("N", start % rows, start % rows + stop - start)
+
+    return _Numbers(rows, matrices[0].step("N"), lambda start, stop: decode(packed(start, stop), torch.float32), packed)
+
+
+def _same_fields(a: _Numbers, b: _Numbers, start: int, stop: int) -> bool:
+    """Whether rows of two layers stand for the same weights because all their fields are equal."""
+    from qdsl.runtime.weight.defaults import is_default
+
+    if a.packed is None or b.packed is None:
+        return False
+    x, y = a.packed(start, stop), b.packed(start, stop)
+    if x.variant is not y.variant or x.sizes != y.sizes:
+        return False
+    x_fields, y_fields = x.format.unpack(x), y.format.unpack(y)
+    return all(_same_bits(x_fields[name], y_fields[name]) if name in x_fields and name in y_fields
+               else is_default(x.variant, name, value, x.sizes) for name, value in (x_fields | y_fields).items())
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    import torch
+
+    return torch.equal(x.flatten().view(torch.uint8), y.flatten().view(torch.uint8))
 
 
 def _worse(worst: Apart, x: Tensor, y: Tensor, start: int, shape: tuple[int, ...]) -> Apart:
     """The larger of the worst difference so far and that of the given elements, which begin at `start` of the flat tensor."""
     import torch
 
+    if torch.equal(x.float(), y.float()) and torch.float64 not in (x.dtype, y.dtype):
+        largest = float(x.abs().max())
+        if math.isfinite(largest):
+            return replace(worst, largest=max(worst.largest, largest))
     x, y = x.double().flatten(), y.double().flatten()
     apart = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs()).nan_to_num(nan=torch.inf)
     place = int(apart.argmax())

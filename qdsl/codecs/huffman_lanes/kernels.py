@@ -107,7 +107,7 @@ def dequantize(words, starts, table, uncoded, out, total, N, K8, groups, runs, s
 
 
 @triton.jit
-def few(words, starts, table, uncoded, x, bias, out, total, M, N, K8, groups, runs, size, chunks,
+def skinny(words, starts, table, uncoded, x, bias, out, total, M, N, K8, groups, runs, size, chunks,
         to_weights: tl.constexpr, AT: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constexpr, F: tl.constexpr):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32; a warp has two groups of lanes.
 

@@ -94,12 +94,12 @@ def dequantize_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor
                weights=rows * per_row * 8 * walk[2], step=rows * per_row * 8 * times, aligned=_alignment(arguments))
 
 
-def has_few(shape: tuple[int, int], info: Mapping[str, int]) -> bool:
+def has_skinny(shape: tuple[int, int], info: Mapping[str, int]) -> bool:
     """Whether lanes of a row lie as a matrix unit takes them."""
     return entropy.lanes_of(shape[1])[0] in (4, 8)
 
 
-def few_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, info: Mapping[str, int], x: Tensor,
+def skinny_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, info: Mapping[str, int], x: Tensor,
               bias: Tensor | None, out: Tensor, F: Any) -> Iterator[Call]:
     """The launch of x [M, K] times the weight's transpose, plus bias [N], into out [M, N]; K is a multiple of 128."""
     (m, k), n = x.shape, out.shape[1]
@@ -108,7 +108,7 @@ def few_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, info:
     blocks = 1 if m <= rows else 2 if m <= 2 * rows else 4
     warps = 1 if cdiv(n, 2 * rows) < 8 * configure.target(x.device).multiprocessors else WARPS
     arguments = _arguments(tensors)
-    yield Call(kernels.few, (*arguments, uncoded.view(torch.int64), x.view(torch.int32), bias, out,
+    yield Call(kernels.skinny, (*arguments, uncoded.view(torch.int64), x.view(torch.int32), bias, out,
                      tensors["words"].numel() // entropy.GROUP, m, n, k // 8, *walk, chunks),
                {"to_weights": to_weights, "AT": at, "R": per_row, "W": warps, "BLOCKS": blocks, "F": F},
                (cdiv(n, 2 * rows * warps), cdiv(m, rows * blocks)), {"num_warps": warps, "num_stages": 1},

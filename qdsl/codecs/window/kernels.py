@@ -99,7 +99,7 @@ def dequantize(codes, base, start, index, value, uncoded, uncoded64, out, out16,
 
 
 @triton.jit
-def few(codes, base, start, index, value, uncoded, x, x16, bias, out, M, N, K, K8, to_weights: tl.constexpr, AT: tl.constexpr,
+def skinny(codes, base, start, index, value, uncoded, x, x16, bias, out, M, N, K, K8, to_weights: tl.constexpr, AT: tl.constexpr,
         ROWS: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constexpr, PATCHES: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32, for ROWS rows of w and 8 * BLOCKS of x.
 

@@ -17,9 +17,9 @@ from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.weight.arrays import cdiv
 
 STEP, PATCHES = 8, 128                                           # words of a row, one for each thread, and patches at a time
-TAIL = 32                                                        # patches at a time in `few`, of each 16 x 8 sums
+TAIL = 32                                                        # patches at a time in `skinny`, of each 16 x 8 sums
 WARPS = 4
-CHUNK = 128                                                      # columns that a warp of `few` takes in a trip
+CHUNK = 128                                                      # columns that a warp of `skinny` takes in a trip
 
 Tensors = Mapping[str, Tensor]
 BULK = ("codes",)                                                # of which a check looks at nothing but the shape
@@ -95,12 +95,12 @@ def dequantize_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor
                (cdiv(n, entropy.ROWS),), {"num_warps": WARPS}, weights=entropy.ROWS * k, step=entropy.ROWS * 8 * STEP * times)
 
 
-def has_few(shape: tuple[int, int], info: Mapping[str, int]) -> bool:
+def has_skinny(shape: tuple[int, int], info: Mapping[str, int]) -> bool:
     """Whether most columns of every row are as their codes say: the others add an error of float32 that the code decides."""
     return 4 * info["patches"] <= shape[1]
 
 
-def few_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, info: Mapping[str, int], x: Tensor,
+def skinny_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, info: Mapping[str, int], x: Tensor,
               bias: Tensor | None, out: Tensor, F: Any) -> Iterator[Call]:
     """The launch of x [M, K] times the weight's transpose, plus bias [N], into out [M, N]; K is a multiple of 128."""
     (m, k), n = x.shape, out.shape[1]
@@ -109,7 +109,8 @@ def few_calls(to_weights: Any, at: int, tensors: Tensors, uncoded: Tensor, info:
     while warps < 8 and cdiv(n, entropy.ROWS) * warps < configure.WARPS * places and 2 * CHUNK * warps <= k:
         warps *= 2
     blocks = 1 if m <= 8 else 2
-    yield Call(kernels.few, (*_arguments(tensors), uncoded.view(torch.int32), x.view(torch.int32), x, bias, out, m, n, k, k // 8),
+    yield Call(kernels.skinny, (*_arguments(tensors), uncoded.view(torch.int32), x.view(torch.int32), x, bias, out, m, n, k,
+                                k // 8),
                {"to_weights": to_weights, "AT": at, "ROWS": entropy.ROWS, "W": warps, "BLOCKS": blocks, "PATCHES": TAIL,
                 "EVEN": k % (CHUNK * warps) == 0, "F": F},
                (cdiv(n, entropy.ROWS), cdiv(m, 8 * blocks)), {"num_warps": warps, "num_stages": 1},

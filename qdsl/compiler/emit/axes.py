@@ -70,7 +70,7 @@ def field_kinds(programs: Sequence[Program]) -> dict[str, str]:
     kinds: dict[str, str] = {}
     for declared, field in zip(programs[0].spec.fields, programs[0].fields, strict=True):
         parameter = declared.typed.type.parameter
-        same = len({program.field(field.name).kind for program in programs}) == 1
+        same = len({other.kind for program in programs for other in program.fields if other.name == field.name}) == 1
         written = f"{declared.typed.type.name}{{{parameter.name}}}" if parameter else field.kind
         kinds[field.name] = field.kind if same else written
     return kinds

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 
-from qdsl.compiler.ir.program import Program, Value
+from qdsl.compiler.ir.program import Field, Program, Value
 
 _LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "neg": 3, "field": 4, "const": 4, "table": 4}
 
@@ -56,6 +57,9 @@ def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, s
         return names.get(value.name, value.name)
     if value.op == "const":
         return repr(value.const) if value.const >= 0 else f"({value.const!r})"
+    if value.op == "entry":
+        table = f"{names.get(value.name, value.name)}{plane(program.field(value.name), value)}"
+        return f"lookup({table}, {_text(program, value.args[0], dialect, names, 0)})"
     if value.op == "table" and len(program.spec.table(value.name).shape) > 1:
         return row_entry(program, value, dialect, names)
     if value.op == "table":
@@ -72,6 +76,15 @@ def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, s
     level = _LEVEL[value.op]
     body = f"{_text(program, left, dialect, names, level)} {value.op} {_text(program, right, dialect, names, level + 1)}"
     return f"({body})" if around > level else body
+
+
+def plane(field: Field, value: Value) -> str:
+    """The subscript of a stored table's rows, or of its numbers, in torch: constants before them; '' where there are none."""
+    columns = 2 if value.op == "row" else 1
+    before = field.table[:-columns]
+    places = [str(int(value.const) // prod(before[i + 1:]) % extent) for i, extent in enumerate(before)]
+    blocks = ["...", *places, *[":"] * columns] if field.index else places
+    return f"[{', '.join(blocks)}]" if places else ""
 
 
 def row_entry(program: Program, value: Value, dialect: Dialect, names: Mapping[str, str]) -> str:
@@ -143,7 +156,7 @@ def integer_fields(program: Program) -> dict[str, int]:
     """
     widths: dict[str, int] = {}
     for value in program.values:
-        if value.op in ("table", "entry"):
+        if value.op in ("table", "entry", "row"):
             value = program.values[value.args[0]]
         elif not value.is_int or value.op == "field":
             continue
@@ -158,8 +171,8 @@ def _leaves(program: Program, value: Value) -> tuple[set[str], int, int]:
     """Fields below an integer value, and the range of all its steps."""
     assert value.range is not None
     low, high = value.range
-    leaves = {value.name} if value.op in ("field", "entry") else set()
-    for arg in value.args if value.op not in ("table", "entry") else ():
+    leaves = {value.name} if value.op in ("field", "entry", "row") else set()
+    for arg in value.args if value.op not in ("table", "entry", "row") else ():
         names, small, large = _leaves(program, program.values[arg])
         leaves |= names
         low, high = min(low, small), max(high, large)

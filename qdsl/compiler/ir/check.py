@@ -41,7 +41,7 @@ def subscripts_are_known(program: Program) -> Iterator[str]:
     """A field varies with n, k and index fields, in blocks of constants and sizes; it has an extent per subscript."""
     allowed = {"n", "k", *program.sizes, *(field.name for field in program.fields if field.number is None)}
     for field in program.fields:
-        if len(field.index) != len(field.extents) and not field.table:
+        if not all(extent.is_const for extent in field.extents[len(field.index):]):
             yield f"{field.name} has {len(field.index)} subscripts and {len(field.extents)} extents"
         for index in field.index:
             if not index.names() <= allowed | ({"N", "K"} if flat_of(index) is not None else set()):
@@ -114,7 +114,7 @@ def values_refer_back(program: Program) -> Iterator[str]:
 def types_agree(program: Program) -> Iterator[str]:
     """Integers meet integers, and floats meet floats; the result is a float."""
     for number, value in enumerate(program.values):
-        if value.op in ("field", "const", "float", "table", "entry"):
+        if value.op in ("field", "const", "float", "table", "entry", "row"):
             continue
         if any(program.values[arg].is_int != value.is_int for arg in value.args):
             yield f"%{number} mixes integers and floats"
@@ -128,15 +128,15 @@ def types_agree(program: Program) -> Iterator[str]:
 def integers_are_in_range(program: Program) -> Iterator[str]:
     """An integer becomes a float only where float32 holds it exactly, and a subscript stays inside its table."""
     for number, value in enumerate(program.values):
-        if value.op not in ("float", "table", "entry"):
+        if value.op not in ("float", "table", "entry", "row"):
             continue
         low, high = program.values[value.args[0]].range or (-1, F32_EXACT + 1)
         if value.op == "float" and max(-low, high) > F32_EXACT:
             yield f"%{number} is not exact in float32"
         elif value.op == "table" and (low < 0 or high >= len(program.spec.table(value.name).values)):
             yield f"%{number} reads outside of table {value.name}"
-        elif value.op == "entry":
-            *planes, rows, _ = program.field(value.name).table
+        elif value.op in ("entry", "row"):
+            *planes, rows = program.field(value.name).table[:-1 if value.op == "row" else None]
             if low < 0 or high >= rows or not 0 <= value.const < prod(planes):
                 yield f"%{number} reads outside of stored table {value.name}"
 

@@ -21,7 +21,7 @@ class Field:
 
     `kind` is the type as the spec names it: a number type, 'index', or a parameter that lists types.  `index` is over n, k,
     size parameters and the names of index fields (a gather); `extents` is the shape of the field.  A stored table has constant
-    extents and no index: all weights share it, and decode reads its entries.
+    extents behind those of its index: the weights of a block share it, or all of them, and decode reads its entries.
     """
 
     name: str
@@ -34,12 +34,13 @@ class Field:
 
     @property
     def bits(self) -> int:
+        """Bits of a code, 32 where a parameter decides the type."""
         return self.number.bits if self.number else 32
 
     @property
     def table(self) -> tuple[int, ...]:
         """The shape of a stored table; () of any other field."""
-        return () if self.index else tuple(extent.const for extent in self.extents)
+        return tuple(extent.const for extent in self.extents[len(self.index):])
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +210,32 @@ class Affine:
         return tuple(dict.fromkeys(f.removeprefix("/") for part in parts for _, product in part for f in product))
 
 
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """What single weights get of a field that `columns` of them share: the entries of a table's row, or the field itself.
+
+    numbers: the distinct values that a weight can get, in rising order.
+    """
+
+    field: str
+    table: str
+    columns: int
+    numbers: tuple[int, ...] | tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowCodes:
+    """A code per weight in place of fields that a few columns share.
+
+    Places of numbers, one per factor, are the digits of a joint number, the first factor's the highest.  order: the joint
+    number that each code stands for.
+    """
+
+    code: str
+    factors: tuple[Factor, ...]
+    order: tuple[int, ...]
+
+
 Constant = int | float | str | tuple[float, ...]
 
 
@@ -256,7 +283,10 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """`params` has the structural parameters' values; `sizes` names the others; `dims` are the derived extents."""
+    """`params` has the structural parameters' values; `sizes` names the others; `dims` are the derived extents.
+
+    row_codes: of a program whose fields are not the format's, how its code makes some of those.
+    """
 
     spec: Spec
     storage: str
@@ -272,6 +302,7 @@ class Program:
     affine: Affine | None = None
     encode: Encode | None = None
     units: Units | None = None
+    row_codes: RowCodes | None = None
 
     @property
     def unstored(self) -> Mapping[str, Index]:

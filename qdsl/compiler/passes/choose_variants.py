@@ -6,6 +6,7 @@ the storages' `where`, and lists the combinations.  Does not: look into fields, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from math import prod
 
@@ -41,8 +42,9 @@ def choose_variants(spec: Spec, problems: Problems) -> list[Program]:
 
 
 def _structural(spec: Spec) -> set[str]:
-    """Names of parameters and dims that decide the text of generated code."""
-    used = set(g.names(spec.decode))
+    """Names of parameters and dims that decide the text of generated code; not of those that are only sizes of blocks."""
+    parts = [part for field in spec.fields for part in field.typed.index]
+    used = set(_computed(spec.decode)) | {word for part in parts if not _moves(part) for word in g.names(part)}
     for kind in [field.typed.type for field in spec.fields] + [
             tensor.shape.type for storage in spec.storages for tensor in storage.tensors if tensor.shape]:
         used |= {kind.name} | ({kind.parameter.name} if kind.parameter else set())
@@ -57,6 +59,26 @@ def _structural(spec: Spec) -> set[str]:
     while more := {word for dim in used & dims.keys() for word in dims[dim]} - used:
         used |= more
     return used
+
+
+def _moves(part: g.Expr) -> bool:
+    """Whether a subscript is of rows or columns: a block, and not an extent."""
+    return not {"n", "k"}.isdisjoint(g.names(part))
+
+
+def _computed(expr: g.Expr) -> Iterator[str]:
+    """What decode computes with: every name but those in subscripts that only say which block a stored table is of."""
+    match expr:
+        case g.Subscript(word, index):
+            yield word
+            for part in index:
+                yield from () if _moves(part) else _computed(part)
+        case g.Negate(value):
+            yield from _computed(value)
+        case g.Binary(_, left, right):
+            yield from (*_computed(left), *_computed(right))
+        case _:
+            yield from g.names(expr)
 
 
 def _check_values(param: Param, structural: bool, problems: Problems) -> None:

@@ -1,9 +1,10 @@
 """The planar storage: a format's fields laid out for matrix units.
 
-Does: where decode is a line in its code (factor_decode) and the code's bits fit registers, writes one more storage in the
-language of specs: the code in planes of 4, 2 and 1 bits (or 8), each chunk of 128 columns in the order in which a warp's
-lanes want it (gpu/kernels/lanes.py), and every other field alone in a tensor, row by row, in bytes or its own float type.  It
-then takes the way of every other storage through the passes, which prove that it holds each bit once.
+Does: where decode is a line in its code (factor_decode), or in one that stands for rows of tables (expand_codes), and the code's
+bits fit registers, writes one more storage in the language of specs.  That has the code in planes of 4, 2 and 1 bits (or 8), each
+chunk of 128 columns in the order in which a warp's lanes want it (gpu/kernels/lanes.py), and every other field alone in a tensor,
+row by row, in bytes or its own float type.  It then takes the way of every other storage through the passes, which prove that
+it holds each bit once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from math import gcd
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Index
 from qdsl.compiler.ir.program import Field, Program
+from qdsl.compiler.passes.expand_codes import expand_codes
 from qdsl.compiler.passes.factor_decode import why_not_affine
 from qdsl.compiler.passes.samples import divisor_of
 from qdsl.compiler.spec import grammar as g
@@ -35,8 +37,12 @@ ORDERS = {
     (2, 1): (512, "c<4 u<4 e<2 i<2 j<2 h<2 l<2", "512*t + 256*l + 128*j"),
     (1, 1): (512, "c<4 u<4 e<2 i<2 l<2 j<2 h<2", "512*t + 256*l + 128*j"),
 }
-LOOKED_UP = "u4"                                                 # codes that stand for the numbers of a table
-LOOKED_UP_ORDER = (128, "c<4 u<4 i<2 e<2 h<2", "128*t")          # bytes are looked up four at a time (gpu/kernels/codebook.py)
+LOOKED_UP = ("u3", "u4")                                         # codes that stand for the numbers of a table
+LOOKED_UP_ORDERS = {                                             # bytes are looked up four at a time (gpu/kernels/codebook.py)
+    (4, 4): (128, "c<4 u<4 i<2 e<2 h<2", "128*t"),
+    (2, 2): (256, "c<4 u<4 i<2 e<2 h<2 j<2", "256*t + 128*j"),
+    (2, 1): (512, "c<4 u<4 i<2 e<2 h<2 j<2 l<2", "512*t + 256*l + 128*j"),
+}
 FLOAT_CODES = ("e4m3", "e5m2", "e2m1")                           # whose bits become a 16-bit float's by shifts alone
 GROUP_FLOATS = ("f32", "bf16", "f16", "e8m0", "e8m0h", "e4m3", "ue4m3")
 
@@ -46,11 +52,10 @@ def derive_planar(programs: Sequence[Program]) -> Program | None:
 
     programs: the format's other storages, with one choice of params.  Blocks that are whole in all of them are whole here.
     """
-    program = _with_defaults(programs)
-    affine = program.affine
-    if affine is None or _obstacle(program):
+    program = _with_codes(programs)
+    if isinstance(program, str) or program.affine is None or _obstacle(program):
         return None
-    whole = gcd(*(divisor_of("K", [var.extent for tensor in other.tensors for var in tensor.vars]) for other in programs))
+    affine, whole = program.affine, _divisor(programs)
     code = program.field(affine.code)
     groups = [program.field(name) for name in affine.fields]
     span = program.spec.span
@@ -60,20 +65,26 @@ def derive_planar(programs: Sequence[Program]) -> Program | None:
     fixed = [(_text(key, span), g.expression(_text(str(value), span))) for key, value in program.params.items()]
     storage = Storage(_text(PLANAR, span), (*fixed, *where), tuple(tensors))
     spec = replace(program.spec, storages=(storage,), claims=())
-    return Program(spec, PLANAR, program.params, program.sizes)
+    return Program(spec, PLANAR, program.params, program.sizes, row_codes=program.row_codes)
 
 
 def why_no_planar(programs: Sequence[Program]) -> str:
     """Why a format has no planar storage, in one line; '' where it has one for some choice of params."""
     if any(program.storage == PLANAR for program in programs):
         return ""
-    return _obstacle(_with_defaults([program for program in programs if program.params == programs[0].params]))
+    program = _with_codes([program for program in programs if program.params == programs[0].params])
+    return program if isinstance(program, str) else _obstacle(program)
 
 
-def _with_defaults(programs: Sequence[Program]) -> Program:
-    """The last program, with the values of fields that some storage of the format does not hold."""
+def _with_codes(programs: Sequence[Program]) -> Program | str:
+    """The last program with a code per weight, and the values of fields that some storage does not hold; or why there is none."""
     missing = {key: value for other in programs for key, value in (*other.where.items(), *other.defaults.items())}
-    return replace(programs[-1], defaults=missing)
+    return expand_codes(replace(programs[-1], defaults=missing), _divisor(programs))
+
+
+def _divisor(programs: Sequence[Program]) -> int:
+    """What K is a multiple of wherever a storage has whole blocks that all of them have."""
+    return gcd(*(divisor_of("K", [var.extent for tensor in other.tensors for var in tensor.vars]) for other in programs))
 
 
 def _obstacle(program: Program) -> str:
@@ -83,7 +94,7 @@ def _obstacle(program: Program) -> str:
         return why_not_affine(program)
     code = program.field(affine.code)
     if not is_code(code.number, affine.table):
-        types = LOOKED_UP if affine.table else f"u1 to u8, i1 to i8, {', '.join(FLOAT_CODES)}"
+        types = " and ".join(LOOKED_UP) if affine.table else f"u1 to u8, i1 to i8, {', '.join(FLOAT_CODES)}"
         return f"code '{code.name}' is {code.number.name if code.number else 'an index'}, and matrix units take {types}"
     for name in affine.fields:
         if not _is_group(program, program.field(name)):
@@ -120,7 +131,7 @@ def order_name(program: Program) -> str:
 
 def is_code(number: Number | None, table: str = "") -> bool:
     """Whether the planar storage has an order for codes of this type, which are numbers or are looked up in a table."""
-    if number is None or (table and number.name != LOOKED_UP):
+    if number is None or (table and number.name not in LOOKED_UP):
         return False
     return number.name in FLOAT_CODES if number.is_float else number.bits in PLANES
 
@@ -175,7 +186,7 @@ def _planes(code: Field, table: str, span: Span) -> Iterator[Tensor]:
     for place, width in enumerate(widths):
         name = code.name if len(widths) == 1 else f"{code.name}_{place}"
         part = f".at({low}):{width}" if len(widths) > 1 else ""
-        columns, loops, at = LOOKED_UP_ORDER if table else ORDERS[widths[0], width]
+        columns, loops, at = (LOOKED_UP_ORDERS if table else ORDERS)[widths[0], width]
         shape = f"i32[n<N, t<ceil(K/{columns}) word]"
         yield _tensor(name, shape, f"{loops}: {code.name}[n, {at} + 32*u + 16*i + 8*h + 2*c + e]{part}", span)
         low += width

@@ -153,9 +153,10 @@ class RecordReader:
         assert width is not None
         lo = self.bit(scope, item.lo) if item.lo is not None else Affine(field.bits - width if item.part == "hi" else 0)
         rank = len(field.extents)
-        allowed = (0, 1) if local else (rank, 1) if rank == 2 else (rank,)
+        by_weight = rank == 2 and not field.table
+        allowed = (0, 1) if local else (rank, 1) if by_weight else (rank,)
         if len(index) not in allowed:
-            expected = "one local subscript, or none" if local else f"{rank}" + (", or one flat position" if rank == 2 else "")
+            expected = "one local subscript, or none" if local else f"{rank}" + (", or one flat position" if by_weight else "")
             self.problems.add(item.span, f"field '{field.name}' has {len(index)} subscripts here; expected {expected}")
             return None
         if lo is None:

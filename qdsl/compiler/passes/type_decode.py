@@ -12,6 +12,8 @@ from dataclasses import replace
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Index
 from qdsl.compiler.ir.program import Field, Program, Value
+from qdsl.compiler.passes.scope import Scope
+from qdsl.compiler.passes.type_fields import parameters
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.source import Problems, Span, did_you_mean
 from qdsl.core.numbers import round_to_f32
@@ -119,20 +121,39 @@ class _Builder:
         return self.add("table", (arg,), expr.span, name=expr.name, range=limits, index=index)
 
     def entry(self, expr: g.Subscript, field: Field) -> int | None:
-        """A stored table's number: planes of rows by constants, then as of a table of rows."""
-        shape = field.table
-        if len(expr.index) != len(shape):
-            self.problems.add(expr.span, f"stored table '{expr.name}' has {len(shape)} subscripts, not {len(expr.index)}")
+        """A stored table's number: its block as the field says it, planes by constants, then an entry or a column of a row."""
+        if len(expr.index) != len(field.extents):
+            self.problems.add(expr.span, f"stored table '{expr.name}' has {len(field.extents)} subscripts, not {len(expr.index)}")
             return None
+        if not self.is_block(expr, field):
+            return None
+        at = expr.index[len(field.index):]
+        rows = {"n", "k"} & set(g.names(at[-1])) and len(at) > 1
+        shape = field.table[-2:] if rows else field.table[-1:]
         plane = 0
-        for at, extent in zip(expr.index, shape[:-2], strict=False):
-            if not isinstance(at, g.Number) or not isinstance(at.value, int) or not at.value < extent:
-                self.problems.add(at.span, f"a subscript of '{expr.name}' before the row is a number from 0 to {extent - 1}")
+        for part, extent in zip(at, field.table[:len(at) - len(shape)], strict=False):
+            if not isinstance(part, g.Number) or not isinstance(part.value, int) or not part.value < extent:
+                self.problems.add(part.span, f"a subscript of '{expr.name}' before the {'row' if rows else 'last'} is a number "
+                                             f"from 0 to {extent - 1}")
                 return None
-            plane = plane * extent + at.value
-        arg = self.row(expr, expr.index[-2], shape[-2:])
-        return None if arg is None else self.add("entry", (arg,), expr.span, name=field.name, const=plane,
-                                                 range=_limits(field), index=_columns(self.values[arg]))
+            plane = plane * extent + part.value
+        arg = self.row(expr, at[-len(shape)], shape)
+        if arg is None:
+            return None
+        by = self.values[arg]
+        index = _finer(field.index, _columns(by) if rows else by.index)
+        return self.add("row" if rows else "entry", (arg,), expr.span, name=field.name, const=plane, range=_limits(field),
+                        index=index)
+
+    def is_block(self, expr: g.Subscript, field: Field) -> bool:
+        """Whether the first subscripts of a stored table are those that its field has."""
+        program = self.program
+        names = {word: ix.name(word) for word in ("n", "k", "N", "K")} | parameters(program) | dict(program.dims)
+        for part, index in zip(expr.index, field.index, strict=False):
+            if Scope(names, "a subscript", Problems(), program.domain).index(part) != index:
+                self.problems.add(part.span, f"stored table '{expr.name}' is shared by blocks: expected {index} here")
+                return False
+        return True
 
     def row(self, expr: g.Subscript, at: g.Expr, shape: tuple[int, ...]) -> int | None:
         """The subscript that says which row, or which entry of a table without columns: an integer that is always one."""

@@ -125,17 +125,18 @@ def _field(program: Program, item: SpecField, problems: Problems) -> Field | Non
     else:
         number_type = number_of(program, kind, problems)
     shown = kind.name if number_type is None or kind.name in program.params else number_type.name
-    if (shape := _table(program, item)) is not None and number_type is not None:
-        if len(shape) < 2 or min(extent.const for extent in shape) < 1:
-            problems.add(item.typed.span, f"stored table '{word}' has an extent of rows, one of columns, and may have more "
-                                          "before them")
-            return None
-        return Field(word, shown, number_type, (), shape, None, item.name.span)
-    index = [_subscript(program, item, expr, problems) for expr in item.typed.index]
+    shape = _table(program, item) if number_type is not None else ()
+    if any(extent.const < 1 for extent in shape):
+        problems.add(item.typed.span, f"stored table '{word}' has an extent that is not positive")
+        return None
+    index = [_subscript(program, item, expr, problems) for expr in item.typed.index[:len(item.typed.index) - len(shape)]]
     if None in index or (number_type is None and groups is None):
         return None
     subscripts = tuple(i for i in index if i is not None)
     axes = [axis_of(program, i) for i in subscripts]
+    if shape and any(ix.flat_of(i) is not None or str(i) in _index_fields(program) for i in subscripts):
+        problems.add(item.typed.span, f"stored table '{word}' is of blocks of rows and columns, or of the whole weight")
+        return None
     if any(ix.flat_of(i) is not None for i in subscripts) and len(subscripts) > 1:
         problems.add(item.typed.span, f"field '{word}' is subscripted by the flat position n * K + k and nothing else")
         return None
@@ -145,16 +146,21 @@ def _field(program: Program, item: SpecField, problems: Problems) -> Field | Non
     if groups is not None and subscripts != (name("k"),):
         problems.add(item.typed.span, f"index field '{word}' is subscripted by k alone: which group a column belongs to")
         return None
-    return Field(word, shown, number_type, subscripts, tuple(_extent(program, i) for i in subscripts), groups, item.name.span)
+    extents = (*(_extent(program, i) for i in subscripts), *shape)
+    return Field(word, shown, number_type, subscripts, extents, groups, item.name.span)
 
 
-def _table(program: Program, item: SpecField) -> tuple[Index, ...] | None:
-    """The extents of a stored table, which stand where other fields have subscripts; None for those."""
+def _table(program: Program, item: SpecField) -> tuple[Index, ...]:
+    """The extents of a stored table, which are constants and stand last; () of any other field."""
     scope = Scope({"n": name("n"), "k": name("k"), "N": name("N"), "K": name("K"), **_index_fields(program),
                    **parameters(program), **program.dims}, "", Problems(), program.domain)
-    shape = [scope.index(expr) for expr in item.typed.index]
-    extents = tuple(extent for extent in shape if extent is not None and extent.is_const)
-    return extents if extents and len(extents) == len(shape) else None
+    shape: list[Index] = []
+    for expr in reversed(item.typed.index):
+        extent = scope.index(expr)
+        if extent is None or not extent.is_const:
+            break
+        shape.insert(0, extent)
+    return tuple(shape)
 
 
 def group_size(groups: Index) -> Index | None:

@@ -18,7 +18,7 @@ from qdsl.jobs.engine import RewriteError
 if TYPE_CHECKING:
     import torch
 
-    from qdsl.runtime.weight.format import Format
+    from qdsl.runtime.format import Format
     from qdsl.runtime.weight.packed import PackedWeight
 
 

@@ -35,7 +35,7 @@ from qdsl.jobs.engine.shards import Copy, Shard, Step, copy, in_order
 if TYPE_CHECKING:
     import torch
 
-    from qdsl.runtime.weight.format import Format
+    from qdsl.runtime.format import Format
     from qdsl.runtime.weight.packed import PackedWeight
 
 
@@ -72,10 +72,12 @@ class Change:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that the layer takes in the new file."""
         return sum(entry.nbytes for entry in self.to.values())
 
     @property
     def extents(self) -> Sequence[tuple[int, int]]:
+        """Where the bytes of each tensor of the new file begin, and how many they are."""
         return [(entry.start, entry.nbytes) for entry in self.to.values()]
 
     def write(self, out: BinaryIO) -> tuple[str, dict[str, Any]] | None:

@@ -15,7 +15,8 @@ from torch import nn
 from qdsl.checkpoint.checkpoint import Checkpoint
 from qdsl.checkpoint.detect.ignored import SKIPPED
 from qdsl.models.dense import make_dense
-from qdsl.models.load import LoadReport, bytes_by_device, fill_model
+from qdsl.models.load import fill_model
+from qdsl.models.load_report import LoadReport, bytes_by_device
 from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import origin_in
 from qdsl.models.plan import LoadError

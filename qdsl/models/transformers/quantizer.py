@@ -24,7 +24,8 @@ from qdsl.checkpoint.detect.sources import Source
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.models.dense import embeddings, make_dense
 from qdsl.models.experts import Experts
-from qdsl.models.load import LoadReport, bytes_by_device, fill_model, use_planar
+from qdsl.models.load import fill_model, use_planar
+from qdsl.models.load_report import LoadReport, bytes_by_device
 from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import Origin, origin_in
 from qdsl.models.plan import LoadError, listed

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from qdsl.runtime.weight import order
+from qdsl.runtime.weight.assemble import assemble
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 if TYPE_CHECKING:
-    from qdsl.runtime.weight.format import Format
+    from qdsl.runtime.format import Format
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def for_device(packed: PackedWeight, dtype: torch.dtype) -> PackedWeight:
         raise FormatError(f"{packed.format.name}: scales are beyond {str(dtype)[6:]}; choose another dtype")
     is_exact = all(torch.equal(tensors[name].to(wide.tensors[name].dtype), wide.tensors[name]) for name in scaled)
     notes = () if is_exact else (f"scales and zeros are rounded to {str(dtype)[6:]}",)
-    return format._packed(wide.storage, tensors, wide.shape, {**wide.params, "scale_type": kind}, notes)
+    return assemble(format, wide.storage, tensors, wide.shape, {**wide.params, "scale_type": kind}, notes)
 
 
 def _regrouped(packed: PackedWeight, format: Format) -> PackedWeight:

@@ -138,6 +138,7 @@ class Terms(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """The predicted time."""
         return LAUNCH + max(self.first + max(self.memory, self.cached, self.busy), self.chain)
 
 

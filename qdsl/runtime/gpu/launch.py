@@ -17,8 +17,7 @@ from qdsl.runtime.gpu.kernels import dequantize as dequantize_kernel
 from qdsl.runtime.gpu.kernels import eight_bit, matvec
 from qdsl.runtime.gpu.scratch import scratch_of
 from qdsl.runtime.gpu.triton import tl
-from qdsl.runtime.torch import eight
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import eight, streams
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import PackedWeight
 
@@ -69,8 +68,8 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
         for part, result in parts:
             yield from linear_calls(part, packed, bias, result, invariant, candidate)
         return
-    if streams.has_few(x, packed):
-        yield from streams.few_calls(x, packed, bias, out)
+    if configure.has_skinny_streams(x, packed):
+        yield from streams.skinny_calls(x, packed, bias, out)
         return
     packed, calls = streams.decoded(packed)
     yield from calls
@@ -151,7 +150,8 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
     weight = weight.view(torch.uint8) if stored == torch.float16 else weight
     config, warps = configure.narrow(m, n, stored == torch.float16, x.device)
     yield Call(w8a8.kernel, (tuple(_tensors(packed)), weight, codes, scales, sums if w8a8.sums else None, bias, out, m, n, k),
-               {**lanes.constants("narrow", False, packed.sizes), **config}, (cdiv(n, config["BN"]), cdiv(m, config["BM"])),
+               {**lanes.constants("narrow", False, packed.sizes, packed.layout.coded), **config},
+               (cdiv(n, config["BN"]), cdiv(m, config["BM"])),
                {"num_warps": warps, "num_stages": config["STAGES"]},
                weights=min(config["BN"], n) * k, step=config["BN"] * eight.CHUNK)
 
@@ -199,7 +199,7 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
     assert lanes is not None
     (m, k), n = x.shape, packed.shape[0]
     tensors = _lane_tensors(packed)
-    constants = {**lanes.constants(which, x.dtype == torch.float16, packed.sizes), **config, "F": TYPES[x.dtype]}
+    constants = {**_lane_constants(packed, which, x.dtype), **config}
     if which == "tile_gemm":
         rows, split = 16 * config["R"] * config["W"], config["SPLIT"]
         grid = (cdiv(n, rows), cdiv(m, config["BM"]))
@@ -209,8 +209,10 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
                     {"num_warps": config["W"], "num_stages": config["STAGES"], "enable_fp_fusion": True},
                     weights=min(rows, n) * cdiv(k // 128, split) * 128, step=rows * 128 * config["UNROLL"], scratch=scratch)
     if which == "gemv":
-        return Call(lanes.gemv, (tensors, x.view(torch.int32), bias, out, n, k), constants, (cdiv(n, _lane_rows(config)),),
-                    _lane_options(config), **_lane_weights(config, n, k, lanes.trip(packed.sizes)))
+        early = _early(tensors)
+        return Call(lanes.gemv, (tensors, x.view(torch.int32), bias, out, n, k, early), constants,
+                    (cdiv(n, _lane_rows(config)),), _lane_options(config, early),
+                    **_lane_weights(config, n, k, lanes.trip(packed.sizes)))
     return _few_call(x, packed, bias, out, config)
 
 
@@ -220,10 +222,18 @@ def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
     lanes = packed.layout.kernels.lanes
     assert lanes is not None
     (m, k), n = x.shape, out.shape[1]
-    return Call(lanes.skinny, (_lane_tensors(packed), x.view(torch.int32), bias, out, m, n, k, tiles),
-                {**lanes.constants("skinny", x.dtype == torch.float16, packed.sizes), **config, "F": TYPES[x.dtype]},
-                (cdiv(n, _lane_rows(config)), cdiv(m, 8) if tiles is None else tiles.shape[0]), _lane_options(config),
+    tensors = _lane_tensors(packed)
+    early = _early(tensors) if tiles is None else None
+    return Call(lanes.skinny, (tensors, x.view(torch.int32), bias, out, m, n, k, tiles, early),
+                {**_lane_constants(packed, "skinny", x.dtype), **config},
+                (cdiv(n, _lane_rows(config)), cdiv(m, 8) if tiles is None else tiles.shape[0]), _lane_options(config, early),
                 **_lane_weights(config, n, k, configure.TRIP))
+
+
+def _lane_constants(packed: PackedWeight, which: str, dtype: torch.dtype) -> dict[str, Any]:
+    lanes = packed.layout.kernels.lanes
+    assert lanes is not None
+    return {**lanes.constants(which, dtype == torch.float16, packed.sizes, packed.layout.coded), "F": TYPES[dtype]}
 
 
 def _lane_tensors(packed: PackedWeight) -> tuple[Tensor | None, ...]:
@@ -237,8 +247,15 @@ def _lane_rows(config: Mapping[str, int]) -> int:
     return 16 * config["R"] * config["WN"]
 
 
-def _lane_options(config: Mapping[str, int]) -> dict[str, Any]:
-    return {"num_warps": config["WN"] * config["WK"], "num_stages": 1, "enable_fp_fusion": True}
+def _lane_options(config: Mapping[str, int], early: int | None) -> dict[str, Any]:
+    overlaps = {} if early is None else {"launch_pdl": True}
+    return {"num_warps": config["WN"] * config["WK"], "num_stages": 1, "enable_fp_fusion": True, **overlaps}
+
+
+def _early(tensors: tuple[Tensor | None, ...]) -> int | None:
+    """Words of a row of codes, which a launch may fetch before the one before has ended; None where it may not."""
+    words = tensors[0]
+    return words.shape[1] if words is not None and words.dtype == torch.int32 and configure.overlaps(words.device) else None
 
 
 def _lane_weights(config: Mapping[str, int], n: int, k: int, trip: int) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def plan_of(packed: PackedWeight) -> Plan:
         names += (packed.layout.order,) if is_permuted else ()
         shapes = tuple(packed.tensors[name].shape for name in names)
         if packed.layout.streams and not packed.stream_info and packed.device.type != "meta":
-            packed.stream_info = packed.format.stream_info(packed.layout, packed.tensors, packed.shape)
+            packed.stream_info = streams.stream_info(packed.format.name, packed.layout, packed.tensors, packed.shape)
         described = (packed.format.key, packed.storage, packed.params_text, packed.is_decoded, packed.shape, names, shapes,
                      packed.finite, packed.stream_info)
         plan = _plans.get(described)
@@ -193,13 +193,13 @@ def _lane_candidate(kind: str, packed: PackedWeight, m: int, config: dict[str, i
 
 
 def _stream_candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device) -> list[Candidate]:
-    """The kernel that decodes an entropy code as it multiplies, for up to streams.FEW rows."""
-    if m > streams.FEW:
+    """The kernel that decodes an entropy code as it multiplies, for up to streams.SKINNY_ROWS rows."""
+    if m > streams.SKINNY_ROWS:
         return []
     x, out = (torch.empty(m, columns, dtype=dtype, device=device) for columns in packed.shape[::-1])
-    if not streams.has_few(x, packed):
+    if not configure.has_skinny_streams(x, packed):
         return []
-    calls = list(streams.few_calls(x, packed, None, out))
+    calls = list(streams.skinny_calls(x, packed, None, out))
     return [Candidate("skinny", {key: value for key, value in call.constants.items() if isinstance(value, int)}, call.grid)
             for call in calls]
 

@@ -18,10 +18,9 @@ from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import DECODED, Candidate
 from qdsl.runtime.gpu.dense import dense
+from qdsl.runtime.gpu.placement import note
 from qdsl.runtime.gpu.plan import Plan, best, invariant, plan_of
-from qdsl.runtime.gpu.prepared import ALIGNMENT, Prepared, prepare
-from qdsl.runtime.gpu.scratch import scratch_of
-from qdsl.runtime.torch.placement import note
+from qdsl.runtime.gpu.prepared import Prepared, prepare
 from qdsl.runtime.torch.private_apis import launch_stream
 from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.tiles import row_tiles
@@ -43,44 +42,10 @@ def quick(x: Tensor, plan: Plan, tensors: Sequence[Tensor], bias: Tensor | None,
     if plan.is_permuted:
         *tensors, order = tensors
         x = x.index_select(-1, order)
-    if not x.is_contiguous():
-        return None
-    bits = address = x.data_ptr()
-    addresses = [stream, address]
-    for tensor in tensors:
-        if not tensor.is_contiguous():
-            return None
-        address = tensor.data_ptr()
-        bits |= address
-        addresses.append(address)
-    if bias is None:
-        addresses.append(0)
-    elif bias.shape == (plan.shape[0],) and bias.get_device() == device and bias.is_contiguous():
-        address = bias.data_ptr()
-        bits |= address
-        addresses.append(address)
-    else:
-        return None
-    if bits % ALIGNMENT:
-        return None
-    for place, mask in ready.aligned:
-        if addresses[place] & mask:
-            return None
-    # Sizes are arguments of their own: torch takes half a microsecond longer for a tuple.
-    out = x.new_empty(*ready.sizes)
-    addresses.append(out.data_ptr())
-    workspace = []                                               # all are alive at a time, so that no two are the same memory
-    for sizes, dtype in ready.workspace:
-        workspace.append(x.new_empty(sizes, dtype=dtype))
-        addresses.append(workspace[-1].data_ptr())
-    if ready.scratch:
-        shared = scratch_of(*ready.scratch, x.device, stream)
-        addresses += [tensor.data_ptr() for tensor in shared]
-    for launched in ready.launches:
-        if launched.hooks:
-            return None                                          # what was launched before wrote to its own memory alone
-        launched.run(addresses)
-    return linear(x, out, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)) if ready.is_decoded else out
+    out = ready.run(x, tensors, bias, stream, ready.sizes)
+    if out is None or not ready.is_decoded:
+        return out
+    return linear(x, out, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype))
 
 
 def _reshaped(x: Tensor, plan: Plan, bias: Tensor | None, mode: str, device: int) -> Prepared | None:

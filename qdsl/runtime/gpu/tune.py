@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from qdsl.host.files import write_text
-from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch, plan, product
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.triton import require, triton
+from qdsl.runtime.weight.packed import PackedWeight
 
 MOST = 20                                                        # candidates per number of rows: those of least modelled cost
 

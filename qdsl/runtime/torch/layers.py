@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from qdsl.runtime.gpu.product import quick
-from qdsl.runtime.torch import eight
 from qdsl.runtime.torch.linear import INVARIANT, QUANTIZE_X, check_bias
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.ops import autocast, is_plain
 from qdsl.runtime.torch.private_apis import is_autocast_enabled, is_direct
+from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 if TYPE_CHECKING:
-    from qdsl.runtime.weight.format import Format
+    from qdsl.runtime.format import Format
 
 
 class QuantizedLinear(PackedModule, nn.Linear):
@@ -68,8 +68,21 @@ class QuantizedLinear(PackedModule, nn.Linear):
         return dense
 
     def forward(self, input: Tensor) -> Tensor:
-        if (out := self._quick(input)) is not None:
-            return out
+        """x [..., K] times the weight's transpose, plus the bias: [..., N]."""
+        if not is_compiling():
+            own = self.__dict__                                  # asking nn.Module for each of its attributes costs more
+            plan, parameters = own["_packed"].plan, own["_parameters"]
+            if plan is not None and "bias" in parameters and own["_x_scale"] is None:
+                bias = parameters["bias"]
+                if is_direct(input, bias) and (tensors := self._unchanged(plan.names)) is not None:
+                    x = autocast(input) if is_autocast_enabled() else input
+                    mode = QUANTIZE_X if self.quantize_x else INVARIANT if self.batch_invariant else ""
+                    if (out := quick(x, plan, tensors, bias, mode)) is not None:
+                        return out
+        return self._product(input)
+
+    def _product(self, input: Tensor) -> Tensor:
+        """The product by whatever way x and the tensors that the layer holds now ask for."""
         if self.quantize_x and self._x_scale is None and self.input_scale is not None:
             self._read_scale()
         packed = self.packed
@@ -77,18 +90,6 @@ class QuantizedLinear(PackedModule, nn.Linear):
         if not is_compiling() and packed.plan is not None:
             self._packed.plan, self._packed.dense = packed.plan, packed.dense
         return out
-
-    def _quick(self, x: Tensor) -> Tensor | None:
-        """The product by launches that are prepared, for the tensors that the layer holds; None where it takes another way."""
-        own = self._parameters
-        if is_compiling() or (plan := self._packed.plan) is None or "bias" not in own or self._x_scale is not None:
-            return None
-        bias, tensors = own["bias"], self._unchanged(plan.names)
-        if tensors is None or not is_direct(x, bias):
-            return None
-        if is_autocast_enabled():
-            x = autocast(x)
-        return quick(x, plan, tensors, bias, QUANTIZE_X if self.quantize_x else INVARIANT if self.batch_invariant else "")
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
                               missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
@@ -116,6 +117,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
         self._x_scale = None if scale is None or not is_plain(scale) else float(scale)
 
     def extra_repr(self) -> str:
+        """Features, format and bias, as print(model) shows them."""
         return (f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
                 f"format={self.format.name}.{self._packed.storage}{', quantize_x=True' if self.quantize_x else ''}")
 
@@ -155,10 +157,12 @@ class QuantizedEmbedding(PackedModule, nn.Embedding):
         return dense
 
     def forward(self, input: Tensor) -> Tensor:
+        """Rows of the weight by their numbers: [*index.shape, K]."""
         rows = self.format.dequantize_rows(self.packed, input, self.compute_dtype)
         return rows if self.max_norm is None else _renormed(rows, self.max_norm, self.norm_type)
 
     def extra_repr(self) -> str:
+        """Sizes and format, as print(model) shows them."""
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.format.name}.{self._packed.storage}"
 
 

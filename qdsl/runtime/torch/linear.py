@@ -18,7 +18,7 @@ from qdsl.runtime.gpu.costs import DECODED
 from qdsl.runtime.gpu.plan import plan_of
 from qdsl.runtime.gpu.product import product, quantized
 from qdsl.runtime.gpu.triton import runs_kernels
-from qdsl.runtime.torch import eight
+from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.tiles import decode_rows, row_tiles
 
@@ -86,6 +86,7 @@ def as_stored(x: Tensor, packed: PackedWeight) -> tuple[Tensor, PackedWeight]:
 
 
 def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str = "") -> Tensor:
+    """x [..., K] times a packed weight's transpose, plus bias [N]: [..., N]."""
     if is_quantized(mode):
         return _narrow_product(x, packed.decode_streams(), bias, mode)
     if mode != INVARIANT and (out := int4.product(x, packed, bias)) is not None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from qdsl.runtime.gpu.placement import fastest_storage, may_change
 from qdsl.runtime.torch.layers import QuantizedLinear
-from qdsl.runtime.torch.placement import fastest_storage, may_change
 from qdsl.runtime.weight.packed import FormatError
 
 if TYPE_CHECKING:
-    from qdsl.runtime.weight.format import Format
+    from qdsl.runtime.format import Format
 
 
 @dataclass(slots=True)
@@ -101,22 +102,22 @@ def _replace(model: nn.Module, names: list[str], format: Format, options: Mappin
     return ""
 
 
-def planar_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None) -> Report:
+def planar_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None, larger: bool = False) -> Report:
     """Store the weights of a model's quantized layers as the kernels for matrix units want them, one after the other.
 
     filter: whether a layer, passed with its name, may change.  Layers that have no such storage, or would grow (Format.planar),
-    are left, and the report says so.
+    are left, and the report says so.  larger: they may grow.
     """
-    return replace_layers(model, "stored for matrix units", _planar_layer, filter)
+    return replace_layers(model, "stored for matrix units", partial(_planar_layer, larger=larger), filter)
 
 
-def _planar_layer(old: QuantizedLinear) -> QuantizedLinear | str:
+def _planar_layer(old: QuantizedLinear, larger: bool) -> QuantizedLinear | str:
     packed = old.packed
     if old.quantize_x:
         return f"{packed.storage} stays: x is quantized, which needs rows of 8 bits"
-    if why := old.format.why_not_planar(packed):
+    if why := old.format.why_not_planar(packed, larger):
         return f"{packed.storage} stays: {why}"
-    return packed.format.Linear(old.format.planar(packed), old.bias, old.compute_dtype, input_scale=old.input_scale)
+    return packed.format.Linear(old.format.planar(packed, larger), old.bias, old.compute_dtype, input_scale=old.input_scale)
 
 
 def use_fastest_storages(model: nn.Module, filter: Callable[[nn.Module, str], bool]) -> Report:

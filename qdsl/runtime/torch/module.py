@@ -15,9 +15,10 @@ from qdsl.runtime.torch.private_apis import is_fsdp_shard
 from qdsl.runtime.weight.device_dtypes import as_bytes_like, as_stored, dtype_on, is_float8, moved
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.pickling import picklable, unpickled
+from qdsl.runtime.weight.wrap import unfilled
 
 if TYPE_CHECKING:
-    from qdsl.runtime.weight.format import Format
+    from qdsl.runtime.format import Format
 
 # What may be loaded into a tensor of another dtype: decoding widens a scale to float32 in any case, before it computes.
 WIDENED = {torch.float32: (torch.float16, torch.bfloat16)}
@@ -102,7 +103,8 @@ class PackedModule(nn.Module):
 
     def _unchanged(self, names: Sequence[str]) -> list[Tensor] | None:
         """Stored tensors by name, as `packed` has them; None where one was replaced, cast or changed since it was noted."""
-        own, words, dtypes = self._parameters, self._names, self._dtypes
+        attributes = self.__dict__
+        own, words, dtypes = attributes["_parameters"], attributes["_names"], attributes["_dtypes"]
         tensors: list[Tensor] = []
         for name in names:
             tensor = own.get(words[name])
@@ -148,6 +150,7 @@ class PackedModule(nn.Module):
         return self.packed
 
     def reset_parameters(self) -> None:
+        """Raises FormatError: a packed weight is loaded or quantized."""
         raise FormatError(f"a {self.format.name} weight is loaded or quantized, not initialised")
 
     # -- what comes in -------------------------------------------------------------------------------------------------
@@ -173,7 +176,7 @@ class PackedModule(nn.Module):
                     loaded[name] = tensor
         try:
             if loaded and not wrong and is_plain(*loaded.values()):
-                loaded |= self.format.unfilled(self._packed.derive(loaded))
+                loaded |= unfilled(self.format, self._packed.derive(loaded))
                 self.format.checked(self._packed.derive({**self._own_shape(loaded), **loaded}))
         except FormatError as error:
             wrong.append(f"{prefix[:-1] or type(self).__name__}: {error}")
@@ -261,13 +264,13 @@ class PackedModule(nn.Module):
 
         Without an index that nobody filled, as in `wrap`; it may not be filled yet, and is validated at every use.
         """
-        unfilled = self.format.unfilled(self._packed.derive(tensors))
-        checked = self.format.checked(self._packed.derive({**tensors, **unfilled}))
+        absent = unfilled(self.format, self._packed.derive(tensors))
+        checked = self.format.checked(self._packed.derive({**tensors, **absent}))
         on_gpu = checked.device.type not in ("cpu", "meta")      # where kernels for matrix units ask for it, again and again
         self._packed.known_finite = checked.finite if on_gpu else None
         self._packed.stream_info = checked.stream_info
         self._packed.plan = self._packed.dense = None
-        filled = {name: tensor for name, tensor in tensors.items() if name not in unfilled}
+        filled = {name: tensor for name, tensor in tensors.items() if name not in absent}
         _note(filled, checked.in_order)
         return filled
 

@@ -39,47 +39,58 @@ class NoWeight:
 
     @property
     def shape(self) -> torch.Size:
+        """The shape of the decoded weight."""
         return torch.Size(self._layer._packed.shape) if self._part is None else self._part
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype that products of the layer have."""
         return self._layer.compute_dtype
 
     @property
     def device(self) -> torch.device:
+        """Where the packed tensors lie."""
         return self._layer.device
 
     @property
     def ndim(self) -> int:
+        """The number of axes."""
         return len(self.shape)
 
     @property
     def data(self) -> NoWeight:
+        """Itself: it has no numbers of its own."""
         return self
 
     def __repr__(self) -> str:
         return f"NoWeight({list(self.shape)}, {self.dtype}, {self.device})"
 
     def size(self, dim: int | None = None) -> Any:
+        """The shape, or the extent of an axis."""
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:
+        """The number of weights."""
         return self.shape.numel()
 
     def dim(self) -> int:
+        """The number of axes."""
         return self.ndim
 
     ndimension = dim
 
     def is_floating_point(self) -> bool:
+        """True: weights are floats."""
         return True
 
     def requires_grad_(self, requires_grad: bool = True) -> NoWeight:
+        """Itself.  Raises FormatError for requires_grad: a packed weight has no gradient."""
         if requires_grad:
             raise TypeError(f"a packed weight is not trained: {self._advice}")
         return self
 
     def detach(self) -> NoWeight:
+        """Itself: a packed weight has no gradient."""
         return self
 
     def __getitem__(self, index: Any) -> NoWeight:
@@ -139,12 +150,14 @@ class StoredWeight(NoWeight):
 
     @property
     def stored(self) -> nn.Parameter:
+        """The tensor that files hold."""
         parameter = self._layer._parameters["weight"]
         assert parameter is not None
         return parameter
 
     @property
     def shape(self) -> torch.Size:
+        """The shape of the stored tensor."""
         return self.stored.shape
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:

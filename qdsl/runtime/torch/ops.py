@@ -25,7 +25,7 @@ from torch import Tensor
 
 from qdsl.runtime.gpu.product import quick
 from qdsl.runtime.gpu.triton import on_device
-from qdsl.runtime.torch import eight
+from qdsl.runtime.torch.decode import decode_into
 from qdsl.runtime.torch.linear import as_stored, check_x, is_quantized, packed_linear, packed_matmul
 from qdsl.runtime.torch.private_apis import (
     PLAIN,
@@ -37,14 +37,14 @@ from qdsl.runtime.torch.private_apis import (
     is_jit_traced,
     is_transformed,
 )
-from qdsl.runtime.weight import order
+from qdsl.runtime.weight import eight, order
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.finite import has_special_codes
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 if TYPE_CHECKING:
+    from qdsl.runtime.format import Format
     from qdsl.runtime.gpu.plan import Plan
-    from qdsl.runtime.weight.format import Format
 
 
 class WeightKey(NamedTuple):
@@ -320,7 +320,7 @@ def _computed_transposed(x: Tensor, tensors: Sequence[Tensor], weight: str) -> T
 
 def _computed_dequantize(tensors: Sequence[Tensor], weight: str, dtype: torch.dtype) -> Tensor:
     packed = packed_weight(tensors, weight)
-    return packed.format._dequantized(packed, empty(packed.shape, dtype, packed.device))
+    return decode_into(packed, empty(packed.shape, dtype, packed.device))
 
 
 def _empty_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, weight: str, mode: str = "") -> Tensor:

@@ -138,4 +138,4 @@ def launch_stream(device: int) -> int | None:
     if getattr(before, "calls", before) or getattr(after, "calls", after):
         return None
     current = driver.get_current_device()
-    return driver.get_current_stream(current) if device in (current, -1) else None
+    return driver.get_current_stream(current) if device == current or device < 0 else None

@@ -18,6 +18,7 @@ from torch import Tensor
 from qdsl.core.borders import UNITS, border_step, piece_step, spans_all, targets
 from qdsl.core.shapes import Axis
 from qdsl.runtime.weight import streams
+from qdsl.runtime.weight.defaults import default_field
 from qdsl.runtime.weight.errors import FormatError
 from qdsl.runtime.weight.gather import Source, gathered, group_index, group_size, is_scattered, plan
 
@@ -347,7 +348,7 @@ def _column_numbers(part: PackedWeight, name: str, unit: int, start: int) -> Ten
 def _all_fields(parts: Sequence[PackedWeight]) -> list[dict[str, Tensor]]:
     """The fields of every part, with the defaults of those that only other parts store."""
     def default(part: PackedWeight, name: str) -> Tensor:
-        return part.format.default(part.variant, name, part.shape, part.params, part.device)
+        return default_field(part.format, part.variant, name, part.shape, part.params, part.device)
 
     unpacked = [part.format.unpack(part) for part in parts]
     names = {name for fields in unpacked for name in fields}

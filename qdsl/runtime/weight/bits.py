@@ -38,6 +38,7 @@ class Piece:
 
     @property
     def key(self) -> tuple[str, int, int]:
+        """What pieces of two storages have in common that hold the same bits."""
         return self.field, self.lo, self.width
 
 

@@ -20,11 +20,12 @@ from qdsl.core.shapes import granule
 from qdsl.runtime.weight import order, tiles, transpose
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.bits import Piece, Placed, pieces, place
+from qdsl.runtime.weight.defaults import default_field, is_default
 from qdsl.runtime.weight.layout import Storage
 from qdsl.runtime.weight.packed import PackedWeight, shape_tensor
 
 if TYPE_CHECKING:
-    from qdsl.runtime.weight.format import Format
+    from qdsl.runtime.format import Format
 
 
 def convert(format: Format, packed: PackedWeight, storage: str) -> dict[str, Tensor]:
@@ -60,7 +61,7 @@ def usual(packed: PackedWeight, names: Collection[str]) -> set[str]:
     """Those of some fields that have their default in all of a weight."""
     fields = unpacked(packed, lambda stored_fields: stored_fields.isdisjoint(names))
     return {name for name in names
-            if name not in fields or packed.format.is_default(packed.variant, name, fields[name], packed.sizes)}
+            if name not in fields or is_default(packed.variant, name, fields[name], packed.sizes)}
 
 
 def unpacked(packed: PackedWeight, may_skip: Callable[[set[str]], bool]) -> dict[str, Tensor]:
@@ -79,7 +80,7 @@ def default_tensors(weight: PackedWeight, names: Collection[str]) -> dict[str, T
     fields: dict[str, Tensor] = unpacked(weight, lambda stored_fields: True)      # without numbers, for their shapes
     for name in names:
         own = str(weight.layout.tensors[name].optional)
-        fields[own] = weight.format.default(weight.variant, own, weight.shape, weight.params, weight.device)
+        fields[own] = default_field(weight.format, weight.variant, own, weight.shape, weight.params, weight.device)
     stored = [name for name in weight.variant.fields if name not in weight.layout.where]
     tensors = weight.layout.tensors_of({name: fields.get(name) for name in stored}, weight.extents)
     return {name: tensors[name].contiguous() for name in names}
@@ -250,7 +251,7 @@ class _Change:
         done = {piece.field for name in moved for piece in pieces(self.other.layout.tensors[name].bits)}
         fields = unpacked(self.packed, lambda stored_fields: stored_fields <= done)
         packed = self.packed
-        fields |= {name: packed.format.default(packed.variant, name, packed.shape, packed.params, packed.device)
+        fields |= {name: default_field(packed.format, packed.variant, name, packed.shape, packed.params, packed.device)
                    for name in self.other.layout.always if name not in fields and self.changed is None}
         if self.changed is not None:
             fields = {name: field.to("meta") if name in done else field for name, field in self.changed.all(fields).items()}

@@ -8,6 +8,7 @@ that.  Every number is compared, and a weight of which one would change is refus
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -17,14 +18,48 @@ from torch import Tensor
 
 from qdsl.core.numbers import number
 from qdsl.runtime.weight import convert
+from qdsl.runtime.weight.assemble import assemble, check_shape
+from qdsl.runtime.weight.defaults import default_field
 from qdsl.runtime.weight.layout import FLOATS, Field, Variant
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 if TYPE_CHECKING:
-    from qdsl.runtime.weight.format import Format
+    from qdsl.runtime.format import Format
 
 WIDEST = "f32"
+
+
+def converted(format: Format, packed: PackedWeight, storage: str, params: Mapping[str, int | str]) -> PackedWeight:
+    """The same numbers in a storage of a format.  Raises FormatError where it cannot hold them.
+
+    params: those that the result must have.
+    """
+    format.complete(params)
+    is_own = packed.format is format and packed.params == {**packed.params, **params}
+    if storage == packed.storage and is_own:
+        return packed
+    with _offering_requantize(format, storage):
+        if not is_own:
+            tensors, chosen = convert_format(format, packed, storage, params)
+            return assemble(format, storage, tensors, packed.shape, chosen)
+        format.storage(storage, packed.params)
+    missing = {stored.optional for key, stored in packed.layout.tensors.items() if key not in packed.tensors}
+    check_shape(format, storage, packed.variant.storages[storage].decoded, packed.shape, packed.sizes,
+                packed.variant.fields.keys() - missing - {*packed.layout.where})
+    with _offering_requantize(format, storage):
+        return assemble(format, storage, convert.convert(format, packed, storage), packed.shape, packed.params)
+
+
+@contextmanager
+def _offering_requantize(format: Format, storage: str) -> Iterator[None]:
+    """Errors of a conversion name `requantize`, where the format has the storage and quantizes."""
+    try:
+        yield
+    except FormatError as error:
+        helps = any(storage in variant.storages and variant.encode is not None for variant in format.variants.values())
+        offer = "; requantize quantizes the decoded weight, and reports the error" if helps else ""
+        raise FormatError(f"{error}{offer}") from None
 
 
 def convert_format(format: Format, packed: PackedWeight, storage: str, wanted: Mapping[str, int | str],
@@ -151,7 +186,7 @@ class _Conversion:
                 continue
             default = part.variant.defaults.get(name)
             value = fields[name] if name in fields or default is None else \
-                part.format.default(part.variant, name, part.shape, part.params, part.device)
+                default_field(part.format, part.variant, name, part.shape, part.params, part.device)
             converted[name] = value.view(way.dtype) if way.bits else value.to(way.dtype)
         converted |= {name: self._solved(way, name, converted, fields[name]) for name, way in self.ways.items() if way.choices}
         index = {name: fields[name] for name, field in self.other.variant.fields.items() if field.groups and name in fields}

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from qdsl.codecs.lookup import StreamError
+
 
 class FormatError(ValueError):
     """Tensors, fields or parameters that do not make a weight of the format; the message says what it needs."""
@@ -17,3 +22,12 @@ class UnrepresentableValue(FormatError):
     def after(self, rows: int) -> UnrepresentableValue:
         """The same of a weight with so many more rows, or blocks of them, ahead."""
         return UnrepresentableValue(self.text, self.row + rows)
+
+
+@contextmanager
+def stream_errors(format: str) -> Iterator[None]:
+    """Raises a FormatError in place of a StreamError."""
+    try:
+        yield
+    except StreamError as error:
+        raise FormatError(f"{format}: {error}") from None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qdsl.core.shapes import Axis
 from qdsl.runtime.weight import order
+from qdsl.runtime.weight.defaults import default_field
 from qdsl.runtime.weight.errors import FormatError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Source:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(rows, columns) of the new weight."""
         return self.rows.numel(), self.stop - self.start
 
 
@@ -56,7 +58,7 @@ def plan(source: Source, sizes: Mapping[str, int]) -> Gather:
     Raises FormatError where weights of one block of the result would come from several blocks of the source.
     """
     variant = source.packed.variant
-    groups, index = _groups(variant), group_index(source.packed)
+    groups, index = variant.index_groups, group_index(source.packed)
     taken, index = (None, None) if index is None or groups is None else _groups_taken(source, sizes, groups, index)
     elements: dict[str, list[tuple[int, Tensor]]] = {}
     for name, field in variant.fields.items():
@@ -79,7 +81,8 @@ def gathered(source: Source, sizes: Mapping[str, int], gather: Gather, fields: M
         elif gather.index is not None:
             result[name] = gather.index.to(value.device)
         else:
-            result[name] = packed.format.default(packed.variant, name, source.shape, {**packed.params, **sizes}, value.device)
+            result[name] = default_field(packed.format, packed.variant, name, source.shape, {**packed.params, **sizes},
+                                         value.device)
     return result
 
 
@@ -95,13 +98,9 @@ def group_index(packed: PackedWeight) -> Tensor | None:
 
 def group_size(packed: PackedWeight) -> int:
     """Columns of a group, of a weight whose format has an index of groups."""
-    groups = _groups(packed.variant)
+    groups = packed.variant.index_groups
     assert groups is not None
     return groups.by(packed.sizes)
-
-
-def _groups(variant: Variant) -> Axis | None:
-    return next((field.groups for field in variant.fields.values() if field.groups is not None), None)
 
 
 def is_scattered(variant: Variant) -> bool:

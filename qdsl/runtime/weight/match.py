@@ -14,7 +14,7 @@ from qdsl.core.stored import LayoutMismatch, TensorInfo, element_dtype, field_dt
 from qdsl.runtime.weight.errors import FormatError
 
 if TYPE_CHECKING:
-    from qdsl.runtime.weight.format import Format
+    from qdsl.runtime.format import Format
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,11 @@ def uneven(index: Tensor, size: int) -> str:
     return f"group {group} has {int(counts[group])} columns where columns in order would give it {int(wanted[group])}"
 
 
+def in_order(index: Tensor, size: int) -> Tensor:
+    """The index of as many columns, in order, in groups of `size`."""
+    return torch.arange(index.numel(), dtype=index.dtype, device=index.device) // size
+
+
 def by_groups(index: Tensor) -> Tensor:
     """The order of columns with this index: int32 [K]."""
     return index.argsort(stable=True).to(torch.int32)

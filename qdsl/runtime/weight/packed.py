@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from qdsl.codecs.lookup import StreamError
 from qdsl.core.borders import UNITS
 from qdsl.core.shapes import Axis, granule
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
@@ -17,24 +15,16 @@ from qdsl.runtime.weight import algebra, streams
 from qdsl.runtime.weight.device_dtypes import dtype_on, moved
 from qdsl.runtime.weight.errors import FormatError as FormatError
 from qdsl.runtime.weight.errors import UnrepresentableValue as UnrepresentableValue
+from qdsl.runtime.weight.errors import stream_errors
 from qdsl.runtime.weight.finite import are_codes_finite
 from qdsl.runtime.weight.match import stored_dtype
 from qdsl.runtime.weight.pickling import picklable, unpickled
 
 if TYPE_CHECKING:
+    from qdsl.runtime.format import Format
     from qdsl.runtime.gpu.dense import Dense
     from qdsl.runtime.gpu.plan import Plan
-    from qdsl.runtime.weight.format import Format
     from qdsl.runtime.weight.layout import Storage, Variant
-
-
-@contextmanager
-def stream_errors(format: str) -> Iterator[None]:
-    """Raises a FormatError in place of a StreamError."""
-    try:
-        yield
-    except StreamError as error:
-        raise FormatError(f"{format}: {error}") from None
 
 
 class PackedWeight:
@@ -83,6 +73,7 @@ class PackedWeight:
 
     @property
     def device(self) -> torch.device:
+        """Where its tensors lie."""
         return next(iter(self.tensors.values())).device
 
     @property
@@ -97,6 +88,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its tensors."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     @property

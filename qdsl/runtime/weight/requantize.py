@@ -25,6 +25,7 @@ class Report:
 
     @property
     def exact(self) -> bool:
+        """Whether no number changed."""
         return self.largest == 0
 
     @property

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from qdsl.codecs.lookup import StreamError
 from qdsl.core.shapes import Axis, extents
-from qdsl.runtime.gpu import configure
 from qdsl.runtime.gpu.call import Call
-from qdsl.runtime.gpu.triton import runs_kernels, tl
+from qdsl.runtime.gpu.triton import tl
+from qdsl.runtime.weight.errors import stream_errors
 
 if TYPE_CHECKING:
     from qdsl.runtime.weight.layout import Pairs, Storage, Stream
@@ -39,7 +39,7 @@ class _Modules(dict[str, Any]):
 CODINGS: Mapping[str, Any] = _Modules("reference")
 LAUNCHES: Mapping[str, Any] = _Modules("launch")
 PAIRED = {"bf16": (torch.bfloat16, tl.bfloat16), "f16": (torch.float16, tl.float16)}
-FEW = 16                                                         # rows of x up to which weights are made in registers (predicted)
+SKINNY_ROWS = 16                                                 # rows of x up to which weights are made in registers (predicted)
 
 
 # -- on a CPU ----------------------------------------------------------------------------------------------------------
@@ -131,6 +131,14 @@ def check(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]
     return " ".join(entries)
 
 
+def stream_info(format: str, layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str:
+    """What `check` returns, '' without streams and on meta.  Raises FormatError for damaged streams."""
+    if not layout.streams or any(tensor.is_meta for tensor in tensors.values()):
+        return ""
+    with stream_errors(format):
+        return check(layout, tensors, shape)
+
+
 def _like(tensor: Tensor) -> NDArray[Any]:
     """Zeros in the shape of a tensor, which take no memory."""
     return np.broadcast_to(torch.zeros((), dtype=tensor.dtype, device="cpu").numpy(), tuple(tensor.shape))
@@ -142,7 +150,7 @@ def _stream_info(packed: PackedWeight, name: str) -> Mapping[str, int]:
         assumed: Mapping[str, int] = LAUNCHES[packed.layout.streams[name].coding].ASSUMED
         return assumed
     if not packed.stream_info:
-        packed.stream_info = packed.format.stream_info(packed.layout, packed.tensors, packed.shape)
+        packed.stream_info = stream_info(packed.format.name, packed.layout, packed.tensors, packed.shape)
     return _read(packed.stream_info, name)
 
 
@@ -212,7 +220,7 @@ def row_band(packed: PackedWeight, start: int, stop: int) -> PackedWeight | None
         band = LAUNCHES[stream.coding].row_band(_tensors(stream, packed.tensors), packed.shape, start, stop)
         tensors |= {stream.names[role]: tensor for role, tensor in band.items()}
     result = packed.derive(tensors, (stop - start, k))
-    result.stream_info = packed.format.stream_info(packed.layout, result.tensors, result.shape)
+    result.stream_info = stream_info(packed.format.name, packed.layout, result.tensors, result.shape)
     return result
 
 
@@ -255,26 +263,24 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
             _stream_info(packed, pairs.stream), out)
 
 
-def has_few(x: Tensor, packed: PackedWeight) -> bool:
+def has_skinny(x: Tensor, packed: PackedWeight) -> bool:
     """Whether kernels can multiply x [M, K] with weights that they decode in registers."""
     pairs = _pairs(packed)
     if pairs is None or x.dtype != PAIRED[pairs.type][0] or not _are_wide(packed, pairs, x):
         return False
-    if runs_kernels(x.device) and configure.target(x.device).capability < 8:
-        return False
     stream = packed.layout.streams[pairs.stream]
-    return bool(LAUNCHES[stream.coding].has_few(packed.shape, _stream_info(packed, pairs.stream)))
+    return bool(LAUNCHES[stream.coding].has_skinny(packed.shape, _stream_info(packed, pairs.stream)))
 
 
-def few_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
-    """The launches that write x @ w.T + bias to `out`; has_few must hold.  Bits of a row do not depend on other rows.
+def skinny_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
+    """The launches that write x @ w.T + bias to `out`; has_skinny must hold.  Bits of a row do not depend on other rows.
 
     Raises FormatError."""
     pairs = _pairs(packed)
     assert pairs is not None
     stream = packed.layout.streams[pairs.stream]
     if out.numel():
-        yield from LAUNCHES[stream.coding].few_calls(
+        yield from LAUNCHES[stream.coding].skinny_calls(
             pairs.weights, pairs.at, _tensors(stream, packed.tensors), packed.tensors[pairs.uncoded].contiguous(),
             _stream_info(packed, pairs.stream), x, bias, out, PAIRED[pairs.type][1])
 

@@ -18,15 +18,29 @@ FEW = 16                                                         # entries up to
 
 
 def entries(rows: Tensor, codes: Tensor) -> Tensor:
-    """The rows [entries, columns] that integer codes choose, each code below the entries: the codes' shape, and columns.
+    """The rows [..., entries, columns] that integer codes choose, each code below the entries: the codes' shape, and columns.
 
-    Raises RuntimeError in a program that is traced, where whole tensors would be looked up.
+    Axes before the entries are those of the codes, or 1.  Raises RuntimeError in a program that is traced, where whole tensors
+    would be looked up.
     """
     if isinstance(codes, FakeTensor):
         raise RuntimeError("rows are not looked up in a program that is traced")
+    if rows.dim() > 2:                                           # many tables: as one, each behind the one before
+        count = rows.shape[:-2].numel()
+        first = torch.arange(0, count * rows.shape[-2], rows.shape[-2], dtype=torch.int32, device=rows.device)
+        codes = codes + first.view(rows.shape[:-2])
+        rows = rows.flatten(0, -2)
     if rows.device.type == "cpu":                                # numpy copies short rows twice as fast
         return torch.from_numpy(np.take(rows.numpy(), codes.numpy().astype(np.intp), 0, mode="clip"))
     return rows.index_select(0, codes.flatten().to(torch.int32)).view(*codes.shape, -1)
+
+
+def lookup(numbers: Tensor, codes: Tensor) -> Tensor:
+    """The numbers of stored tables [..., entries] that integer codes choose, each code below the entries: the codes' shape.
+
+    Axes before the entries are those of the codes, or 1.
+    """
+    return entries(numbers.unsqueeze(-1), codes).squeeze(-1)
 
 
 class Table:

@@ -69,9 +69,9 @@ def _decode_flat(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[
 
 def _flat_piece(field: Field, values: Tensor, start: int, stop: int, sizes: Mapping[str, int]) -> Tensor:
     """The values of flat positions [start, stop), which are whole blocks or one."""
-    if len(field.axes) == 2:
+    if [axis.dim for axis in field.axes] == ["N", "K"]:
         return values.flatten()[start:stop]
-    by = [axis.by(sizes) for axis in field.axes]
+    by = [axis.by(sizes) for axis in field.axes if axis.dim == "N*K"]
     return values[start // by[0]:-(-stop // by[0])] if by else values
 
 
@@ -152,6 +152,8 @@ def _pieces(length: int, step: int, most: int) -> Iterator[tuple[int, int]]:
 def _rectangle(variant: Variant, sizes: Mapping[str, int], name: str, field: Tensor, rows: tuple[int, int],
                columns: tuple[int, int]) -> Tensor:
     for place, field_axis in enumerate(variant.fields[name].axes):
+        if field_axis.dim == "1":                                # a stored table's
+            continue
         start, stop = rows if field_axis.dim == "N" else columns
         by = field_axis.by(sizes)
         field = field.narrow(place, start // by, -(-stop // by) - start // by)

@@ -268,6 +268,7 @@ class Workspace:
         return self.words.select(round.axis, 0), self.words.select(round.axis, 1), round.step, zeros(round.step, bits)
 
     def take(self, source: Tensor) -> None:
+        """Copies the bits that are moved into the words, the others cleared."""
         if self.partial:
             self.words.zero_()
         self.words[self.read].copy_(source)

@@ -12,6 +12,8 @@ def bits_texts(program: Program, tensor: Tensor) -> list[str]:
     """The pieces of a tensor, where all their bits lie at digits of subscripts; else none."""
     if tensor.stored is not None and tensor.stored.field is not None:
         return []
+    if program.row_codes and any(placement.field == program.row_codes.code for placement in tensor.placements):
+        return []                                                # what no other storage has
     if any(placement.flat or placement.ranges > 1 for placement in tensor.placements):
         return []
     apart = tensor.words > 1 and tensor.axes[-1].digits[-1:] != ("",)

@@ -1,7 +1,7 @@
 """A format's description for readers of checkpoints, who import no torch: `qdsl.core.stored.Description`, as JSON.
 
 It says what the generated module says of storages and parameters, of those that files may have: neither the storage that the
-compiler derives, nor one that is made when a weight is loaded.
+compiler derives, nor one that is made when a weight is loaded.  Its `summary`, for `qdsl list`, has them all.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from struct import pack, unpack
 from typing import Any
 
 from qdsl.compiler.emit.axes import field_axes, tensor_axes
+from qdsl.compiler.emit.show.page import summary
 from qdsl.compiler.emit.tensors import is_plain
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Program, Stream, Tensor
@@ -31,6 +32,7 @@ def description(programs: Sequence[Program]) -> str:
     by, variants = _variants(programs)
     return indented({
         "format": first.spec.name.value,
+        "summary": summary(programs),
         "params": {param.name.value: list(param.values) for param in first.spec.params},
         "sizes": {size: size_axis(first, size) for size in first.sizes},
         "by": by,

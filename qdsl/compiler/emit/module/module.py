@@ -13,13 +13,21 @@ from dataclasses import dataclass
 
 import qdsl
 from qdsl.compiler.emit.axes import axis_text, field_axes, field_kinds
-from qdsl.compiler.emit.lines import WIDTH, folded, indent, wrapped
+from qdsl.compiler.emit.lines import WIDTH, folded, indent, names_read, wrapped
 from qdsl.compiler.emit.literals import data, quoted, tupled
+from qdsl.compiler.emit.module.functions import (
+    Definition,
+    definition,
+    definitions,
+    renamed,
+    shared_by_storages,
+    shared_by_variants,
+)
 from qdsl.compiler.emit.module.tables import constants
 from qdsl.compiler.emit.module.variant import variant
 from qdsl.compiler.emit.tensors import Unsupported
-from qdsl.compiler.emit.torch.decode import Decode, decode
-from qdsl.compiler.emit.torch.reference import decode_function, encode_function, pack_function, unpack_function
+from qdsl.compiler.emit.torch.decode import decode
+from qdsl.compiler.emit.torch.reference import decode_function, encode_function, reference
 from qdsl.compiler.emit.triton.kernels import kernels
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes.check_claims import bits_text
@@ -31,6 +39,9 @@ from qdsl.core.numbers import FLOATS
 from qdsl.core.schemes import SCHEMES
 
 RULE = "-" * 118
+# What a module offers of its FORMAT, by lines.
+SURFACE = (("wrap", "pack", "unpack", "quantize", "dequantize"), ("convert", "requantize", "planar"),
+           ("linear", "grouped_linear", "Linear", "Embedding"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +50,19 @@ class Part:
 
     params: Mapping[str, int | str]
     programs: tuple[Program, ...]
-    body: tuple[str, ...]
-    decode: Decode
+    reference: tuple[Definition, ...]
+    kernels: tuple[Definition, ...]
+    variant: tuple[str, ...]
+
+    @property
+    def defined(self) -> list[Definition]:
+        """All that it has."""
+        return [*self.reference, *self.kernels]
+
+    @property
+    def text(self) -> tuple[object, ...]:
+        """All that is printed of it."""
+        return self.reference, self.kernels, self.variant
 
 
 def module(programs: Sequence[Program]) -> dict[str, str]:
@@ -54,19 +76,20 @@ def module(programs: Sequence[Program]) -> dict[str, str]:
         raise SpecError([Problem(f"not supported: {error}", programs[0].spec.span)]) from None
     name = programs[0].spec.name.value
     if not by:
-        part = parts[0]
-        body = [*part.body, "", *_format(parts, by, programs)]
-        lines = [*_header(part.programs), *_imports(body), "", "", *body]
-        return {f"{name}.py": _finish(lines)}
+        lines = [*_body(parts[0], parts[0].defined), "", *_format(parts, by, programs)]
+        return {f"{name}.py": _finish([*_header(parts[0].programs), *_imports(lines), "", "", *lines])}
     files = {}
-    for part in parts:
+    modules = {_part_name(by, part): part for part in parts}
+    shared = shared_by_variants({module: (part.defined, part.variant) for module, part in modules.items()})
+    for module, part in modules.items():
+        own, imported = shared[module]
         title = ", ".join(f"{key} = {part.params[key]}" for key in by)
-        lines = [*_header(part.programs, title), *_imports(part.body), "", "", *part.body]
-        files[f"{name}/{_part_name(by, part)}.py"] = _finish(lines)
-    names = ", ".join(_part_name(by, part) for part in parts)
+        body = _body(part, own)
+        lines = [*_header(part.programs, title), *_imports(body), *_siblings(imported), "", "", *body]
+        files[f"{name}/{module}.py"] = _finish(lines)
     different = [part.params for part in parts]
     header = _header([program for program in programs if program.params in different])
-    lines = [*header, "from qdsl.runtime import Format", "", f"from . import {names}", "",
+    lines = [*header, "from qdsl.runtime import Format", "", f"from . import {', '.join(modules)}", "",
              *_format(parts, by, programs)]
     files[f"{name}/__init__.py"] = _finish(lines)
     return files
@@ -94,9 +117,9 @@ def _parts(programs: Sequence[Program]) -> tuple[tuple[str, ...], list[Part]]:
             choices.append((program.params, [program]))
         else:
             group.append(program)
-    variants = [Part(params, tuple(group), tuple(_body(group)), decode(group)) for params, group in choices]
+    variants = [_part(params, group) for params, group in choices]
     by = tuple(key for key in programs[0].params if any(
-        a.body != b.body for a in variants for b in variants
+        a.text != b.text for a in variants for b in variants
         if all(a.params[other] == b.params[other] for other in a.params if other != key)))
     parts: dict[tuple[int | str, ...], Part] = {}
     for part in variants:
@@ -104,21 +127,26 @@ def _parts(programs: Sequence[Program]) -> tuple[tuple[str, ...], list[Part]]:
     return by, list(parts.values())
 
 
-def _body(programs: Sequence[Program]) -> list[str]:
-    """Everything of a variant but its header and imports."""
-    decoded = decode(programs)
-    lines = [f"# -- reference {RULE[:103]}", ""]
-    for line in constants(programs[0]):
-        lines += ["", *line, ""]
-    for program in programs:
-        lines += ["", *unpack_function(program), "", "", *pack_function(program), ""]
-    lines += ["", *decode_function(programs, decoded), ""]
-    if programs[0].encode is not None:
-        lines += ["", *encode_function(programs[0]), ""]
-    lines += ["", f"# -- kernels {RULE[:105]}", ""]
-    for program in programs:
-        lines += ["", *kernels(program), ""]
-    return [*lines, "", f"# -- format {RULE[:106]}", "", *variant(programs, decoded)]
+def _part(params: Mapping[str, int | str], programs: Sequence[Program]) -> Part:
+    first, decoded = programs[0], decode(programs)
+    references = [reference(program) for program in programs]
+    lines = [*constants(programs), *(part for storage in references for part in (storage.unpack, storage.pack)),
+             decode_function(programs, decoded), *([encode_function(first)] if first.encode is not None else [])]
+    functions, names = shared_by_storages(programs, [definitions(kernels(program)) for program in programs])
+    return Part(params, tuple(programs), tuple(map(definition, lines)), tuple(functions),
+                tuple(renamed(variant(programs, decoded, references), names)))
+
+
+def _body(part: Part, own: Sequence[Definition]) -> list[str]:
+    """Everything of a variant but its header and imports.  own: what it does not import from other variants."""
+    lines: list[str] = []
+    for title, items in (("reference", part.reference), ("kernels", part.kernels)):
+        section = [item for item in items if item in own]
+        if section:
+            lines += [f"# -- {title} {RULE[len(title):112]}", ""]
+            lines += [line for item in section for line in ("", *item.lines, "")]
+            lines.append("")
+    return [*lines, f"# -- format {RULE[:106]}", "", *part.variant]
 
 
 def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program]) -> list[str]:
@@ -143,9 +171,9 @@ def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program
     if spec.detect:
         lines.append(f"    detect={data(dict(spec.detect))},")
     lines.append(f'    digest="{_digest(spec)}",')
-    surface = ["wrap", "quantize", "dequantize", "pack", "unpack", "convert", "requantize", "planar", "linear", "grouped_linear",
-               "Linear", "Embedding", *(["for_device"] if any(storage.transient for storage in spec.storages) else [])]
-    return [*lines, ")", "SPEC = FORMAT.spec", *(f"{name} = FORMAT.{name}" for name in surface)]
+    offered = (f"{', '.join(names)} = {', '.join(f'FORMAT.{name}' for name in names)}" for names in SURFACE)
+    lines += [")", "SPEC = FORMAT.spec", *offered]
+    return [*lines, *(["for_device = FORMAT.for_device"] if any(storage.transient for storage in spec.storages) else [])]
 
 
 def _digest(spec: Spec) -> str:
@@ -175,9 +203,18 @@ def _header(programs: Sequence[Program], title: str = "") -> list[str]:
             "Do not edit: change the spec and run `qdsl build`.", '"""', ""]
 
 
+def _siblings(imported: Mapping[str, Sequence[str]]) -> list[str]:
+    """Imports of what earlier variants have too."""
+    lines: list[str] = []
+    for module, names in imported.items():
+        one = f"from .{module} import {', '.join(names)}"
+        lines += [one] if len(one) <= WIDTH else wrapped(f"from .{module} import (", names, ")")
+    return ["", *lines] if lines else []
+
+
 def _imports(body: Sequence[str]) -> list[str]:
     """Imports of what the body reads."""
-    read = {node.id for node in ast.walk(ast.parse("\n".join(body))) if isinstance(node, ast.Name)}
+    read = names_read(body)
     lines = ["from typing import Any", ""] if "Any" in read else []
     lines += ["import torch"] if "torch" in read else []
     sources = {"torch": ("Tensor",), "": (), "qdsl.encode": tuple(SCHEMES), "qdsl.runtime": RUNTIME,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from qdsl.compiler.emit import row_codes
 from qdsl.compiler.emit.formula import constant, tables
 from qdsl.compiler.emit.lines import wrapped
 from qdsl.compiler.emit.torch import joint
@@ -14,7 +15,15 @@ from qdsl.compiler.spec.model import Table
 _LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "**": 4}
 
 
-def constants(program: Program) -> list[list[str]]:
+def constants(programs: Sequence[Program]) -> list[list[str]]:
+    """The lines of every constant that the programs of a variant read."""
+    lines = _constants(programs[0])
+    for program in programs:
+        lines += [line for line in [*_constants(program), *row_codes.constant_lines(program)] if line not in lines]
+    return lines
+
+
+def _constants(program: Program) -> list[list[str]]:
     """Each table that decode reads, and those that it is computed from, in the order of the spec; then one of joint steps."""
     kinds = tables(program)
     wanted = set(kinds)

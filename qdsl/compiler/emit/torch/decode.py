@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from qdsl.compiler.emit.formula import constant, integer_fields, step_name, steps
+from qdsl.compiler.emit.formula import constant, integer_fields, plane, step_name, steps
 from qdsl.compiler.emit.tensors import Unsupported, is_read_by_dtype
 from qdsl.compiler.emit.torch.joint import Joint, joint
 from qdsl.compiler.ir import index as ix
@@ -53,13 +53,14 @@ def decode(programs: Sequence[Program]) -> Decode:
     """Decode of a format, for all of its storages."""
     program = programs[0]
     fields = tuple(program.fields)
-    read = [field for field in fields if field.name in {value.name for value in program.values if value.op == "field"}]
+    read = [field for field in fields if field.name in {value.name for value in program.values if value.op in ("field", "entry")}]
     optional = tuple(f.name for f in fields if any(f.name in p.defaults or f.name in p.where for p in programs))
     if any(ix.flat_of(index) is not None for field in read for index in field.index):
         return _flat(program, fields, read, optional)
     lookups = {number: value for number, value in enumerate(program.values) if len(_shape(program, value)) > 1}
     extents = {_shape(program, value)[-1] for value in lookups.values()}
-    rows, columns = (_levels(programs, [*read, *(f for f in fields if f.number is None)], axis, extents) for axis in "nk")
+    shared = [*read, *(f for f in fields if f.number is None or f.table)]
+    rows, columns = (_levels(programs, shared, axis, extents) for axis in "nk")
     lines = _gathers(fields, optional)
     together = joint(program)
     copied = _copied(program)
@@ -71,9 +72,9 @@ def decode(programs: Sequence[Program]) -> Decode:
     lines += _ordered(prepared)
     names: dict[str, str] = {}
     for number, value in lookups.items():
-        name, text = _rows(program, [*lookups.values()], value, rows, columns, together)
+        name, text = _rows(programs, [*lookups.values()], value, rows, columns, together)
         lines.append(f"{name} = {text}")
-        names[step_name(number) if value.op == "entry" else _key(program, value, together)] = name
+        names[step_name(number) if value.op == "row" else _key(program, value, together)] = name
     deep = (len(rows.blocks), len(columns.blocks))
     if deep != (1, 1):
         digits = "".join(f".unflatten({axis}, ({_counts(fields, letter, levels, len(levels.blocks) - 1, optional)}))"
@@ -81,8 +82,8 @@ def decode(programs: Sequence[Program]) -> Decode:
         lines.insert(len(_gathers(fields, optional)), f"out = out if out is None else out{digits}")
     *before, last_step = _copy(program, copied) if copied else _result(program, names)
     lines += before
-    lines.append(f"return {last_step}{f'.flatten({deep[0]})' if deep[1] > 1 else ''}"
-                 f"{f'.flatten(0, {deep[0] - 1})' if deep[0] > 1 else ''}")
+    flat = f"{f'.flatten({deep[0]})' if deep[1] > 1 else ''}{f'.flatten(0, {deep[0] - 1})' if deep[0] > 1 else ''}"
+    lines.append(f"return ({last_step}){flat}" if flat and " else " in last_step else f"return {last_step}{flat}")
     last = program.values[-1]
     cuts = tuple(Index(1) if axis.fixed else axis.blocks[0] for axis in (rows, columns))
     return Decode(tuple(lines), fields, optional, (cuts[0], cuts[1]), last.name if last.op == "field" else None)
@@ -159,19 +160,20 @@ def _key(program: Program, value: Value, together: Joint | None) -> str:
 
 
 def _shape(program: Program, value: Value) -> tuple[int, ...]:
-    """The shape of the table that a value is read from, stored or not; () of any other value."""
+    """The shape of the table that a value is read from, or of the stored one that its row is in; () of any other value."""
     return program.spec.table(value.name).shape if value.op == "table" else \
-        program.field(value.name).table if value.op == "entry" else ()
+        program.field(value.name).table if value.op == "row" else ()
 
 
-def _rows(program: Program, lookups: Sequence[Value], value: Value, rows: Levels, columns: Levels,
+def _rows(programs: Sequence[Program], lookups: Sequence[Value], value: Value, rows: Levels, columns: Levels,
           together: Joint | None) -> tuple[str, str]:
     """What the rows of a table that a field chooses are called, and they, brought to the common axes: each lies along the
     levels below its length.
     """
+    program = programs[0]
     field = program.field(program.values[value.args[0]].name)
     block = _block(field, "k")
-    if not columns.fixed or len(rows.blocks) > 1 or block is None:
+    if not columns.fixed or len(rows.blocks) > 1 or block is None or block not in columns.blocks:
         raise Unsupported(f"rows of table '{value.name}' for columns that are not in whole blocks")
     once = sum(other.name == value.name for other in lookups) == 1
     name, text = value.name, field.name
@@ -185,8 +187,8 @@ def _rows(program: Program, lookups: Sequence[Value], value: Value, rows: Levels
     if value.op == "table":
         return rows_name, f"{constant(name)}[{text}]{below}"
     stored = program.field(value.name)
-    plane = f".flatten(0, -3)[{value.const}]" if len(stored.table) > 3 else f"[{value.const}]" if len(stored.table) > 2 else ""
-    return rows_name, f"entries({_typed(program, stored)}{plane}, {text}){below}"
+    table = _brought(programs, program.fields, stored, rows, Levels(columns.blocks[:at + 1], columns.fixed), ())
+    return rows_name, f"entries({table}{plane(stored, value)}, {text}){below}"
 
 
 def _result(program: Program, names: Mapping[str, str]) -> list[str]:
@@ -264,8 +266,18 @@ def _field(fields: Sequence[Field], name: str) -> Field:
 def _prepare(programs: Sequence[Program], fields: Sequence[Field], field: Field, rows: Levels, columns: Levels,
              optional: Sequence[str]) -> list[str]:
     """One line that brings a field to a type that computes and to the common axes; none where it has both already."""
-    program = programs[0]
-    text = _typed(program, field)
+    text = _brought(programs, fields, field, rows, columns, optional)
+    if field.name in optional:
+        default = next(p.defaults.get(field.name) or p.where.get(field.name) for p in programs
+                       if field.name in p.defaults or field.name in p.where)
+        return [f"{field.name} = {default} if {field.name} is None else {text}"]
+    return [f"{field.name} = {text}"] if text != field.name else []
+
+
+def _brought(programs: Sequence[Program], fields: Sequence[Field], field: Field, rows: Levels, columns: Levels,
+             optional: Sequence[str]) -> str:
+    """A field in a type that computes, with the axes of these levels, and of a stored table behind them its own."""
+    text = _typed(programs[0], field)
     shown: list[str] = []
     axis = 0
     for letter, levels in (("n", rows), ("k", columns)):
@@ -285,12 +297,7 @@ def _prepare(programs: Sequence[Program], fields: Sequence[Field], field: Field,
             text = f"{text}.unflatten({axis}, ({_counts(fields, letter, levels, at, optional)}))"
         shown += [":"] * (at + 1) + ["None"] * (len(levels.blocks) - 1 - at)
         axis += at + 1
-    text += _new_axes(shown)
-    if field.name in optional:
-        default = next(p.defaults.get(field.name) or p.where.get(field.name) for p in programs
-                       if field.name in p.defaults or field.name in p.where)
-        return [f"{field.name} = {default} if {field.name} is None else {text}"]
-    return [f"{field.name} = {text}"] if text != field.name else []
+    return text + _new_axes([*shown, *(":" for _ in field.table)])
 
 
 def _new_axes(shown: Sequence[str]) -> str:

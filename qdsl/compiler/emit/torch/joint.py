@@ -79,6 +79,6 @@ def _at(program: Program, step: int) -> Joint | None:
 def _leaves(program: Program, step: int) -> list[Value]:
     """The fields and entries of tables that a step computes with; not what says which row."""
     value = program.values[step]
-    if value.op in ("field", "entry") or (value.op == "table" and len(program.spec.table(value.name).shape) > 1):
+    if value.op in ("field", "entry", "row") or (value.op == "table" and len(program.spec.table(value.name).shape) > 1):
         return [value]
     return [leaf for arg in value.args for leaf in _leaves(program, arg)]

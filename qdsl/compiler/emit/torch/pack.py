@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from qdsl.compiler.emit.digits import Cut, Digit, Lane
 from qdsl.compiler.emit.lines import indent, named
+from qdsl.compiler.emit.row_codes import codes_lines
 from qdsl.compiler.emit.tensors import (
     Unsupported,
     arguments,
@@ -34,7 +35,7 @@ from qdsl.core.layout import Slice
 
 def pack_body(program: Program) -> list[str]:
     """Statements that turn fields into a dict of stored tensors."""
-    lines: list[str] = []
+    lines = codes_lines(program)
     entries: list[str] = []
     optional: list[str] = []
     for tensor in sorted(program.tensors, key=lambda tensor: tensor.optional):

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from qdsl.compiler.emit.digits import Cut, Digit, Lane
 from qdsl.compiler.emit.lines import indent, named
+from qdsl.compiler.emit.row_codes import field_entry
 from qdsl.compiler.emit.tensors import (
     Unsupported,
     arguments,
@@ -51,7 +52,7 @@ def unpack_body(program: Program) -> list[str]:
     lines = lines[:len(lines) - sum(map(len, inside.values()))]
     optional = {tensor.placements[0].field: tensor.name for tensor in program.tensors if tensor.optional}
     stored = [field for field in program.fields if field.name in parts]
-    entries = [f'"{f.name}": {_join(f, parts[f.name])},' for f in stored if f.name not in optional]
+    entries = [field_entry(program, f.name, _join(f, parts[f.name])) for f in stored if f.name not in optional]
     if len(optional) == 0:
         return [*lines, "return {", *indent(entries), "}"]
     lines += ["fields = {", *indent(entries), "}"]

@@ -1,4 +1,4 @@
-"""A table of sixteen numbers as the bytes from which the lane-tile kernels look them up (runtime/gpu/kernels/codebook.py)."""
+"""A table of 8 or 16 numbers as the bytes from which the lane-tile kernels look them up (runtime/gpu/kernels/codebook.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from qdsl.compiler.ir.program import Program
 
-ENTRIES = 16
 SMALLEST = 2.0 ** -14                                            # float16's smallest number that has all bits
 
 
@@ -25,37 +24,49 @@ class Codebook:
 
     @property
     def is_int(self) -> bool:
-        """Whether all numbers of the table are integers."""
-        return all(isinstance(number, int) for number in self.numbers) and max(self.numbers) - min(self.numbers) < 256
+        """Whether float16, at least, has them as bytes counted from the least on; of 8 entries bfloat16 does, too."""
+        least, most = min(self.numbers), max(self.numbers)
+        return all(isinstance(number, int) for number in self.numbers) and most - least < 16 * len(self.numbers)
 
     @property
-    def base(self) -> int:
-        """What float16's bytes have more than numbers."""
-        return -int(min(self.numbers)) if self.is_int else 0
+    def function(self) -> str:
+        """The function of gpu/kernels/bitplanes.py that looks them up."""
+        return f"{'' if self.is_short else 'wide_' if self.is_int else 'float_'}entries_of_{len(self.numbers)}"
+
+    @property
+    def is_short(self) -> bool:
+        """Whether bfloat16, too, has them as bytes counted from the least on: behind 128 it has 7 bits."""
+        return self.is_int and max(self.numbers) - min(self.numbers) < 128
+
+    @property
+    def base(self) -> tuple[int, int]:
+        """What operands have more than numbers: with float16, and with bfloat16."""
+        least = -int(min(self.numbers)) if self.is_int else 0
+        return least, least + 128 if self.is_short else 0
 
     @property
     def bytes(self) -> list[int]:
-        """The four words of numbers counted from the least on."""
-        return _words([int(number) + self.base for number in self.numbers])
+        """The words of numbers counted from the least on."""
+        return _words([int(number) + self.base[0] for number in self.numbers])
 
-    def floats(self, kind: str) -> list[int]:
-        """The four words of low bytes and the four of high bytes, of 'f16' or 'bf16'."""
+    def floats(self, kind: str) -> tuple[list[int], list[int]]:
+        """The words of low bytes and those of high bytes, of 'f16' or 'bf16'."""
         bits = [_f16(number / self.unit) if kind == "f16" else _bf16(number) for number in self.numbers]
-        return [*_words([b & 255 for b in bits]), *_words([b >> 8 for b in bits])]
+        return _words([b & 255 for b in bits]), _words([b >> 8 for b in bits])
 
 
-def codebook(program: Program, table: str) -> Codebook | None:
-    """The first sixteen entries of a table; None where it has fewer, or numbers too far apart for a float16."""
-    numbers = program.spec.table(table).values[:ENTRIES]
+def codebook(program: Program, table: str, entries: int) -> Codebook | None:
+    """The first entries of a table; None where it has fewer, or numbers too far apart for a float16."""
+    numbers = program.spec.table(table).values[:entries]
     sizes = [abs(number) for number in numbers if number]
-    if len(numbers) < ENTRIES or not sizes or min(sizes) / 2.0 ** math.frexp(max(sizes))[1] < SMALLEST:
+    if len(numbers) < entries or not sizes or min(sizes) / 2.0 ** math.frexp(max(sizes))[1] < SMALLEST:
         return None
     return Codebook(numbers, 2.0 ** math.frexp(max(sizes))[1])
 
 
 def _words(bytes_: Sequence[int]) -> list[int]:
     """Bytes, four to an int32."""
-    return list(struct.unpack("<4i", bytes(bytes_)))
+    return list(struct.unpack(f"<{len(bytes_) // 4}i", bytes(bytes_)))
 
 
 def _f16(number: float) -> int:

@@ -7,6 +7,7 @@ loop in which it does not change: a word is loaded once and cut once per lane.  
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -140,9 +141,10 @@ class Decoder:
         for value in self.program.values:
             if value.op == "table" and len(shape := self.program.spec.table(value.name).shape) > 1:
                 names[f"k % {shape[1]}"] = self.column(shape[1])
-        entries = {step_name(number): self.entry(value, names) for number, value in enumerate(self.program.values)
-                   if value.op == "entry"}
-        return formula(self.program, TRITON, names | entries, 0)
+        for number, value in enumerate(self.program.values):
+            if value.op in ("entry", "row"):
+                names[step_name(number)] = self.entry(value, names)
+        return formula(self.program, TRITON, names, 0)
 
     def column(self, columns: int) -> str:
         """A variable that holds k modulo the length of a table's row."""
@@ -150,12 +152,21 @@ class Decoder:
         return self.body.add(self.level(index), "column", shown(index))
 
     def entry(self, value: Value, names: Mapping[str, str]) -> str:
-        """A variable that holds a stored table's number, in the row that a field says."""
+        """A variable that holds a stored table's number, at the entry or in the row that decode says."""
         field = self.program.field(value.name)
-        *planes, _, columns = field.table
-        before = [int(value.const) // prod(planes[i + 1:]) % extent for i, extent in enumerate(planes)]
-        row = names[self.program.values[value.args[0]].name]
-        return self.load_at(field, [*map(Index, before), name(row), name(self.column(columns))], "")
+        at = [self.substituted(i, {"n": self.coordinate("n"), "k": self.coordinate("k")}) for i in field.index]
+        columns = field.table[-1:] if value.op == "row" else ()
+        before = field.table[:-1 - len(columns)]
+        at += [Index(int(value.const) // prod(before[i + 1:]) % extent) for i, extent in enumerate(before)]
+        at += [name(self.place(value.args[0], names)), *(name(self.column(length)) for length in columns)]
+        return self.load_at(field, at, "")
+
+    def place(self, step: int, names: Mapping[str, str]) -> str:
+        """A variable that holds the integer at a step of decode."""
+        if self.program.values[step].op == "field":
+            return names[self.program.values[step].name]
+        text = formula(self.program, TRITON, names, step=step)
+        return self.body.add(max(map(self.body.level, re.findall(r"\w+", text))), "place", text)
 
     def coordinate(self, axis: str) -> Index:
         """The row ('n') or the column ('k') of a weight in the loops of a unit."""
@@ -392,6 +403,7 @@ class Decoder:
         return level, self.stored_field(tensor, field, text)
 
     def stored_field(self, tensor: Tensor, field: Field, text: str) -> str:
+        """A field, from the number that the file stores of it: that may have an offset."""
         add = tensor.stored
         if add is None:
             return text
@@ -400,6 +412,7 @@ class Decoder:
     # -- addresses ----------------------------------------------------------------------------------------------------
 
     def load(self, tensor: Tensor, records: Mapping[str, Index], step: Index, guard: str) -> str:
+        """The load of an element of a tensor, whose records are at these indices."""
         self.base(tensor, records)
         offset = self.offset(tensor, records, step, 1)
         level = self.level(*records.values(), step, guard=guard)

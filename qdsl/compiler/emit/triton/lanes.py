@@ -1,17 +1,14 @@
 """What a storage's codes and numbers are to the kernels for matrix units: the short functions that complete a kernel family.
 
-The kernels themselves are written by hand, one per family, in runtime/gpu/kernels.  A storage gets functions that load its
-words, make numbers of them, and apply decode's line to a product of codes, once per group; gpu/kernels/lanes.py says how the bits
-lie.  `skinny` multiplies few rows of x, `gemv` one row with numbers that vary along K, `tile_gemm` many rows, and `w8a8` rows
-of x that are 8 bits like the codes.
+The kernels themselves are written by hand, one per family, in runtime/gpu/kernels.  gpu/kernels/lanes.py says how the bits lie,
+and gpu/kernels/bitplanes.py has the functions that load words and make numbers of them.  A storage gets functions that apply
+decode's line to a product of codes, once per group.  `skinny` multiplies few rows of x, `gemv` one row with numbers that vary
+along K, `tile_gemm` many rows, and `w8a8` rows of x that are 8 bits like the codes.
 
 A storage whose records hold codes and numbers together (compiler/emit/triton/records.py) gets the functions of `gemv_records`.
 """
 
 from __future__ import annotations
-
-import re
-from collections.abc import Iterable
 
 from qdsl.compiler.emit.literals import bare_tuple, tupled
 from qdsl.compiler.emit.templates import render
@@ -21,7 +18,7 @@ from qdsl.compiler.emit.triton.plan import CHUNK, Group, Plan, argument, lane_pl
 from qdsl.compiler.emit.triton.records import Record
 from qdsl.compiler.ir.program import Affine, Program, Terms
 
-FUNCTIONS = ("words", "numbers", "table", "point", "start", "fields", "scale", "finish")
+FUNCTIONS = ("words", "table", "start", "fields", "scale", "finish")
 
 
 def lanes(program: Program) -> list[str]:
@@ -31,13 +28,13 @@ def lanes(program: Program) -> list[str]:
         return []
     if plan.record is not None:
         return _of_record(plan, plan.record)
-    late = plan.late
-    return render(
-        "lanes", storage=program.storage, code=_code(plan.affine), tensors=_unpacked(program), words=_words(plan),
-        numbers=_numbers(plan), table=_table(plan), line=_line(plan), late=late,
-        point=_body(plan, [f"return {_read(plan.point)}"]) if plan.point else [],
-        fields=[] if late else _body(plan, _fields(plan)), values=bare_tuple(group.name for group in _inner(plan)),
-        scale=_line_of(plan, plan.outer), finish=_body(plan, _finish(plan)))
+    lines = render(
+        "lanes", storage=program.storage, code=_code(plan.affine), first=plan.first, bits=plan.code.bits, table=_table(plan),
+        line=_line(plan),
+        functions=[(name, what, bare_tuple(group.name for group in groups), body)
+                   for name, what, groups, body in (("scale", "group", plan.inner, _scale(plan)),
+                                                    ("finish", "row", plan.outer, _finish(plan))) if body])
+    return lines if any(lines) else []
 
 
 def _of_record(plan: Plan, record: Record) -> list[str]:
@@ -45,7 +42,7 @@ def _of_record(plan: Plan, record: Record) -> list[str]:
     loads = [line for name in plan.affine.fields
              for line in records.field_lines(record, plan.program.field(name), f"{argument(name)}_g")]
     names = [group.name for group in plan.groups]
-    return render("records", storage=plan.program.storage, code=_code(plan.affine), line=_line(plan), numbers=_numbers(plan),
+    return render("records", storage=plan.program.storage, line=_line(plan),
                   start=records.start_text(record), fields=[*loads, f"return {bare_tuple(f'{name}_g' for name in names)}"],
                   values=bare_tuple(names), scale=_line_of(plan, []))
 
@@ -55,39 +52,36 @@ def _unpacked(program: Program) -> str:
     return bare_tuple(argument(tensor.name) for tensor in program.tensors)
 
 
-def _body(plan: Plan, lines: list[str]) -> list[str]:
-    """Lines of a function, behind those that name the tensors and the size parameters that they read."""
-    words = set(re.findall(r"\w+", " ".join(lines)))
-    sizes = [f"{argument(size)}: tl.constexpr = SIZES[{place}]" for place, size in enumerate(plan.program.sizes)
-             if argument(size) in words]
-    tensors = [f"{_unpacked(plan.program)} = tensors"] if words & {argument(t.name) for t in plan.program.tensors} else []
-    return [*tensors, *sizes, *lines]
-
-
 def constants(plan: Plan) -> list[str]:
     """What a storage's description says of its functions, and of how they are used."""
-    storage, has_few = plan.program.storage, plan.has_few
-    arguments = ["skinny" if has_few else "None"]
-    arguments += [f"gemv={'gemv' if has_few else 'gemv_records'}"] if plan.has_row else []
+    storage, has_skinny = plan.program.storage, plan.has_skinny
+    arguments = ["skinny" if has_skinny else "None"]
+    arguments += [f"gemv={'gemv' if has_skinny else 'gemv_records'}"] if plan.has_row else []
     arguments += ["tile_gemm=tile_gemm"] if plan.has_tile_gemm else []
-    names = ["words", "numbers", *(["table"] if plan.book else []), *(["point"] if plan.point else []),
-             *([] if plan.late else ["fields", "scale"]), *(["finish"] if _finish(plan) else [])] if has_few else [
-                 "start", "numbers", "fields", "scale"]
+    arguments += [f"words={_words(plan)}"] if has_skinny else [f"start=_start_{storage}"]
+    arguments.append(f"numbers={_numbers(plan)}")
+    names = [*(["table"] if plan.book else []), *(["scale"] if _scale(plan) else []),
+             *(["finish"] if _finish(plan) else [])] if has_skinny else ["fields", "scale"]
     arguments += [f"{name}=_{name}_{storage}" for name in names]
+    if has_skinny:
+        arguments += [f"{name}=({bare_tuple(map(_group_field, groups))})"
+                      for name, groups in (("group_fields", plan.inner), ("row_fields", plan.outer)) if groups]
+        arguments += [f"point={plan.inner.index(plan.point)}"] if plan.point else []
     arguments += [f"blocks={tupled(list(dict.fromkeys(plan.blocks)))}"] if plan.blocks else []
     arguments += ["in_order=True"] if plan.stored else []
-    arguments += [f"size={plan.size}"] if has_few and plan.size != CHUNK else []
+    arguments += [f"size={plan.size}"] if has_skinny and plan.size != CHUNK else []
     arguments += [f"width={plan.lies[0]}", f"bits={plan.lies[1]}"] if plan.lies != (4, 4) else []
     arguments += ["signed=True"] if plan.code.kind == "signed" and plan.integer and not plan.book else []
     arguments += [f"unit={plan.unit}"] if plan.unit != (2.0 ** 24, 1.0) else []
     arguments += [f"base={plan.base}"] if plan.base != (0, 128) else []
-    arguments += ["ones=True"] if plan.late and has_few and (plan.integer or plan.takes_sums) else []
+    arguments += ["ones=True"] if plan.late and has_skinny and (plan.integer or plan.takes_sums) else []
     arguments += ["double=True"] if plan.integer and plan.code.bits == 8 else []
     if plan.has_tile_gemm:
         arguments += [f"zero={_zero(plan)}"] if _zero(plan) != (0, -128) else []
         arguments += ["exact=True"] if plan.affine.zero and _is_exact(plan) else []
         arguments += ["sums_in_tile_gemm=True"] if plan.sums_in_tile_gemm else []
-        steps = [SPANS.get((plan.planes[0][1], width), 0) for _, width, _ in plan.planes]
+        steps = [LOOKED_UP_SPANS.get(width, 0) if plan.book else SPANS.get((plan.planes[0][1], width), 0)
+                 for _, width, _ in plan.planes]
         arguments += [f"spans={tuple(steps)}"] if any(steps) else []
         arguments += ["tall=True"] if plan.tall else []
     arguments += [f'codes="{plan.stored or plan.affine.code}"', f"special={plan.special}"] if plan.special else []
@@ -104,18 +98,15 @@ def constants(plan: Plan) -> list[str]:
 
 
 def _words(plan: Plan) -> str:
-    """The words that hold a chunk of 128 columns, as a tuple."""
-    texts = []
-    for name, width, _ in plan.planes:
-        if width == 8:
-            texts += [f"lanes.words({name}, row, K // 64, 2 * chunk, 2 * more{' + 1' if half else ''})" for half in range(2)]
-        elif width == 4:
-            texts.append(f"lanes.words({name}, row, K // 128, chunk, more)")
-        elif width == 2:
-            texts.append(f"lanes.words({name}, row, tl.cdiv(K, 256), chunk // 2, more // 2)")
-        else:
-            texts.append(f"lanes.late_words({name}, row, K, chunk, more, {LATE[plan.planes[0][1]]})")
-    return ", ".join(texts) + ("," if len(texts) == 1 else "")
+    """The function that loads the words of a chunk of 128 columns, which takes codes from the storage's first tensors."""
+    return f"bitplanes.words_{plan.code.bits}" if plan.first == 0 else f"_words_{plan.program.storage}"
+
+
+def _numbers(plan: Plan) -> str:
+    """The function that makes numbers of codes."""
+    if plan.book is not None:
+        return f"bitplanes.{plan.book.function}"
+    return f"bitplanes.{plan.code.name}"
 
 
 def _is_exact(plan: Plan) -> bool:
@@ -131,101 +122,60 @@ def _zero(plan: Plan) -> tuple[int, int]:
     return halves, halves if plan.code.bits == 8 else brains
 
 
-# The bit at which half 2 * j + h of a span of 256 columns begins, by the widths of the first plane and of a plane; and by
-# how many bits the second span of a plane of one bit lies higher (orders of compiler/passes/derive_planar.py).
-FIRST_BIT = {(8, 8): "0", (4, 4): "4 * (half % 2)", (4, 2): "4 * (half % 2) + 2 * (half // 2)",
-             (4, 1): "4 * (half % 2) + half // 2", (2, 2): "2 * half", (2, 1): "2 * half", (1, 1): "half"}
-LATE = {4: 2, 2: 1, 1: 4}
-SPANS = {(4, 2): 2, (4, 1): 1, (2, 2): 4, (2, 1): 4, (1, 1): 2}  # by how many bits the second chunk of a span lies higher
-
-
-def _numbers(plan: Plan) -> list[str]:
-    """Lines that return the numbers of pairs i of a half, from its words."""
-    first = plan.planes[0][1]
-    signed = plan.code.kind == "signed"
-    if plan.book is not None:
-        return _looked_up(plan.book)
-    if not plan.integer:
-        at = f"{FIRST_BIT[first, first]} + 8 * i" if first < 8 else "8 * i"
-        word = "words[half % 2]" if first == 8 else "words[0]"
-        return [f"return lanes.float_numbers({word}, {at}, {plan.exponent}, {plan.mantissa}, F)"]
-    if first == 8:
-        return ["code = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)",
-                f"return lanes.numbers(code, flip, {signed}, F)"]
-    lines = []
-    for place, (_, width, low) in enumerate(plan.planes):
-        at = f"{FIRST_BIT[first, width]} + 8 * i"
-        text = f"lanes.field(words[{place}], {at}, to{f' + {low}' if low else ''}, {width})"
-        lines.append(f"code |= {text}" if place else f"code = {text}")
-    return [*lines, f"return lanes.numbers(code, flip, {signed}, F)"]
-
-
-def _looked_up(book: Codebook) -> list[str]:
-    """Lines that return what a table has for codes."""
-    if not book.is_int:
-        return ["return codebook.floats(words[0], half % 2, i, flip, F)"]
-    return ["if F == tl.float16:", "    return codebook.bytes(words[0], half % 2, i, flip)",
-            "else:", "    return codebook.floats(words[0], half % 2, i, flip, F)"]
+# By how many bits the second chunk of a span of 256 columns lies higher, by the widths of the first plane and of a plane
+# (orders of compiler/passes/derive_planar.py).
+SPANS = {(4, 2): 2, (4, 1): 1, (2, 2): 4, (2, 1): 4, (1, 1): 2}
+LOOKED_UP_SPANS = {2: 2, 1: 2}                                   # the same of codes that are looked up, by a plane's width
 
 
 def _table(plan: Plan) -> list[str]:
-    """Lines that return a table's words."""
+    """Lines that return a table's words, and behind which byte its integers are numbers."""
     if plan.book is None:
         return []
-    texts = [", ".join(f"{word:#x}" for word in words)
-             for words in (plan.book.bytes if plan.book.is_int else plan.book.floats("f16"), plan.book.floats("bf16"))]
-    return ["if F == tl.float16:", f"    return codebook.table(g, N, {texts[0]})",
-            "else:", f"    return codebook.table(g, N, {texts[1]})"]
+    halves, brains = (_table_text(plan.book, kind) for kind in ("f16", "bf16"))
+    return ["if F == tl.float16:", f"    return {halves}", "else:", f"    return {brains}"]
+
+
+def _table_text(book: Codebook, kind: str) -> str:
+    """The call that brings a table's words into registers, for numbers of 'f16' or 'bf16'."""
+    if book.is_short or (book.is_int and kind == "f16"):
+        words = [0 if kind == "f16" else 0x43434343, *book.bytes]
+    else:
+        low, high = book.floats(kind)
+        words = [0, *low, *[0] * (4 - len(low)), *high]          # high bytes have a place of their own
+    return f"codebook.table(g, N, {', '.join(f'{word:#x}' for word in words)})"
 
 
 # -- numbers of groups ------------------------------------------------------------------------------------------------
 
 
-def _read(group: Group) -> str:
-    """A field's value where the family wants it."""
-    rows, columns = ((text if text.isdigit() else argument(text)) if text else "0" for text in (group.rows, group.columns))
-    return f"field({group.tensor}, at, {rows}, {columns}, {group.kind})"
+def _group_field(group: Group) -> str:
+    """Where a family reads a field's values."""
+    rows, columns = ((text if text.isdigit() else f'"{text}"') if text else "0" for text in (group.rows, group.columns))
+    arguments = [f'"{group.tensor}"', rows, columns, *([group.kind] if group.kind != "0" else [])]
+    return f"GroupField({', '.join(arguments)}{'' if group.optional is None else f', default={float(group.optional)}'})"
 
 
-def _loads(groups: Iterable[Group]) -> list[str]:
-    """Lines that set fields' values, or their defaults where a tensor is missing."""
-    lines: list[str] = []
-    for group in groups:
-        name, text = f"{group.name}_g", _read(group)
-        lines += [f"{name} = {text}"] if group.optional is None else [
-            f"if {group.tensor} is None:", f"    {name} = {float(group.optional)}", "else:", f"    {name} = {text}"]
-    return lines
-
-
-def _inner(plan: Plan) -> list[Group]:
-    """The groups whose numbers a sum meets inside the loop along K."""
-    return [group for group in plan.groups if group not in plan.outer]
-
-
-def _fields(plan: Plan) -> list[str]:
-    """Lines that return their numbers as a tuple."""
-    optional = [group for group in _inner(plan) if group.optional is not None]
-    texts = (f"{group.name}_g" if group in optional else _read(group) for group in _inner(plan))
-    return [*_loads(optional), f"return {bare_tuple(texts)}"]
+def _scale(plan: Plan) -> list[str]:
+    """Lines that make of `sum` what a group adds up to; none where nothing varies along K."""
+    return [] if plan.late else _line_of(plan, plan.outer)
 
 
 def _finish(plan: Plan) -> list[str]:
     """Lines that scale `sum` with what is the same all along K."""
-    groups = plan.groups if plan.late else plan.outer
-    lines = _loads(groups)
     if plan.late:
-        return [*lines, *_line_of(plan, [], "_g")]
-    divided = [f"{group.name}_g" for group in groups if group.name in plan.divisors]
-    return [*lines, f"sum *= {_quotient([f'{group.name}_g' for group in groups if group.name not in plan.divisors], divided)}"] \
-        if groups else []
+        return _line_of(plan, [])
+    names = [group.name for group in plan.outer]
+    factors = [name for name in names if name not in plan.divisors]
+    return [f"sum *= {_quotient(factors, [name for name in names if name not in factors])}"] if names else []
 
 
-def _line_of(plan: Plan, without: list[Group], suffix: str = "") -> list[str]:
+def _line_of(plan: Plan, without: list[Group]) -> list[str]:
     """Lines that make scale * (sum + zero * ones) + offset * ones of a sum of products of codes, without some factors."""
     affine = plan.affine
     lines: list[str] = []
     if affine.zero:
-        zero = _text(affine.zero, [], suffix)
+        zero = _text(affine.zero, [])
         constant = all(not product for _, product in affine.zero)
         lines = [f"sum += ({zero} - BASE) * ones" if constant else f"sum += lanes.shifted({zero}, BASE) * ones"]
         if plan.has_tile_gemm and _is_exact(plan):
@@ -233,22 +183,21 @@ def _line_of(plan: Plan, without: list[Group], suffix: str = "") -> list[str]:
                      f"    {lines[0]}"]
     elif plan.integer:
         lines = ["if BASE != 0:", "    sum -= BASE * ones"]
-    scale = _text(affine.scale, without, suffix)
+    scale = _text(affine.scale, without)
     if scale != "1.0":
         lines.append(f"sum *= {scale}")
     if affine.offset:
-        lines.append(f"sum += ones * {_text(affine.offset, without, suffix, True)}")
+        lines.append(f"sum += ones * {_text(affine.offset, without, tight=True)}")
     return lines
 
 
-def _text(terms: Terms, without: list[Group], suffix: str | None, tight: bool = False) -> str:
-    """A sum of products over the fields: over their values, whose names end so, or as the spec names them."""
+def _text(terms: Terms, without: list[Group], tight: bool = False, as_spec: bool = False) -> str:
+    """A sum of products over the fields, by the names that functions give their values, or as_spec by their own."""
     names = {group.name for group in without}
     text = ""
     for coefficient, product in terms:
         read = {f: f.removeprefix("/") for f in product}
-        texts = {f: name if suffix is None else f"{argument(name)}{suffix}"
-                 for f, name in read.items() if argument(name) not in names}
+        texts = {f: name if as_spec else argument(name) for f, name in read.items() if argument(name) not in names}
         size = abs(coefficient)
         factors = [texts[f] for f in product if f in texts and f[0] != "/"]
         divisors = [texts[f] for f in product if f in texts and f[0] == "/"]
@@ -264,7 +213,7 @@ def _quotient(factors: list[str], divisors: list[str]) -> str:
 
 def _line(plan: Plan) -> str:
     """The line that decode is, as the docstring says it."""
-    scale, zero, offset = (_text(part, [], None) for part in (plan.affine.scale, plan.affine.zero, plan.affine.offset))
+    scale, zero, offset = (_text(part, [], as_spec=True) for part in (plan.affine.scale, plan.affine.zero, plan.affine.offset))
     code = _code(plan.affine)
     inner = f"({code}{_signed(zero)})" if zero else code
     text = inner if scale == "1.0" else f"({scale}) * {inner}" if " + " in scale or " - " in scale else f"{scale} * {inner}"

@@ -19,8 +19,8 @@ from qdsl.core.numbers import Number
 
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
 LOCALS = frozenset((
-    "tensors", "row", "K", "chunk", "more", "words", "half", "i", "digit", "to", "flip", "F", "code", "g", "N", "at", "field",
-    "SIZES", "BASE", "fields", "sum", "ones", "head", "lane", "both", "low", "high", "lanes", "codebook", "records", "tl"))
+    "tensors", "row", "K", "chunk", "more", "F", "g", "N", "BASE", "fields", "sum", "ones", "head", "lane", "both", "low", "high",
+    "lanes", "bitplanes", "codebook", "records", "tl"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,12 @@ class Plan:
         name = argument(self.affine.code)
         names = [name if len(widths) == 1 else f"{name}_{i}" for i in range(len(widths))]
         return list(zip(names, widths, lows, strict=True))
+
+    @property
+    def first(self) -> int:
+        """The place of the codes' first tensor in the storage."""
+        names = [argument(tensor.name) for tensor in self.program.tensors]
+        return names.index(self.planes[0][0]) if self.has_skinny else 0
 
     @cached_property
     def blocks(self) -> list[str]:
@@ -120,7 +126,7 @@ class Plan:
         if not self.integer:
             return 0, 0
         if self.book:
-            return self.book.base, 0
+            return self.book.base
         sign = 1 << (self.code.bits - 1) if self.code.kind == "signed" else 0
         return sign, sign + (128 * 17 if self.code.bits == 8 else 128)
 
@@ -138,17 +144,19 @@ class Plan:
         """The exponent bits of codes that are floats."""
         return int(self.code.name[1])
 
-    @property
-    def mantissa(self) -> int:
-        """The mantissa bits of codes that are floats."""
-        return int(self.code.name[3])
-
     @cached_property
     def outer(self) -> list[Group]:
-        """Factors of scale and offset that are the same all along K."""
+        """The groups whose numbers a sum meets in the end: factors that are the same all along K, or all where nothing varies."""
+        if self.late:
+            return list(self.groups)
         products = [{argument(f.removeprefix("/")) for f in product}
                     for _, product in (*self.affine.scale, *self.affine.offset)]
         return [g for g in self.groups if not g.varies and all(g.name in product for product in products)]
+
+    @property
+    def inner(self) -> list[Group]:
+        """The groups whose numbers a sum meets inside the loop along K."""
+        return [group for group in self.groups if group not in self.outer]
 
     @property
     def divisors(self) -> set[str]:
@@ -157,7 +165,7 @@ class Plan:
         return {argument(f[1:]) for _, product in terms for f in product if f[0] == "/"}
 
     @property
-    def has_few(self) -> bool:
+    def has_skinny(self) -> bool:
         """Whether there is a kernel `skinny`, for few rows of x."""
         return self.record is None
 
@@ -169,7 +177,7 @@ class Plan:
     @property
     def has_tile_gemm(self) -> bool:
         """Whether there is a kernel `tile_gemm`, for many rows of x."""
-        return self.has_few and not self.stored and self.smallest >= 32
+        return self.has_skinny and not self.stored and self.smallest >= 32
 
     @property
     def tall(self) -> bool:
@@ -252,7 +260,7 @@ def lane_plan(program: Program) -> Plan | None:
     if code is None or len(present) < len(tensors):
         return None
     groups = tuple(_group(program, program.field(name), present[name]) for name in affine.fields)
-    book = codebook(program, affine.table) if affine.table else None
+    book = codebook(program, affine.table, 1 << code.bits) if affine.table else None
     plan = Plan(program, affine, code, groups, present[affine.code], book)
     return plan if plan.supported and (book is not None or not affine.table) else None
 
@@ -284,7 +292,7 @@ def _group(program: Program, field: Field, tensor: str) -> Group:
     blocks = dict(coordinates(program, field) or [])
     default = program.defaults.get(field.name)
     default = default if default is not None else program.where.get(field.name)
-    return Group(argument(field.name), argument(tensor), blocks.get("n", ""), blocks.get("k", ""),
+    return Group(argument(field.name), tensor, blocks.get("n", ""), blocks.get("k", ""),
                  _kind(program, field), None if default is None else str(default))
 
 

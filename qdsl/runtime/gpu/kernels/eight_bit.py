@@ -1,4 +1,4 @@
-"""Device functions for products of 8-bit codes, and the kernel that quantizes x to 8 bits (torch/eight.py is its reference).
+"""Device functions for products of 8-bit codes, and the kernel that quantizes x to 8 bits (weight/eight.py is its reference).
 
 Products of E4M3 and of int8 are what matrix units do; where they do not take E4M3, its values are float16, exactly.
 """

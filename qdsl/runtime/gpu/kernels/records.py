@@ -82,6 +82,7 @@ def floats(type: tl.constexpr, even, odd):
 
 @triton.jit
 def float_of(word, type: tl.constexpr):
+    """float32 of a word: its bits, or its low half as a float of 16 bits."""
     if type == tl.float32:
         return word.to(tl.float32, bitcast=True)
     else:

@@ -1,4 +1,4 @@
-"""Rows of a packed weight by their numbers, as an embedding looks them up, decoded without the other rows where that can be."""
+"""The numbers of a packed weight: all, or rows by their numbers, as an embedding looks them up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,37 @@ import torch
 from torch import Tensor
 
 from qdsl.runtime.torch import ops
+from qdsl.runtime.torch.decode import decode_into
+from qdsl.runtime.torch.private_apis import storage_key
+from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
+
+
+def dequantize(packed: PackedWeight, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """The weight [N, K]: exact by the formula in float32, rounded to nearest even once for other dtypes.
+
+    out, if given, decides the dtype.  Raises FormatError where it does not fit.
+    """
+    if not (dtype if out is None else out.dtype).is_floating_point:
+        raise FormatError(f"weights are floats; {str(dtype if out is None else out.dtype)[6:]} is none")
+    if out is not None and out.shape != packed.shape:
+        raise FormatError(f"out {list(out.shape)} does not fit the weight {list(packed.shape)}")
+    if not ops.is_plain(out, *packed.tensors.values()):
+        result = ops.dequantize(packed, dtype if out is None else out.dtype)
+        return result if out is None else out.copy_(result)
+    if out is not None and not _is_own_memory(out, packed):
+        raise FormatError("out has several elements in one place, or lies in the weight's tensors; give it memory of its own")
+    return decode_into(packed, empty(packed.shape, dtype, packed.device) if out is None else out)
+
+
+def _is_own_memory(out: Tensor, packed: PackedWeight) -> bool:
+    """Whether a tensor that is written has a place for each element, outside of the tensors that are read meanwhile."""
+    if out.layout is not torch.strided or out.device.type == "meta":
+        return True
+    if any(step == 0 and size > 1 for step, size in zip(out.stride(), out.shape, strict=True)):
+        return False
+    return all(tensor.layout is not torch.strided or storage_key(tensor) != storage_key(out)
+               for tensor in packed.tensors.values())
 
 
 def dequantize_rows(packed: PackedWeight, index: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,82 @@
+"""coreml_lut at bits = 4: Core ML palettes, codes into a table of levels that rows share.
+
+    w = lut[n // rows, q]
+    float32, rounded after each operation
+
+    lut    level_type [ceil(N/rows), 16]
+    q      u4         [N, K]
+
+    coreml: 4 bits per weight with rows = 32
+
+Built from the spec coreml_lut (sha256 eb942b8e0927898a) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, joined, lookup, pad, spread
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_coreml(indices: Tensor, lut: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
+    """Fields of indices uint8 [ceil(N*K/2)]; lut level_type [ceil(N/rows), 1, 16, 1]."""
+    return {
+        "lut": lut.squeeze(3).squeeze(1),
+        "q": spread(indices, 4).flatten()[:N * K].unflatten(0, (N, K)),
+    }
+
+
+def pack_coreml(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """indices, lut of the fields; the inverse of unpack_coreml."""
+    q_split = pad(q.flatten(), (0, -q.numel() % 2)).unflatten(-1, (-1, 2))
+    r = joined(q_split, 4).squeeze(-1)
+    return {
+        "indices": r,
+        "lut": lut.unsqueeze(1).unsqueeze(-1),
+    }
+
+
+def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = lut[n // rows, q].  lut [ceil(N/rows), 16], q [N,
+    K].
+    """
+    out = out if out is None else out.unflatten(0, (lut.shape[0], -1))
+    q = q.view(torch.int8).unflatten(0, (lut.shape[0], -1))
+    lut = lut.float()[:, None, None, :]
+    return (lookup(lut, q) if out is None else out.copy_(lookup(lut, q))).flatten(0, 1)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _decode_coreml(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    indices, lut = tensors
+    rows, = sizes
+    lut += 16 * (n // rows)
+    q = (tl.load(indices + (k + n * K) // 2, live, 0) >> 4 * ((k + n * K) % 2) & 15).to(tl.int32)
+    lut1 = tl.load(lut + q, live, 0).to(tl.float32)
+    state = use(state, k, lut1, live)
+    return state
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "lut": Field("level_type", "ceil(N/rows)", "16"),
+        "q": Field("u4", "N", "K"),
+    },
+    storages={
+        "coreml": Storage(unpack=unpack_coreml, pack=pack_coreml, reads=("N", "K"), tensors={
+            "indices": Stored("u8", "ceil(N*K/2)"),
+            "lut": Stored("level_type", "ceil(N/rows)", "1", "16", "1"),
+        }, kernels=Kernels(_decode_coreml, rows="N", units="K", last="k")),
+    },
+    decode=decode, cuts=("ceil(N/rows)", "K"),
+)

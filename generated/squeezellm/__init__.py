@@ -1,0 +1,34 @@
+"""squeezellm: SqueezeLLM's dense part, codes into a table of levels that each row learns.
+
+    w = lut[n, q]
+    float32, rounded after each operation
+
+    lut    level_type [N, 16]
+    q      u{bits}    [N, K]
+
+    squeezellm at bits = 4: 4.00098 bits per weight
+    squeezellm at bits = 3: 3.00049 bits per weight
+
+Built from the spec squeezellm (sha256 2585573450928f18) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+from qdsl.runtime import Format
+
+from . import bits_4, bits_3
+
+FORMAT = Format(
+    name="squeezellm", title="SqueezeLLM's dense part, codes into a table of levels that each row learns",
+    source="SqueezeLLM squeezellm/quant.py QuantLinearLUT.pack2, without its sparse outliers", formula="lut[n, q]",
+    by=("bits",),
+    variants={
+        (4,): bits_4.VARIANT,
+        (3,): bits_3.VARIANT,
+    },
+    params={"bits": (4, 3), "level_type": ("f32", "f16")},
+    digest="2585573450928f18",
+)
+SPEC = FORMAT.spec
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -1,0 +1,84 @@
+"""squeezellm at bits = 4: SqueezeLLM's dense part, codes into a table of levels that each row learns.
+
+    w = lut[n, q]
+    float32, rounded after each operation
+
+    lut    level_type [N, 16]
+    q      u4         [N, K]
+
+    squeezellm: 4.00098 bits per weight
+
+Built from the spec squeezellm (sha256 2585573450928f18) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, joined, lookup, spread
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_squeezellm(qweight: Tensor, lookup_table: Tensor) -> dict[str, Tensor]:
+    """Fields of qweight int32 [4*K/32, N]; lookup_table level_type [N, 16]."""
+    r = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 16))
+    return {
+        "lut": lookup_table,
+        "q": spread(r, 4).flatten(1),
+    }
+
+
+def pack_squeezellm(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """qweight, lookup_table of the fields; the inverse of unpack_squeezellm."""
+    q_split = q.unflatten(-1, (-1, 16, 2))
+    r = joined(q_split, 4).squeeze(-1)
+    return {
+        "qweight": as_type(r, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
+        "lookup_table": lut,
+    }
+
+
+def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = lut[n, q].  lut [N, 16], q [N, K]."""
+    lut = lut.float()[:, None, :]
+    q = q.view(torch.int8)
+    return lookup(lut, q) if out is None else out.copy_(lookup(lut, q))
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _decode_squeezellm(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    qweight, lookup_table = tensors
+    qweight += n
+    lookup_table += 16 * n
+    t = u // 4
+    i = u % 4
+    q_word = tl.load(qweight + 4 * (t * N) + i * N, live, 0)
+    for h in tl.static_range(8):
+        q = (q_word >> 4 * h & 15).to(tl.int32)
+        lut = tl.load(lookup_table + q, live, 0).to(tl.float32)
+        state = use(state, 32 * t + 8 * i + h, lut, live)
+    return state
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "lut": Field("level_type", "N", "16"),
+        "q": Field("u4", "N", "K"),
+    },
+    storages={
+        "squeezellm": Storage(unpack=unpack_squeezellm, pack=pack_squeezellm, tensors={
+            "qweight": Stored("i32", "4*K/32", "N"),
+            "lookup_table": Stored("level_type", "N", "16"),
+        }, kernels=Kernels(_decode_squeezellm, rows="N", units="K/8", last="n")),
+    },
+    decode=decode,
+)

@@ -1,0 +1,158 @@
+"""Commands that start a format: a spec from tensors or a packing function, and a spec with a golden file and its tests."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Collection
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qdsl.cli.app import Force, Json, app, fail, reported
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qdsl.infer.run import Inferred
+
+File = Annotated[Path | None, typer.Argument(help="A .safetensors or .npz file with the stored tensors.", show_default=False)]
+Packed = Annotated[str | None, typer.Option("--packed", metavar="NAME", help="The tensor that holds the codes.")]
+ValuesName = Annotated[str, typer.Option("--values", metavar="NAME", help="The decoded weights, float32 [N, K].")]
+ValuesFile = Annotated[Path | None, typer.Option("--values-in", metavar="FILE", help="Their file, where it is another one.")]
+Scales = Annotated[list[str] | None, typer.Option("--scales", metavar="NAME", help="A tensor of scales; may be repeated.")]
+Zeros = Annotated[list[str] | None, typer.Option("--zeros", metavar="NAME", help="A tensor of zero points; may be repeated.")]
+
+
+@app.command()
+def infer(file: File = None, packed: Packed = None, values: ValuesName = "expected", values_file: ValuesFile = None,
+          scales: Scales = None, zeros: Zeros = None,
+          function: Annotated[str | None, typer.Option("--function", metavar="MODULE:NAME", help="Instead of a file: a "
+                                                       "function that packs codes, int32 [N, K].")] = None,
+          shape: Annotated[str | None, typer.Option("--shape", metavar="N,K", help="Of the codes of a function.")] = None,
+          bits: Annotated[int, typer.Option("--bits", min=1, max=8, help="Of the codes of a function.")] = 4,
+          name: Annotated[str, typer.Option("--name", help="What the format is called.")] = "inferred",
+          out: Annotated[Path | None, typer.Option("--out", "-o", help="The spec to write; by default it is printed.")] = None,
+          force: Force = False, as_json: Json = False) -> None:
+    """Find the layout of a packed weight, and print a spec that decodes it.
+
+    The spec is built and compared with the values.  Exit code 1 where it does not decode all of them exactly.
+    """
+    from qdsl.host.files import check_output, write_text
+
+    if (file is None) == (function is None):
+        fail("give a file with --packed and --values, or --function with --shape", 2)
+    with reported():
+        if out is not None:
+            check_output(out, *([file] if file else []), force=force)
+        inferred = _of_function(str(function), shape, bits, name) if file is None else \
+            _of_tensors(file, packed, values, values_file, [*(scales or ()), *(zeros or ())], name)[0]
+        if out is not None:
+            write_text(out, inferred.text)
+    if as_json:
+        typer.echo(json.dumps({"schema": 1, "ok": inferred.is_exact, "spec": inferred.text, "exact": inferred.exact,
+                               "values": inferred.values, "problems": list(inferred.problems)}))
+    else:
+        typer.echo(inferred.text if out is None else f"written  {out}", nl=out is not None)
+        typer.echo(_summary(inferred, "bytes" if file is None else "values"), err=True)
+    if not inferred.is_exact:
+        raise typer.Exit(1)
+
+
+@app.command()
+def new(name: Annotated[str, typer.Argument(help="The format: the files are NAME.yaml and NAME.safetensors.")],
+        file: Annotated[Path | None, typer.Option("--from-infer", metavar="FILE", help="Find the layout of the tensors of this "
+                                                  "file, as `qdsl infer` does.")] = None,
+        packed: Packed = None, values: ValuesName = "expected", values_file: ValuesFile = None, scales: Scales = None,
+        zeros: Zeros = None,
+        bits: Annotated[int, typer.Option("--bits", min=2, max=8, help="Of a code, without --from-infer.")] = 4,
+        group: Annotated[int, typer.Option("--group", min=1, help="Columns that share a scale, without --from-infer.")] = 32,
+        force: Force = False, as_json: Json = False) -> None:
+    """Start a format: write a spec, with --from-infer a golden file of its tensors and values, and run `qdsl test` on them."""
+    from qdsl.checkpoint.files import safetensors
+    from qdsl.cli.formats import test
+    from qdsl.host.files import check_output, write_text
+    from qdsl.infer.start import starting_spec
+
+    spec, golden = Path(f"{name}.yaml"), Path(f"{name}.safetensors")
+    if not name.isidentifier():
+        fail(f"'{name}' is no name of a format: expected small letters, digits and _", 2)
+    with reported():
+        check_output(spec, *([file] if file else []), force=force)
+        text = starting_spec(name, bits, group)
+        tensors: dict[str, Tensor] = {}
+        if file is not None:
+            check_output(golden, file, *([values_file] if values_file else []), force=force)
+            inferred, tensors = _of_tensors(file, packed, values, values_file, [*(scales or ()), *(zeros or ())], name)
+            text = inferred.text
+            safetensors.write(golden, tensors)
+        write_text(spec, text)
+    if not as_json:
+        for path in (spec, golden)[:2 if tensors else 1]:
+            typer.echo(f"written  {path}")
+    test(str(spec), golden if tensors else None, as_json)
+
+
+def _of_tensors(file: Path, packed: str | None, values: str, values_file: Path | None, others: list[str],
+                name: str) -> tuple[Inferred, dict[str, Tensor]]:
+    """A spec from the tensors of a file; and the tensors that it takes, with the values as 'expected'."""
+    from qdsl.analyze.check.formats import EXPECTED
+    from qdsl.infer.run import InferError, infer
+
+    if packed is None:
+        fail("name the tensor that holds the codes with --packed", 2)
+    tensors = _read(file, {packed, *others, *({values} if values_file is None else ())})
+    weights = tensors.pop(values) if values_file is None else _read(values_file, {values})[values]
+    try:
+        inferred = infer(packed, tensors, weights, name)
+    except InferError as error:
+        fail(f"{error}")
+    return inferred, {**{key: tensors[key] for key in inferred.names}, EXPECTED: weights}
+
+
+def _read(path: Path, names: Collection[str]) -> dict[str, Tensor]:
+    """The tensors of these names in a .npz or .safetensors file."""
+    from qdsl.analyze.check.formats import GoldenError, read_golden
+
+    try:
+        tensors, _ = read_golden(path, names)
+    except GoldenError as error:
+        fail(f"{error}")
+    return tensors
+
+
+def _of_function(function: str, shape: str | None, bits: int, name: str) -> Inferred:
+    """A spec from a packing function, which is imported from the working directory or from installed packages."""
+    from qdsl.infer.function import infer_function
+    from qdsl.infer.run import InferError
+
+    parts = (shape or "").split(",")
+    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
+        fail(f"--shape {shape or ''}: expected N,K", 2)
+    try:
+        return infer_function(_imported(function), (int(parts[0]), int(parts[1])), bits, name)
+    except InferError as error:
+        fail(f"{error}")
+
+
+def _imported(function: str) -> Callable[[Any], Any]:
+    module, _, attribute = function.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        packing = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        fail(f"--function {function}: {error}", 2)
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    if not callable(packing):
+        fail(f"--function {function}: not a function", 2)
+    return packing                                               # type: ignore[no-any-return]
+
+
+def _summary(inferred: Inferred, what: str) -> str:
+    """How much of the values a spec decodes, and what does not fit."""
+    head = f"exact: all {inferred.values} {what}" if inferred.is_exact else \
+        f"the closest: {inferred.exact} of {inferred.values} {what} are exact"
+    return "\n".join([head, *(f"  {problem}" for problem in inferred.problems)])

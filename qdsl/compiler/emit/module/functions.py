@@ -1,0 +1,104 @@
+"""The functions and tables of a module, printed once where storages have the same, or variants do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from qdsl.compiler.emit.lines import WORD
+from qdsl.compiler.emit.triton.plan import argument
+from qdsl.compiler.ir.program import Program
+
+NAME = re.compile(r"^(?:def )?(\w+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """A function or a table of a module: its name and its lines."""
+
+    name: str
+    lines: tuple[str, ...]
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it is a constant, which functions may read."""
+        return self.name.isupper()
+
+
+def definition(lines: Sequence[str]) -> Definition:
+    """The function or table of these lines."""
+    match = NAME.search("\n".join(lines))
+    assert match is not None
+    return Definition(match[1], tuple(lines))
+
+
+def definitions(lines: Iterable[str]) -> list[Definition]:
+    """Functions that two empty lines separate."""
+    texts = [text.strip("\n") for text in "\n".join(lines).split("\n\n\n")]
+    return [definition(text.split("\n")) for text in texts if text]
+
+
+def shared_by_storages(programs: Sequence[Program], printed: Sequence[list[Definition]],
+                       ) -> tuple[list[Definition], dict[str, str]]:
+    """The functions of all storages without those that an earlier storage has with other names of tensors, and by which name
+    of that one they are called.  printed: the functions of each program.
+    """
+    kept: list[Definition] = []
+    names: dict[str, str] = {}
+    by_body: dict[tuple[str, ...], str] = {}
+    for program, functions in zip(programs, printed, strict=True):
+        places = {argument(tensor.name): f"${place}" for place, tensor in enumerate(program.tensors)}
+        for function in functions:
+            name = by_body.setdefault(_body(function, program.storage, places), function.name)
+            if name == function.name:
+                kept.append(function)
+            else:
+                names[function.name] = name
+    return kept, names
+
+
+def _body(function: Definition, storage: str, places: Mapping[str, str]) -> tuple[str, ...]:
+    """What a function does: its kind, and its lines without docstring, with tensors by their places in the storage."""
+    quotes = [number for number, line in enumerate(function.lines) for _ in range(line.count('"""'))]
+    text = "\n".join((*function.lines[:quotes[0]], *function.lines[quotes[1] + 1:])).replace(f"def {function.name}(", "def (")
+    return function.name.removesuffix(f"_{storage}"), WORD.sub(lambda word: places.get(word[0], word[0]), text)
+
+
+def renamed(lines: Iterable[str], names: Mapping[str, str]) -> list[str]:
+    """The lines with other names."""
+    return [WORD.sub(lambda word: names.get(word[0], word[0]), line) for line in lines] if names else list(lines)
+
+
+def shared_by_variants(modules: Mapping[str, tuple[Sequence[Definition], Sequence[str]]],
+                       ) -> dict[str, tuple[list[Definition], dict[str, list[str]]]]:
+    """What each module defines itself, and the names that it imports from modules before it, which have the same.
+
+    modules: by name, definitions and the lines that follow them.  A function that reads a table is the same where its tables are.
+    """
+    origins: dict[tuple[Definition, ...], str] = {}
+    shared: dict[str, tuple[list[Definition], dict[str, list[str]]]] = {}
+    for module, (items, variant) in modules.items():
+        tables = {item.name: item for item in items if item.is_table}
+        own: list[Definition] = []
+        imported: dict[str, list[str]] = {}
+        for item in items:
+            if not item.is_table:
+                origin = origins.setdefault((item, *_tables_of(tables, "\n".join(item.lines))), module)
+                if origin == module:
+                    own.append(item)
+                else:
+                    imported.setdefault(origin, []).append(item.name)
+        text = "\n".join([*(line for item in own for line in item.lines), *variant])
+        shared[module] = [*_tables_of(tables, text), *own], imported
+    return shared
+
+
+def _tables_of(tables: Mapping[str, Definition], text: str) -> list[Definition]:
+    """The tables that a text reads, or one of these does."""
+    read: list[Definition] = []
+    for name, table in reversed(list(tables.items())):
+        if re.search(rf"\b{name}\b", text):
+            read.insert(0, table)
+            text += "\n".join(table.lines)
+    return read

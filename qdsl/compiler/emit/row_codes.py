@@ -1,0 +1,40 @@
+"""How the torch reference makes a code per weight of fields that a few columns share, and finds those again."""
+
+from __future__ import annotations
+
+from qdsl.compiler.emit.formula import constant
+from qdsl.compiler.emit.lines import wrapped
+from qdsl.compiler.ir.program import Program
+
+
+def _name(program: Program) -> str:
+    """What a module calls them: as no table."""
+    word = "row_codes"
+    while any(table.name.value == word for table in program.spec.tables):
+        word += "_"
+    return constant(word)
+
+
+def constant_lines(program: Program) -> list[list[str]]:
+    """The lines of the constant; none for a program that has the format's own fields."""
+    codes = program.row_codes
+    if codes is None:
+        return []
+    fields = [f"{factor.field}={constant(factor.table)}" if factor.table else
+              f"{factor.field}=({len(factor.numbers)}, {factor.columns})" for factor in codes.factors]
+    return [wrapped(f"{_name(program)} = RowCodes(", [f"({', '.join(map(str, codes.order))},)", *fields], ")")]
+
+
+def codes_lines(program: Program) -> list[str]:
+    """Lines that make the code; none for a program that has the format's own fields."""
+    codes = program.row_codes
+    if codes is None:
+        return []
+    fields = ", ".join(f"{factor.field}={factor.field}" for factor in codes.factors)
+    return [f"{codes.code} = {_name(program)}.codes({fields})"]
+
+
+def field_entry(program: Program, field: str, text: str) -> str:
+    """An entry of the dict of fields: the field, or in place of a code the fields that it stands for."""
+    codes = program.row_codes
+    return f'"{field}": {text},' if codes is None or field != codes.code else f"**{_name(program)}.fields({text}),"

@@ -1,0 +1,227 @@
+"""A code per weight, in place of rows of tables and other fields that fewer columns share than a kernel's group.
+
+Does: where decode reads such fields in one part of its formula alone, counts the numbers that the part can be, and writes the
+spec with a code for them: `levels[q]`, or `a * q + b` where the numbers are evenly spaced.  IQ2's rows of {8, 25, 43} and their
+signs become codes of six numbers.  The rest of decode stays as it is, so that every weight keeps its bits; rows are found again
+by their entries, which must differ.
+Does not: read tables that are stored with a weight, whose numbers no compiler knows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise, product
+
+from qdsl.compiler.ir.index import name
+from qdsl.compiler.ir.program import Factor, Field, Program, RowCodes
+from qdsl.compiler.passes.factor_decode import factor_decode
+from qdsl.compiler.passes.type_decode import type_decode
+from qdsl.compiler.passes.type_fields import type_fields
+from qdsl.compiler.spec import grammar as g
+from qdsl.compiler.spec.model import Field as SpecField
+from qdsl.compiler.spec.model import Table
+from qdsl.compiler.spec.reserved import RESERVED
+from qdsl.compiler.spec.source import Problems, Span, Text
+from qdsl.core.numbers import round_to_f32
+
+GROUP = 16                                                       # columns that share a number of a group, at least
+MAX_NUMBERS = 256                                                # of a code
+MAX_LEVELS = 16                                                  # of a code that is looked up
+MAX_ROWS = 1 << 16                                               # of all entries that a row can have, when it is looked for
+FRACTION = 16                                                    # bits of a fraction that are taken out of numbers
+
+Numbers = tuple[int, ...] | tuple[float, ...]
+
+
+def expand_codes(program: Program, divisor: int) -> Program | str:
+    """The program with a code per weight, typed and factored; itself where it has one; or why there is none.
+
+    divisor: what K is a multiple of in all storages.
+    """
+    fields = [field for field in program.fields if _columns(field) is not None]
+    if not fields or [field.index for field in fields] == [(name("n"), name("k"))]:
+        return program
+    if stored := next((field for field in program.fields if field.table), None):
+        return f"decode reads rows of '{stored.name}', whose numbers are stored with the weight"
+    for field in fields:
+        if field.number is None or field.number.kind != "unsigned" or len(field.index) != 2 or divisor % (_columns(field) or 1):
+            return f"'{field.name}' is no unsigned integer of whole runs of columns in every row"
+    names = {field.name for field in fields}
+    part = _part(program.spec.decode, names, {field.name for field in program.fields})
+    if part is None:
+        return f"decode reads {', '.join(sorted(names))} in several parts of its formula"
+    factors = [_factor(program, field, part) for field in fields]
+    wrong = next((factor for factor in factors if isinstance(factor, str)), None)
+    if wrong is not None:
+        return wrong
+    return _expanded(program, part, [factor for factor in factors if isinstance(factor, Factor)])
+
+
+def _columns(field: Field) -> int | None:
+    """How many columns share a value, where they are fewer than a kernel's group; else None."""
+    if field.number is None or not field.index:
+        return None
+    if field.index[-1] == name("k"):
+        return 1
+    terms = field.index[-1].terms
+    atom = terms[0][0] if len(terms) == 1 else None
+    if atom is None or atom.op != "div" or atom.args[0] != name("k") or not atom.args[1].is_const:
+        return None
+    return atom.args[1].const if atom.args[1].const < GROUP else None
+
+
+def _part(expr: g.Expr, names: set[str], fields: set[str]) -> g.Expr | None:
+    """The largest part of decode that reads all of these fields and no others; None where others lie in between."""
+    read = set(_reads(expr)) & fields
+    if read == names:
+        return expr
+    parts = [part for part in _operands(expr) if names & set(_reads(part))]
+    return _part(parts[0], names, fields) if len(parts) == 1 else None
+
+
+def _operands(expr: g.Expr) -> tuple[g.Expr, ...]:
+    match expr:
+        case g.Binary(_, left, right):
+            return left, right
+        case g.Negate(value):
+            return (value,)
+        case g.Subscript(_, index):
+            return index
+    return ()
+
+
+def _reads(expr: g.Expr) -> Iterator[str]:
+    """The names that stand for a field, once for each time."""
+    if isinstance(expr, g.Name):
+        yield expr.name
+    for part in _operands(expr):
+        yield from _reads(part)
+
+
+def _factor(program: Program, field: Field, part: g.Expr) -> Factor | str:
+    """What a weight gets of a field, or why nobody could find the field again."""
+    assert field.number is not None
+    columns, count = _columns(field) or 1, field.number.high + 1
+    if Counter(_reads(part))[field.name] != 1:
+        return f"decode reads '{field.name}' more than once"
+    word = _table_of(part, field.name)
+    if word == "":
+        return Factor(field.name, "", columns, tuple(range(count))) if count ** columns <= MAX_ROWS else \
+            f"'{field.name}' has more values than can be looked for"
+    table = program.spec.table(word)
+    if len(table.shape) != 2 or table.shape[0] != count:
+        return f"'{field.name}' does not choose each row of '{word}', a table of rows"
+    rows = {table.values[i * columns:(i + 1) * columns] for i in range(count)}
+    numbers = tuple(sorted(set(table.values)))
+    if len(rows) < count:
+        return f"two rows of '{word}' are alike, and '{field.name}' could not be found again"
+    if len(numbers) ** columns > MAX_ROWS:
+        return f"rows of '{word}' have too many different entries"
+    return Factor(field.name, word, columns, numbers)
+
+
+def _table_of(expr: g.Expr, field: str) -> str:
+    """The table whose rows a field chooses; '' where it stands for itself."""
+    for part in _operands(expr):
+        if isinstance(expr, g.Subscript) and field in _reads(expr.index[0]):
+            return expr.name
+        if field in _reads(part):
+            return _table_of(part, field)
+    return ""
+
+
+def _number(expr: g.Expr, numbers: Mapping[str, int | float]) -> int | float:
+    """A part of decode with numbers for its fields, rounded as decode is: integers exactly, floats to float32."""
+    match expr:
+        case g.Number(value):
+            return value
+        case g.Name(word):
+            return numbers[word]
+        case g.Negate(value):
+            return -_number(value, numbers)
+        case g.Subscript(_, index):
+            return numbers[next(word for word in _reads(index[0]))]
+        case g.Binary(op, left, right):
+            a, b = _number(left, numbers), _number(right, numbers)
+            if isinstance(a, int) and isinstance(b, int) and op != "/":
+                return {"+": a + b, "-": a - b, "*": a * b, "//": a // b if b else 0, "%": a % b if b else 0}[op]
+            x, y = round_to_f32(a), round_to_f32(b)
+            return round_to_f32({"+": x + y, "-": x - y, "*": x * y, "/": x / y if y else 0.0}[op])
+    raise AssertionError("calls stand in tables alone")
+
+
+def _expanded(program: Program, part: g.Expr, factors: list[Factor]) -> Program | str:
+    """The program of the spec in which one code stands for the part."""
+    span = program.spec.span
+    joint = [_number(part, dict(zip([factor.field for factor in factors], numbers, strict=True)))
+             for numbers in product(*(factor.numbers for factor in factors))]
+    if len(joint) > MAX_NUMBERS:
+        return f"a weight's code would have {len(joint)} values, and matrix units take {MAX_NUMBERS}"
+    order = tuple(sorted(range(len(joint)), key=lambda place: (joint[place], place)))
+    numbers, unit = _as_integers([joint[place] for place in order])
+    steps = {b - a for a, b in pairwise(numbers)}
+    is_even = len(steps) == 1 and 0 not in steps and isinstance(numbers[0], int)
+    if not is_even and len(numbers) > MAX_LEVELS:
+        return f"a weight's code would stand for {len(numbers)} numbers, and matrix units look up {MAX_LEVELS}"
+    taken = {*RESERVED, *(f.name for f in program.fields), *program.params, *(t.name.value for t in program.spec.tables)}
+    code, word = _fresh("q", taken), _fresh("levels", taken)
+    bits = max(1 if is_even else 3, (len(numbers) - 1).bit_length())
+    levels = Table(Text(word, (span,)), (*numbers, *[numbers[-1]] * ((1 << bits) - len(numbers))), (1 << bits,))
+    read = _even(code, numbers, span) if is_even else g.Subscript(word, (g.Name(code, span),), span)
+    read = read if unit == 1 else g.Binary("*", g.Number(unit, span), read, span)
+    decode = _replaced(program.spec.decode, part, read)
+    gone = {factor.field for factor in factors}
+    fields = [field for field in program.spec.fields if field.name.value not in gone]
+    declared = SpecField(Text(code, (span,)), g.typed(Text(f"u{bits}[n, k]", (span,))))
+    tables = _read_tables([*program.spec.tables, levels], decode)
+    spec = replace(program.spec, fields=(*fields, declared), tables=tables, decode=decode, encode=None, claims=())
+    expanded = replace(program, spec=spec, encode=None, row_codes=RowCodes(code, tuple(factors), order))
+    for step in (type_fields, type_decode, factor_decode):
+        expanded = step(expanded, problems := Problems())
+        if problems:
+            return f"decode cannot be written over a code per weight: {next(iter(problems)).message}"
+    return expanded
+
+
+def _as_integers(numbers: list[int | float]) -> tuple[Numbers, float | int]:
+    """Numbers as integers times a power of two, where they are; else as they are, times 1."""
+    for bits in range(FRACTION):
+        scaled = [number * 2 ** bits for number in numbers]
+        if all(number == int(number) for number in scaled):
+            return tuple(int(number) for number in scaled), 2.0 ** -bits if bits else 1
+    return tuple(float(number) for number in numbers), 1
+
+
+def _even(code: str, numbers: Numbers, span: Span) -> g.Expr:
+    """step * code + first."""
+    first, step = int(numbers[0]), int(numbers[1] - numbers[0])
+    read: g.Expr = g.Name(code, span)
+    read = read if step == 1 else g.Binary("*", g.Number(step, span), read, span)
+    return g.Binary("+" if first > 0 else "-", read, g.Number(abs(first), span), span) if first else read
+
+
+def _replaced(expr: g.Expr, part: g.Expr, by: g.Expr) -> g.Expr:
+    """An expression with another in place of a part."""
+    if expr is part:
+        return by
+    match expr:
+        case g.Binary(_, left, right):
+            return replace(expr, left=_replaced(left, part, by), right=_replaced(right, part, by))
+        case g.Negate(value):
+            return replace(expr, value=_replaced(value, part, by))
+    return expr
+
+
+def _read_tables(tables: list[Table], decode: g.Expr) -> tuple[Table, ...]:
+    """The tables that decode reads, and those that they are computed from."""
+    wanted = set(g.names(decode))
+    for table in reversed(tables):
+        if table.formula is not None and table.name.value in wanted:
+            wanted |= set(g.names(table.formula))
+    return tuple(table for table in tables if table.name.value in wanted)
+
+
+def _fresh(word: str, taken: set[str]) -> str:
+    return word if word not in taken else _fresh(f"{word}_", taken)

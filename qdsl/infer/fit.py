@@ -1,0 +1,174 @@
+"""What stored codes mean: a number type or a table, and the groups of weights that share a scale and an offset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from qdsl.core.numbers import FLOATS, number
+from qdsl.infer.labels import GROUPS, TOLERANCE, Values, group_sizes
+from qdsl.infer.tiles import Codes
+
+_T = TypeVar("_T", bound=np.generic)
+Numbers = npt.NDArray[np.float64]
+SAMPLE = 1 << 18                                                 # values by which groups and types are chosen
+MOST_TABLE_BITS = 4
+MOST_LEVEL = 128                                                 # of a table of integers
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which weights share a number: blocks of rows and columns, or, if `apart`, weights whose flat positions are a multiple of
+    N * K / columns apart.
+    """
+
+    rows: int
+    columns: int
+    apart: bool = False
+
+    def count(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """The shape of the numbers."""
+        n, k = shape
+        return (1, n * k // self.columns) if self.apart else (-(-n // self.rows), -(-k // self.columns))
+
+    def view(self, array: npt.NDArray[_T]) -> npt.NDArray[_T]:
+        """An array [N, K] as [blocks, weights of a block], of blocks of one row."""
+        return array.reshape(self.columns, -1).T if self.apart else array.reshape(-1, self.columns)
+
+    def spread(self, numbers: Numbers, shape: tuple[int, int]) -> Numbers:
+        """Numbers of blocks as numbers of weights [N, K]."""
+        n, k = shape
+        if self.apart:
+            return np.broadcast_to(numbers.reshape(1, -1), (self.columns, numbers.size)).reshape(n, k)
+        return numbers.repeat(self.rows, 0)[:n].repeat(self.columns, 1)[:, :k]
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """values = scale * level of the code + offset.
+
+    kind: the number type of codes.  levels: what a code stands for.  is_table: they are no number type's own.
+    scale, offset: of blocks, NaN where a block's values say nothing of them; offset is None where it is 0 everywhere.
+    """
+
+    kind: str
+    levels: Numbers
+    blocks: Blocks
+    scale: Numbers
+    offset: Numbers | None
+    is_table: bool = False
+
+
+def fit(codes: Codes, values: Values, bits: int) -> Meaning | None:
+    """The meaning of codes [N, K] with few numbers; None where the values are no function of them of this kind."""
+    n, k = values.shape
+    for blocks in candidates((n, k)):
+        some_codes, some_values = blocks.view(codes), blocks.view(values).astype(np.float64)
+        chosen = slice(None, None, max(1, some_codes.size // SAMPLE))
+        for affine in (False, True):
+            for kind, levels in kinds(bits):
+                if lines(levels[some_codes[chosen]], some_values[chosen], affine) is not None:
+                    numbers = lines(levels[some_codes], some_values, affine)
+                    if numbers is not None:
+                        return _by_rows(kind, levels, blocks, (n, k), *numbers)
+        if bits <= MOST_TABLE_BITS:
+            entries = table(some_codes[chosen], some_values[chosen], bits)
+            numbers = None if entries is None else lines(entries[some_codes], some_values, False)
+            if entries is not None and numbers is not None:
+                if np.nanmax(numbers[0]) <= 0:
+                    entries, numbers = -entries, (-numbers[0], None)
+                return replace(_by_rows(f"u{bits}", entries, blocks, (n, k), *numbers), is_table=True)
+    return None
+
+
+def candidates(shape: tuple[int, int]) -> list[Blocks]:
+    """Blocks that may share a number, large ones first."""
+    n, k = shape
+    return [*(Blocks(1, size) for size in group_sizes(k)),
+            *(Blocks(1, size, apart=True) for size in GROUPS if n % size == 0 and size < n)]
+
+
+def kinds(bits: int) -> Iterator[tuple[str, Numbers]]:
+    """Number types of this width, and what their codes stand for."""
+    names = [f"i{bits}"] if bits > 1 else []
+    for name in [*names, f"u{bits}", *(name for name, form in FLOATS.items() if form.bits == bits and form.signed)]:
+        form = number(name)
+        assert form is not None
+        yield name, np.array([form.decode(code) for code in range(1 << bits)], np.float64)
+
+
+def lines(levels: Numbers, values: Numbers, affine: bool) -> tuple[Numbers, Numbers | None] | None:
+    """Scales and offsets of blocks by least squares, levels and values [blocks, weights]; None where a block is on no line.
+
+    A scale is NaN where all levels of a block are zero or, if affine, the same.
+    """
+    if not np.isfinite(levels).all():
+        return None
+    around = levels.mean(1, keepdims=True) if affine else 0.0
+    middle = values.mean(1, keepdims=True) if affine else 0.0
+    squares = ((levels - around) ** 2).sum(1, keepdims=True)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        scale = ((levels - around) * (values - middle)).sum(1, keepdims=True) / squares
+    used = np.nan_to_num(scale)
+    offset = middle - used * around
+    largest = np.abs(values).max(1, keepdims=True) + (np.abs(used * levels).max(1, keepdims=True) if affine else 0)
+    if (np.abs(levels * used + offset - values) > TOLERANCE * largest).any():
+        return None
+    return scale, np.where(np.isnan(scale), np.nan, offset) if affine else None
+
+
+def table(codes: Codes, values: Numbers, bits: int) -> Numbers | None:
+    """Levels of codes up to a factor: in a block the value of a code, over that of the code that most blocks have."""
+    size = 1 << bits
+    of_code = np.full((len(codes), size), np.nan)
+    for code in range(size):
+        at = codes == code
+        of_code[:, code] = np.where(at.any(1), np.where(at, values, -np.inf).max(1), np.nan)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        common = int((np.nan_to_num(of_code) != 0).sum(0).argmax())
+        ratios = of_code / of_code[:, [common]]
+    ratios[~np.isfinite(ratios)] = np.nan
+    seen = ~np.isnan(ratios).all(0)
+    levels = np.zeros(size)
+    if seen.sum() < 2:
+        return None
+    levels[seen] = np.nanmedian(ratios[:, seen], 0)
+    levels *= np.sign(levels[seen][-1] - levels[seen][0]) or 1   # rising ones, where the signs of scales do not say
+    for factor in range(1, MOST_LEVEL):                          # integers, if some multiples are
+        multiples = np.rint(levels * factor)
+        if np.abs(multiples).max() < MOST_LEVEL and np.abs(levels * factor - multiples).max() < TOLERANCE * factor:
+            return np.asarray(multiples)
+    return np.asarray(levels / np.abs(levels).max())
+
+
+def _by_rows(kind: str, levels: Numbers, blocks: Blocks, shape: tuple[int, int], scale: Numbers,
+             offset: Numbers | None) -> Meaning:
+    """The meaning with rows taken together that have the same numbers."""
+    n = shape[0]
+    count = blocks.count(shape)
+    scale = scale.reshape(count)
+    offset = None if offset is None else offset.reshape(count)
+    rows = [size for size in (n, 256, 128, 64, 32, 16, 8, 4, 2) if size <= n] if not blocks.apart else []
+    for size in rows:
+        scales = _together(scale, size)
+        offsets = None if offset is None else _together(offset, size)
+        if scales is not None and (offset is None) == (offsets is None):
+            return Meaning(kind, levels, replace(blocks, rows=size), scales, offsets)
+    return Meaning(kind, levels, blocks, scale, offset)
+
+
+def _together(numbers: Numbers, size: int) -> Numbers | None:
+    """One number for `size` rows, or None where they differ."""
+    n, k = numbers.shape
+    padded = np.full((-(-n // size) * size, k), np.nan)
+    padded[:n] = numbers
+    groups = padded.reshape(-1, size, k)
+    low, high = (reduce(groups, axis=1, initial=start, where=~np.isnan(groups))
+                 for reduce, start in ((np.min, np.inf), (np.max, -np.inf)))
+    if (high - low > 2 * TOLERANCE * np.abs(high)).any():
+        return None
+    return np.where(np.isfinite(low), low, np.nan)

@@ -1,0 +1,90 @@
+"""`qdsl infer --function`: the layout of a packing function, from what it makes of codes that the caller chooses."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import qdsl
+from qdsl.compiler.spec.source import SpecError
+from qdsl.infer.fit import Blocks
+from qdsl.infer.numbers import Field
+from qdsl.infer.run import InferError, Inferred, element
+from qdsl.infer.solve import Solution
+from qdsl.infer.text import spec_text
+from qdsl.infer.tiles import Codes, Labels, match
+from qdsl.runtime.weight.errors import FormatError
+
+DRAWS = 8                                                        # random weights by which bits are matched
+MOST_BITS = 8                                                    # of a code
+
+
+def infer_function(pack: Callable[[Tensor], Tensor], shape: tuple[int, int], bits: int, name: str = "inferred") -> Inferred:
+    """A spec of the tensor that `pack` returns for codes, int32 [N, K] of `bits` bits; the spec packs as the function does.
+
+    It is compared on codes of which one bit is one wherever one bit of the code's position is, which together move every bit
+    alone.  Its decode is the code itself.  Raises InferError where the function is no layout of the codes' bits.
+    """
+    if not 1 <= bits <= MOST_BITS or min(shape) < 1:
+        raise InferError(f"codes of {bits} bits [{shape[0]}, {shape[1]}]: expected 1 to {MOST_BITS} bits, and a row and a column")
+    random = np.random.default_rng(0)
+    draws = []
+    for _ in range(DRAWS):
+        codes = random.integers(0, 1 << bits, shape).astype(np.int16)
+        draws.append((element("packed", _packed(pack, codes)), Labels(codes, bits)))
+    first, labels = draws[0]
+    layout = match([(one.stored, labels) for one, labels in draws])
+    if layout is None:
+        raise InferError(f"the function's {len(first.stored.data)} bytes are not the bits of {bits}-bit codes, in tiles that "
+                         "repeat")
+    flipped = int((layout.read(first.stored, shape) ^ labels.codes)[0, 0])
+    stored = {0: "", 1 << bits - 1: f"      stored: {{q: q - {1 << bits - 1}}}\n"}
+    if flipped not in stored:
+        raise InferError(f"the function flips the bits {flipped:#b} of codes, which no spec says")
+    solution = Solution((Field("q", f"u{bits}", Blocks(1, 1), "packed", layout),), "q")
+    text = spec_text(name, solution, {"packed": first}, shape) + stored[flipped]
+    problem, exact, count = _verify(text, pack, shape, bits)
+    return Inferred(text, exact, count, ("packed",), (problem,) if problem else ())
+
+
+def _packed(pack: Callable[[Tensor], Tensor], codes: Codes) -> Tensor:
+    packed = pack(torch.from_numpy(codes.astype(np.int32)))
+    if not isinstance(packed, Tensor):
+        raise InferError(f"the function returned a {type(packed).__name__}: expected a torch tensor")
+    return packed.detach().cpu()
+
+
+def probes(shape: tuple[int, int], bits: int) -> Iterator[Codes]:
+    """Codes [N, K] with one bit set where one bit of the flat position is set; of every bit of either; and random ones."""
+    position = np.arange(shape[0] * shape[1]).reshape(shape)
+    for bit in range(bits):
+        for at in range(int(position[-1, -1]).bit_length()):
+            yield ((position >> at & 1) << bit).astype(np.int16)
+        yield np.full(shape, 1 << bit, np.int16)
+    yield np.random.default_rng(1).integers(0, 1 << bits, shape).astype(np.int16)
+
+
+def _verify(text: str, pack: Callable[[Tensor], Tensor], shape: tuple[int, int], bits: int) -> tuple[str, int, int]:
+    """What is wrong with a spec; how many bytes it packs as the function does, and of how many."""
+    exact = count = 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "inferred.yaml")
+        path.write_text(text)
+        try:
+            module = qdsl.load(path)
+            for codes in probes(shape, bits):
+                wanted = element("packed", _packed(pack, codes)).stored.data
+                packed = module.pack({"q": torch.from_numpy(codes.astype(np.uint8))})
+                got = element("packed", packed.tensors["packed"]).stored.data
+                count += len(wanted)
+                exact += int((wanted == got).sum()) if len(wanted) == len(got) else 0
+        except SpecError as error:
+            return "; ".join(problem.message for problem in error.problems), 0, 1
+        except FormatError as error:
+            return str(error), 0, 1
+    return "" if exact == count else "the function packs some codes otherwise", exact, count

@@ -1,0 +1,110 @@
+"""Codes from the values of groups: their signs, their order, or their places on the lattice that a group's values lie on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from qdsl.infer.tiles import Labels
+
+Values = npt.NDArray[np.float32]
+GROUPS = (1 << 14, 4096, 2048, 1024, 512, 256, 128, 96, 64, 48, 32, 16, 8)
+TOLERANCE = 1e-5                                                 # of the largest value of a group: rounding to float32
+FEWEST_KNOWN = 0.02                                              # of the codes, that tell where bits lie
+CHUNK = 1 << 20                                                  # values that are sorted at a time
+
+
+def labelings(values: Values, most_bits: float) -> Iterator[Labels]:
+    """Ways to read codes from values [N, K], the simplest first.  most_bits: stored bits per weight."""
+    yield Labels((values >= 0).astype(np.int16), 1, values != 0, top=True)
+    for size in group_sizes(values.shape[1]):
+        yield halves(values, size, oriented=False)
+        yield halves(values, size, oriented=True)
+    for size in group_sizes(values.shape[1]):
+        for affine in (False, True):
+            labels = lattice(values, size, affine, int(most_bits))
+            if labels is not None:
+                yield labels
+
+
+def group_sizes(columns: int) -> list[int]:
+    """Sizes of groups of columns, the whole row first."""
+    return [columns, *(size for size in GROUPS if size < columns and columns % size == 0)]
+
+
+def halves(values: Values, size: int, oriented: bool) -> Labels:
+    """The highest bits of codes: in which half of its group's range a value lies; certain away from the middle.
+
+    oriented: codes are around zero, and the value of largest magnitude has the least code.
+    """
+    n, k = values.shape
+    groups = values.reshape(n, -1, size)
+    low, high = groups.min(2, keepdims=True), groups.max(2, keepdims=True)
+    if oriented:
+        codes = (groups >= 0) ^ (high > -low)
+        return Labels(codes.reshape(n, k).astype(np.int16), 1, values != 0, top=True)
+    middle = (low + high) / 2
+    certain = np.abs(groups - middle) > (high - low) / 1024
+    return Labels((groups > middle).reshape(n, k).astype(np.int16), 1, certain.reshape(n, k), top=True)
+
+
+def lattice(values: Values, size: int, affine: bool, most_bits: int) -> Labels | None:
+    """Codes from the steps between a group's values, or None where they lie on no lattice of `most_bits` bits.
+
+    affine: the lattice of a group begins anywhere.  Codes are certain in groups that use the first and the last one.
+    Otherwise it goes through zero, and its codes are around the middle; a group whose step is negative shows that by its least
+    code alone.
+    """
+    n, k = values.shape
+    steps = np.empty((n, k), np.int32)
+    rows = max(1, CHUNK // k)
+    for start in range(0, n, rows):
+        part = values[start:start + rows].astype(np.float64).reshape(-1, size)
+        counted = _steps(part, affine, most_bits)
+        if counted is None:
+            return None
+        steps[start:start + rows] = counted.reshape(-1, k)
+    groups = steps.reshape(n, -1, size)
+    low, high = groups.min(2, keepdims=True), groups.max(2, keepdims=True)
+    bits = max(1, int((high - low).max()).bit_length())
+    if bits > most_bits:
+        return None
+    if affine:
+        certain = np.broadcast_to(high - low == (1 << bits) - 1, groups.shape)
+        if certain.mean() < FEWEST_KNOWN:
+            return None
+        return Labels((groups - low).reshape(n, k).astype(np.int16), bits, certain.reshape(n, k))
+    middle = 1 << bits - 1
+    if max(int(high.max()), -int(low.min())) > middle:
+        return None                                              # codes with a zero point: see `affine`
+    flipped = high == middle
+    codes = np.where(flipped, -groups, groups) + middle
+    certain = np.broadcast_to(flipped | (low == -middle) | ~flipped.any(), groups.shape)
+    return Labels(np.clip(codes, 0, 2 * middle - 1).reshape(n, k).astype(np.int16), bits, certain.reshape(n, k))
+
+
+def _steps(groups: npt.NDArray[np.float64], affine: bool, most_bits: int) -> npt.NDArray[np.int32] | None:
+    """Values [groups, size] as whole numbers of their group's step, from zero or, if affine, from any of them."""
+    ordered = np.sort(groups, 1)
+    largest = np.abs(ordered[:, [0, -1]]).max(1, keepdims=True)
+    gaps = np.diff(ordered, axis=1)
+    if not affine:
+        gaps = np.concatenate([gaps, np.abs(ordered)], 1)
+    gaps[gaps <= largest * TOLERANCE] = np.inf
+    least = gaps.min(1, keepdims=True)
+    least[~np.isfinite(least)] = 1
+    start = ordered[:, :1] if affine else 0.0
+    for divisor in (1, 2, 3, 4):                                 # the two nearest values may be further apart than a step
+        counts = (ordered - start) / least
+        wrong = (np.abs(counts - np.rint(counts)) > 0.02).any(1)
+        if not wrong.any():
+            break
+        least[wrong] *= divisor / (divisor + 1)
+    counts = (groups - start) / least
+    # A few groups that are on no lattice are as good as unknown; more of them say that sizes are wrong.
+    if wrong.mean() > 0.02 or np.abs(counts[~wrong]).max(initial=0) >= 1 << most_bits + 1:
+        return None
+    counts[wrong] = 0
+    return np.asarray(np.rint(counts), np.int32)

@@ -1,0 +1,105 @@
+"""`qdsl infer`: a spec from a packed tensor, the weight's values, and the tensors of its numbers; built and verified."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import qdsl
+from qdsl.compiler.spec.source import SpecError
+from qdsl.core.numbers import TORCH_FLOATS
+from qdsl.core.stored import INTEGERS
+from qdsl.infer.fit import Blocks, fit
+from qdsl.infer.labels import Values, labelings
+from qdsl.infer.numbers import Element, Field, Record
+from qdsl.infer.solve import Solution, solve
+from qdsl.infer.text import spec_text
+from qdsl.infer.tiles import Stored, match
+from qdsl.runtime.weight.errors import FormatError
+
+KINDS = {name: kind for kind, name in (*TORCH_FLOATS.items(), *INTEGERS.items()) if kind not in ("index", "shape")}
+
+
+class InferError(ValueError):
+    """Tensors of which no spec follows; the message says what was tried."""
+
+
+@dataclass(frozen=True)
+class Inferred:
+    """A spec's text, how many of the values it decodes exactly, and what does not fit.
+
+    names: the stored tensors that the spec takes.
+    """
+
+    text: str
+    exact: int
+    values: int
+    names: tuple[str, ...]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every value is decoded, bit by bit, but for the sign of zero."""
+        return self.exact == self.values
+
+
+def infer(packed: str, tensors: Mapping[str, Tensor], values: Tensor, name: str = "inferred") -> Inferred:
+    """A spec of a weight from its stored tensors and its values, float32 [N, K]; the spec is built, and decodes the tensors.
+
+    packed: the tensor of the codes, by its name among `tensors`; the others may hold scales and zero points.  name: of the
+    format.  Raises InferError where no codes lie in the packed tensor.
+    """
+    if values.dtype != torch.float32 or values.dim() != 2 or not values.numel() or not bool(values.isfinite().all()):
+        raise InferError(f"values are {str(values.dtype)[6:]} {list(values.shape)}: expected finite float32 [N, K]; values that "
+                         "were rounded to 16 bits are not those that the tensors decode to")
+    elements = {key: element(key, tensor) for key, tensor in tensors.items()}
+    shape = (values.shape[0], values.shape[1])
+    solution = _solution(packed, elements, values.contiguous().numpy())
+    text = spec_text(name, solution, elements, shape)
+    names = tuple(dict.fromkeys(one.tensor for one in solution.fields))
+    exact, problem = _verify(text, {key: tensors[key] for key in names}, values)
+    return Inferred(text, exact, values.numel(), names, (*solution.problems, *([problem] if problem else [])))
+
+
+def element(name: str, tensor: Tensor) -> Element:
+    """A tensor's bytes and what its elements are.  Raises InferError for a dtype that specs do not have."""
+    kind = KINDS.get(str(tensor.dtype).removeprefix("torch."))
+    if kind is None:
+        raise InferError(f"tensor '{name}' is {str(tensor.dtype)[6:]}: expected one of {', '.join(KINDS)}")
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return Element(kind, Stored(data, tuple(tensor.shape), tensor.element_size()))
+
+
+def _solution(packed: str, elements: Mapping[str, Element], values: Values) -> Solution:
+    """The first labeling of which a layout, a meaning and all numbers follow; else the first that has a layout and a meaning."""
+    shape = (values.shape[0], values.shape[1])
+    stored = elements[packed].stored
+    others = {key: one for key, one in elements.items() if key != packed}
+    for labels in labelings(values, 8 * len(stored.data) / values.size):
+        layout = match([(stored, labels)])
+        codes = None if layout is None else layout.read(stored, shape)
+        meaning = None if layout is None or codes is None else fit(codes, values, layout.bits)
+        if layout is not None and codes is not None and meaning is not None:
+            code = Field("q", meaning.kind, Blocks(1, 1), packed, layout)
+            return solve(code, meaning, codes, values, others, Record(packed, stored, layout, shape))
+    raise InferError(f"no codes of the values lie in '{packed}': {len(stored.data)} bytes for {values.size} values")
+
+
+def _verify(text: str, tensors: Mapping[str, Tensor], values: Tensor) -> tuple[int, str]:
+    """How many values the spec decodes exactly, and what is wrong with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "inferred.yaml")
+        path.write_text(text)
+        try:
+            module = qdsl.load(path)
+            packed = module.FORMAT.wrap(tensors, (values.shape[0], values.shape[1]))
+        except SpecError as error:
+            return 0, "; ".join(problem.message for problem in error.problems)
+        except FormatError as error:
+            return 0, str(error)
+        return int((module.dequantize(packed, torch.float32) == values).sum()), ""

@@ -1,0 +1,141 @@
+"""The spec's fields and its formula: what codes mean, and where the scales and offsets are that decode them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from qdsl.core.numbers import round_to_f32
+from qdsl.infer.fit import Blocks, Meaning, Numbers
+from qdsl.infer.labels import Values
+from qdsl.infer.numbers import WHOLE, Element, Field, Record, close, in_record, in_tensors
+from qdsl.infer.tiles import Codes, Labels, match
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Fields, the formula of decode, and what could not be explained; tables by name."""
+
+    fields: tuple[Field, ...]
+    decode: str
+    tables: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+
+def solve(code: Field, meaning: Meaning, codes: Codes, values: Values, tensors: Mapping[str, Element],
+          record: Record) -> Solution:
+    """The fields and the formula that decode the codes to the values [N, K]."""
+    scale, factor = next(scales(meaning, tensors, record), ((), ""))
+    if not factor and not close(np.ones(1), meaning.scale).all():
+        return Solution((code,), code.name, problems=("no tensor has the scales of "
+                                                      f"{_blocks(meaning.blocks, values.shape)}",))
+    fields, start, end, problem = offsets(code.name, meaning, tensors, record)
+    if meaning.is_table:
+        start = f"levels[{code.name}]"
+    decode = (factor.format(start) if factor else start) + end
+    tables = {"levels": exact_levels(meaning, codes, values)} if meaning.is_table else {}
+    return Solution((code, *scale, *fields), decode, tables, (problem,) if problem else ())
+
+
+def scales(meaning: Meaning, tensors: Mapping[str, Element], record: Record) -> Iterator[tuple[tuple[Field, ...], str]]:
+    """Fields that are the scales, and the formula of them and the code, `{}`; the simplest first."""
+    blocks, scale = meaning.blocks, meaning.scale
+    with np.errstate(divide="ignore", over="ignore"):
+        ways = [("{} * scale", scale), ("{} / scale", 1 / scale), ("{} * scale / 127", scale * 127),
+                ("{} * scale / 128", scale * 128)]
+    for formula, wanted in ways:
+        for one in in_tensors("scale", wanted, blocks, tensors):
+            yield (one,), formula
+    recorded = in_record("scale", scale, blocks, record)
+    if recorded:
+        yield tuple(recorded), " * ".join([*(one.term for one in recorded), "{}"])
+    whole = Blocks(*record.shape)
+    for name, element in tensors.items():
+        if element.stored.data.size == element.stored.width and element.kind in ("f16", "bf16", "f32"):
+            outer = next(in_tensors("outer", element.numbers(element.kind).reshape(1, 1), whole, {name: element}))
+            number = float(element.numbers(element.kind)[0])
+            others = {other: tensors[other] for other in tensors if other != name}
+            for formula, wanted in (("scale * outer * {}", scale / number), ("scale / outer * {}", scale * number)):
+                for one in in_tensors("scale", wanted, blocks, others):
+                    yield (one, outer), formula
+            recorded = in_record("scale", scale / number, blocks, record)
+            if recorded:
+                yield (*recorded, outer), " * ".join([*(one.term for one in recorded), "{}", "outer"])
+
+
+def offsets(code: str, meaning: Meaning, tensors: Mapping[str, Element], record: Record) -> tuple[list[Field], str, str, str]:
+    """Fields that are the offsets; the code as the scale multiplies it; what is added behind; what is unexplained."""
+    if meaning.offset is None:
+        return [], code, "", ""
+    blocks, offset = meaning.blocks, meaning.offset
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        zero = -offset / meaning.scale
+    zero[~np.isfinite(zero)] = np.nan
+    middle = 1 << int(meaning.kind[1:]) - 1
+    if (np.isnan(zero) | (np.abs(zero - np.rint(zero)) < WHOLE)).all():
+        zero = np.rint(zero)
+        if np.nanmin(zero) == np.nanmax(zero):
+            return [], _less(code, int(np.nanmin(zero))), "", ""
+        one = integers(zero, blocks, tensors, middle)
+        if one:
+            return [one], f"({code} - {one.term})", "", ""
+    for start, end, wanted in ((code, " + zero", offset), (code, " - zero", -offset), (f"({code} - zero)", "", zero),
+                               (f"({code} - {middle})", " + zero", offset + middle * meaning.scale)):
+        for one in in_tensors("zero", wanted, blocks, tensors):
+            return [one], start, end, ""
+    for name, sign, wanted in (("low", "+", offset), ("low", "-", -offset)):
+        recorded = in_record(name, wanted, blocks, record)
+        if recorded:
+            return recorded, code, f" {sign} " + " * ".join(one.term for one in recorded), ""
+    return [], code, "", f"no tensor has the offsets of {_blocks(blocks, record.shape)}"
+
+
+def integers(zero: Numbers, blocks: Blocks, tensors: Mapping[str, Element], middle: int) -> Field | None:
+    """Integer zero points as a field: elements of a tensor, or packed in it as codes are."""
+    for less in (0, middle, 1, -middle):
+        wanted = zero - less
+        for name, element in tensors.items():
+            if element.kind in ("i8", "u8", "i32"):
+                for one in in_tensors("zero", wanted, blocks, {name: element}):
+                    if one.kind == element.kind:
+                        return Field("zero", "i32" if one.kind == "i32" else one.kind, blocks, name, one.layout, -less)
+    known_at = ~np.isnan(zero)
+    bits = middle.bit_length()
+    for less in (0, 1):
+        codes = np.nan_to_num(zero - less).astype(np.int16) & 2 * middle - 1
+        for name, element in tensors.items():
+            layout = match([(element.stored, Labels(codes, bits, known_at))])
+            if layout is not None and (layout.read(element.stored, (zero.shape[0], zero.shape[1])) == codes)[known_at].all():
+                return Field("zero", f"u{bits}", blocks, name, layout, -less)
+    return None
+
+
+def exact_levels(meaning: Meaning, codes: Codes, values: Values) -> tuple[float, ...]:
+    """The table's numbers in float32: those that, times the scales in float32, are the values."""
+    scale = meaning.blocks.spread(meaning.scale, (values.shape[0], values.shape[1]))
+    if (meaning.levels == np.rint(meaning.levels)).all():
+        return tuple(int(level) for level in meaning.levels)
+    levels = []
+    for code, level in enumerate(meaning.levels):
+        at = np.flatnonzero(codes == code)[:1 << 12]
+        used, wanted = scale.reshape(-1)[at].astype(np.float32), values.reshape(-1)[at]
+        near = np.float32(round_to_f32(level))
+        steps = [near]
+        for _ in range(8):
+            steps += [np.nextafter(steps[-1], np.float32(np.inf))]
+        for _ in range(8):
+            steps = [np.nextafter(steps[0], np.float32(-np.inf)), *steps]
+        levels.append(float(max(steps, key=lambda step: ((step * used == wanted).mean(), -abs(step - near))) if len(at) else 0.0))
+    return tuple(levels)
+
+
+def _less(code: str, zero: int) -> str:
+    return f"({code} {'-' if zero > 0 else '+'} {abs(zero)})" if zero else code
+
+
+def _blocks(blocks: Blocks, shape: tuple[int, ...]) -> str:
+    if blocks.apart:
+        return f"weights that are N*K/{blocks.columns} apart"
+    return f"{min(blocks.rows, shape[0])} x {min(blocks.columns, shape[1])} weights"

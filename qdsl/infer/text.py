@@ -1,0 +1,220 @@
+"""A spec's text from fields and layouts: the bits of a stored tile as lines of a record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from qdsl.infer.numbers import Element, Field
+from qdsl.infer.solve import Solution
+
+LETTERS = "abcefghijlmoprv"
+MOST_ITEMS = 16                                                  # that loops repeat
+MOST_WIDTH = 64                                                  # bits of an item
+MOST_REPEATED = 64                                               # times that a tile is repeated in a record
+LINE = 100                                                       # characters of a line without loops
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bits of a record: `width` bits from bit `bit` of the field's element at (part, row, column) of the tile.
+
+    Padding has no field.
+    """
+
+    field: str
+    bit: int
+    width: int
+    place: tuple[int, int, int] = (0, 0, 0)
+
+    def follows(self, other: Item) -> bool:
+        """Whether the item goes on where the other one ends."""
+        return (self.field, self.place) == (other.field, other.place) and (not self.field or self.bit == other.bit + other.width)
+
+
+def spec_text(name: str, solution: Solution, tensors: Mapping[str, Element], shape: tuple[int, int], title: str = "") -> str:
+    """The text of a spec for weights [N, K] of these sizes, and of multiples of them."""
+    lines = [f"format: {name}", *([f"title: {title}"] if title else []), "weight: [N, K]"]
+    if solution.tables:
+        lines.append("tables:")
+        lines += [f"  {table}: [{', '.join(map(_number, entries))}]" for table, entries in solution.tables.items()]
+    lines.append("fields:")
+    lines += [f"  {one.name}: {one.kind}[{', '.join(_axes(one, shape))}]" for one in solution.fields]
+    lines += [f"decode: {solution.decode}", "storage:", "  file:"]
+    for tensor in dict.fromkeys(one.tensor for one in solution.fields):
+        lines += tensor_text(tensor, tensors[tensor], [one for one in solution.fields if one.tensor == tensor], shape)
+    return "\n".join(lines) + "\n"
+
+
+def _number(number: float) -> str:
+    return repr(number + 0)                                      # no -0.0
+
+
+def _axes(one: Field, shape: tuple[int, int]) -> list[str]:
+    """The subscripts of a field: which weights share its values."""
+    if one.blocks.apart:
+        return [f"(n*K + k) % (N*K / {one.blocks.columns})"]
+    subscripts = []
+    for letter, size, extent in (("n", one.blocks.rows, shape[0]), ("k", one.blocks.columns, shape[1])):
+        if size < extent:
+            subscripts.append(letter if size == 1 else f"{letter} // {size}")
+    return subscripts
+
+
+def tensor_text(name: str, element: Element, fields: Sequence[Field], shape: tuple[int, int]) -> list[str]:
+    """The lines of a stored tensor."""
+    fields = _as_in_file(element, fields, shape)
+    main = fields[0]
+    tile, bits = main.layout.tile, 8 * element.stored.width
+    words = len(main.layout.source) // bits
+    counts = tile.grid(main.blocks.count(shape))
+    axes = [f"{letter}<{extent}" if extent != "1" else "1" for letter, extent in zip("tu", _extents(main, shape), strict=True)]
+    if tile.across:
+        axes, counts = axes[::-1], counts[::-1]
+    if words > 1:
+        if tile.stacked:
+            axes[0] += " word"
+        elif element.stored.shape == (counts[0], counts[1] * words):
+            axes[1] = f"{axes[1]} word".removeprefix("1 ")
+        else:
+            axes.append("word")
+    axes = [axis for axis in axes if axis != "1"] or ["1"]
+    record = lines(items(fields), {one.name: one for one in fields}, shape)
+    head = [f"    {name}:", f"      tensor: {element.kind}[{', '.join(axes)}]"]
+    if len(record) == 1:
+        return [*head, f'      record: "{record[0]}"']
+    return [*head, "      record: |", *(f"        {line}" for line in record)]
+
+
+def _as_in_file(element: Element, fields: Sequence[Field], shape: tuple[int, int]) -> Sequence[Field]:
+    """Fields by larger records where rows of the tensor in the file are no rows of tiles: records may have any shape."""
+    main = fields[0]
+    own = [size for size in element.stored.shape if size != 1]
+    count = main.layout.tile.grid(main.blocks.count(shape))
+    if len(own) < 2 or tuple(own) == count or main.layout.tile.across or len(main.layout.source) > 8 * element.stored.width:
+        return fields
+    times = math.gcd(own[-1], count[1])
+    while times > MOST_REPEATED and times % 2 == 0:
+        times //= 2
+    return [replace(one, layout=one.layout.repeated(times)) for one in fields]
+
+
+def _extents(main: Field, shape: tuple[int, int]) -> tuple[str, str]:
+    """How many tiles there are along the field's own rows and columns."""
+    tile, blocks = main.layout.tile, main.blocks
+    if blocks.apart:
+        return "1", _quotient("N*K", shape[0] * shape[1], blocks.columns * tile.columns)
+    return (_quotient("N", shape[0], min(blocks.rows, shape[0]) * tile.rows * tile.parts),
+            _quotient("K", shape[1], min(blocks.columns, shape[1]) * tile.columns))
+
+
+def _quotient(name: str, extent: int, size: int) -> str:
+    if extent == size and extent > 1:
+        return "1"
+    if size == 1:
+        return name
+    return f"{name}/{size}" if extent % size == 0 else f"ceil({name}/{size})"
+
+
+def items(fields: Sequence[Field]) -> list[Item]:
+    """The items of a record in storage order."""
+    result: list[Item] = []
+    for bit in range(len(fields[0].layout.source)):
+        item = Item("", 0, 1)
+        for one in fields:
+            source = int(one.layout.source[bit])
+            if source >= 0:
+                weight, at = divmod(source, one.layout.bits)
+                tile = one.layout.tile
+                place = np.unravel_index(weight, (tile.parts, tile.rows, tile.columns))
+                item = Item(one.name, at, 1, (int(place[0]), int(place[1]), int(place[2])))
+        if result and item.follows(result[-1]) and result[-1].width < MOST_WIDTH:
+            result[-1] = Item(item.field, result[-1].bit, result[-1].width + 1, item.place)
+        else:
+            result.append(item)
+    return result
+
+
+def lines(record: Sequence[Item], fields: Mapping[str, Field], shape: tuple[int, int]) -> list[str]:
+    """Lines of items with loops, each the longest run of the record that loops can say."""
+    result: list[str] = []
+    start, single = 0, False
+    while start < len(record):
+        runs = [(size, loops(record[start:], size)) for size in range(1, min(MOST_ITEMS, len(record) - start) + 1)]
+        size, digits = max(runs, key=lambda run: (run[0] * math.prod(extent for extent, _ in run[1]) if run[1] else 1, -run[0]))
+        names = dict(zip(LETTERS, digits, strict=False))
+        head = " ".join(f"{name}<{extent}" for name, (extent, _) in reversed(names.items()))
+        body = " ".join(_item(item, names, fields, shape) for item in record[start:start + size])
+        if single and not head and len(result[-1]) + len(body) < LINE:
+            result[-1] += f" {body}"
+        else:
+            result.append(f"{head}: {body}" if head else body)
+        single = not head
+        start += size * math.prod(extent for extent, _ in digits)
+    return result
+
+
+def loops(record: Sequence[Item], size: int) -> list[tuple[int, tuple[int, int, int]]]:
+    """The loops by which the first `size` items repeat, as (extent, step of the place), the fastest first."""
+    first = record[:size]
+    kinds = [(item.field, item.bit, item.width) for item in first]
+
+    def step(turn: int) -> tuple[int, int, int] | None:
+        """How far the items of a turn lie from the first ones; None where they are others."""
+        items = record[turn * size:(turn + 1) * size]
+        if [(item.field, item.bit, item.width) for item in items] != kinds:
+            return None
+        steps = {(b.place[0] - a.place[0], b.place[1] - a.place[1], b.place[2] - a.place[2])
+                 for a, b in zip(first, items, strict=True) if a.field}
+        return steps.pop() if len(steps) == 1 else None if steps else (0, 0, 0)
+
+    digits: list[tuple[int, tuple[int, int, int]]] = []
+    done = 1
+    while (by := step(done)) is not None and (any(by) or not first[0].field):
+        extent = 1
+        while all(step(extent * done + turn) == _sum(digits, by, extent * done + turn, done) for turn in range(done)):
+            extent += 1
+        if extent == 1:
+            break
+        digits.append((extent, by))
+        done *= extent
+    return digits
+
+
+def _sum(digits: Sequence[tuple[int, tuple[int, int, int]]], by: tuple[int, int, int], turn: int, done: int) -> tuple[int, ...]:
+    """The step of a turn that faster loops and one more, of step `by`, give."""
+    total = [turn // done * step for step in by]
+    for extent, steps in digits:
+        total = [a + turn % extent * b for a, b in zip(total, steps, strict=True)]
+        turn //= extent
+    return tuple(total)
+
+
+def _item(item: Item, loops: Mapping[str, tuple[int, tuple[int, int, int]]], fields: Mapping[str, Field],
+          shape: tuple[int, int]) -> str:
+    if not item.field:
+        return f"pad:{item.width}"
+    one = fields[item.field]
+    tile = one.layout.tile
+    steps = list(loops.items())[::-1]
+    part, row, column = ([(step[axis], name) for name, (_, step) in steps if step[axis]] for axis in range(3))
+    apart = f"*(N/{tile.parts})"
+    subscripts = {"n": _linear([(tile.rows, "t"), *row, (item.place[1], "")], [*part, (item.place[0], "")], apart),
+                  "k": _linear([(tile.columns, "u"), *column, (item.place[2], "")])}
+    texts = [subscripts["k" if axis[0] == "(" else axis[0]] for axis in _axes(one, shape)]
+    bits = "" if item.width == one.layout.bits else f".at({item.bit}):{item.width}"
+    return f"{item.field}{'[' + ', '.join(texts) + ']' if texts else ''}{bits}"
+
+
+def _linear(terms: Sequence[tuple[int, str]], parts: Sequence[tuple[int, str]] = (), apart: str = "") -> str:
+    """A sum of factors times variables, and of `parts` that are multiplied by `apart`."""
+    signed = [(factor, f"{abs(factor)}*{name}" if name and abs(factor) != 1 else name or str(abs(factor)))
+              for factor, name in terms if factor]
+    signed += [(factor, (f"{abs(factor)}*{name}" if name and abs(factor) != 1 else name or str(abs(factor))) + apart)
+               for factor, name in parts if factor]
+    signed = [(factor, term.removeprefix("1*")) for factor, term in signed]
+    text = " ".join(f"{'-' if factor < 0 else '+'} {term}" for factor, term in signed)
+    return text.removeprefix("+ ") or "0"

@@ -1,0 +1,272 @@
+"""Where the bits of codes lie in a stored tensor: a small tile of bits is matched with a small tile of codes.
+
+A layout repeats.  A bit at one place of a stored tile belongs to one bit of one code of the weight's tile, and so it does in
+every tile of the tensor.  A few hundred tiles tell all bits apart: the size of the tensor does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+_T = TypeVar("_T", bound=np.generic)
+Codes = npt.NDArray[np.int16]
+Bits = npt.NDArray[np.float32]
+SAMPLES = 256                                                    # tiles that are compared
+SMALL_TILE = 32                                                  # weights; of such tiles more are compared
+FEWEST = 24                                                      # and the fewest that tell bits apart
+TRIED = 96                                                       # tiles that are compared at first
+MOST_BITS = 4608                                                 # of a stored tile whose codes lie anywhere
+MOST_LARGE, LEAST_LARGE = 1 << 15, 16                            # of one whose codes lie regularly; its fewest rows and columns
+AGREEMENT = 0.7                                                  # how far a bit agrees with one of a code; 0 is chance
+EPSILON = 1e-4                                                   # bits that are the labels are preferred to their complements
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 16, 32, 64, 128)
+COLUMNS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 16, 32, 64, 128, 256, 512)
+PARTS = (1, 2, 4, 8, 10, 3, 5, 6, 7)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What values say of the codes [N, K]: integers of `bits` bits, and where they are certain (None: everywhere).
+
+    top: the integers are the highest bits of codes that are wider, and each code's bits lie side by side.
+    """
+
+    codes: Codes
+    bits: int
+    known_at: npt.NDArray[np.bool_] | None = None
+    top: bool = False
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A stored tensor: its bytes in order, its shape, and the bytes of an element."""
+
+    data: npt.NDArray[np.uint8]
+    shape: tuple[int, ...]
+    width: int
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of the weight: `rows` neighbouring rows, in `parts` that are N / parts rows apart, by `columns`.
+
+    across: tiles follow one another down the rows first.  stacked: the elements of a tile lie along the first axis of the tensor.
+    """
+
+    rows: int
+    columns: int
+    parts: int = 1
+    across: bool = False
+    stacked: bool = False
+
+    @property
+    def size(self) -> int:
+        """Weights in the tile."""
+        return self.rows * self.columns * self.parts
+
+    def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """How many tiles there are along rows and columns; the last one of an axis may be short."""
+        return -(-shape[0] // (self.rows * self.parts)), -(-shape[1] // self.columns)
+
+    def stored(self, tensor: Stored, shape: tuple[int, int]) -> npt.NDArray[np.uint8] | None:
+        """The tensor's bytes by tiles [tiles along rows, along columns, ..., bytes], a view; None where they do not divide so."""
+        first, second = self.grid(shape)[::-1] if self.across else self.grid(shape)
+        total = len(tensor.data)
+        if total % (first * second * tensor.width) or not total:
+            return None
+        size = total // (first * second)
+        if not self.stacked:
+            view: npt.NDArray[np.uint8] = tensor.data.reshape(first, second, size)
+        elif tensor.shape[-1] != second or size == tensor.width or len(tensor.shape) != 2:
+            return None
+        else:
+            view = tensor.data.reshape(first, size // tensor.width, second, tensor.width).transpose(0, 2, 1, 3)
+        return view.swapaxes(0, 1) if self.across else view
+
+    def weights(self, array: npt.NDArray[_T]) -> npt.NDArray[_T]:
+        """An array [N, K] by whole tiles [tiles along rows, along columns, parts, rows, columns], a view."""
+        n, k = array.shape
+        rows, columns = n // (self.rows * self.parts), k // self.columns
+        parts = array.reshape(self.parts, n // self.parts, k)[:, :rows * self.rows, :columns * self.columns]
+        return parts.reshape(self.parts, rows, self.rows, columns, self.columns).transpose(1, 3, 0, 2, 4)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where codes lie: for every bit of a stored tile the bit of a code of the weight's tile, weight * bits + bit, or -1."""
+
+    tile: Tile
+    bits: int
+    source: npt.NDArray[np.int64]
+
+    def repeated(self, times: int) -> Layout:
+        """The same layout in tiles of so many times the columns, where those follow one another."""
+        tile = replace(self.tile, columns=self.tile.columns * times)
+        weight, bit = np.divmod(np.tile(self.source, (times, 1)), self.bits)
+        row, column = np.divmod(weight, self.tile.columns)
+        column += np.arange(times)[:, None] * self.tile.columns
+        source = (row * tile.columns + column) * self.bits + bit
+        return Layout(tile, self.bits, np.where(self.source < 0, -1, source).reshape(-1))
+
+    def read(self, tensor: Stored, shape: tuple[int, int]) -> Codes:
+        """The codes [N, K] as stored."""
+        view = self.tile.stored(tensor, shape)
+        assert view is not None                                  # the layout was matched on this tensor
+        n, k = shape
+        rows, columns = self.tile.grid(shape)
+        stored = view.reshape(rows, columns, -1)
+        codes = np.zeros((rows, columns, self.tile.size), np.int16)
+        for place in np.flatnonzero(self.source >= 0):
+            weight, bit = divmod(int(self.source[place]), self.bits)
+            codes[..., weight] |= (stored[..., place // 8] >> (place % 8) & 1).astype(np.int16) << bit
+        tiles = codes.reshape(rows, columns, self.tile.parts, self.tile.rows, self.tile.columns).transpose(2, 0, 3, 1, 4)
+        whole = tiles.reshape(self.tile.parts, rows * self.tile.rows, -1)
+        return whole[:, :n // self.tile.parts, :k].reshape(n, k)
+
+
+def match(draws: Sequence[tuple[Stored, Labels]], tiles: Sequence[Tile] | None = None) -> Layout | None:
+    """The smallest tile in which every bit of the labels lies at one place of the stored tensor, and where; None for none.
+
+    draws: stored tensors of one layout, with the labels of their codes; several of them stand for more tiles.
+    """
+    n, k = draws[0][1].codes.shape
+    known_at = draws[0][1].known_at
+    tried = TRIED if known_at is None else int(TRIED / max(float(known_at.mean()), 0.05))
+    for tile in tiles or candidates((n, k), draws[0][0]):
+        few = _samples(draws, tile, tried)
+        if few is None or not _may_be(*few, draws[0][1].bits):
+            continue
+        sampled = _samples(draws, tile, SAMPLES * (1 if tile.size > SMALL_TILE else 8))
+        places = None if sampled is None else agreeing(*sampled, draws[0][1].bits)
+        layout = None if places is None or sampled is None else placed(tile, draws[0][1], places, sampled[0].shape[1])
+        if layout is not None:
+            return layout
+    return None
+
+
+def candidates(shape: tuple[int, int], tensor: Stored) -> Iterator[Tile]:
+    """Tiles that the tensor may consist of, small ones first."""
+    tiles = [Tile(rows, columns, parts) for rows in ROWS for columns in COLUMNS for parts in PARTS
+             if rows * parts <= shape[0] and columns <= shape[1] and shape[0] % parts == 0 and (parts == 1 or rows == 1)
+             and (columns == 1 or rows & rows - 1 == 0)]
+    for tile in sorted(tiles, key=lambda tile: (tile.size * (1 + (tile.parts > 1)), tile.columns)):
+        first, second = tile.grid(shape)
+        if len(tensor.data) % (first * second):
+            continue
+        bits = 8 * len(tensor.data) // (first * second)
+        is_large = bits > MOST_BITS
+        if is_large and (bits > MOST_LARGE or min(tile.rows, tile.columns) < LEAST_LARGE):
+            continue
+        for across in (False, True) if min(first, second) > 1 else (False,):
+            for stacked in (False, True)[:1 if is_large else 2]:
+                yield Tile(tile.rows, tile.columns, tile.parts, across, stacked)
+
+
+def _samples(draws: Sequence[tuple[Stored, Labels]], tile: Tile, count: int) -> tuple[Bits, Bits] | None:
+    """Bits of about `count` tiles of all draws, as `sample` returns them; None where there are too few."""
+    sampled = [pair for stored, labels in draws if (pair := sample(stored, labels, tile, -(-count // len(draws))))]
+    if sum(len(bits) for bits, _ in sampled) < FEWEST:
+        return None
+    bits, labels = (np.concatenate(arrays) for arrays in zip(*sampled, strict=True))
+    return bits, labels
+
+
+def sample(stored: Stored, labels: Labels, tile: Tile, most: int) -> tuple[Bits, Bits] | None:
+    """Bits of some tiles, as 1 and -1, 0 for unknown: those stored [tiles, bits] and those of codes [tiles, weights * bits]."""
+    n, k = labels.codes.shape
+    view = tile.stored(stored, (n, k))
+    codes = tile.weights(labels.codes)
+    rows, columns = codes.shape[:2]
+    if view is None or not rows * columns:
+        return None
+    random = np.random.default_rng(0)
+    some = random.permutation(rows * columns)[:most] if rows * columns < 1 << 12 else \
+        np.unique(random.integers(0, rows * columns, most))
+    at = np.unravel_index(some, (rows, columns))
+    bits = np.unpackbits(np.ascontiguousarray(view[at]).reshape(len(some), -1), axis=1, bitorder="little")
+    chosen = codes[at].reshape(len(some), -1, 1)
+    signs = (chosen >> np.arange(labels.bits, dtype=np.int16) & 1).astype(np.float32) * 2 - 1
+    if labels.known_at is not None:
+        signs *= tile.weights(labels.known_at)[at].reshape(len(some), -1, 1)
+    return bits.astype(np.float32) * 2 - 1, signs.reshape(len(some), -1)
+
+
+def _may_be(bits: Bits, labels: Bits, first: int) -> bool:
+    """Whether some stored bits agree with the labels of the tile's first weight, by a few tiles; too few of them say nothing."""
+    if bits.shape[1] < labels.shape[1]:
+        return False
+    count = np.abs(labels[:, :first]).sum(0)
+    agreement = np.abs(bits.T @ labels[:, :first]).max(0)
+    return bool((agreement >= AGREEMENT * 0.7 * count).all())
+
+
+def agreeing(bits: Bits, labels: Bits, planes: int) -> npt.NDArray[np.int64] | None:
+    """The place of every label among the stored bits, or None where a label has no place of its own.
+
+    planes: labels of a weight.
+    """
+    count = np.abs(labels).sum(0)
+    if count.min() < FEWEST or bits.shape[1] < labels.shape[1]:
+        return None
+    places = _regular(bits, labels, count, planes)
+    if places is not None or bits.shape[1] > MOST_BITS:
+        return places
+    agreement = _agreement(bits, labels, count)
+    places = agreement.argmax(0)
+    if agreement.max(0).min() < AGREEMENT:
+        return None
+    return places if len(np.unique(places)) == len(places) else _distinct(agreement)
+
+
+def _agreement(bits: Bits, labels: Bits, count: Bits) -> Bits:
+    """How far each stored bit agrees with each label [bits, labels], 0 to 1; for a complement a little less."""
+    agreement = bits.T @ labels / count
+    return np.where(agreement < 0, -agreement - EPSILON, agreement)
+
+
+def _regular(bits: Bits, labels: Bits, count: Bits, planes: int) -> npt.NDArray[np.int64] | None:
+    """Places of labels where each digit of a weight's number in the tile, in base 2, adds its own step; None if they do not."""
+    weights = labels.shape[1] // planes
+    if weights & weights - 1:
+        return None
+    digits = [0, *(1 << digit for digit in range(weights.bit_length() - 1))]
+    some = (np.array(digits)[:, None] * planes + np.arange(planes)).reshape(-1)
+    at = _agreement(bits, labels[:, some], count[some]).argmax(0).reshape(-1, planes)
+    places = np.broadcast_to(at[0], (weights, planes)).copy()
+    for digit, step in enumerate(at[1:] - at[0]):
+        places += (np.arange(weights) >> digit & 1)[:, None] * step
+    flat = places.reshape(-1)
+    if flat.min() < 0 or flat.max() >= bits.shape[1] or len(np.unique(flat)) < len(flat):
+        return None
+    agreement = np.abs(np.einsum("tl,tl->l", bits[:, flat], labels)) / count
+    return flat if agreement.min() >= AGREEMENT else None
+
+
+def _distinct(agreement: Bits) -> npt.NDArray[np.int64] | None:
+    """Places of labels of which some agree with several bits equally: the place behind that of the label before, if it is one."""
+    places: list[int] = []
+    for column in agreement.T:
+        best = np.flatnonzero(column >= column.max() - EPSILON / 2)
+        options = [int(place) for place in best if place not in places]
+        if not options:
+            return None
+        places.append(places[-1] + 1 if places and places[-1] + 1 in options else options[0])
+    return np.array(places)
+
+
+def placed(tile: Tile, labels: Labels, places: npt.NDArray[np.int64], size: int) -> Layout:
+    """The layout of labels at these places of a stored tile of `size` bits."""
+    source = np.full(size, -1)
+    if not labels.top:
+        source[places] = np.arange(len(places))
+        return Layout(tile, labels.bits, source)
+    ends = np.sort(places)
+    width = min([int(ends[0]) + 1, 8, *np.diff(ends).tolist()])
+    for weight, end in enumerate(places):
+        source[end - width + 1:end + 1] = np.arange(width) + weight * width
+    return Layout(tile, width, source)

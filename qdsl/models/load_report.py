@@ -1,0 +1,56 @@
+"""What loading did to a model, and the bytes that its tensors take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from qdsl.models.plan import Names
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What happened to a model's layers and a checkpoint's tensors.
+
+    packed: 'format.storage' of each layer that holds its weight packed.  dense: Linear and Embedding layers, and packed weights
+    of the checkpoint, that became plain numbers, and why.  unused: tensors of the checkpoint that have no place in the model.
+    bytes_before: what the model's parameters and buffers would take in plain numbers; bytes_after: what they take now.
+    device_bytes: that by device.  resident_bytes: memory of this process after loading, mapped files included.
+    """
+
+    packed: dict[str, str] = field(default_factory=dict)
+    dense: dict[str, str] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list)
+    bytes_before: int = 0
+    bytes_after: int = 0
+    device_bytes: dict[str, int] = field(default_factory=dict)
+    resident_bytes: int = 0
+
+    def __str__(self) -> str:
+        counts: dict[str, int] = {}
+        for label in self.packed.values():
+            counts[label] = counts.get(label, 0) + 1
+        lines = [f"{len(self.packed)} layers packed: {', '.join(f'{count} {label}' for label, count in counts.items())}",
+                 f"{self.bytes_before} bytes of plain numbers are {self.bytes_after} bytes: "
+                 + ", ".join(f"{nbytes} on {device}" for device, nbytes in self.device_bytes.items())]
+        lines += [f"{len(self.dense)} layers dense"] if self.dense else []
+        lines += [f"  {name}: {why}" for name, why in self.dense.items()]
+        lines += [f"{len(self.unused)} tensors not used: {', '.join(self.unused)}"] if self.unused else []
+        return "\n".join(lines)
+
+
+def bytes_by_device(model: nn.Module) -> dict[str, int]:
+    """Bytes of a model's parameters and buffers by device, shared ones once."""
+    sizes: dict[str, dict[tuple[int, int], int]] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        sizes.setdefault(str(tensor.device), {})[tensor.data_ptr(), tensor.nbytes] = tensor.nbytes
+    return {device: sum(per_tensor.values()) for device, per_tensor in sizes.items()}
+
+
+def dense_bytes(names: Names, dtype: torch.dtype | None) -> int:
+    """Bytes of a model's parameters and buffers in plain numbers, shared ones once."""
+    tensors = {id(tensor): tensor for tensor in (*names.parameters.values(), *names.buffers.values())}
+    return sum(tensor.numel() * (dtype or tensor.dtype).itemsize if tensor.is_floating_point() else tensor.nbytes
+               for tensor in tensors.values())

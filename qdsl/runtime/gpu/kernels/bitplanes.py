@@ -1,0 +1,239 @@
+"""What formats whose codes lie in planes share: how a kernel loads the words of a chunk, and makes numbers of their codes.
+
+The planar storage cuts a code of 1 to 8 bits into planes of 8, 4, 2 and 1 bits (compiler/passes/derive_planar.py), which are the
+first tensors of the storage.  The lanes of a chunk of 128 columns hold 16 words of 4-bit codes (runtime/gpu/kernels/lanes.py), so
+that a plane of 2 bits has words for 2 chunks, and one of 1 bit for 4.  Bits of a later plane lie as far apart as codes of the
+first, so that one shift brings a pair of them to its place.
+
+words_B is the function `words` of a format with codes of B bits.  Its `numbers` is named after the type of the codes: u1 to u8,
+i1 to i8, e4m3, e5m2, e2m1, or after the table that codes of 3 or 4 bits look up: `entries` are integers that are less than 128
+apart, `wide_entries` less than 256, `float_entries` any numbers.
+"""
+
+from qdsl.runtime.gpu.kernels import codebook, lanes
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+@triton.jit
+def words_8(tensors, row, K, chunk, more: tl.constexpr = 0):
+    """Words of 8-bit codes: the two halves of a chunk."""
+    codes = tensors[0]
+    return lanes.words(codes, row, K // 64, 2 * chunk, 2 * more), lanes.words(codes, row, K // 64, 2 * chunk, 2 * more + 1)
+
+
+@triton.jit
+def words_7(tensors, row, K, chunk, more: tl.constexpr = 0):
+    """Words of planes of 4, 2 and 1 bits."""
+    return lanes.words(tensors[0], row, K // 128, chunk, more), second_bits(tensors[1], row, K, chunk, more), \
+        lanes.late_words(tensors[2], row, K, chunk, more, 2)
+
+
+@triton.jit
+def words_6(tensors, row, K, chunk, more: tl.constexpr = 0):
+    """Words of planes of 4 and 2 bits."""
+    return lanes.words(tensors[0], row, K // 128, chunk, more), second_bits(tensors[1], row, K, chunk, more)
+
+
+@triton.jit
+def words_5(tensors, row, K, chunk, more: tl.constexpr = 0):
+    """Words of planes of 4 bits and 1 bit."""
+    return lanes.words(tensors[0], row, K // 128, chunk, more), lanes.late_words(tensors[1], row, K, chunk, more, 2)
+
+
+@triton.jit
+def words_4(tensors, row, K, chunk, more: tl.constexpr = 0):
+    """Words of 4-bit codes."""
+    return lanes.words(tensors[0], row, K // 128, chunk, more),
+
+
+@triton.jit
+def words_3(tensors, row, K, chunk, more: tl.constexpr = 0):
+    """Words of planes of 2 bits and 1 bit."""
+    return second_bits(tensors[0], row, K, chunk, more), lanes.late_words(tensors[1], row, K, chunk, more, 1)
+
+
+@triton.jit
+def words_2(tensors, row, K, chunk, more: tl.constexpr = 0):
+    """Words of 2-bit codes."""
+    return second_bits(tensors[0], row, K, chunk, more),
+
+
+@triton.jit
+def words_1(tensors, row, K, chunk, more: tl.constexpr = 0):
+    """Words of 1-bit codes."""
+    return lanes.late_words(tensors[0], row, K, chunk, more, 4),
+
+
+@triton.jit
+def second_bits(plane, row, K, chunk, more: tl.constexpr):
+    """The words of a plane of two bits, which hold 2 chunks."""
+    return lanes.words(plane, row, tl.cdiv(K, 256), chunk // 2, more // 2)
+
+
+@triton.jit
+def code(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, bits: tl.constexpr, F: tl.constexpr):
+    """Codes of pairs i in half 2 * j + h of a span of 256 columns, from bit `to` on; a digit of 8 bits for bfloat16."""
+    if bits == 8:
+        word = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
+    elif bits >= 4:
+        word = lanes.field(words[0], 4 * (half % 2) + 8 * i, to, 4)
+        if bits >= 6:
+            word |= lanes.field(words[1], 4 * (half % 2) + 2 * (half // 2) + 8 * i, to + 4, 2)
+        if bits % 2 == 1:
+            word |= lanes.field(words[bits // 2 - 1], 4 * (half % 2) + half // 2 + 8 * i, to + bits - 1, 1)
+    elif bits >= 2:
+        word = lanes.field(words[0], 2 * half + 8 * i, to, 2)
+        if bits == 3:
+            word |= lanes.field(words[1], 2 * half + 8 * i, to + 2, 1)
+    else:
+        word = lanes.field(words[0], half + 8 * i, to, 1)
+    return word
+
+
+@triton.jit
+def u1(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Unsigned codes of 1 bit as numbers."""
+    return lanes.numbers(code(words, half, i, digit, to, 1, F), flip, False, F)
+
+
+@triton.jit
+def u2(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Unsigned codes of 2 bits as numbers."""
+    return lanes.numbers(code(words, half, i, digit, to, 2, F), flip, False, F)
+
+
+@triton.jit
+def u3(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Unsigned codes of 3 bits as numbers."""
+    return lanes.numbers(code(words, half, i, digit, to, 3, F), flip, False, F)
+
+
+@triton.jit
+def u4(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Unsigned codes of 4 bits as numbers."""
+    return lanes.numbers(code(words, half, i, digit, to, 4, F), flip, False, F)
+
+
+@triton.jit
+def u5(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Unsigned codes of 5 bits as numbers."""
+    return lanes.numbers(code(words, half, i, digit, to, 5, F), flip, False, F)
+
+
+@triton.jit
+def u6(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Unsigned codes of 6 bits as numbers."""
+    return lanes.numbers(code(words, half, i, digit, to, 6, F), flip, False, F)
+
+
+@triton.jit
+def u7(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Unsigned codes of 7 bits as numbers."""
+    return lanes.numbers(code(words, half, i, digit, to, 7, F), flip, False, F)
+
+
+@triton.jit
+def u8(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Unsigned codes of 8 bits as numbers."""
+    return lanes.numbers(code(words, half, i, digit, to, 8, F), flip, False, F)
+
+
+@triton.jit
+def i1(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Signed codes of 1 bit as numbers."""
+    return lanes.numbers(code(words, half, i, digit, to, 1, F), flip, True, F)
+
+
+@triton.jit
+def i2(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Signed codes of 2 bits as numbers."""
+    return lanes.numbers(code(words, half, i, digit, to, 2, F), flip, True, F)
+
+
+@triton.jit
+def i3(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Signed codes of 3 bits as numbers."""
+    return lanes.numbers(code(words, half, i, digit, to, 3, F), flip, True, F)
+
+
+@triton.jit
+def i4(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Signed codes of 4 bits as numbers."""
+    return lanes.numbers(code(words, half, i, digit, to, 4, F), flip, True, F)
+
+
+@triton.jit
+def i5(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Signed codes of 5 bits as numbers."""
+    return lanes.numbers(code(words, half, i, digit, to, 5, F), flip, True, F)
+
+
+@triton.jit
+def i6(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Signed codes of 6 bits as numbers."""
+    return lanes.numbers(code(words, half, i, digit, to, 6, F), flip, True, F)
+
+
+@triton.jit
+def i7(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Signed codes of 7 bits as numbers."""
+    return lanes.numbers(code(words, half, i, digit, to, 7, F), flip, True, F)
+
+
+@triton.jit
+def i8(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Signed codes of 8 bits as numbers."""
+    return lanes.numbers(code(words, half, i, digit, to, 8, F), flip, True, F)
+
+
+@triton.jit
+def e4m3(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Codes of type e4m3 as numbers."""
+    return lanes.float_numbers(words[half % 2], 8 * i, 4, 3, F)
+
+
+@triton.jit
+def e5m2(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Codes of type e5m2 as numbers."""
+    return lanes.float_numbers(words[half % 2], 8 * i, 5, 2, F)
+
+
+@triton.jit
+def e2m1(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """Codes of type e2m1 as numbers."""
+    return lanes.float_numbers(words[0], 4 * (half % 2) + 8 * i, 2, 1, F)
+
+
+@triton.jit
+def entries_of_8(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The integers of a table that 3-bit codes stand for, as bytes."""
+    return codebook.integers(codebook.of_8(words[0], words[1], half // 2, i, flip, 2), half % 2, flip, F)
+
+
+@triton.jit
+def float_entries_of_8(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The numbers of a table that 3-bit codes stand for, in type F."""
+    low = codebook.of_8(words[0], words[1], half // 2, i, flip, 2)
+    return codebook.floats(low, codebook.of_8(words[0], words[1], half // 2, i, flip, 6), half % 2, F)
+
+
+@triton.jit
+def entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The integers of a table that 4-bit codes stand for, as bytes."""
+    return codebook.integers(codebook.of_16(words[0], i, flip, 2), half % 2, flip, F)
+
+
+@triton.jit
+def wide_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The integers of a table that 4-bit codes stand for: bytes for float16."""
+    if F == tl.float16:
+        return entries_of_16(words, half, i, digit, to, flip, F)
+    else:
+        return float_entries_of_16(words, half, i, digit, to, flip, F)
+
+
+@triton.jit
+def float_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The numbers of a table that 4-bit codes stand for, in type F."""
+    low = codebook.of_16(words[0], i, flip, 2)
+    return codebook.floats(low, codebook.of_16(words[0], i, flip, 6), half % 2, F)

@@ -1,0 +1,49 @@
+"""Decodes a packed weight into memory that is its own: by kernels where they run, else by torch in tiles of rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime.gpu import launch
+from qdsl.runtime.gpu.triton import on_device, runs_kernels
+from qdsl.runtime.torch.linear import tile_weights
+from qdsl.runtime.weight import fields, order, tiles
+from qdsl.runtime.weight.arrays import empty
+from qdsl.runtime.weight.match import torch_dtype
+from qdsl.runtime.weight.packed import PackedWeight
+
+
+@torch.no_grad()
+def decode_into(packed: PackedWeight, out: Tensor) -> Tensor:
+    """Writes the weight to out [N, K], of any float dtype, and returns it.  Raises FormatError for a damaged stream."""
+    if not out.numel():
+        return out
+    if packed.layout.streams and runs_kernels(packed.device):
+        with on_device(packed.device):
+            launch.dequantize(packed, out)
+        return out
+    packed = packed.decode_streams()
+    copied = packed.variant.copies
+    if copied is not None and torch_dtype(str(packed.params.get(copied, packed.variant.fields[copied].type))) == out.dtype:
+        for start, stop in tiles.row_tiles(packed):
+            out[start:stop].copy_(fields.unpack(packed.cut("N", start, stop))[copied])
+        return out
+    if packed.order is not None:
+        return _decode_in_order(packed, order.places(packed.order), out)
+    if runs_kernels(packed.device):
+        with on_device(packed.device):
+            launch.dequantize(packed, out)
+        return out
+    for start, stop in tiles.row_tiles(packed):
+        tiles.decode_rows(packed, start, stop, out[start:stop])
+    return out
+
+
+def _decode_in_order(packed: PackedWeight, places: Tensor, out: Tensor) -> Tensor:
+    """Tiles of rows with columns as they are stored, and then each column from its place."""
+    stored = packed.as_stored()
+    for start, stop in tiles.row_tiles(packed, weights=tile_weights(out)):
+        part = empty((stop - start, packed.shape[1]), out.dtype, out.device)
+        torch.index_select(decode_into(stored.cut("N", start, stop), part), 1, places, out=out[start:stop])
+    return out

@@ -1,0 +1,135 @@
+"""The tensors of a weight: what a storage has, and the checks of those that come together as a PackedWeight."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qdsl.core.shapes import extents
+from qdsl.runtime.weight import order, streams
+from qdsl.runtime.weight.device_dtypes import dtype_on
+from qdsl.runtime.weight.layout import Storage
+from qdsl.runtime.weight.packed import FormatError, PackedWeight, shape_tensor
+
+if TYPE_CHECKING:
+    from qdsl.runtime.format import Format
+
+LARGEST = 1 << 60                                                # weights, whose bytes and bits still fit an int64
+
+
+def assemble(format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], params: Mapping[str, int | str],
+             notes: Sequence[str] = (), names: Mapping[str, str] | None = None) -> PackedWeight:
+    """A weight of tensors in the storage's own shapes and dtypes, with its index tensors range-checked."""
+    layout = format.variant(params).storages[storage]
+    sizes = format.sizes(params, shape)
+    if why := layout.too_small(shape, sizes):
+        raise FormatError(f"{format.name}.{storage}: {why}")
+    in_order = {name for name, tensor in tensors.items() if (name == layout.order or layout.tensors[name].dtype == "index")
+                and check_columns(format, name, tensor, name == layout.order, shape, params)}
+    if layout.shape and not tensors[layout.shape].is_meta and tuple(tensors[layout.shape].tolist()) != shape:
+        raise FormatError(f"{format.name}.{storage}: '{layout.shape}' says {tensors[layout.shape].tolist()}; the weight is "
+                          f"{list(shape)}")
+    return PackedWeight(format, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes, names=names,
+                        stream_info=streams.stream_info(format.name, layout, tensors, shape))
+
+
+def check_again(packed: PackedWeight) -> PackedWeight:
+    """The same weight with its tensors validated again.  Raises FormatError for those that do not fit, for groups that do
+    not exist, and for an order that is no permutation.
+    """
+    wanted = stored_tensors(packed)
+    for name, tensor in packed.tensors.items():
+        if (tensor.dtype, tuple(tensor.shape)) != wanted[name]:
+            dtype, shape = wanted[name]
+            raise FormatError(f"{packed.format.name}.{packed.storage}: tensor '{name}' has become {str(tensor.dtype)[6:]} "
+                              f"{list(tensor.shape)}; the weight stores {str(dtype)[6:]} {list(shape)}")
+    return assemble(packed.format, packed.storage, packed.tensors, packed.shape, packed.params, packed.notes, packed.names)
+
+
+def check_columns(format: Format, name: str, tensor: Tensor, is_order: bool, shape: tuple[int, int],
+                  params: Mapping[str, int | str]) -> bool:
+    """Whether an index or order says that columns are in order.  Raises FormatError for groups that do not exist, and for
+    an order that is no permutation.
+    """
+    if tensor.is_meta:
+        return False
+    sizes = format.sizes(params, shape)
+    groups = format.variant(params).index_groups
+    assert groups is not None                                    # a format with an index or an order has groups
+    count, size = groups.extent(*shape, sizes) or 0, groups.by(sizes)
+    if why := order.wrong_order(tensor, size) if is_order else order.wrong_index(tensor, count):
+        raise FormatError(f"{format.name}: '{name}' {why}")
+    return torch.equal(tensor, order.in_order(tensor, 1 if is_order else size))
+
+
+def check_shape(format: Format, name: str, layout: Storage, shape: tuple[int, int], sizes: Mapping[str, int],
+                included: Collection[str]) -> None:
+    """Raises FormatError for a shape that does not divide as the tensors need.  included: the optional fields that are stored."""
+    for stored in layout.tensors.values():
+        for axis in stored.axes if not stored.optional or stored.optional in included else ():
+            if axis.extent(*shape, sizes) is None:
+                raise FormatError(f"{format.name}.{name}: {axis.wrong(*shape, sizes)}")
+
+
+def whole_shape(format: Format, shape: Sequence[int]) -> tuple[int, int]:
+    """A shape that a caller states, as (N, K).  Raises FormatError."""
+    try:
+        n, k = map(int, shape)
+        whole = (n, k) == tuple(shape)
+    except (TypeError, ValueError, OverflowError):
+        whole = False
+    if not whole:
+        raise FormatError(f"{format.name}: shape is (N, K), not {shape!r}")
+    if min(n, k) < 0 or n * k >= LARGEST:
+        raise FormatError(f"{format.name}: shape is (N, K), not {shape!r}: sizes are not negative, and weights fewer than 2^60")
+    return n, k
+
+
+def empty_weight(format: Format, shape: tuple[int, int], storage: str | None, device: torch.device | str,
+                 optional: Sequence[str] | None, params: Mapping[str, int | str]) -> PackedWeight:
+    """A weight [N, K] of the tensors that its storage would have, on a device that need not hold them, not filled.
+
+    optional: which of the tensors that may be missing it has, by default scales.  Raises FormatError.
+    """
+    chosen, shape = format.complete(params), whole_shape(format, shape)
+    name, layout = format.storage(storage, chosen)
+    sizes = format.sizes(chosen, shape)
+    field_of = {key: stored.optional for key, stored in layout.tensors.items() if stored.optional}
+    optional = [key for key in field_of if layout.tensors[key].dtype in format.params] if optional is None else optional
+    for key in optional:
+        if key not in field_of:
+            raise FormatError(f"{format.name}.{name} has no optional tensor '{key}'; it has {', '.join(field_of) or 'none'}")
+    check_shape(format, name, layout.decoded, shape, sizes, [field_of[key] for key in optional])
+    packed = PackedWeight(format, name, {}, shape, chosen)
+    packed.tensors = {key: torch.empty(whole, dtype=dtype, device=device)
+                      for key, (dtype, whole) in stored_tensors(packed).items() if key not in field_of or key in optional}
+    if layout.shape and torch.device(device).type != "meta":
+        packed.tensors[layout.shape] = shape_tensor(shape, packed.tensors[layout.shape].device)
+    return packed
+
+
+def full_template(format: Format, storage: str, shape: tuple[int, int], params: Mapping[str, int | str]) -> PackedWeight:
+    """A weight of all the tensors that a storage can have, on meta.  Raises FormatError for a shape that does not fit."""
+    layout = format.variant(params).storages[storage]
+    check_shape(format, storage, layout.decoded, shape, format.sizes(params, shape), ())
+    packed = PackedWeight(format, storage, {}, shape, params)
+    packed.tensors = {key: torch.empty(whole, dtype=dtype, device="meta")
+                      for key, (dtype, whole) in stored_tensors(packed).items()}
+    return packed
+
+
+def stored_tensors(packed: PackedWeight) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The dtype and the shape of every tensor that a weight's storage has; extents that depend on the weights are its own."""
+    stored, dtypes = {}, packed.dtypes
+    for name, tensor in packed.layout.tensors.items():
+        own = packed.tensors[name].shape if name in packed.tensors else ()
+        shape = extents(tensor.axes, *packed.shape, packed.sizes, own)
+        if shape is None and tensor.optional:
+            continue                                         # it cannot be there
+        assert shape is not None                             # a packed weight has a shape that its storage can hold
+        dtype = dtypes[name]
+        stored[name] = (dtype_on(packed.tensors[name].device, dtype) if name in packed.tensors else dtype, shape)
+    return stored

@@ -1,0 +1,38 @@
+"""Values of the fields that a weight may lack: those of columns in order, and those that the spec states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qdsl.core.shapes import extents
+from qdsl.runtime.weight import order
+from qdsl.runtime.weight.layout import Variant
+from qdsl.runtime.weight.match import torch_dtype
+
+if TYPE_CHECKING:
+    from qdsl.runtime.format import Format
+
+
+def default_field(format: Format, variant: Variant, name: str, shape: tuple[int, int], params: Mapping[str, int | str],
+                  device: torch.device) -> Tensor:
+    """The field where no tensor says what it is."""
+    field, value = variant.fields[name], variant.defaults[name]
+    sizes, type = format.sizes(params, shape), str(params.get(field.type, field.type))
+    if field.groups is not None:
+        return order.in_order(torch.empty(shape[1], dtype=torch.int32, device=device), field.groups.by(sizes))
+    whole = extents(field.axes, *shape, sizes)
+    assert whole is not None and value is not None
+    return torch.full(whole, value, dtype=torch_dtype(type), device=device)
+
+
+def is_default(variant: Variant, name: str, value: Tensor, sizes: Mapping[str, int]) -> bool:
+    """Whether a field that may be missing is as if it were."""
+    default = variant.defaults[name]
+    if default is not None:
+        return bool((value == default).all())
+    groups = variant.fields[name].groups
+    return groups is not None and torch.equal(value, order.in_order(value, groups.by(sizes)))

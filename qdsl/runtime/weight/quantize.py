@@ -1,0 +1,99 @@
+"""Float weights in a format: the options that a caller gives, and the encode scheme's fields, packed in tiles of rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime.weight import convert, tiles
+from qdsl.runtime.weight.arrays import empty
+from qdsl.runtime.weight.assemble import full_template
+from qdsl.runtime.weight.defaults import default_field
+from qdsl.runtime.weight.fields import pack
+from qdsl.runtime.weight.packed import FormatError, PackedWeight, shape_tensor
+
+if TYPE_CHECKING:
+    from qdsl.runtime.format import Format
+
+
+def quantize(format: Format, weight: Tensor, storage: str | None, importance: Tensor | None, options: Mapping[str, Any],
+             ) -> PackedWeight:
+    """A float weight [N, K] in a format.
+
+    importance: floats [K], none negative, how much an error in each column counts; schemes without a use for it ignore it.
+    options: parameters of the format and options of its encode scheme.  Raises FormatError, with the row and column of a weight
+    that is not finite.
+    """
+    params, scheme_options, name = choose_options(format, {"storage": storage, **options})
+    variant = format.variant(params)
+    layout = variant.storages[name]
+    assert variant.encode is not None
+    if not isinstance(weight, Tensor):
+        raise FormatError(f"{format.name}: a weight is a torch tensor, not a {type(weight).__name__}")
+    if weight.is_meta or weight.layout != torch.strided:
+        raise FormatError(f"{format.name}: a weight is dense numbers in memory, not {weight.layout} on {weight.device}")
+    if weight.dim() != 2 or not weight.is_floating_point():
+        raise FormatError(f"{format.name}: a weight is floats [N, K], not {str(weight.dtype)[6:]} {list(weight.shape)}")
+    weight = weight.detach()
+    shape = (weight.shape[0], weight.shape[1])
+    sizes = format.sizes(params, shape)
+    types = {key: value for key, value in params.items() if isinstance(value, str)}
+    importances = {} if importance is None else {"importance": _checked_importance(format, importance, weight)}
+    chosen = {**layout.options, **scheme_options, **(importances if variant.importance else {})}
+    index = {key: default_field(format, variant, key, shape, params, weight.device) for key, field in variant.fields.items()
+             if field.type == "index" and key not in (*layout.where, *layout.omits)}
+    whole = full_template(format, name, shape, params)
+    quantized = _stacked(whole, (pack(format, {**fields, **index}, name, params) for fields in tiles.encode_rows(
+        variant, weight, sizes, {**sizes, **types, **chosen}, whole.step("N"))))
+    free = "symmetric" in variant.options and not chosen.get("symmetric")   # then all layers have what any may need
+    left = set() if free else convert.omitted(quantized, layout)
+    if not left:
+        return quantized
+    return quantized.derive({key: tensor for key, tensor in quantized.tensors.items() if key not in left})
+
+
+def _stacked(whole: PackedWeight, parts: Iterable[PackedWeight]) -> PackedWeight:
+    """The weight whose rows are those of the parts, one after the other.  whole: one of its shape, without numbers."""
+    start = 0
+    for part in parts:
+        if part.shape == whole.shape:
+            return part
+        if start == 0:
+            whole.tensors = {key: empty(whole.tensors[key].shape, tensor.dtype, part.device) if key != whole.layout.shape
+                             else shape_tensor(whole.shape, part.device) for key, tensor in part.tensors.items()}
+        for key, tensor in whole.cut("N", start, start + part.shape[0]).tensors.items():
+            tensor.copy_(part.tensors[key])
+        start += part.shape[0]
+    return PackedWeight(whole.format, whole.storage, whole.tensors, whole.shape, whole.params, in_order=part.in_order)
+
+
+def _checked_importance(format: Format, importance: Tensor, weight: Tensor) -> Tensor:
+    """float32 [K], on the weight's device."""
+    if not importance.is_floating_point() or importance.shape != weight.shape[1:]:
+        raise FormatError(f"{format.name}: importance is floats [{weight.shape[1]}], one for each column, not "
+                          f"{str(importance.dtype)[6:]} {list(importance.shape)}")
+    importances = importance.detach().to(weight.device, torch.float32)
+    bad = torch.nonzero(~((importances >= 0) & torch.isfinite(importances)))
+    if bad.numel():
+        raise FormatError(f"{format.name}: the importance of column {int(bad[0])} is {float(importance[int(bad[0])]):g}")
+    return importances
+
+
+def choose_options(format: Format, options: Mapping[str, Any]) -> tuple[dict[str, int | str], dict[str, Any], str]:
+    """What options of quantize mean: parameters, options of the encode scheme, and the storage.  Raises FormatError."""
+    choices = next(iter(format.variants.values())).options
+    params = format.complete({key: value for key, value in options.items() if key not in (*choices, "storage")})
+    scheme_options = {key: value for key, value in options.items() if key in choices}
+    for key, value in scheme_options.items():
+        if choices[key] and value not in choices[key]:
+            raise FormatError(f"{format.name}: {key} is one of {', '.join(map(str, choices[key]))}, not {value}")
+        if not choices[key] and not (type(value) in (int, float) and 0 < value < math.inf):
+            raise FormatError(f"{format.name}: {key} is a positive number, not {value}")
+    name, _ = format.storage(options.get("storage"), params)
+    if format.variant(params).encode is None:
+        raise FormatError(f"{format.name} has no quantizer yet: its spec names no encode scheme")
+    return params, scheme_options, name

@@ -1,0 +1,119 @@
+"""Codes of single weights, made of fields that a few columns share: rows of tables, signs, shifts.
+
+The planar storage of such a format has the codes, and everything else has the fields (compiler/passes/expand_codes.py).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime.weight.packed import FormatError
+from qdsl.runtime.weight.tables import Table
+
+
+class RowCodes:
+    """order: the joint number that each code stands for: places of the fields' numbers as digits, the first field's the highest.
+
+    fields: a table whose rows a field chooses, or for a field that stands for itself how many numbers it has and how many
+    columns share one.
+    """
+
+    def __init__(self, order: tuple[int, ...], **fields: Table | tuple[int, int]) -> None:
+        self.order = order
+        self.rows = {name: _Rows(source) for name, source in fields.items()}
+
+    @cached_property
+    def _codes(self) -> Table:
+        """The code of a joint number."""
+        return Table("i32", *(self.order.index(joint) for joint in range(len(self.order))))
+
+    @cached_property
+    def _joints(self) -> Table:
+        """The joint number of a code; -1 for bytes that are none."""
+        return Table("i32", *self.order, *[-1] * (256 - len(self.order)))
+
+    def codes(self, **fields: Tensor) -> Tensor:
+        """Codes uint8 [N, K] of fields [N, K / columns]."""
+        joint: Tensor | None = None
+        for name, rows in self.rows.items():
+            places = rows.places_of(fields[name])
+            joint = places if joint is None else joint.mul_(rows.count).add_(places)
+        assert joint is not None
+        return self._codes[joint].to(torch.uint8)
+
+    def fields(self, codes: Tensor) -> dict[str, Tensor]:
+        """The fields of codes uint8 [N, K].  Raises FormatError for a code, or a row of codes, that no field stands for."""
+        joint = self._joints[codes]
+        _check(joint, 1, "code")
+        fields: dict[str, Tensor] = {}
+        for name, rows in reversed(self.rows.items()):
+            fields[name] = rows.values_of(joint % rows.count, name)
+            joint = joint // rows.count
+        return fields
+
+
+class _Rows:
+    """The rows of numbers that a field stands for, the numbers by their places in rising order."""
+
+    def __init__(self, source: Table | tuple[int, int]) -> None:
+        self.source = source
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """Places [values of the field, columns] of the numbers of every row."""
+        if isinstance(self.source, tuple):
+            count, columns = self.source
+            return torch.arange(count, device="cpu")[:, None].expand(count, columns)
+        values = self.source.values
+        return torch.searchsorted(torch.unique(values), values)
+
+    @cached_property
+    def count(self) -> int:
+        """How many numbers there are."""
+        return int(self._places.max()) + 1
+
+    @cached_property
+    def _table(self) -> Table:
+        """The places of rows, as what a code looks up."""
+        return Table("i8", *self._places.flatten().tolist(), columns=self._places.shape[1])
+
+    @cached_property
+    def _values(self) -> Table:
+        """The field's value by its row's places, which are the digits of a number; -1 for a row that no value has."""
+        columns = self._places.shape[1]
+        digits = self.count ** torch.arange(columns, device="cpu")
+        values = torch.full((self.count ** columns,), -1, dtype=torch.int32, device="cpu")
+        values[(self._places * digits).sum(1)] = torch.arange(len(self._places), dtype=torch.int32, device="cpu")
+        return Table("i32", *values.tolist())
+
+    def places_of(self, field: Tensor) -> Tensor:
+        """Places int32 [N, K] of the numbers that single weights get of a field [N, K / columns]."""
+        if self._places.shape[1] == 1:
+            return field.to(torch.int32)
+        return self._table[field].flatten(1).to(torch.int32)
+
+    def values_of(self, places: Tensor, name: str) -> Tensor:
+        """The field [N, K / columns] of places int32 [N, K].  Raises FormatError for a row that no value has."""
+        columns = self._places.shape[1]
+        dtype = torch.uint8 if len(self._places) <= 256 else torch.int32
+        if columns == 1:
+            return places.to(dtype)
+        rows = places.view(len(places), -1, columns)
+        number = rows[..., columns - 1].clone()
+        for column in reversed(range(columns - 1)):
+            number.mul_(self.count).add_(rows[..., column])
+        values = self._values[number]
+        _check(values, columns, f"row of '{name}'")
+        return values.to(dtype)
+
+
+def _check(values: Tensor, columns: int, what: str) -> None:
+    """Raises FormatError for the first value below 0.  columns: how many columns share one."""
+    if values.is_meta or not (values < 0).any():
+        return
+    n, at = (int(place) for place in (values < 0).nonzero()[0])
+    where = f"k = {at * columns}" if columns == 1 else f"k = {at * columns} to {(at + 1) * columns - 1}"
+    raise FormatError(f"codes of n = {n}, {where} are no {what} that the format has")

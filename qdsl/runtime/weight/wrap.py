@@ -1,0 +1,99 @@
+"""A checkpoint's tensors as a weight: which storage and parameters they fit, and what a user should know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
+from qdsl.core.stored import OF_X, resolve_default
+from qdsl.runtime.weight import order
+from qdsl.runtime.weight.assemble import assemble, whole_shape
+from qdsl.runtime.weight.match import Match, matches
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
+
+if TYPE_CHECKING:
+    from qdsl.runtime.format import Format
+
+
+def wrap(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None, storage: str | None, verify: bool,
+         params: Mapping[str, int | str]) -> PackedWeight:
+    """A checkpoint's own tensors, by their names, as a weight; nothing is copied.
+
+    shape: (N, K), needed only where the tensors do not decide it.  verify: decode every stream, too.  params: those that the
+    caller states; dtypes and shapes decide the others.  Raises FormatError with the tensor, what it is, and what is needed.
+    """
+    format.complete(params)
+    for name in OF_X:
+        if name in tensors:
+            raise FormatError(f"{format.name}: '{name}' multiplies the columns of x before the weight does, and linear knows "
+                              "nothing of that: multiply x by it, or what comes before, and give the other tensors alone")
+    if storage is not None and storage not in format.storages:
+        raise FormatError(f"{format.name} has no storage '{storage}'; it has {', '.join(format.storages)}")
+    fitting = matches(format, tensors, None if shape is None else whole_shape(format, shape), storage, params)
+    match = _choose(format, fitting)
+    layout = format.variant(match.params).storages[match.storage]
+    keys_of = {name: [key for key in (name, *layout.tensors[name].aliases) if key in tensors] for name in match.tensors}
+    used = {keys[0] for keys in keys_of.values()}
+    notes = [f"tensor '{name}' is not part of {format.name}.{match.storage}" for name in tensors if name not in used]
+    for key, value in match.params.items():
+        others = list(dict.fromkeys(str(other.params[key]) for other in fitting if other.params[key] != value))
+        notes += [f"{key} = {value} by default; the tensors fit {' and '.join(others)} too"] if others else []
+    notes += [f"tensor '{name}': {OVERFLOWED_ZEROS}" for name in _overflowed_zeros(format, match)]
+    names = {name: keys[0] for name, keys in keys_of.items() if keys[0] != name}
+    empty = unfilled(format, match)
+    notes += [f"tensor '{name}' has one value for all columns and tells no groups apart: taken for missing" for name in empty]
+    present = {name: tensor for name, tensor in match.tensors.items() if name not in empty}
+    packed = assemble(format, match.storage, present, match.shape, match.params, notes, names)
+    if verify:
+        packed.decode_streams()
+    return packed
+
+
+def unfilled(format: Format, packed: Match | PackedWeight) -> dict[str, Tensor]:
+    """Indices that nobody filled, which producers store as 0 (auto-gptq) or -1 (compressed-tensors), of several groups.
+
+    With each what it would be if columns were in order, as they are where it is missing.
+    """
+    variant = format.variant(packed.params)
+    stored = variant.storages[packed.storage].tensors
+    indices = {name: tensor for name, tensor in packed.tensors.items()
+               if stored[name].dtype == "index" and stored[name].optional and not tensor.is_meta}
+    if not indices:
+        return {}
+    sizes, groups = format.sizes(packed.params, packed.shape), variant.index_groups
+    assert groups is not None
+    several = (groups.extent(*packed.shape, sizes) or 0) > 1
+    return {name: order.in_order(tensor, groups.by(sizes)) for name, tensor in indices.items()
+            if several and tensor.numel() and int(tensor.max()) == int(tensor.min()) in (0, -1)}
+
+
+def _overflowed_zeros(format: Format, match: Match) -> list[str]:
+    """Tensors whose producer lost fields."""
+    widths = {name: rule[name] for rule in format.spec.detect.get("spills", []) if rule.get("storage") == match.storage
+             for name in rule if name in match.tensors and not match.tensors[name].is_meta}
+    return [name for name, bits in widths.items()
+            if has_overflowed_zeros(match.tensors[name].cpu().contiguous().numpy().tobytes(), int(match.params[bits]))]
+
+
+def _choose(format: Format, fitting: Sequence[Match]) -> Match:
+    """The only match; of several of one storage and shape the one with default parameters where they are open."""
+    storages = list(dict.fromkeys(match.storage for match in fitting))
+    if len(storages) > 1:
+        shown_params = {match.storage: "".join(f" {key}={match.params[key]}" for key in format.by) for match in fitting}
+        differ = len(set(shown_params.values())) > 1
+        listed = " and ".join(f"{storage}{shown_params[storage] if differ else ''}" for storage in storages)
+        raise FormatError(f"{format.name}: the tensors fit the storages {listed}; say which with storage=")
+    shapes = {match.shape: ", ".join(f"{key}={value}" for key, value in match.params.items()) for match in reversed(fitting)}
+    if len(shapes) > 1:
+        listed = " or ".join(f"{list(shape)} with {params}" for shape, params in reversed(shapes.items()))
+        raise FormatError(f"{format.name}: the tensors fit {listed}; give parameters or shape=(N, K)")
+    fits = {name: list(dict.fromkeys(match.params[name] for match in fitting)) for name in format.params}
+    wanted = {name: resolve_default(fit, format.params[name][0]) for name, fit in fits.items()}
+    for match in fitting:
+        if match.params == wanted:
+            return match
+    shown = " or ".join(", ".join(f"{key}={value}" for key, value in match.params.items()) for match in fitting)
+    raise FormatError(f"{format.name}: the tensors fit {shown}; say which")

@@ -1,0 +1,288 @@
+"""`qdsl infer`: storages that ship, layouts of other packages, and storages drawn at random are found from tensors alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import qdsl
+from qdsl.checkpoint.files import safetensors
+from qdsl.cli import app
+from qdsl.infer.function import infer_function
+from qdsl.infer.run import InferError, Inferred, infer
+from qdsl.runtime import FormatError, PackedWeight
+from tests.formats.test_random_specs import codes
+from tests.support.covering import ALL
+from tests.support.formats import SHIPPED, Case, cases, random_fields
+
+SHAPE = (320, 1024)                                              # whole tiles and groups of every storage
+EVERY = 6                                                        # of how many storages `make test` tries one
+# Storages of 2 to 8 bits that are not found, and why.  The list may only shrink.
+NOT_FOUND = {
+    "aqlm_1x16.aqlm": "rows of a stored table", "aqlm_2x8.aqlm": "rows of a stored table",
+    "bnb_fp4_nested.bitsandbytes": "scales are codes into a table", "nf4_nested.bitsandbytes": "scales are codes into a table",
+    "hqq_axis0.hqq_3bit": "tenths of a group of 64, the last one short",
+    "iq2_xxs.gguf": "rows of a grid", "iq2_xs.gguf": "rows of a grid", "iq2_s.gguf": "rows of a grid",
+    "iq3_xxs.gguf": "rows of a grid", "iq3_s.gguf": "rows of a grid",
+}
+
+
+def name_of(case: Case) -> str:
+    return f"{case.path.stem}.{case.storage}"
+
+
+def is_plain(case: Case) -> bool:
+    """Whether a file may have the storage, with codes of 2 to 8 bits and without an entropy code."""
+    layout = case.module.FORMAT.variant(case.choice).storages[case.storage]
+    return case.path in SHIPPED and case.storage != "planar" and not layout.streams and 2 <= bits_per_code(case) <= 8
+
+
+def bits_per_code(case: Case) -> float:
+    bits = next((int(value) for name, value in case.params if name == "bits"), 0)
+    widths = {"q1_0": 1, "tq1_0": 1.6, "iq1_s": 1.6, "iq1_m": 1.8, "f16": 16, "bf16": 16, "f32": 32, "df11": 16, "fix4": 16,
+              "hlane": 16}
+    return bits or widths.get(case.path.stem, 4)
+
+
+STORAGES = [case for case in cases() if is_plain(case)]
+
+
+def stored(case: Case) -> PackedWeight:
+    """A random weight in a storage, as its quantizer writes it where it has one."""
+    params = {name: 64 if name in ("group", "block") and 64 in case.module.FORMAT.params[name] else value
+              for name, value in case.params}
+    try:
+        weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)) * 0.05
+        return case.module.quantize(weight, storage=case.storage, **params)  # type: ignore[no-any-return]
+    except FormatError:
+        fields = random_fields(case, SHAPE, params=params)       # scales are not negative, as those of a quantizer
+        positive = {name: field.abs() if field.dtype in (torch.float16, torch.float32) else field for name, field in fields.items()}
+        return case.module.pack(positive, storage=case.storage, **params)  # type: ignore[no-any-return]
+
+
+def of_packed(packed: PackedWeight) -> Inferred:
+    tensors = {name: tensor for name, tensor in packed.tensors.items() if tensor.dtype != torch.int64}
+    name = max(tensors, key=lambda name: tensors[name].nbytes)
+    return infer(name, tensors, packed.format.dequantize(packed, torch.float32))
+
+
+@pytest.mark.parametrize("case", [case for case in STORAGES if name_of(case) not in NOT_FOUND][::1 if ALL else EVERY], ids=str)
+def test_a_storage_is_found_from_its_tensors(case: Case) -> None:
+    inferred = of_packed(stored(case))
+    assert inferred.is_exact and not inferred.problems, (inferred.text, inferred.problems)
+
+
+@pytest.mark.parametrize("case", [case for case in STORAGES if name_of(case) in NOT_FOUND][::1 if ALL else EVERY], ids=str)
+def test_what_is_not_found_is_not_claimed(case: Case) -> None:
+    try:
+        assert not of_packed(stored(case)).is_exact, f"take {name_of(case)} off NOT_FOUND"
+    except InferError as error:
+        assert "no codes of the values lie in" in str(error)
+
+
+def test_most_storages_are_found() -> None:
+    names = {name_of(case) for case in STORAGES}
+    assert set(NOT_FOUND) < names and len(NOT_FOUND) <= 10 and len(names) >= 90
+
+
+# Layouts of other packages, from what their documentation and file formats say.
+
+def nibbles(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """int32 words of eight codes along the last axis; nibble i holds code order[i]."""
+    words = torch.zeros(*codes.shape[:-1], codes.shape[-1] // 8, dtype=torch.int32)
+    for place, code in enumerate(order):
+        words |= codes[..., code::8] << 4 * place
+    return words
+
+
+def gptq(codes: Tensor) -> Tensor:
+    return nibbles(codes).t().contiguous()
+
+
+def awq(codes: Tensor) -> Tensor:
+    return nibbles(codes.t().contiguous(), (0, 2, 4, 6, 1, 3, 5, 7))
+
+
+def pack_quantized(codes: Tensor) -> Tensor:
+    return nibbles(codes)
+
+
+def marlin(codes: Tensor) -> Tensor:
+    """Tiles of 16 columns by 64 rows; lane l of a warp has columns 2 (l % 4) and rows l // 4 of four blocks of 16 by 16."""
+    n, k = codes.shape
+    tiles = codes.reshape(n // 64, 4, 2, 8, k // 16, 2, 4, 2)     # u, block, y, c; t, d, b, a
+    words = tiles.permute(4, 0, 3, 6, 1, 2, 7, 5).reshape(k // 16, -1, 4, 8)    # t, u c, b, then x in fours
+    return nibbles(words.reshape(k // 16, -1, 8), (0, 4, 2, 6, 1, 5, 3, 7)).reshape(k // 16, -1)
+
+
+def tensorrt_llm_int4(codes: Tensor) -> Tensor:
+    """Columns permuted in 32s, four rows interleaved by tiles of 64 columns, and nibbles 0 2 4 6 1 3 5 7."""
+    n, k = codes.shape
+    permuted = codes.reshape(n, k // 32, 4, 4, 2).transpose(2, 3).reshape(n, k)
+    interleaved = permuted.reshape(n // 4, 4, k // 64, 64).transpose(1, 2).reshape(n // 4, 4 * k)
+    return nibbles((interleaved + 8) & 15, (0, 2, 4, 6, 1, 3, 5, 7)).view(torch.int8)
+
+
+def qserve(codes: Tensor) -> Tensor:
+    n, k = codes.shape
+    lanes = codes.reshape(n // 32, 2, 2, 8, k // 32, 2, 4, 4).permute(0, 4, 3, 6, 1, 5, 2, 7)
+    halves = lanes.permute(0, 1, 2, 3, 5, 6, 7, 4).reshape(n, k // 2, 2)
+    return (halves[..., 1] << 4 | halves[..., 0]).to(torch.int8)
+
+
+def nunchaku(codes: Tensor) -> Tensor:
+    n, k = codes.shape
+    tiles = codes.reshape(n // 128, 8, 2, 8, 1, k // 64, 1, 2, 4, 8)
+    return nibbles(tiles.permute(0, 5, 6, 1, 3, 8, 2, 7, 4, 9).reshape(n, k))
+
+
+PACKINGS = [gptq, awq, pack_quantized, marlin, tensorrt_llm_int4, qserve, nunchaku]
+
+
+@pytest.mark.parametrize("pack", PACKINGS, ids=lambda pack: pack.__name__)
+def test_a_packing_function_is_found(pack: Callable[[Tensor], Tensor]) -> None:
+    inferred = infer_function(pack, (256, 256), 4)
+    assert inferred.is_exact, (inferred.text, inferred.problems)
+
+
+@pytest.mark.parametrize("pack", PACKINGS if ALL else PACKINGS[4:], ids=lambda pack: pack.__name__)
+def test_a_packing_is_found_from_values(pack: Callable[[Tensor], Tensor]) -> None:
+    """With a scale for each group of 64 columns, and codes around 8."""
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randint(0, 16, (512, 1024), generator=generator, dtype=torch.int32)
+    scales = torch.rand(512, 16, generator=generator).half() + 0.1
+    weights = (q - 8).float() * scales.float().repeat_interleave(64, 1)
+    inferred = infer("codes", {"codes": pack(q), "scales": scales}, weights)
+    assert inferred.is_exact, (inferred.text, inferred.problems)
+
+
+@pytest.mark.parametrize(("pack", "why"), [
+    (lambda q: (q * 3 & 15).to(torch.uint8), "are not the bits of 4-bit codes"),
+    (lambda q: (q ^ 1).to(torch.uint8), "flips the bits 0b1 of codes"), (lambda q: [1], "returned a list")])
+def test_other_functions_are_refused(pack: Callable[[Tensor], Tensor], why: str) -> None:
+    with pytest.raises(InferError, match=why):
+        infer_function(pack, (32, 32), 4)
+
+
+# Storages drawn from the language
+
+ROWS, COLUMNS = 192, 768                                         # which every drawn layout divides
+
+
+def drawn(seed: int) -> tuple[str, str, int]:
+    """A spec's text, the type of its codes, and how many columns share its numbers."""
+    draw = random.Random(seed)
+    bits, size = draw.choice((2, 3, 4, 4, 5, 6, 8)), draw.choice((16, 32, 64, 128))
+    kind = f"{draw.choice('ui')}{bits}"
+    numbers = ["s", *draw.choice(([], ["z"]))]
+    decode = f"(q - {1 << bits - 1}) * s" if kind[0] == "u" else "q * s"
+    if "z" in numbers:
+        decode = draw.choice(("q * s + z", "q * s - z"))
+    fields = "".join(f"  {name}: f16[n, k // {size}]\n" for name in numbers)
+    tensors = next(text for _ in range(99) if "plane0" not in (text := codes(draw, bits)))   # one tensor holds all bits
+    for name in numbers:
+        axes = ", ".join(draw.sample(["x<N", f"y<K/{size}"], 2))
+        tensors += f"    t_{name}:\n      tensor: f16[{axes}]\n      record: {name}[x, y]\n"
+    return (f"format: drawn\nweight: [N, K]\nfields:\n  q: {kind}[n, k]\n{fields}decode: {decode}\nstorage:\n  p:\n{tensors}",
+            kind, size)
+
+
+@pytest.mark.parametrize("seed", range(60 if ALL else 6))
+def test_a_drawn_storage_is_found(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
+    text, kind, size = drawn(seed)
+    (tmp_path / "drawn.yaml").write_text(text)
+    module = qdsl.load(tmp_path / "drawn.yaml")
+    generator = torch.Generator().manual_seed(seed)
+    low = -(1 << int(kind[1:]) - 1) if kind[0] == "i" else 0
+    q = torch.randint(low, low + (1 << int(kind[1:])), (ROWS, COLUMNS), generator=generator)
+    numbers = {name: torch.randn(ROWS, COLUMNS // size, generator=generator).half() for name in "sz" if f"  {name}:" in text}
+    if "z" in numbers:
+        numbers["s"] = numbers["s"].abs()                        # which of two codes is the larger nothing else says
+    packed = module.pack({"q": q.to(torch.int8 if low else torch.uint8), **numbers})
+    inferred = infer("codes", packed.tensors, module.dequantize(packed, torch.float32))
+    assert inferred.is_exact, (text, inferred.text, inferred.problems)
+
+
+# The commands
+
+def written(folder: Path) -> Path:
+    """A file with a weight of the tutorial's first format, and its values."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randint(0, 16, (64, 256), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(64, 8, generator=generator).half() + 0.1
+    weights = (q.float() - 8) * scales.float().repeat_interleave(32, 1)
+    safetensors.write(folder / "a.safetensors", {"w": q[:, ::2] | q[:, 1::2] << 4, "s": scales, "expected": weights})
+    return folder / "a.safetensors"
+
+
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(words))
+    return result.exit_code, result.output
+
+
+def test_the_command_prints_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
+    path = str(written(tmp_path))
+    code, printed = run("infer", path, "--packed", "w", "--scales", "s", "--name", "mine", "--out", str(tmp_path / "mine.yaml"))
+    assert code == 0 and "exact: all 16384 values" in printed
+    assert run("check", str(tmp_path / "mine.yaml"))[0] == 0
+    code, printed = run("infer", path, "--packed", "w")
+    assert code == 1 and "the closest: " in printed and "no tensor has the scales of 1 x 32 weights" in printed
+    report = json.loads(run("infer", path, "--packed", "w", "--scales", "s", "--json")[1])
+    assert report["ok"] and report["exact"] == report["values"] == 16384 and "decode: (q - 8) * scale" in report["spec"]
+
+
+def test_the_command_takes_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "halves.py").write_text("def pack(q):\n    return (q[:, ::2] | q[:, 1::2] << 4).byte()\n")
+    code, printed = run("infer", "--function", "halves:pack", "--shape", "32,64")
+    assert code == 0 and 'record: "a<2: q[t, 2*u + a]"' in printed
+    for words, why in ((["--function", "halves:none", "--shape", "2,4"], "no attribute"), (["--function", "halves:pack"], "N,K"),
+                       (["--function", "nowhere:f", "--shape", "2,4"], "nowhere"), ([], "give a file")):
+        code, printed = run("infer", *words)
+        assert code == 2 and why in printed
+
+
+@pytest.mark.parametrize(("data", "why"), [(b"", "0 bytes"), (b"\xff" * 64, "header length"),
+                                           (b"\x02" + bytes(7) + b"{}", "no tensor 'w'")])
+def test_wrong_files_are_refused(data: bytes, why: str, tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(data)
+    code, printed = run("infer", str(tmp_path / "a.safetensors"), "--packed", "w")
+    assert code == 1 and why in printed
+    (tmp_path / "a.npz").write_bytes(data)
+    assert run("infer", str(tmp_path / "a.npz"), "--packed", "w")[0] == 1
+
+
+@pytest.mark.parametrize("values", [torch.zeros(4, 4).half(), torch.zeros(4), torch.full((4, 4), torch.nan), torch.zeros(0, 4)])
+def test_other_values_are_refused(values: Tensor) -> None:
+    with pytest.raises(InferError, match="expected finite float32"):
+        infer("w", {"w": torch.zeros(4, 4, dtype=torch.uint8)}, values)
+
+
+def test_tensors_without_a_code_are_refused() -> None:
+    generator = torch.Generator().manual_seed(0)
+    random_bytes = torch.randint(0, 256, (64, 64), generator=generator, dtype=torch.uint8)
+    with pytest.raises(InferError, match="no codes of the values lie in 'w'"):
+        infer("w", {"w": random_bytes}, torch.randn(64, 128, generator=generator))
+    with pytest.raises(InferError, match="tensor 'w' is bool"):
+        infer("w", {"w": torch.zeros(64, 64, dtype=torch.bool)}, torch.randn(64, 64, generator=generator))
+
+
+def test_new_writes_a_spec_and_a_golden_file_and_tests_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qdsl.analyze.check.kernels.check_kernels", lambda spec: iter(()))    # tests/jobs has them
+    code, printed = run("new", "mine", "--from-infer", str(written(tmp_path)), "--packed", "w", "--scales", "s")
+    assert code == 0 and "16384 weights are those of mine.safetensors" in printed and " 0 failed" in printed
+    assert run("new", "mine")[0] == 2                            # it is there already
+    code, printed = run("new", "other", "--bits", "3", "--group", "64")
+    assert code == 0 and " 0 failed" in printed and not (tmp_path / "other.safetensors").exists()
