@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qdsl.runtime.cpu.expressions import SHORT, Writer
+from qdsl.runtime.cpu.language import run
 from qdsl.runtime.cpu.source import LONGEST, SIGNATURE, VECTORS, Reads, Source
 from qdsl.runtime.cpu.trace import INTEGERS, Index, Indivisible, Node, Trace, Unsupported
 
@@ -75,7 +76,7 @@ def _trace(reads: Reads, length: int, units: range) -> Trace:
     """The decode function at these units of a step."""
     trace = Trace("step", len(units), True)
     u = trace.symbol("step") * length + Index(trace, (), tuple(units))
-    trace.run(reads.kernels.decode, reads.pointers(trace), trace.symbol("n"), u, reads.sizes)
+    run(trace, reads.kernels.decode, reads.pointers(trace), trace.symbol("n"), u, reads.sizes)
     return trace
 
 

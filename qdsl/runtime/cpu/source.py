@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qdsl.runtime.cpu.expressions import Writer
+from qdsl.runtime.cpu.language import run
 from qdsl.runtime.cpu.trace import Index, Indivisible, Pointer, Trace, Unsupported, Use
 from qdsl.runtime.weight.layout import Kernels
 
@@ -88,7 +89,7 @@ class _Steps:
             trace = Trace("step", lanes, True)
             along = trace.symbol("step") * length + Index(trace, (), tuple(range(start, start + lanes)))
             n, u = (along, trace.symbol("u")) if self.along_rows else (trace.symbol("n"), along)
-            trace.run(reads.kernels.decode, reads.pointers(trace), n, u, reads.sizes)
+            run(trace, reads.kernels.decode, reads.pointers(trace), n, u, reads.sizes)
             self.traces.append(trace)
         uses = self.traces[0].uses
         self.rows = 1 + max(use.row for use in uses)
@@ -246,7 +247,7 @@ class _Program:
     def _one_by_one(self, start: str, total: object = None) -> list[str]:
         """Lines for the units of row n from `start` on, and that store its sums."""
         trace = Trace("", 1, False)
-        trace.run(self.reads.kernels.decode, self.reads.pointers(trace), trace.symbol("n"), trace.symbol("u"), self.reads.sizes)
+        run(trace, self.reads.kernels.decode, self.reads.pointers(trace), trace.symbol("n"), trace.symbol("u"), self.reads.sizes)
         writer, body = Writer(1), []
         for use in trace.uses:
             weight, column = writer.write(use.weight), use.columns.text()
