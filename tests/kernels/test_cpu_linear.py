@@ -30,7 +30,7 @@ CASES = cases()
 COVERING = covering(CASES, lambda case: [case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.decode])
 PARTS = 2                                                        # formats are compiled in so many programs
 # A word's first bit depends on the data, in codes that cross words: a vector cannot be loaded under a condition on values.
-PLAIN = {"learned_rows.rows", "ranges.runs", "ranges.words"}
+PLAIN = {"learned_levels.levels", "learned_rows.rows", "ranges.runs", "ranges.words"}
 WEIGHTS: dict[str, Callable[[], PackedWeight]] = {
     "q8_0": lambda: q8_0.quantize(sample(48, 256)),
     "q4_0": lambda: q4_0.quantize(sample(48, 256)),
