@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime/weight": {"runtime/base", "codecs", "core"},
     "runtime/gpu": {"runtime/base", "runtime/weight", "core", "host"},
     "codecs/gpu": {"runtime/base", "runtime/weight", "runtime/gpu", "codecs"},
-    "runtime/cpu": {"runtime/base", "runtime/weight", "core"},
+    "runtime/cpu": {"runtime/base", "runtime/weight", "runtime/gpu", "core", "host"},
     "runtime/torch": {"runtime/base", "runtime/weight", "runtime/gpu", "runtime/cpu", "core", "host"},
     "runtime": {"runtime/weight", "runtime/cpu", "runtime/torch", "core"},
     "encode": {"runtime/weight", "core"},
