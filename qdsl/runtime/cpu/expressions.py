@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterable
 from typing import Any
 
-from qdsl.runtime.cpu.trace import INTEGERS, SIZES, Index, Node, Pointer, Unsupported
+from qdsl.runtime.cpu.trace import INTEGERS, SIZES, Index, Node, Pointer, Trace, Unsupported
 
 SCALARS = {"float32": "float", "uint32": "uint32_t", "int64": "int64_t"}
 VECTORS = {"float32": "vf", "uint32": "vu"}
@@ -17,11 +18,13 @@ GATHER = 1.5                                                     # instructions 
 class Writer:
     """Lines of C in one scope, for vectors of `lanes` lanes.
 
-    instructions: about how many the lines take that have vectors.
+    instructions: about how many the lines take that have vectors.  traces: those of a whole step, whose loads say how far behind
+    a place there are bytes of the tensor.
     """
 
-    def __init__(self, lanes: int) -> None:
+    def __init__(self, lanes: int, traces: Iterable[Trace] = ()) -> None:
         self.lanes = lanes
+        self._ends = _ends(traces)
         self.lines: list[str] = []
         self.instructions = 0.0
         self._names: dict[tuple[str, str], str] = {}
@@ -145,9 +148,26 @@ class Writer:
             if self.lanes >= 8:
                 permuted = f"permute((vf){vector}, (vi){{{', '.join(map(str, order))}}})"
                 return self.name(kind, f"({kind}){permuted}")
+        window = self._window(pointer) if self.lanes >= 8 else None
+        if window is not None:
+            base = self._address(pointer, (pointer.at + -1 * Index(pointer.at.trace, (), lanes) + window).text())
+            vector = self.name(kind, f"vload_{dtype}({base})", 0.5)
+            places = ", ".join(str((lane - window) // size) for lane in lanes)
+            return self.name(kind, f"({kind})permute((vf){vector}, (vi){{{places}}})")
         scalar = "float" if kind == "vf" else "uint32_t" if kind == "vu" else "int32_t"
         names = [self.name(scalar, f"load_{dtype}({self._address(pointer, pointer.at.text(i))})") for i in range(self.lanes)]
         return self.name(kind, f"({kind}){{{', '.join(names)}}}", 1 + GATHER * len(set(names)))
+
+    def _window(self, pointer: Pointer) -> int | None:
+        """Where a vector of neighbours begins that has all elements of a load, and ends where there are bytes; None for none."""
+        size, lanes = SIZES[pointer.dtype], pointer.at.lanes
+        length = size * self.lanes
+        end = self._ends.get((pointer.name, pointer.at.terms), 0) if pointer.node is None else 0
+        for start in (min(lanes) // length * length, min(lanes), end - length):
+            inside = 0 <= start <= min(lanes) and max(lanes) + size <= start + length <= end
+            if inside and all((lane - start) % size == 0 for lane in lanes):
+                return start
+        return None
 
     def _lookup(self, pointer: Pointer, dtype: str, kind: str, shown: dict[Node, str] | None) -> str:
         """Elements at positions that are values: of a short table by a permutation, else one by one."""
@@ -164,6 +184,15 @@ class Writer:
             places = self.name("vi", f"{places} + (vi){{{', '.join(map(str, base.lanes))}}}")
             base += -1 * Index(base.trace, (), base.lanes)
         return self.name(kind, f"gather_{dtype}({pointer.name} + {base.text()}, {places})", GATHER * self.lanes)
+
+
+def _ends(traces: Iterable[Trace]) -> dict[tuple[str, tuple[tuple[str, int], ...]], int]:
+    """Behind the last byte that a step loads: by tensor, and by the symbols of the place."""
+    ends: dict[tuple[str, tuple[tuple[str, int], ...]], int] = {}
+    for pointer in (pointer for trace in traces for pointer in trace.loads()):
+        key = pointer.name, pointer.at.terms
+        ends[key] = max(ends.get(key, 0), max(pointer.at.lanes) + SIZES[pointer.dtype])
+    return ends
 
 
 def _short_codes(node: Node) -> set[Node]:

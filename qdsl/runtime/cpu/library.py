@@ -53,7 +53,12 @@ def machine_options(capability: str) -> tuple[str, ...]:
     """Options for the vector instructions that torch uses on this machine ('AVX512', 'AVX2' or another word)."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return ()
-    return {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}.get(capability, ())
+    try:
+        words = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
+    except OSError:
+        words = []
+    dots = ("-mavx512vnni",) if "avx512_vnni" in words else ()
+    return {"AVX512": ("-march=x86-64-v4", *dots), "AVX2": ("-march=x86-64-v3",)}.get(capability, ())
 
 
 def load(source: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:

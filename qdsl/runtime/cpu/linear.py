@@ -5,6 +5,8 @@ QDSL_CPU_COMPILE says which weights have compiled loops: 'auto', the default, th
 and all processes.  The compiled decode makes the bits of the plain one.  Up to 8 rows of x meet exact float32 weights in a loop
 that decodes, multiplies and sums at once; tiles hold weights rounded to x's dtype.  Which of the ways is taken depends on
 shapes and on that choice, never on how often a product was asked for.
+
+QDSL_CPU_INT8=1 rounds up to 8 rows of x to 8 bits, with a scale for every 32 columns, where weights are codes with scales.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.tiles import decode_rows, row_tiles, unpack
 
 SETTING, CHOICES = "QDSL_CPU_COMPILE", ("auto", "always", "never")
+ROUNDING = "QDSL_CPU_INT8"
 SMALL = 1 << 16                                                  # weights below which torch's own calls take less than compiling
 TILE = 1 << 21                                                   # weights decoded at a time: less, and calls cost more than work
 COMPILED_TILE = 1 << 18                                          # a compiled decode is one call, and its tile fits a cache
@@ -40,7 +43,8 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
     if not _is_compiled(x, packed):
         return _tiled(x, packed, bias)
     if x.shape[0] <= loops.FEW:
-        out = loops.product(x.detach(), packed)
+        out = loops.product(x.detach(), packed, True) if _rounds_x() else None
+        out = loops.product(x.detach(), packed) if out is None else out
         if out is not None:
             return (out if bias is None else out + bias.float()).to(x.dtype)
     out = _compiled_tiles(x, packed, bias)
@@ -56,6 +60,11 @@ def _is_compiled(x: Tensor, packed: PackedWeight) -> bool:
     is_large = n * k >= SMALL or setting == "always"
     return setting != "never" and is_large and x.numel() > 0 and x.dtype != torch.float64 and x.device.type == "cpu" \
         and not torch.compiler.is_compiling()
+
+
+def _rounds_x() -> bool:
+    """Whether QDSL_CPU_INT8 asks for x in 8 bits."""
+    return os.environ.get(ROUNDING, "0") not in ("", "0")
 
 
 def _is_plain(packed: PackedWeight, dtype: torch.dtype) -> bool:

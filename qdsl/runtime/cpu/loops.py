@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qdsl.runtime.cpu import library
+from qdsl.runtime.cpu import integers, library
 from qdsl.runtime.cpu.source import DECODE, Reads, Source, source_of
 from qdsl.runtime.cpu.trace import SIZES, Unsupported
 from qdsl.runtime.gpu.configure import grid_axes
@@ -30,21 +30,26 @@ _pools: dict[int, ThreadPoolExecutor] = {}
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A compiled loop, and its source.  rows: of x, DECODE for none."""
+    """A compiled loop, and its source.  arrange: prepares a row of x, for products of 8-bit integers."""
 
     source: Source
     run: Callable[..., None]
-    rows: int
+    arrange: Callable[..., None] | None
 
 
-def product(x: Tensor, packed: PackedWeight) -> Tensor | None:
-    """x [M, K] @ w.T in float32, for few rows of x; None where the weight has no loop."""
+def product(x: Tensor, packed: PackedWeight, rounds_x: bool = False) -> Tensor | None:
+    """x [M, K] @ w.T in float32, for few rows of x; None where the weight has no such loop.
+
+    rounds_x: x in 8 bits, with a scale for every 32 columns, in products of integers.
+    """
     together = TOGETHER if x.shape[0] > 2 else 1
-    loop = _loop_of(packed, together)
+    loop = _loop_of(packed, together, rounds_x)
     if loop is None:
         return None
     m = x.shape[0]
     x = torch.nn.functional.pad(x.float(), (0, 0, 0, -m % together)).contiguous()
+    if loop.arrange is not None:
+        x = _arranged(x, loop.arrange)
     ordered = _ordered(x, loop.source.order)
     out = torch.empty(len(x), packed.shape[0])
     for row in range(0, len(x), together):
@@ -74,6 +79,14 @@ def row_step(packed: PackedWeight) -> int:
     return 1 if loop is None else loop.source.step * packed.layout.kernels.sums
 
 
+def _arranged(x: Tensor, arrange: Callable[..., None]) -> Tensor:
+    """x as 8-bit integers with scales and sums, in as many bytes."""
+    arranged = torch.empty_like(x)
+    for row, target in zip(x.unbind(), arranged.unbind(), strict=True):
+        arrange(row.data_ptr(), target.data_ptr(), x.shape[1])
+    return arranged
+
+
 def _ordered(x: Tensor, order: tuple[int, ...]) -> Tensor:
     """x with its columns in the order of use, in whole steps."""
     if not order or x.shape[1] < len(order):
@@ -93,11 +106,11 @@ def _positions(order: tuple[int, ...]) -> Tensor:
     return _orders[order]
 
 
-def _loop_of(packed: PackedWeight, rows: int) -> Loop | None:
+def _loop_of(packed: PackedWeight, rows: int, rounds_x: bool = False) -> Loop | None:
     """The loop that takes this weight; None where there is none."""
-    key = (packed.format, packed.storage, tuple(packed.params.values()), _dtypes(packed), rows, _capability())
+    key = (packed.format, packed.storage, tuple(packed.params.values()), _dtypes(packed), rows, rounds_x, _capability())
     if key not in _loops:
-        _loops[key] = _new_loop(packed, rows)
+        _loops[key] = _new_loop(packed, rows, rounds_x)
     loop = _loops[key]
     n, k = packed.shape
     if loop is None or k % loop.source.divisor or n != grid_axes(packed)[0] * packed.layout.kernels.sums:
@@ -116,28 +129,31 @@ def _capability() -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
-def source_for(packed: PackedWeight, rows: int) -> Source:
-    """The C source of the loop for a weight's storage.  Raises Unsupported for a decode function that has no form in C."""
+def source_for(packed: PackedWeight, rows: int, rounds_x: bool = False) -> Source:
+    """The C source of the loop for a weight's storage.  Raises Unsupported for a decode function that has no such form in C."""
     dtypes = _dtypes(packed)
     if any(dtype is not None and dtype not in SIZES for dtype in dtypes):
         raise Unsupported("a dtype that has no form in C")
     width = {"AVX512": 16, "AVX2": 8}.get(_capability(), 4)
-    return source_of(Reads(packed.layout.kernels, dtypes, size_arguments(packed)), rows, width)
+    reads = Reads(packed.layout.kernels, dtypes, size_arguments(packed))
+    return integers.source_of(reads, rows, width) if rounds_x else source_of(reads, rows, width)
 
 
-def _new_loop(packed: PackedWeight, rows: int) -> Loop | None:
+def _new_loop(packed: PackedWeight, rows: int, rounds_x: bool) -> Loop | None:
     """A compiled loop; None for a decode function that has no form in C, and, with a warning, where the compiler fails."""
     try:
-        source = source_for(packed, rows)
-        run = library.load(source.text, library.machine_options(_capability())).run
+        source = source_for(packed, rows, rounds_x)
+        functions = library.load(source.text, library.machine_options(_capability()))
     except Unsupported:
         return None
     except (library.NoCompiler, library.UnsafeCache, OSError) as error:
         warnings.warn(f"products on this CPU are not compiled: {error}", RuntimeWarning, stacklevel=2)
         return None
-    run.restype = None
-    run.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 5
-    return Loop(source, run, rows)
+    run, arrange = functions.run, functions.arrange if rounds_x else None
+    run.restype, run.argtypes = None, [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 5
+    if arrange is not None:
+        arrange.restype, arrange.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    return Loop(source, run, arrange)
 
 
 def _run(loop: Loop, packed: PackedWeight, out: int, x: int, ordered: int, start: int, stop: int) -> None:

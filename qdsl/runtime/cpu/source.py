@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qdsl.runtime.cpu.expressions import Writer
+from qdsl.runtime.cpu.language import run
 from qdsl.runtime.cpu.trace import Index, Indivisible, Pointer, Trace, Unsupported, Use
 from qdsl.runtime.weight.layout import Kernels
 
@@ -89,7 +90,7 @@ class _Steps:
             trace = Trace("step", lanes, True)
             along = trace.symbol("step") * length + Index(trace, (), tuple(range(start, start + lanes)))
             n, u = (along, trace.symbol("u")) if self.along_rows else (trace.symbol("n"), along)
-            trace.run(reads.kernels.decode, reads.pointers(trace), n, u, reads.sizes)
+            run(trace, reads.kernels.decode, reads.pointers(trace), n, u, reads.sizes)
             self.traces.append(trace)
         uses = self.traces[0].uses
         self.rows = 1 + max(use.row for use in uses)
@@ -131,7 +132,7 @@ class _Program:
 
     def __init__(self, reads: Reads, rows: int, lanes: int, steps: _Steps | None) -> None:
         self.reads, self.rows, self.lanes, self.steps = reads, rows, lanes, steps
-        self.writer = Writer(lanes)
+        self.writer = Writer(lanes, steps.traces if steps else ())
         self.tiles = reads.kernels.sums
         self.text = self._text()
 
@@ -193,7 +194,7 @@ class _Program:
             return [f"store(w{row} + {place}, {weight});"]
         turn = place // self.lanes % self._sums
         sums = [f"a{row}_{m}_{turn}" for m in range(self.rows)]
-        return [f"{name} = fma({weight}, vload_float32((const uint8_t *)(xs + {m} * K + {place})), {name});"
+        return [f"{name} = multiply_add({weight}, vload_float32((const uint8_t *)(xs + {m} * K + {place})), {name});"
                 for m, name in enumerate(sums)]
 
     def _buffers(self, columns: int) -> list[str]:
@@ -224,7 +225,7 @@ class _Program:
                 body += self._flush()
                 for m in range(self.rows):
                     name = f"a{part}_{use.row}_{m}"
-                    body.append(f"{name} = fma({weight}, all_float(x[{m} * K + {column}]), {name});")
+                    body.append(f"{name} = multiply_add({weight}, all_float(x[{m} * K + {column}]), {name});")
                 if not self.rows:
                     place = f"({self._row(part, use.row)}) * K + {column}"
                     body.append(f"for (int i = 0; i < LANES; i++) out[{place}] = {weight}[i];")
@@ -247,7 +248,7 @@ class _Program:
     def _one_by_one(self, start: str, total: object = None) -> list[str]:
         """Lines for the units of row n from `start` on, and that store its sums."""
         trace = Trace("", 1, False)
-        trace.run(self.reads.kernels.decode, self.reads.pointers(trace), trace.symbol("n"), trace.symbol("u"), self.reads.sizes)
+        run(trace, self.reads.kernels.decode, self.reads.pointers(trace), trace.symbol("n"), trace.symbol("u"), self.reads.sizes)
         writer, body = Writer(1), []
         for use in trace.uses:
             weight, column = writer.write(use.weight), use.columns.text()

@@ -11,10 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import FunctionType
 from typing import Any
-
-from qdsl.runtime.gpu.kernels import device
 
 INTEGERS = {"uint8": (0, 255), "int8": (-128, 127), "uint16": (0, 65535), "int16": (-1 << 15, (1 << 15) - 1),
             "int32": (-1 << 31, (1 << 31) - 1), "uint32": (0, (1 << 32) - 1), "int64": (-1 << 63, (1 << 63) - 1)}
@@ -337,13 +334,8 @@ class Trace:
         """Which of N and K a position is a multiple of, where it is one symbol."""
         return set(self.symbols.get(index.terms[0][0], ())) if len(index.terms) == 1 and index.lanes == (0,) else set()
 
-    def run(self, decode: Any, tensors: Sequence[Any], n: Index, u: Index, sizes: tuple[int, ...] | None) -> None:
-        """Call the decode function; `uses` then has its weights."""
-        N, K = self.symbol("N", {"N"}), self.symbol("K", {"K"})
-        function = retargeted(decode, Language(self))
-        function(tuple(tensors), n, u, ALWAYS, N, K, sizes, self._use, None)
-
-    def _use(self, state: None, columns: Index, weight: Node, live: Mask, row: int = 0) -> None:
+    def use(self, state: None, columns: Index, weight: Node, live: Mask, row: int = 0) -> None:
+        """What a decode function calls for each of its weights."""
         self.uses.append(Use(row, columns, self.converted(weight, "float32", False), live))
 
     def node(self, op: str, args: tuple[Any, ...], dtype: str, bounds: tuple[int, int] | None = None, has_lanes: bool = False,
@@ -427,6 +419,11 @@ class Trace:
         differs = not pointer.at.is_uniform or (pointer.node is not None and pointer.node.has_lanes)
         return self.node("load", (pointer, pointer.dtype, live.text), pointer.dtype, pointer.bounds, differs)
 
+    def loads(self) -> list[Pointer]:
+        """The pointers of all loads without a condition and without a value in the place."""
+        loads = [node.args for node in self._nodes.values() if node.op == "load"]
+        return [pointer for pointer, _, live, *_ in loads if not live and pointer.node is None]
+
     def where(self, condition: Any, yes: Any, no: Any) -> Any:
         """One of two values, by a condition that may differ between lanes.  Raises Unsupported."""
         if isinstance(condition, Lanes):
@@ -470,47 +467,3 @@ def _bounds(sign: str, a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int
         bits = max(value.bit_length() for value in (*a, *b))
         return -1 << bits, (1 << bits) - 1
     return unknown
-
-
-class Language:
-    """What decode functions take from `tl` and from the module `device`, on symbols."""
-
-    constexpr = object
-
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-        self.load, self.where = trace.load, trace.where
-
-    def __getattr__(self, name: str) -> Any:
-        if name in SIZES:
-            return name
-        function = getattr(device, name, None)
-        if function is None:
-            raise Unsupported(name)
-        return retargeted(function, self)
-
-    @staticmethod
-    def pointer_type(dtype: str) -> str:
-        return dtype
-
-    @staticmethod
-    def static_range(*limits: int) -> range:
-        return range(*limits)
-
-    def cdiv(self, index: Any, by: int) -> Any:
-        if isinstance(index, int):
-            return -(-index // by)
-        return self._trace.symbol(f"({index.text()} + {by - 1}) / {by}")
-
-    def div_rn(self, a: Any, b: Any) -> Node:
-        left, right = (self._trace.converted(arg, "float32", False) for arg in (a, b))
-        return self._trace.node("/", (left, right), "float32")
-
-
-def retargeted(kernel: Any, language: Language) -> Callable[..., Any]:
-    """A Triton function as a Python function that computes on symbols."""
-    code = kernel.fn.__code__
-    names = {name: getattr(language, name) for name in code.co_names if name != "tl" and hasattr(device, name)}
-    function = FunctionType(code, {"tl": language, "device": language, **names, "float": float}, code.co_name)
-    function.__defaults__ = kernel.fn.__defaults__
-    return function

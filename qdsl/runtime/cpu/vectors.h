@@ -27,6 +27,7 @@ INLINE float half(uint16_t h) {
 #endif
 }
 
+INLINE float larger(float a, float b) { return a > b || a != a ? a : b; }        /* NaN where one of them is */
 INLINE float brain(uint16_t b) { return bits_to_float((uint32_t)b << 16); }
 
 #define LOAD(name, type, result, convert) \
@@ -53,7 +54,7 @@ INLINE vi vload_uint16(const uint8_t *p) { return (vi)_mm512_cvtepu16_epi32(LOAD
 INLINE vi vload_int16(const uint8_t *p) { return (vi)_mm512_cvtepi16_epi32(LOAD_HALVES(p)); }
 INLINE vf vload_float16(const uint8_t *p) { return (vf)_mm512_cvtph_ps(LOAD_HALVES(p)); }
 INLINE vf to_float(vi a) { return (vf)_mm512_cvtepi32_ps((__m512i)a); }
-INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+INLINE vf multiply_add(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 INLINE vf permute(vf table, vi i) { return (vf)_mm512_permutexvar_ps((__m512i)i, (__m512)table); }
 INLINE float sum(vf a) { return _mm512_reduce_add_ps((__m512)a); }
 INLINE vf gather(const uint8_t *p, vi i) { return (vf)_mm512_i32gather_ps((__m512i)i, p, 1); }
@@ -66,7 +67,7 @@ INLINE vi vload_uint16(const uint8_t *p) { return (vi)_mm256_cvtepu16_epi32(LOAD
 INLINE vi vload_int16(const uint8_t *p) { return (vi)_mm256_cvtepi16_epi32(LOAD_HALVES(p)); }
 INLINE vf vload_float16(const uint8_t *p) { return (vf)_mm256_cvtph_ps(LOAD_HALVES(p)); }
 INLINE vf to_float(vi a) { return (vf)_mm256_cvtepi32_ps((__m256i)a); }
-INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+INLINE vf multiply_add(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 INLINE vf permute(vf table, vi i) { return (vf)_mm256_permutevar8x32_ps((__m256)table, (__m256i)i); }
 INLINE float sum(vf a) { return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7])); }
 INLINE vf gather(const uint8_t *p, vi i) { return (vf)_mm256_i32gather_ps((const float *)p, (__m256i)i, 1); }
@@ -77,7 +78,7 @@ INLINE vi vload_uint16(const uint8_t *p) { LOOP(vi, load_uint16(p + 2 * i)); }
 INLINE vi vload_int16(const uint8_t *p) { LOOP(vi, load_int16(p + 2 * i)); }
 INLINE vf vload_float16(const uint8_t *p) { LOOP(vf, load_float16(p + 2 * i)); }
 INLINE vf to_float(vi a) { LOOP(vf, (float)a[i]); }
-INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
+INLINE vf multiply_add(vf a, vf b, vf c) { return a * b + c; }
 INLINE vf permute(vf table, vi i_) { LOOP(vf, table[i_[i] & LANES - 1]); }
 INLINE float sum(vf a) { float s = 0; for (int i = 0; i < LANES; i++) s += a[i]; return s; }
 INLINE vf gather(const uint8_t *p, vi at) { LOOP(vf, load_float32(p + at[i])); }
@@ -103,3 +104,40 @@ INLINE vi all_int(int32_t value) { return value - (vi){0}; }
 INLINE vi select_int(vi mask, vi yes, vi no) { return (yes & mask) | (no & ~mask); }
 INLINE vf select_float(vi mask, vf yes, vf no) { return (vf)select_int(mask, (vi)yes, (vi)no); }
 INLINE void store(float *p, vf value) { memcpy(p, &value, sizeof value); }
+
+/* Vectors of bytes, four for each lane. */
+typedef uint8_t vb __attribute__((vector_size(4 * LANES)));
+typedef uint8_t vt __attribute__((vector_size(16)));
+INLINE vb vload_bytes(const uint8_t *p) { vb value; memcpy(&value, p, sizeof value); return value; }
+#if LANES == 16 && defined(__AVX512BW__)
+#define LOAD_16(p) _mm_loadu_si128((const __m128i *)(p))
+#define LOAD_32(p) _mm256_loadu_si256((const __m256i *)(p))
+INLINE vb halves(const uint8_t *a, const uint8_t *b) {
+    return (vb)_mm512_inserti64x4(_mm512_castsi256_si512(LOAD_32(a)), LOAD_32(b), 1);
+}
+INLINE vb quarters(const uint8_t *a, const uint8_t *b, const uint8_t *c, const uint8_t *d) {
+    __m512i low = _mm512_inserti32x4(_mm512_castsi128_si512(LOAD_16(a)), LOAD_16(b), 1);
+    return (vb)_mm512_inserti32x4(_mm512_inserti32x4(low, LOAD_16(c), 2), LOAD_16(d), 3);
+}
+INLINE vb lookup(vt table, vb i) { return (vb)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)i); }
+#else
+INLINE vb halves(const uint8_t *a, const uint8_t *b) {
+    vb value; memcpy(&value, a, 2 * LANES); memcpy((char *)&value + 2 * LANES, b, 2 * LANES); return value;
+}
+INLINE vb quarters(const uint8_t *a, const uint8_t *b, const uint8_t *c, const uint8_t *d) {
+    const uint8_t *parts[4] = {a, b, c, d};
+    vb value; for (int i = 0; i < 4; i++) memcpy((char *)&value + LANES * i, parts[i], LANES); return value;
+}
+INLINE vb lookup(vt table, vb at) { vb value; for (int i = 0; i < 4 * LANES; i++) value[i] = table[at[i] & 15]; return value; }
+#endif
+
+/* start + the sum of four products of unsigned codes and signed x, in each lane. */
+INLINE vi dot(vi start, vb codes, vb x) {
+#if LANES == 16 && defined(__AVX512VNNI__)
+    return (vi)_mm512_dpbusd_epi32((__m512i)start, (__m512i)codes, (__m512i)x);
+#else
+    vi sum = start;                                              /* bytes of a lane by shifts: any vector unit has them */
+    for (int i = 0; i < 4; i++) sum += ((vi)codes >> 8 * i & 255) * ((vi)x << 24 - 8 * i >> 24);
+    return sum;
+#endif
+}
