@@ -31,6 +31,7 @@ PLAIN = {"same_names.wide-group9", "planes.rows", "same_names.planar-group9", "q
          "aqlm_2x8.aqlm-realf16", "learned_rows.rows", "learned_levels.levels",
          "half_steps.bytes-scale_typebf16",
          *(f"squeezellm.squeezellm-bits{bits}-level_typef32" for bits in (4, 3)),
+         *(f"coreml_vectors.coreml-bits{bits}-rows4-level_typef16" for bits in (4, 8)),
          *(f"coreml_lut.coreml-bits{bits}-rows32-level_typef16" for bits in (4, 2, 6, 8)),
          "ranges.words", "nf4_nested.bitsandbytes-block64", "bnb_fp4_nested.bitsandbytes-block64",
          *(f"int_group.{storage}-group128-scale_typef16" for storage in (
