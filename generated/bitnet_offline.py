@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import ternary
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, pad, spread
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, pad,
+        spread)
 from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -116,13 +117,12 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _finish_planar(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s * (q - 1.0)."""
-    q, s = tensors
-    s_g = field(s, at, 0, 0, 0)
+    s, = fields
     if BASE is not None:                             # else operands have no zero point any more
         sum += (-1.0 - BASE) * ones
-    sum *= s_g
+    sum *= s
     return sum
 
 
@@ -143,7 +143,8 @@ VARIANT = Variant(
             "s": Stored("scale_type", bits=("s[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                 lanes=Lanes(skinny, tile_gemm=tile_gemm, words=bitplanes.words_2, numbers=bitplanes.u2,
-                    finish=_finish_planar, width=2, bits=2, ones=True, zero=(-1, -129), exact=True, spans=(4,)))),
+                    finish=_finish_planar, row_fields=(GroupField("s", 0, 0),), width=2, bits=2, ones=True,
+                    zero=(-1, -129), exact=True, spans=(4,)))),
     },
     decode=decode, encode=encode,
 )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime import Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
@@ -122,14 +122,10 @@ def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
 
 
 @triton.jit
-def _finish_safetensors(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_safetensors(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s * q."""
-    weight, weight_scale = tensors
-    if weight_scale is None:
-        s_g = 1.0
-    else:
-        s_g = field(weight_scale, at, 0, 0, 0)
-    sum *= s_g
+    s, = fields
+    sum *= s
     return sum
 
 
@@ -142,15 +138,6 @@ def _decode_torchao(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     q = device.e4m3(tl.load(qdata + k, live, 0))
     state = use(state, k, q * s, live)
     return state
-
-
-@triton.jit
-def _finish_torchao(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
-    """What a row adds up to, with w = s * q."""
-    qdata, scale = tensors
-    s_g = field(scale, at, 0, 0, 0)
-    sum *= s_g
-    return sum
 
 
 @triton.jit
@@ -175,6 +162,14 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
+@triton.jit
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a row adds up to, with w = s * q."""
+    s, = fields
+    sum *= s
+    return sum
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -189,22 +184,23 @@ VARIANT = Variant(
                 aliases=("weight_scale_inv", "scale", "qscale_weight", "scale_weight"), optional="s", bits=("s[]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=_finish_safetensors,
-                    in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127,
+                    row_fields=(GroupField("weight_scale", 0, 0, default=1.0),), in_order=True, width=8, bits=0,
+                    unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127,
                     narrow=Narrow(w8a8, "e4m3", "weight")))),
         "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, always=("s",), tensors={
             "qdata": Stored("e4m3", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("scale_type", "1", "1", aliases=("_weight_scale",), bits=("s[]",)),
         }, kernels=Kernels(_decode_torchao, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=_finish_torchao,
-                    in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127,
-                    narrow=Narrow(w8a8, "e4m3", "qdata")))),
+                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=_finish_safetensors,
+                    row_fields=(GroupField("scale", 0, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0),
+                    base=(0, 0), codes="qdata", special=127, narrow=Narrow(w8a8, "e4m3", "qdata")))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("scale_type", optional="s", bits=("s[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 lanes=Lanes(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.e4m3,
-                    finish=_finish_safetensors, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0),
-                    codes="q", special=127))),
+                    finish=_finish_planar, row_fields=(GroupField("s", 0, 0, default=1.0),), width=8, bits=0,
+                    unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float, as_type, pad
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float,
+        as_type, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -134,16 +135,11 @@ def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
 
 
 @triton.jit
-def _finish_safetensors(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_safetensors(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s * (q - z)."""
-    weight, weight_scale, weight_zero_point = tensors
-    s_g = field(weight_scale, at, 0, 0, 0)
-    if weight_zero_point is None:
-        z_g = 0.0
-    else:
-        z_g = field(weight_zero_point, at, 0, 0, 8)
-    sum += lanes.shifted(-z_g, BASE) * ones
-    sum *= s_g
+    s, z = fields
+    sum += lanes.shifted(-z, BASE) * ones
+    sum *= s
     return sum
 
 
@@ -170,6 +166,15 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
+@triton.jit
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a row adds up to, with w = s * (q - z)."""
+    s, z = fields
+    sum += lanes.shifted(-z, BASE) * ones
+    sum *= s
+    return sum
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -185,7 +190,9 @@ VARIANT = Variant(
             "weight_zero_point": Stored("i8", "1", optional="z", bits=("z[]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=_finish_safetensors,
-                    in_order=True, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
+                    row_fields=(GroupField("weight_scale", 0, 0),
+                    GroupField("weight_zero_point", 0, 0, 8, default=0.0)), in_order=True, width=8, bits=8,
+                    signed=True, base=(128, 2304), ones=True, double=True,
                     narrow=Narrow(w8a8, "i8", "weight", sums=True)))),
         "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
             "qdata": Stored("i8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
@@ -193,6 +200,7 @@ VARIANT = Variant(
             "zero_point": Stored("i8", "1", "1", aliases=("_weight_zero_point",), optional="z", bits=("z[]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=_finish_safetensors,
+                    row_fields=(GroupField("scale", 0, 0), GroupField("zero_point", 0, 0, 8, default=0.0)),
                     in_order=True, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
                     narrow=Narrow(w8a8, "i8", "qdata", sums=True)))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
@@ -201,8 +209,9 @@ VARIANT = Variant(
             "z": Stored("i8", optional="z", bits=("z[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 lanes=Lanes(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.i8,
-                    finish=_finish_safetensors, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
-                    zero=(-128, -128), sums_in_tile_gemm=True))),
+                    finish=_finish_planar, row_fields=(GroupField("s", 0, 0), GroupField("z", 0, 0, 8, default=0.0)),
+                    width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True, zero=(-128, -128),
+                    sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_shifts
-from qdsl.runtime import Field, Format, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant, as_type, integer, pad
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant, as_type,
+        integer, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -325,13 +326,6 @@ def _table_planar(g, N, F: tl.constexpr):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q_0, q_1, d, sc = tensors
-    return field(d, at, 1, 256, 0), field(sc, at, 1, 16, 3)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = (0.25 * d * sc + 0.125 * d) * levels[q]."""
     d, sc = fields
@@ -361,7 +355,8 @@ VARIANT = Variant(
             "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k", tables=(LEVELS,),
                 lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_3, numbers=bitplanes.entries_of_8,
-                    table=_table_planar, fields=_fields_planar, scale=_scale_planar, blocks=("256", "16"), size=16,
+                    table=_table_planar, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 3)), blocks=("256", "16"), size=16,
                     width=8, bits=0, base=(9, 137)))),
     },
     decode=decode, encode=encode, importance=True,

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_shifts
-from qdsl.runtime import (Field, Format, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant, as_float, as_type,
-        integer, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant,
+        as_float, as_type, integer, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -291,13 +291,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, d, sc, down = tensors
-    return field(d, at, 1, 256, 0), field(sc, at, 1, 32, 3), field(down, at, 1, 32, 1)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = (2.0 * d * sc + d) * q - 0.5 * d * down * sc - 0.25 * d * down - 1.75 * d * sc - 0.875 * d."""
     d, sc, down = fields
@@ -328,8 +321,9 @@ VARIANT = Variant(
             "down": Stored("u8", "N", "K/32", bits=("down[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2, numbers=bitplanes.u2,
-                    fields=_fields_planar, scale=_scale_planar, blocks=("256", "32"), size=32, width=2, bits=2,
-                    sums_in_tile_gemm=True, spans=(4,)))),
+                    scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 3), GroupField("down", 1, 32, 1)),
+                    blocks=("256", "32"), size=32, width=2, bits=2, sums_in_tile_gemm=True, spans=(4,)))),
     },
     decode=decode, encode=encode, importance=True,
 )

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Field, Format, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant, as_float, as_type,
-        integer, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant,
+        as_float, as_type, integer, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -203,13 +203,6 @@ def _table_planar(g, N, F: tl.constexpr):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q_0, q_1, d, sc = tensors
-    return field(d, at, 1, 256, 0), field(sc, at, 1, 32, 4)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = (0.25 * d * sc + 0.125 * d) * levels[q]."""
     d, sc = fields
@@ -239,8 +232,9 @@ VARIANT = Variant(
             "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k", tables=(LEVELS,),
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_3,
-                    numbers=bitplanes.entries_of_8, table=_table_planar, fields=_fields_planar, scale=_scale_planar,
-                    blocks=("256", "32"), size=32, width=8, bits=0, base=(43, 171), zero=(-43, -171), spans=(2, 2)))),
+                    numbers=bitplanes.entries_of_8, table=_table_planar, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)), blocks=("256", "32"), size=32,
+                    width=8, bits=0, base=(43, 171), zero=(-43, -171), spans=(2, 2)))),
     },
     decode=decode, encode=encode, importance=True,
 )

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Field, Format, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant, as_float, as_type,
-        empty, joined, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant,
+        as_float, as_type, empty, joined, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -184,13 +184,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, d, sc = tensors
-    return field(d, at, 1, 256, 0), field(sc, at, 1, 32, 4)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = (4.0 * d * sc + 2.0 * d) * (q - 7.5)."""
     d, sc = fields
@@ -220,8 +213,8 @@ VARIANT = Variant(
             "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
-                    fields=_fields_planar, scale=_scale_planar, blocks=("256", "32"), size=32,
-                    sums_in_tile_gemm=True))),
+                    scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)),
+                    blocks=("256", "32"), size=32, sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, importance=True,
 )

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Field, Format, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant, as_float, as_type,
-        integer)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant,
+        as_float, as_type, integer)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -185,13 +185,6 @@ def _table_planar(g, N, F: tl.constexpr):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, d, sc = tensors
-    return field(d, at, 1, 256, 0), field(sc, at, 1, 32, 4)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = (0.5 * d * sc + 0.25 * d) * levels[q]."""
     d, sc = fields
@@ -220,8 +213,9 @@ VARIANT = Variant(
             "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.entries_of_16, table=_table_planar, fields=_fields_planar, scale=_scale_planar,
-                    blocks=("256", "32"), size=32, width=8, bits=0, base=(62, 190), zero=(-62, -190)))),
+                    numbers=bitplanes.entries_of_16, table=_table_planar, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)), blocks=("256", "32"), size=32,
+                    width=8, bits=0, base=(62, 190), zero=(-62, -190)))),
     },
     decode=decode, encode=encode, importance=True,
 )

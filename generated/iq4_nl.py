@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import block_levels
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty, pad
+from qdsl.runtime import Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty, pad
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -136,13 +136,6 @@ def _table_planar(g, N, F: tl.constexpr):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, d = tensors
-    return field(d, at, 1, 32, 0),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = d * levels[q]."""
     d, = fields
@@ -168,8 +161,9 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.wide_entries_of_16, table=_table_planar, fields=_fields_planar,
-                    scale=_scale_planar, blocks=("32",), size=32, width=8, bits=0, base=(127, 0), zero=(-127, 0)))),
+                    numbers=bitplanes.wide_entries_of_16, table=_table_planar, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 32),), blocks=("32",), size=32, width=8, bits=0, base=(127, 0),
+                    zero=(-127, 0)))),
     },
     decode=decode, encode=encode, importance=True,
 )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty, pad
+from qdsl.runtime import Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty, pad
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e8m0h
@@ -135,13 +135,6 @@ def _table_planar(g, N, F: tl.constexpr):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, e = tensors
-    return field(e, at, 1, 32, "e8m0h"),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = e * level[q]."""
     e, = fields
@@ -167,8 +160,9 @@ VARIANT = Variant(
             "e": Stored("e8m0h", "N", "K/32", bits=("e[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.entries_of_16, table=_table_planar, fields=_fields_planar, scale=_scale_planar,
-                    blocks=("32",), size=32, width=8, bits=0, base=(12, 140), zero=(-12, -140)))),
+                    numbers=bitplanes.entries_of_16, table=_table_planar, scale=_scale_planar,
+                    group_fields=(GroupField("e", 1, 32, "e8m0h"),), blocks=("32",), size=32, width=8, bits=0,
+                    base=(12, 140), zero=(-12, -140)))),
     },
     decode=decode, encode=encode,
 )

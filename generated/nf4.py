@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, joined, pad, spread
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, joined,
+        pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -134,14 +135,6 @@ def _table_planar(g, N, F: tl.constexpr):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, s = tensors
-    block: tl.constexpr = SIZES[0]
-    return field(s, at, 1, block, 0),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * levels[q]."""
     s, = fields
@@ -166,9 +159,9 @@ VARIANT = Variant(
             "s": Stored("f32", "N", "K/block"),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.float_entries_of_16, table=_table_planar, fields=_fields_planar,
-                    scale=_scale_planar, blocks=("block",), size=32, width=8, bits=0, unit=(2.0, 1.0), base=(0, 0),
-                    zero=(0, 0)))),
+                    numbers=bitplanes.float_entries_of_16, table=_table_planar, scale=_scale_planar,
+                    group_fields=(GroupField("s", 1, "block"),), blocks=("block",), size=32, width=8, bits=0,
+                    unit=(2.0, 1.0), base=(0, 0), zero=(0, 0)))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"),
 )

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty, pad, workspace
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty,
+        pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import ue4m3
@@ -163,13 +164,6 @@ def _table_planar(g, N, F: tl.constexpr):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, e, s = tensors
-    return field(e, at, 1, 16, "ue4m3"),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = 0.5 * e * s * level[q]."""
     e, = fields
@@ -180,14 +174,10 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
 
 
 @triton.jit
-def _finish_planar(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = 0.5 * e * s * level[q]."""
-    q, e, s = tensors
-    if s is None:
-        s_g = 1.0
-    else:
-        s_g = field(s, at, 0, 0, 0)
-    sum *= s_g
+    s, = fields
+    sum *= s
     return sum
 
 
@@ -210,7 +200,8 @@ VARIANT = Variant(
             "s": Stored("f32", optional="s", bits=("s[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
                 lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.entries_of_16,
-                    table=_table_planar, fields=_fields_planar, scale=_scale_planar, finish=_finish_planar,
+                    table=_table_planar, scale=_scale_planar, finish=_finish_planar,
+                    group_fields=(GroupField("e", 1, 16, "ue4m3"),), row_fields=(GroupField("s", 0, 0, default=1.0),),
                     blocks=("16",), size=16, width=8, bits=0, base=(12, 140)))),
     },
     decode=decode, encode=encode, defaults={"s": 1},

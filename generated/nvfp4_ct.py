@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nested_absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_type, joined, pad, spread
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, joined, pad,
+        spread)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e4m3
@@ -129,13 +130,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, g_, s = tensors
-    return field(s, at, 1, 16, "e4m3"),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s / g * q."""
     s, = fields
@@ -144,11 +138,10 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
 
 
 @triton.jit
-def _finish_planar(tensors, sum, ones, at, field: tl.constexpr, SIZES: tl.constexpr, BASE: tl.constexpr):
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s / g * q."""
-    q, g_, s = tensors
-    g__g = field(g_, at, 0, 0, 0)
-    sum *= 1.0 / g__g
+    g_, = fields
+    sum *= 1.0 / g_
     return sum
 
 
@@ -171,9 +164,10 @@ VARIANT = Variant(
             "g": Stored("f32", bits=("g[]",)),
             "s": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", divides=True,
-                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1, fields=_fields_planar,
-                    scale=_scale_planar, finish=_finish_planar, blocks=("16",), size=16, width=8, bits=0,
-                    unit=(16384.0, 1.0), base=(0, 0)))),
+                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1, scale=_scale_planar,
+                    finish=_finish_planar, group_fields=(GroupField("s", 1, 16, "e4m3"),),
+                    row_fields=(GroupField("g", 0, 0),), blocks=("16",), size=16, width=8, bits=0, unit=(16384.0, 1.0),
+                    base=(0, 0)))),
     },
     decode=decode, encode=encode,
     options={"empty": (), "least": (), "amax": (), "by": ("stored", "inverse"), "ties": ("even", "zero"),

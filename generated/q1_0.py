@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import meansign
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty, joined,
-        pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty,
+        joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -129,13 +129,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, d = tensors
-    return field(d, at, 1, 128, 0),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = 2.0 * d * (q - 0.5)."""
     d, = fields
@@ -160,7 +153,7 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/128", bits=("d[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/512)", last="k",
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_1, numbers=bitplanes.u1,
-                    fields=_fields_planar, scale=_scale_planar, blocks=("128",), width=1, bits=1,
+                    scale=_scale_planar, group_fields=(GroupField("d", 1, 128),), blocks=("128",), width=1, bits=1,
                     sums_in_tile_gemm=True, spans=(2,)))),
     },
     decode=decode, encode=encode,

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, workspace
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type,
+        workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -164,13 +165,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, d, sc, dmin, mn = tensors
-    return field(d, at, 1, 256, 0), field(sc, at, 1, 16, 4), field(dmin, at, 1, 256, 0), field(mn, at, 1, 16, 4)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = d * sc * q - dmin * mn."""
     d, sc, dmin, mn = fields
@@ -204,8 +198,9 @@ VARIANT = Variant(
             "dmin": Stored("f16", "N", "K/256", bits=("dmin[1@0, 1@1]",)),
             "mn": Stored("u8", "N", "K/16", bits=("mn[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_2, numbers=bitplanes.u2, fields=_fields_planar,
-                    scale=_scale_planar, blocks=("256", "16"), size=16, width=2, bits=2))),
+                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_2, numbers=bitplanes.u2, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 4), GroupField("dmin", 1, 256),
+                    GroupField("mn", 1, 16, 4)), blocks=("256", "16"), size=16, width=2, bits=2))),
     },
     decode=decode, encode=encode, importance=True,
 )

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty, pad,
-        workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty,
+        pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -134,13 +134,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, d, m = tensors
-    return field(d, at, 1, 32, 0), field(m, at, 1, 32, 0)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = d * q + m."""
     d, m = fields
@@ -170,7 +163,8 @@ VARIANT = Variant(
             "m": Stored("f16", "N", "K/32", bits=("m[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
-                    fields=_fields_planar, scale=_scale_planar, blocks=("32",), size=32, sums_in_tile_gemm=True))),
+                    scale=_scale_planar, group_fields=(GroupField("d", 1, 32), GroupField("m", 1, 32)), blocks=("32",),
+                    size=32, sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, importance=True,
 )

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Records, Storage, Stored, Variant, as_float, as_type, workspace
+from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Records, Storage, Stored, Variant, as_float,
+        as_type, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, gemv_records, records, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -205,13 +206,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, d, sc, dmin, mn = tensors
-    return field(d, at, 1, 256, 0), field(sc, at, 1, 32, 6), field(dmin, at, 1, 256, 0), field(mn, at, 1, 32, 6)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = d * sc * q - dmin * mn."""
     d, sc, dmin, mn = fields
@@ -246,8 +240,9 @@ VARIANT = Variant(
             "mn": Stored("u8", "N", "K/32", bits=("mn[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
-                    fields=_fields_planar, scale=_scale_planar, blocks=("256", "32"), size=32,
-                    sums_in_tile_gemm=True))),
+                    scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6), GroupField("dmin", 1, 256),
+                    GroupField("mn", 1, 32, 6)), blocks=("256", "32"), size=32, sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, importance=True,
 )

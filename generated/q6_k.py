@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty
+from qdsl.runtime import Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -154,13 +154,6 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q_0, q_1, d, sc = tensors
-    return field(d, at, 1, 256, 0), field(sc, at, 1, 16, 8)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = d * sc * (q - 32.0)."""
     d, sc = fields
@@ -189,8 +182,9 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
             "sc": Stored("i8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_6, numbers=bitplanes.u6, fields=_fields_planar,
-                    scale=_scale_planar, blocks=("256", "16"), size=16, width=4, bits=6))),
+                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_6, numbers=bitplanes.u6, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 8)), blocks=("256", "16"), size=16,
+                    width=4, bits=6))),
     },
     decode=decode, encode=encode, importance=True,
 )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty
+from qdsl.runtime import Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -128,13 +128,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, d = tensors
-    return field(d, at, 1, 256, 0),
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = d * (q - 1.0)."""
     d, = fields
@@ -160,8 +153,8 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2, numbers=bitplanes.u2,
-                    fields=_fields_planar, scale=_scale_planar, blocks=("256",), width=2, bits=2, zero=(-1, -129),
-                    exact=True, spans=(4,)))),
+                    scale=_scale_planar, group_fields=(GroupField("d", 1, 256),), blocks=("256",), width=2, bits=2,
+                    zero=(-1, -129), exact=True, spans=(4,)))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},

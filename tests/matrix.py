@@ -37,7 +37,7 @@ class Row:
     numpy: str
 
 
-ROWS = (Row("3.11", "2.9", "1.26"), Row("3.11", "2.13", "1.26"), Row("3.12", "2.11", "2"), Row("3.13", "newest", "newest"),
+ROWS = (Row("3.11", "2.9", "1.26"), Row("3.11", "2.13", "1.26"), Row("3.12", "2.11", "2.3"), Row("3.13", "newest", "newest"),
         Row("3.14", "newest", "newest"))
 
 

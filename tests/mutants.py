@@ -278,7 +278,8 @@ def text_of(mutated: Spec) -> Mapping[str, str]:
 
 
 def names_of_kernels(program: Program) -> list[str]:
-    return [f"_{kind}_{program.storage} = None" for kind in ("decode", "pairs", *FUNCTIONS)]
+    return [line for kind in ("decode", "pairs", *FUNCTIONS)
+            for line in (f"def _{kind}_{program.storage}():", '    """Nothing calls it."""', "", "")]
 
 
 def built(files: Mapping[str, str]) -> Format:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, pad, spread, workspace
+from qdsl.runtime import (Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, pad, spread,
+        workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -131,14 +132,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q, s, z = tensors
-    group: tl.constexpr = SIZES[0]
-    return field(s, at, 1, group, 0), field(z, at, 1, group, 0)
-
-
-@triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * (q - z)."""
     s, z = fields
@@ -167,8 +160,9 @@ VARIANT = Variant(
             "s": Stored("scale_type", "N", "K/group"),
             "z": Stored("scale_type", "N", "K/group"),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.u4, fields=_fields_planar,
-                    scale=_scale_planar, blocks=("group",), size=16))),
+                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.u4, scale=_scale_planar,
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
+                    size=16))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/group)"),
 )

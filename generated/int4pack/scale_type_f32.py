@@ -21,12 +21,12 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, empty, pad
+from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, empty, pad
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 
 from .scale_type_bf16 import (unpack_cpu_avx512, unpack_cpu_avx2, unpack_cpu_scalar, unpack_cpu_rest, pack_cpu_rest,
         unpack_planar, pack_planar, decode, encode, _decode_cpu_avx512, _decode_cpu_avx2, _decode_cpu_scalar,
-        _decode_cpu_rest, _decode_planar, _fields_planar, _scale_planar)
+        _decode_cpu_rest, _decode_planar, _scale_planar)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -114,7 +114,8 @@ VARIANT = Variant(
             "order": Stored("i32", "K", optional="order"),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
-                    fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32, sums_in_tile_gemm=True))),
+                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
+                    blocks=("group",), size=32, sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, defaults={"g": None}, cuts=("N", "ceil(K/group)"),
 )

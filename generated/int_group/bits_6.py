@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, empty, integer,
-        joined, pad, spread)
+from qdsl.runtime import (Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, empty,
+        integer, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -358,18 +358,6 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q_0, q_1, s, z = tensors
-    group: tl.constexpr = SIZES[0]
-    if z is None:
-        z_g = 32.0
-    else:
-        z_g = field(z, at, 1, group, 6)
-    return field(s, at, 1, group, 0), z_g
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -412,8 +400,9 @@ VARIANT = Variant(
             "order": Stored("i32", "K", optional="order"),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_6, numbers=bitplanes.u6,
-                    fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32, width=4, bits=6,
-                    sums_in_tile_gemm=True, spans=(0, 2)))),
+                    scale=_scale_planar,
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 6, default=32.0)),
+                    blocks=("group",), size=32, width=4, bits=6, sums_in_tile_gemm=True, spans=(0, 2)))),
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),

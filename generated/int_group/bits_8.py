@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, integer, pad
+from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, integer, pad
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -415,18 +415,6 @@ def _decode_onnx_matmul_nbits(tensors, n, k, live, N, K, sizes, use: tl.constexp
 
 
 @triton.jit
-def _fields_onnx_matmul_nbits(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    B, scales, zero_points = tensors
-    group: tl.constexpr = SIZES[0]
-    if zero_points is None:
-        z_g = 128.0
-    else:
-        z_g = field(zero_points, at, 1, group, 8)
-    return field(scales, at, 1, group, 0), z_g
-
-
-@triton.jit
 def _scale_onnx_matmul_nbits(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * (q - z)."""
     s, z = fields
@@ -517,9 +505,10 @@ VARIANT = Variant(
             "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
             "zero_points": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_onnx_matmul_nbits, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.u8, fields=_fields_onnx_matmul_nbits,
-                    scale=_scale_onnx_matmul_nbits, blocks=("group",), in_order=True, width=8, bits=8, base=(0, 2176),
-                    double=True))),
+                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.u8, scale=_scale_onnx_matmul_nbits,
+                    group_fields=(GroupField("scales", 1, "group"),
+                    GroupField("zero_points", 1, "group", 8, default=128.0)), blocks=("group",), in_order=True,
+                    width=8, bits=8, base=(0, 2176), double=True))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order", tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
@@ -527,8 +516,10 @@ VARIANT = Variant(
             "order": Stored("i32", "K", optional="order"),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.u8,
-                    fields=_fields_onnx_matmul_nbits, scale=_scale_planar, blocks=("group",), size=32, width=8, bits=8,
-                    base=(0, 2176), double=True, zero=(0, 0), sums_in_tile_gemm=True))),
+                    scale=_scale_planar,
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 8, default=128.0)),
+                    blocks=("group",), size=32, width=8, bits=8, base=(0, 2176), double=True, zero=(0, 0),
+                    sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),

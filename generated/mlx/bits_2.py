@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import edge_affine
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_type, joined, pad, spread
+from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, joined, pad, spread
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
-from .bits_4 import decode, _fields_planar, _scale_planar
+from .bits_4 import decode, _scale_planar
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -144,8 +144,8 @@ VARIANT = Variant(
             "b": Stored("scale_type", "N", "ceil(K/group)", bits=("b[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2, numbers=bitplanes.u2,
-                    fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32, width=2, bits=2,
-                    sums_in_tile_gemm=True, spans=(4,)))),
+                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")),
+                    blocks=("group",), size=32, width=2, bits=2, sums_in_tile_gemm=True, spans=(4,)))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
 )

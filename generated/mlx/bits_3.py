@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import edge_affine
-from qdsl.runtime import Field, Kernels, Lanes, Storage, Stored, Variant, as_type, integer, pad
+from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, integer, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -142,14 +142,6 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _fields_planar(tensors, at, field: tl.constexpr, SIZES: tl.constexpr):
-    """The numbers of a group."""
-    q_0, q_1, s, b = tensors
-    group: tl.constexpr = SIZES[0]
-    return field(s, at, 1, group, 0), field(b, at, 1, group, 0)
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -172,8 +164,8 @@ VARIANT = Variant(
             "b": Stored("scale_type", "N", "ceil(K/group)", bits=("b[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_3, numbers=bitplanes.u3,
-                    fields=_fields_planar, scale=_scale_planar, blocks=("group",), size=32, width=2, bits=3,
-                    sums_in_tile_gemm=True, spans=(4, 4)))),
+                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")),
+                    blocks=("group",), size=32, width=2, bits=3, sums_in_tile_gemm=True, spans=(4, 4)))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
 )

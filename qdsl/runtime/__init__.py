@@ -5,7 +5,7 @@ from qdsl.runtime.format import Format, Spec
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
 from qdsl.runtime.weight.arrays import as_float, as_type, cdiv, empty, integer, joined, pad, rounded, spread, workspace
 from qdsl.runtime.weight.base3 import base3, first_trit
-from qdsl.runtime.weight.layout import Field, Kernels, Lanes, Narrow, Pairs, Records, Storage, Stream, Variant
+from qdsl.runtime.weight.layout import Field, GroupField, Kernels, Lanes, Narrow, Pairs, Records, Storage, Stream, Variant
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.requantize import Report
 from qdsl.runtime.weight.row_codes import RowCodes
@@ -15,6 +15,7 @@ __all__ = [
            "Field",
            "Format",
            "FormatError",
+           "GroupField",
            "Kernels",
            "Lanes",
            "Narrow",

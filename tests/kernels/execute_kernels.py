@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from bench.gpu import regimes
+from qdsl.analyze.compile import build
 from qdsl.analyze.execute import Finding, Options, execute
+from qdsl.analyze.execute.launch import arguments_of, execute_ptx
 from qdsl.analyze.gpus import arch_of
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch
@@ -214,10 +218,39 @@ def parts_of_k(name: str, dtype: torch.dtype) -> dict[str, Any]:
     return {"kernel": call.kernel.__name__, "error": share_of(outs[0], exact, allowed), "findings": findings}
 
 
+def overlapping(name: str, storage: str, rows: int, dtype: torch.dtype) -> dict[str, Any]:
+    """A launch that may begin before the one before has ended, which may have written all that it takes: the same bits.
+
+    Without its wait the same kernel reads and writes too early.
+    """
+    form = importlib.import_module(f"qdsl.generated.{name}").FORMAT
+    packed = form.convert(form.quantize(sample(40, 1024, torch.float32)), storage)
+    x, bias = sample(rows, 1024, dtype), sample(1, 40, dtype)[0]
+    candidate = Candidate("gemv" if rows == 1 else "skinny", {"R": 2, "WN": 1, "WK": 4, "EVEN": True})
+    calls, outs = [], []
+    for setting in ("auto", "never"):
+        outs.append(torch.full((rows, 40), torch.nan, dtype=dtype))
+        with configure.assumed(9, configure.MULTIPROCESSORS), patch.dict(os.environ, {configure.OVERLAP: setting}):
+            calls += launch.linear_calls(x, packed, bias, outs[-1], candidate=candidate)
+    before = (x, bias, *packed.tensors.values())
+    findings = run(calls[1:], "sm_90", outs[1], Options())
+    findings += execute(calls[0], "sm_90", outputs=(outs[0],), after=before).findings
+    compiled = build(calls[0], arch_of("sm_90"))
+    early = execute_ptx(compiled.asm["ptx"].replace("griddepcontrol.wait", "// "), arguments_of(calls[0]), calls[0].grid,
+                        compiled.metadata.num_warps, compiled.metadata.shared, after=before).findings
+    texts = [*map(str, findings), *([] if {finding.kind for finding in early} == {"dependent"} else ["there is no wait"]),
+             *([] if "prefetch.global.L2" in compiled.asm["ptx"] else ["nothing is fetched"])]
+    return {"kernel": calls[0].family, "error": 0.0 if torch.equal(*outs) and not outs[0].isnan().any() else torch.inf,
+            "findings": texts}
+
+
 SPECIAL: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"{name} of bytes {arch} {sums}": partial(products_of_bytes, name, arch, sums) for name, arch, sums in (
         ("fp8_block", "sm_90", "exact"), ("fp8_channel", "sm_90", "truncated"), ("int8_channel", "sm_90", "exact"),
         ("int8_channel", "sm_80", "exact"))},
+    **{f"overlapping {name}.{kind} {rows}": partial(overlapping, name, kind, rows, dtype) for name, kind, rows, dtype in (
+        ("q4_k", "planar", 1, torch.bfloat16), ("q4_k", "gguf", 1, torch.float16), ("q2_0", "planar", 5, torch.float16),
+        ("fp8_block", "planar", 9, torch.bfloat16))},
     **{f"parts of K {name}": partial(parts_of_k, name, dtype) for name, dtype in (
         ("int_group", torch.float16), ("int8_channel", torch.float16), ("bitnet", torch.bfloat16))},
     **{f"experts {arch} {fused}": partial(experts_in_one_launch, arch, fused) for arch in ("sm_80", "sm_90") for fused in (True,

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from bench import dispatch
-from qdsl.generated import awq_gemv_fast, int_group, iq2_xxs, q4_0
-from qdsl.runtime import PackedWeight
+from qdsl.generated import awq_gemv_fast, int_group, iq2_xxs, q4_0, q4_k
+from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch, plan
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu
@@ -91,6 +91,37 @@ def test_candidates_are_launches() -> None:
                     [call] = launch.linear_calls(x, packed, None, out, candidate=candidate)
                     assert call.grid == candidate.grid
                     assert {key: call.constants[key] for key in candidate.config} == candidate.config
+
+
+@pytest.mark.parametrize("capability", [8, 9, 12])
+def test_launches_overlap_where_that_is_set(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By QDSL_PDL alone, from Hopper on; not with experts, whose tiles an early program could not read."""
+    packed, rows = q4_0.FORMAT.empty((4096, 4096), "planar", "meta"), torch.empty(8, 4096, dtype=BF16, device="meta")
+    gguf = q4_k.FORMAT.empty((4096, 4096), "gguf", "meta")
+    tiles = torch.empty(1, 3, dtype=torch.int32, device="meta")
+
+    def calls() -> list[Call]:
+        with configure.assumed(capability, 132):
+            return [call for weight, x in ((packed, rows), (packed, rows[:1]), (gguf, rows[:1])) for candidate in
+                    plan.candidates(weight, len(x), BF16, META) if candidate.kind in ("gemv", "skinny")
+                    for call in launch.linear_calls(x, weight, None, x, candidate=candidate)]
+
+    assert {call.family for call in calls()} == {"gemv", "gemv_records", "skinny"}
+    for setting in ("never", "auto", None):
+        if setting is None:
+            monkeypatch.delenv(configure.OVERLAP)
+        else:
+            monkeypatch.setenv(configure.OVERLAP, setting)
+        overlap = setting == "auto" and capability >= 9
+        assert {(call.arguments[-1], "launch_pdl" in call.options) for call in calls() if call.arguments[0][0].shape[1] == 512} \
+            == {(512 if overlap else None, overlap)}
+        assert {call.arguments[-1] for call in calls()} == ({512, 576} if overlap else {None})
+    monkeypatch.setenv(configure.OVERLAP, "auto")
+    [grouped] = launch.grouped_calls(rows, packed, tiles, None, rows)
+    assert grouped.arguments[-1] is None and "launch_pdl" not in grouped.options
+    monkeypatch.setenv(configure.OVERLAP, "always")
+    with pytest.raises(FormatError, match="QDSL_PDL is never or auto, not 'always'"):
+        calls()
 
 
 def test_an_invariant_product_has_one_configuration() -> None:

@@ -40,7 +40,9 @@ def kernels(case: Case, *kinds: str) -> list[Any]:
 
 def parts_of(case: Case, lanes: Any, kind: str) -> list[Any]:
     """The functions that complete a kernel of a family, and names of the branches that it takes."""
-    constants = lanes.constants(kind, True, {size: case.choice[size] for size in case.module.FORMAT.size_axes})
+    sizes = {size: case.choice[size] for size in case.module.FORMAT.size_axes}
+    tensors = case.module.FORMAT.variant(case.choice).storages[case.storage].coded
+    constants = lanes.constants(kind, True, sizes, tensors)
     return [value if hasattr(value, "fn") else name for name, value in constants.items()
             if hasattr(value, "fn") or (name in BRANCHES and value)]
 

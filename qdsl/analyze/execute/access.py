@@ -350,6 +350,18 @@ def _atomic_word(batch: Batch, lane: Indices, address: Indices, size: int, is_sh
     return words, index[:, 0]
 
 
+@opcode("prefetch")
+def prefetch(context: Context) -> Step:
+    """Brings a line of memory into a cache: no read, so that the launch before may still write it.  Raises Fault."""
+    address = context.address(0)
+    if "global" not in context.modifiers:
+        return lambda batch, at: None
+
+    def step(batch: Batch, at: At) -> None:
+        batch.memory.locate(address(batch, at), 1, "a prefetch")
+    return step
+
+
 @opcode("fence", "membar")
 def fence(context: Context) -> Step:
     """A proxy fence, or one that makes relaxed atomics of the thread before and after it acquire and release."""

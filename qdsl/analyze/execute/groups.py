@@ -299,7 +299,7 @@ def _some_of(run: Callable[[Batch, Indices], None], kept: Indices) -> Callable[[
 # -- hints -------------------------------------------------------------------------------------------------------------------
 
 
-@opcode("createpolicy", "prefetch", "prefetchu", "nanosleep", "setmaxnreg", "discard", "applypriority")
+@opcode("createpolicy", "prefetchu", "nanosleep", "setmaxnreg", "discard", "applypriority")
 def hint(context: Context) -> Step:
     """What changes no result; a policy of caches is any number."""
     if context.instruction.name != "createpolicy":

@@ -6,6 +6,7 @@ runtime/gpu/plan.py chooses among them.  Nothing is timed on first use; `qdsl.tu
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from qdsl.runtime.gpu.devices import GPUS, Gpu, of_device
 from qdsl.runtime.gpu.triton import runs_kernels
 from qdsl.runtime.weight import streams
 from qdsl.runtime.weight.arrays import cdiv
+from qdsl.runtime.weight.packed import FormatError
 
 if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight
@@ -31,6 +33,7 @@ TRIP = 256                                                       # columns of w 
 MOST_PARTS = 8                                                   # programs of `tile_gemm` that share K
 SPLIT_PROGRAMS = 4                                               # per multiprocessor, up to which programs share K
 UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
+OVERLAP, OVERLAPS = "QDSL_PDL", ("never", "auto")               # the setting of overlaps(), and its values, the default first
 WARPS = 15                                                       # per multiprocessor, to have enough bytes under way (predicted)
 
 
@@ -117,6 +120,17 @@ def has_tile_gemm(packed: PackedWeight, dtype: torch.dtype, device: torch.device
     kernels = packed.layout.kernels.lanes
     return kernels is not None and kernels.tile_gemm is not None and target(device).capability == 9 and not (
         kernels.double and dtype == torch.bfloat16)
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether launches may begin before the one before has ended: QDSL_PDL=auto, on NVIDIA's GPUs from Hopper on.
+
+    Raises FormatError for an unknown QDSL_PDL.
+    """
+    setting = os.environ.get(OVERLAP, OVERLAPS[0])
+    if setting not in OVERLAPS:
+        raise FormatError(f"{OVERLAP} is {' or '.join(OVERLAPS)}, not {setting!r}")
+    return setting == "auto" and target(device).capability >= 9
 
 
 def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | None = None) -> list[dict[str, int]]:

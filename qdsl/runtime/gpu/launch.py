@@ -56,7 +56,7 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     while cdiv(units, bk) > SECOND_AXIS:                         # rows of 16 million columns and more
         bn, bk = max(1, bn // 2), 2 * bk
     # Contracted multiply-adds would skip a rounding that the formula has.
-    yield Call(dequantize_kernel, (_read(packed), out, *packed.shape, _sizes(packed), rows, units),
+    yield Call(dequantize_kernel, (read_tensors(packed), out, *packed.shape, size_arguments(packed), rows, units),
                _constants(packed, bn, bk), (cdiv(rows, bn), cdiv(units, bk)),
                {"num_warps": WARPS, "enable_fp_fusion": False}, weights=_weights(packed, bn, bk))
 
@@ -85,7 +85,7 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
     bn, bk = candidate.config["BN"], candidate.config["BK"]
     constants = {**_constants(packed, bn, bk), "DIVIDES": packed.layout.kernels.divides}
     for part, result in _parts(x, out, 1):
-        yield Call(matvec, (_read(packed), part, bias, result, *packed.shape, _sizes(packed), rows, units),
+        yield Call(matvec, (read_tensors(packed), part, bias, result, *packed.shape, size_arguments(packed), rows, units),
                    constants, (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
                    weights=_weights(packed, bn, units), step=_weights(packed, bn, bk))
 
@@ -150,7 +150,8 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
     weight = weight.view(torch.uint8) if stored == torch.float16 else weight
     config, warps = configure.narrow(m, n, stored == torch.float16, x.device)
     yield Call(w8a8.kernel, (tuple(_tensors(packed)), weight, codes, scales, sums if w8a8.sums else None, bias, out, m, n, k),
-               {**lanes.constants("narrow", False, packed.sizes), **config}, (cdiv(n, config["BN"]), cdiv(m, config["BM"])),
+               {**lanes.constants("narrow", False, packed.sizes, packed.layout.coded), **config},
+               (cdiv(n, config["BN"]), cdiv(m, config["BM"])),
                {"num_warps": warps, "num_stages": config["STAGES"]},
                weights=min(config["BN"], n) * k, step=config["BN"] * eight.CHUNK)
 
@@ -198,7 +199,7 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
     assert lanes is not None
     (m, k), n = x.shape, packed.shape[0]
     tensors = _lane_tensors(packed)
-    constants = {**lanes.constants(which, x.dtype == torch.float16, packed.sizes), **config, "F": TYPES[x.dtype]}
+    constants = {**_lane_constants(packed, which, x.dtype), **config}
     if which == "tile_gemm":
         rows, split = 16 * config["R"] * config["W"], config["SPLIT"]
         grid = (cdiv(n, rows), cdiv(m, config["BM"]))
@@ -208,8 +209,10 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
                     {"num_warps": config["W"], "num_stages": config["STAGES"], "enable_fp_fusion": True},
                     weights=min(rows, n) * cdiv(k // 128, split) * 128, step=rows * 128 * config["UNROLL"], scratch=scratch)
     if which == "gemv":
-        return Call(lanes.gemv, (tensors, x.view(torch.int32), bias, out, n, k), constants, (cdiv(n, _lane_rows(config)),),
-                    _lane_options(config), **_lane_weights(config, n, k, lanes.trip(packed.sizes)))
+        early = _early(tensors)
+        return Call(lanes.gemv, (tensors, x.view(torch.int32), bias, out, n, k, early), constants,
+                    (cdiv(n, _lane_rows(config)),), _lane_options(config, early),
+                    **_lane_weights(config, n, k, lanes.trip(packed.sizes)))
     return _few_call(x, packed, bias, out, config)
 
 
@@ -219,10 +222,18 @@ def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
     lanes = packed.layout.kernels.lanes
     assert lanes is not None
     (m, k), n = x.shape, out.shape[1]
-    return Call(lanes.skinny, (_lane_tensors(packed), x.view(torch.int32), bias, out, m, n, k, tiles),
-                {**lanes.constants("skinny", x.dtype == torch.float16, packed.sizes), **config, "F": TYPES[x.dtype]},
-                (cdiv(n, _lane_rows(config)), cdiv(m, 8) if tiles is None else tiles.shape[0]), _lane_options(config),
+    tensors = _lane_tensors(packed)
+    early = _early(tensors) if tiles is None else None
+    return Call(lanes.skinny, (tensors, x.view(torch.int32), bias, out, m, n, k, tiles, early),
+                {**_lane_constants(packed, "skinny", x.dtype), **config},
+                (cdiv(n, _lane_rows(config)), cdiv(m, 8) if tiles is None else tiles.shape[0]), _lane_options(config, early),
                 **_lane_weights(config, n, k, configure.TRIP))
+
+
+def _lane_constants(packed: PackedWeight, which: str, dtype: torch.dtype) -> dict[str, Any]:
+    lanes = packed.layout.kernels.lanes
+    assert lanes is not None
+    return {**lanes.constants(which, dtype == torch.float16, packed.sizes, packed.layout.coded), "F": TYPES[dtype]}
 
 
 def _lane_tensors(packed: PackedWeight) -> tuple[Tensor | None, ...]:
@@ -236,8 +247,15 @@ def _lane_rows(config: Mapping[str, int]) -> int:
     return 16 * config["R"] * config["WN"]
 
 
-def _lane_options(config: Mapping[str, int]) -> dict[str, Any]:
-    return {"num_warps": config["WN"] * config["WK"], "num_stages": 1, "enable_fp_fusion": True}
+def _lane_options(config: Mapping[str, int], early: int | None) -> dict[str, Any]:
+    overlaps = {} if early is None else {"launch_pdl": True}
+    return {"num_warps": config["WN"] * config["WK"], "num_stages": 1, "enable_fp_fusion": True, **overlaps}
+
+
+def _early(tensors: tuple[Tensor | None, ...]) -> int | None:
+    """Words of a row of codes, which a launch may fetch before the one before has ended; None where it may not."""
+    words = tensors[0]
+    return words.shape[1] if words is not None and words.dtype == torch.int32 and configure.overlaps(words.device) else None
 
 
 def _lane_weights(config: Mapping[str, int], n: int, k: int, trip: int) -> dict[str, Any]:
@@ -272,12 +290,12 @@ def _weights(packed: PackedWeight, rows: int, units: int) -> int:
                      for dim, count in along)
 
 
-def _read(packed: PackedWeight) -> tuple[Tensor | None, ...]:
+def read_tensors(packed: PackedWeight) -> tuple[Tensor | None, ...]:
     """The memory that kernels which decode unit by unit read: the tensors, and tables."""
     return *_tensors(packed), *(table.on(packed.device) for table in packed.layout.kernels.tables)
 
 
-def _sizes(packed: PackedWeight) -> tuple[int, ...] | None:
+def size_arguments(packed: PackedWeight) -> tuple[int, ...] | None:
     """Size parameters as a kernel's argument; None where it has none, for an argument of a kernel is no empty tuple."""
     return tuple(packed.sizes.values()) or None
 

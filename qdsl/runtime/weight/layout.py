@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from qdsl.core.stored import Stored
 from qdsl.runtime.weight.tables import Table
 
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
+SMALL_FLOATS = ("e8m0", "e8m0h", "ue4m3", "e4m3")                # of 8 bits, in tensors of bytes
 FLOATS: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, name in TORCH_FLOATS.items()}
 
 
@@ -65,12 +66,36 @@ class Records:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupField:
+    """Where kernels read a number of a group of weights, such as its scale.
+
+    tensor: of the storage.  rows, columns: how many of them share a number, as numbers or size parameters; 0 is all of an axis.
+    kind: how it is stored, an integer's bits, one of SMALL_FLOATS, or 0 for a float that its dtype tells.  default: the number
+    where the tensor is missing.
+    """
+
+    tensor: str
+    rows: int | str
+    columns: int | str
+    kind: int | str = 0
+    default: float = 0.0
+
+    def constants(self, tensors: Sequence[str], sizes: Mapping[str, int]) -> tuple[int | float, ...]:
+        """The field as a constant of a launch: which of the tensors, rows, columns, kind as lanes.number takes it, default."""
+        rows, columns = (sizes[block] if isinstance(block, str) else block for block in (self.rows, self.columns))
+        kind = self.kind if isinstance(self.kind, int) else -1 - SMALL_FLOATS.index(self.kind)
+        return tensors.index(self.tensor), rows, columns, kind, self.default
+
+
+@dataclass(frozen=True, slots=True)
 class Lanes:
     """Kernels for matrix units: `skinny` for up to 8 rows of x, `gemv` for one, `tile_gemm` for more; None where there is none.
 
-    These are families (runtime/gpu/kernels), and the storage's functions complete them: words, numbers, table, fields, scale,
-    finish, point, and of records start.
+    These are families (runtime/gpu/kernels), and the storage's functions complete them: words, numbers, table, scale, finish, and
+    of records fields and start.
 
+    group_fields, row_fields: what scale and finish take.  point: the place among group_fields of the zero point, where
+    `tile_gemm` takes it off codes.
     blocks: how many columns share a value, of each field that varies along K, as numbers or size parameters.
     size: columns that share a sum where a block is shorter than 128 columns.  in_order: codes are bytes, row by row.
     special: the bits that all are set in a NaN or infinite byte of tensor `codes`.
@@ -89,11 +114,13 @@ class Lanes:
     words: Any = None
     numbers: Any = None
     table: Any = None
-    point: Any = None
     fields: Any = None
     scale: Any = None
     finish: Any = None
     start: Any = None
+    group_fields: tuple[GroupField, ...] = ()
+    row_fields: tuple[GroupField, ...] = ()
+    point: int | None = None
     blocks: tuple[str, ...] = ()
     in_order: bool = False
     size: int = CHUNK
@@ -119,15 +146,20 @@ class Lanes:
         """The shortest block that the kernels serve."""
         return CHUNK if self.in_order else 16
 
-    def constants(self, kind: str, half: bool, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """Constants of kernel `kind` ('skinny', 'gemv', 'tile_gemm', 'narrow'); half: x is float16, not bfloat16."""
+    def constants(self, kind: str, half: bool, sizes: Mapping[str, int], tensors: Sequence[str]) -> dict[str, Any]:
+        """Constants of kernel `kind` ('skinny', 'gemv', 'tile_gemm', 'narrow'); half: x is float16, not bfloat16.
+
+        tensors: those that the kernel takes, by name.
+        """
         place, blocks = int(not half), self.sizes(sizes)
         codes = {"numbers": self.numbers, "WIDTH": self.width, "BITS": self.bits, "SIGNED": self.signed,
                  "UNIT": self.unit[place], "BASE": self.base[place]}
         if self.records is not None:
             return {**codes, "fields": self.fields, "scale": self.scale, "start": self.start, "RECORD": self.records.size,
                     "CODES": self.records.codes, "HEAD": self.records.head}
-        applied = {"fields": self.fields, "scale": self.scale, "finish": self.finish, "SIZES": tuple(sizes.values())}
+        group_fields, row_fields = (tuple(field.constants(tensors, sizes) for field in fields)
+                                    for fields in (self.group_fields, self.row_fields))
+        applied = {"scale": self.scale, "finish": self.finish, "FIELDS": group_fields, "ROW_FIELDS": row_fields}
         if kind == "narrow":
             return applied
         loaded = {**codes, **applied, "words": self.words, "table": self.table}
@@ -136,7 +168,7 @@ class Lanes:
         loaded["SIZE"] = CHUNK if min(blocks, default=CHUNK) >= CHUNK else self.size
         if kind == "skinny":
             return {**loaded, "ONES": self.ones, "IN_ORDER": self.in_order}
-        return {**loaded, "BASE": None if self.exact else 0, "point": self.point, "ZERO": self.zero[place],
+        return {**loaded, "BASE": None if self.exact else 0, "POINT": self.point, "ZERO": self.zero[place],
                 "ONES": self.sums_in_tile_gemm, "SPANS": self.spans}
 
     def sizes(self, sizes: Mapping[str, int]) -> list[int]:

@@ -158,7 +158,8 @@ class Decoder:
         columns = field.table[-1:] if value.op == "row" else ()
         before = field.table[:-1 - len(columns)]
         at += [Index(int(value.const) // prod(before[i + 1:]) % extent) for i, extent in enumerate(before)]
-        at += [name(self.place(value.args[0], names)), *(name(self.column(length, self.program.row_axis(value))) for length in columns)]
+        at += [name(self.place(value.args[0], names))]
+        at += [name(self.column(length, self.program.row_axis(value))) for length in columns]
         return self.load_at(field, at, "")
 
     def place(self, step: int, names: Mapping[str, str]) -> str:

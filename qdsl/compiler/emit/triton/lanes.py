@@ -10,9 +10,6 @@ A storage whose records hold codes and numbers together (compiler/emit/triton/re
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-
 from qdsl.compiler.emit.literals import bare_tuple, tupled
 from qdsl.compiler.emit.templates import render
 from qdsl.compiler.emit.triton import records
@@ -21,7 +18,7 @@ from qdsl.compiler.emit.triton.plan import CHUNK, Group, Plan, argument, lane_pl
 from qdsl.compiler.emit.triton.records import Record
 from qdsl.compiler.ir.program import Affine, Program, Terms
 
-FUNCTIONS = ("words", "table", "point", "start", "fields", "scale", "finish")
+FUNCTIONS = ("words", "table", "start", "fields", "scale", "finish")
 
 
 def lanes(program: Program) -> list[str]:
@@ -31,12 +28,12 @@ def lanes(program: Program) -> list[str]:
         return []
     if plan.record is not None:
         return _of_record(plan, plan.record)
-    late = plan.late
     lines = render(
         "lanes", storage=program.storage, code=_code(plan.affine), first=plan.first, bits=plan.code.bits, table=_table(plan),
-        line=_line(plan), late=late, point=_body(plan, [f"return {_read(plan.point)}"]) if plan.point else [],
-        fields=[] if late else _body(plan, _fields(plan)), values=bare_tuple(group.name for group in _inner(plan)),
-        scale=_line_of(plan, plan.outer), finish=_body(plan, _finish(plan)))
+        line=_line(plan),
+        functions=[(name, what, bare_tuple(group.name for group in groups), body)
+                   for name, what, groups, body in (("scale", "group", plan.inner, _scale(plan)),
+                                                    ("finish", "row", plan.outer, _finish(plan))) if body])
     return lines if any(lines) else []
 
 
@@ -55,15 +52,6 @@ def _unpacked(program: Program) -> str:
     return bare_tuple(argument(tensor.name) for tensor in program.tensors)
 
 
-def _body(plan: Plan, lines: list[str]) -> list[str]:
-    """Lines of a function, behind those that name the tensors and the size parameters that they read."""
-    words = set(re.findall(r"\w+", " ".join(lines)))
-    sizes = [f"{argument(size)}: tl.constexpr = SIZES[{place}]" for place, size in enumerate(plan.program.sizes)
-             if argument(size) in words]
-    tensors = [f"{_unpacked(plan.program)} = tensors"] if words & {argument(t.name) for t in plan.program.tensors} else []
-    return [*tensors, *sizes, *lines]
-
-
 def constants(plan: Plan) -> list[str]:
     """What a storage's description says of its functions, and of how they are used."""
     storage, has_skinny = plan.program.storage, plan.has_skinny
@@ -72,9 +60,13 @@ def constants(plan: Plan) -> list[str]:
     arguments += ["tile_gemm=tile_gemm"] if plan.has_tile_gemm else []
     arguments += [f"words={_words(plan)}"] if has_skinny else [f"start=_start_{storage}"]
     arguments.append(f"numbers={_numbers(plan)}")
-    names = [*(["table"] if plan.book else []), *(["point"] if plan.point else []),
-             *([] if plan.late else ["fields", "scale"]), *(["finish"] if has_skinny and _finish(plan) else [])]
+    names = [*(["table"] if plan.book else []), *(["scale"] if _scale(plan) else []),
+             *(["finish"] if _finish(plan) else [])] if has_skinny else ["fields", "scale"]
     arguments += [f"{name}=_{name}_{storage}" for name in names]
+    if has_skinny:
+        arguments += [f"{name}=({bare_tuple(map(_group_field, groups))})"
+                      for name, groups in (("group_fields", plan.inner), ("row_fields", plan.outer)) if groups]
+        arguments += [f"point={plan.inner.index(plan.point)}"] if plan.point else []
     arguments += [f"blocks={tupled(list(dict.fromkeys(plan.blocks)))}"] if plan.blocks else []
     arguments += ["in_order=True"] if plan.stored else []
     arguments += [f"size={plan.size}"] if has_skinny and plan.size != CHUNK else []
@@ -157,51 +149,33 @@ def _table_text(book: Codebook, kind: str) -> str:
 # -- numbers of groups ------------------------------------------------------------------------------------------------
 
 
-def _read(group: Group) -> str:
-    """A field's value where the family wants it."""
-    rows, columns = ((text if text.isdigit() else argument(text)) if text else "0" for text in (group.rows, group.columns))
-    return f"field({group.tensor}, at, {rows}, {columns}, {group.kind})"
+def _group_field(group: Group) -> str:
+    """Where a family reads a field's values."""
+    rows, columns = ((text if text.isdigit() else f'"{text}"') if text else "0" for text in (group.rows, group.columns))
+    arguments = [f'"{group.tensor}"', rows, columns, *([group.kind] if group.kind != "0" else [])]
+    return f"GroupField({', '.join(arguments)}{'' if group.optional is None else f', default={float(group.optional)}'})"
 
 
-def _loads(groups: Iterable[Group]) -> list[str]:
-    """Lines that set fields' values, or their defaults where a tensor is missing."""
-    lines: list[str] = []
-    for group in groups:
-        name, text = f"{group.name}_g", _read(group)
-        lines += [f"{name} = {text}"] if group.optional is None else [
-            f"if {group.tensor} is None:", f"    {name} = {float(group.optional)}", "else:", f"    {name} = {text}"]
-    return lines
-
-
-def _inner(plan: Plan) -> list[Group]:
-    """The groups whose numbers a sum meets inside the loop along K."""
-    return [group for group in plan.groups if group not in plan.outer]
-
-
-def _fields(plan: Plan) -> list[str]:
-    """Lines that return their numbers as a tuple."""
-    optional = [group for group in _inner(plan) if group.optional is not None]
-    texts = (f"{group.name}_g" if group in optional else _read(group) for group in _inner(plan))
-    return [*_loads(optional), f"return {bare_tuple(texts)}"]
+def _scale(plan: Plan) -> list[str]:
+    """Lines that make of `sum` what a group adds up to; none where nothing varies along K."""
+    return [] if plan.late else _line_of(plan, plan.outer)
 
 
 def _finish(plan: Plan) -> list[str]:
     """Lines that scale `sum` with what is the same all along K."""
-    groups = plan.groups if plan.late else plan.outer
-    lines = _loads(groups)
     if plan.late:
-        return [*lines, *_line_of(plan, [], "_g")]
-    divided = [f"{group.name}_g" for group in groups if group.name in plan.divisors]
-    return [*lines, f"sum *= {_quotient([f'{group.name}_g' for group in groups if group.name not in plan.divisors], divided)}"] \
-        if groups else []
+        return _line_of(plan, [])
+    names = [group.name for group in plan.outer]
+    factors = [name for name in names if name not in plan.divisors]
+    return [f"sum *= {_quotient(factors, [name for name in names if name not in factors])}"] if names else []
 
 
-def _line_of(plan: Plan, without: list[Group], suffix: str = "") -> list[str]:
+def _line_of(plan: Plan, without: list[Group]) -> list[str]:
     """Lines that make scale * (sum + zero * ones) + offset * ones of a sum of products of codes, without some factors."""
     affine = plan.affine
     lines: list[str] = []
     if affine.zero:
-        zero = _text(affine.zero, [], suffix)
+        zero = _text(affine.zero, [])
         constant = all(not product for _, product in affine.zero)
         lines = [f"sum += ({zero} - BASE) * ones" if constant else f"sum += lanes.shifted({zero}, BASE) * ones"]
         if plan.has_tile_gemm and _is_exact(plan):
@@ -209,22 +183,21 @@ def _line_of(plan: Plan, without: list[Group], suffix: str = "") -> list[str]:
                      f"    {lines[0]}"]
     elif plan.integer:
         lines = ["if BASE != 0:", "    sum -= BASE * ones"]
-    scale = _text(affine.scale, without, suffix)
+    scale = _text(affine.scale, without)
     if scale != "1.0":
         lines.append(f"sum *= {scale}")
     if affine.offset:
-        lines.append(f"sum += ones * {_text(affine.offset, without, suffix, True)}")
+        lines.append(f"sum += ones * {_text(affine.offset, without, tight=True)}")
     return lines
 
 
-def _text(terms: Terms, without: list[Group], suffix: str | None, tight: bool = False) -> str:
-    """A sum of products over the fields: over their values, whose names end so, or as the spec names them."""
+def _text(terms: Terms, without: list[Group], tight: bool = False, as_spec: bool = False) -> str:
+    """A sum of products over the fields, by the names that functions give their values, or as_spec by their own."""
     names = {group.name for group in without}
     text = ""
     for coefficient, product in terms:
         read = {f: f.removeprefix("/") for f in product}
-        texts = {f: name if suffix is None else f"{argument(name)}{suffix}"
-                 for f, name in read.items() if argument(name) not in names}
+        texts = {f: name if as_spec else argument(name) for f, name in read.items() if argument(name) not in names}
         size = abs(coefficient)
         factors = [texts[f] for f in product if f in texts and f[0] != "/"]
         divisors = [texts[f] for f in product if f in texts and f[0] == "/"]
@@ -240,7 +213,7 @@ def _quotient(factors: list[str], divisors: list[str]) -> str:
 
 def _line(plan: Plan) -> str:
     """The line that decode is, as the docstring says it."""
-    scale, zero, offset = (_text(part, [], None) for part in (plan.affine.scale, plan.affine.zero, plan.affine.offset))
+    scale, zero, offset = (_text(part, [], as_spec=True) for part in (plan.affine.scale, plan.affine.zero, plan.affine.offset))
     code = _code(plan.affine)
     inner = f"({code}{_signed(zero)})" if zero else code
     text = inner if scale == "1.0" else f"({scale}) * {inner}" if " + " in scale or " - " in scale else f"{scale} * {inner}"

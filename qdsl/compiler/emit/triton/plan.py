@@ -19,8 +19,8 @@ from qdsl.core.numbers import Number
 
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
 LOCALS = frozenset((
-    "tensors", "row", "K", "chunk", "more", "F", "g", "N", "at", "field", "SIZES", "BASE", "fields", "sum", "ones", "head",
-    "lane", "both", "low", "high", "lanes", "bitplanes", "codebook", "records", "tl"))
+    "tensors", "row", "K", "chunk", "more", "F", "g", "N", "BASE", "fields", "sum", "ones", "head", "lane", "both", "low", "high",
+    "lanes", "bitplanes", "codebook", "records", "tl"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +146,17 @@ class Plan:
 
     @cached_property
     def outer(self) -> list[Group]:
-        """Factors of scale and offset that are the same all along K."""
+        """The groups whose numbers a sum meets in the end: factors that are the same all along K, or all where nothing varies."""
+        if self.late:
+            return list(self.groups)
         products = [{argument(f.removeprefix("/")) for f in product}
                     for _, product in (*self.affine.scale, *self.affine.offset)]
         return [g for g in self.groups if not g.varies and all(g.name in product for product in products)]
+
+    @property
+    def inner(self) -> list[Group]:
+        """The groups whose numbers a sum meets inside the loop along K."""
+        return [group for group in self.groups if group not in self.outer]
 
     @property
     def divisors(self) -> set[str]:
@@ -285,7 +292,7 @@ def _group(program: Program, field: Field, tensor: str) -> Group:
     blocks = dict(coordinates(program, field) or [])
     default = program.defaults.get(field.name)
     default = default if default is not None else program.where.get(field.name)
-    return Group(argument(field.name), argument(tensor), blocks.get("n", ""), blocks.get("k", ""),
+    return Group(argument(field.name), tensor, blocks.get("n", ""), blocks.get("k", ""),
                  _kind(program, field), None if default is None else str(default))
 
 

@@ -17,15 +17,13 @@ A format's functions are constants of a launch (runtime/layout.Lanes holds them)
 - words(tensors, row, K, chunk, more): the words that hold 128 columns of two rows; bitplanes.py has them
 - numbers(words, half, i, digit, to, flip, F): the numbers of some of them, as pairs; bitplanes.py has them by type of the codes
 - table(g, N, F): the words of a table that codes are looked up in
-- fields(tensors, at, field, SIZES): the numbers of a group of columns, such as its scale
-- scale(fields, sum, ones, BASE): what the group adds up to, of the sum of its codes times x and `ones`, the sum of its x.
-  BASE is what numbers have more than codes; None says that their zero point is off already
-- finish(tensors, sum, ones, at, field, SIZES, BASE): the same for what all columns of a row share
-- point(tensors, at, field, SIZES): the zero point of a group
+- scale(fields, sum, ones, BASE): what a group adds up to, of its numbers, such as its scale, of the sum of its codes times x,
+  and of `ones`, the sum of its x.  BASE is what numbers have more than codes; None says that their zero point is off already
+- finish(fields, sum, ones, BASE): the same for what all columns of a row share
 
-Where a number lies and which lanes want it depends on the family, so a format never loads one itself.  It calls
-`field(plane, at, rows, columns, kind)`, which the family supplies with the place `at`: one `fields` serves them all.  `rows` and
-`columns` share a value, all of them where that is 0; `kind` is how it is stored, as lanes.number takes it.
+Where the numbers of groups lie and which lanes want them depends on the family, so a format never loads one.  It says which they
+are, as GroupFields (runtime/weight/layout.py), and the family loads them by a `field(plane, at, rows, columns, kind)` of its own.
+`rows` and `columns` share a number, all of them where that is 0; `kind` is how it is stored, as lanes.number takes it.
 """
 
 from qdsl.runtime.gpu.kernels.dequantize import dequantize

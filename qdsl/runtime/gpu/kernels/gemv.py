@@ -40,19 +40,20 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
 
 @triton.jit
 def gemv(
-    tensors, x, bias, out, N, K,
-    words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, fields: tl.constexpr, scale: tl.constexpr,
-    finish: tl.constexpr, SIZES: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    tensors, x, bias, out, N, K, early,
+    words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, scale: tl.constexpr, finish: tl.constexpr,
+    FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     SIGNED: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr,
     R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):
     """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32.
 
-    x: [1, K] of type F, pairs of columns as int32.  STEP: columns of a run, 16, 32 or 64.  EVEN: as in skinny.
+    x: [1, K] of type F, pairs of columns as int32.  STEP: columns of a run, 16, 32 or 64.  early, EVEN: as in skinny.
     """
     TRIP: tl.constexpr = max(2, STEP // 16)                      # chunks of 128 columns that a warp takes in a trip
     w, g, c = lanes.warps(WN * WK)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
+    lanes.begin(tensors[0], early, first, w, c, N, R, WK)
     flip = lanes.constants(table, g, N, WIDTH, BITS, SIGNED, F)
     acc = lanes.zeros(R, WN * WK)
     for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
@@ -67,11 +68,12 @@ def gemv(
                 for t in tl.static_range(STEP // 16):
                     loaded = loaded + (words(tensors, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
                 sum = lanes.product(numbers, loaded, columns, flip, 2 * j, STEP // 8, WIDTH, BITS, F)
-                values = fields(tensors, (row, chunk, K, STEP), field, SIZES)
+                values = lanes.values(tensors, FIELDS, (row, chunk, K, STEP), field)
                 new = new + (acc[r] + scale(values, sum, sums, BASE),)
             acc = new
     for r in tl.static_range(R):
         sum = acc[r]
         if finish is not None:
-            sum = finish(tensors, sum, None, (lanes.rows(first + 16 * r, N), 0, K, STEP), field, SIZES, BASE)
+            row = lanes.rows(first + 16 * r, N)
+            sum = finish(lanes.values(tensors, ROW_FIELDS, (row, 0, K, STEP), field), sum, None, BASE)
         lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)

@@ -73,6 +73,30 @@ def late_words(plane, row, K, chunk, more: tl.constexpr, step: tl.constexpr):
 
 
 @triton.jit
+def begin(words, early, first, w, c, N, R: tl.constexpr, WK: tl.constexpr):
+    """Fetch words of a program's first trip into the L2 cache, then wait for the launch before, and let the next one begin.
+
+    words: [N, early].  early: None for a launch that begins when the one before has ended.  Stores of all launches pass through
+    the L2 cache, so that words may be fetched that the launch before still writes.
+    """
+    if early is not None:
+        for r in tl.static_range(R):
+            row = rows(first + 16 * r, N)
+            for t in tl.static_range(2):
+                at = tl.minimum((t * WK + w % WK) * 16 + 4 * c, early - 4)
+                fetch(words + (row[0] * early + at))
+                fetch(words + (row[1] * early + at))
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def fetch(p):
+    """Bring what pointers point to into the L2 cache; no register waits for it."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def half_operand(low, high):
     """w's operand [W, 16, 64] from numbers [8 * W, 16, 2, 2] of i = 0 and i = 1; its K is (u, c, i, e)."""
     W: tl.constexpr = low.shape[0] // 8
@@ -374,22 +398,43 @@ def spread(upper, lower):
 
 @triton.jit
 def number(value, kind: tl.constexpr):
-    """float32 of a stored number: kind 0 is a float that its dtype tells, a name one of device, else an integer's bits.
+    """float32 of a stored number: kind 0 is a float that its dtype tells, a positive one an integer's bits.
+
+    Negative ones are bytes with a function in device, in the order of layout.SMALL_FLOATS.
 
     An integer of up to 23 bits enters the mantissa of 2^23, for a cast would be slow.
     """
     if kind == 0:
         return device.scale(value)
-    elif kind == "e8m0":
+    elif kind == -1:
         return device.e8m0(value)
-    elif kind == "e8m0h":
+    elif kind == -2:
         return device.e8m0h(value)
-    elif kind == "ue4m3":
+    elif kind == -3:
         return device.ue4m3(value)
-    elif kind == "e4m3":
+    elif kind == -4:
         return device.e4m3(value)
     else:
         return (value.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+
+
+@triton.jit
+def values(tensors, fields: tl.constexpr, at, field: tl.constexpr):
+    """What fields, as GroupField.constants has them, are where a family wants them: field(plane, at, rows, columns, kind)."""
+    numbers = ()
+    for i in tl.static_range(len(fields)):
+        numbers = numbers + (value(tensors, fields, i, at, field),)
+    return numbers
+
+
+@triton.jit
+def value(tensors, fields: tl.constexpr, i: tl.constexpr, at, field: tl.constexpr):
+    """Field i of them, its default where it has no tensor."""
+    if tensors[fields[i][0]] is None:
+        default: tl.constexpr = fields[i][4]
+        return default
+    else:
+        return field(tensors[fields[i][0]], at, fields[i][1], fields[i][2], fields[i][3])
 
 
 @triton.jit

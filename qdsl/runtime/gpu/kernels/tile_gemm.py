@@ -21,6 +21,8 @@ A program multiplies R tiles of 16 * W rows of w with BM rows of x.  A warp grou
 - A group of 128 columns or more has one sum per chunk, which then meets its scale; groups of 32 and 64 have sums of their own.
 - SPLIT programs may share K, so that few tiles fill the GPU.  Each stores its sums; the last to arrive at a tile adds up the
   parts, in their order along K whoever comes last, so that every run gives the same bits.
+- There is no programmatic dependent launch as in skinny: all copies of the pipeline stand behind the wait, and its first words
+  are a small part of a program's time.
 - WHOLE: a constant K and tiles without a ragged edge leave constants between addresses, which saves 0.2 instructions per weight.
 
 Cost for 4 bits, groups of 128 and 16 rows of x, counted on sm_90: 2.3 instructions of a thread per weight in float16, 2.5 in
@@ -52,11 +54,11 @@ def field_as_codes(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: t
 @triton.jit
 def tile_gemm(
     tensors, x, bias, out, parts, arrivals, M, N, K,
-    words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, fields: tl.constexpr, scale: tl.constexpr,
-    finish: tl.constexpr, point: tl.constexpr, SIZES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    SIGNED: tl.constexpr, SPANS: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr, ZERO: tl.constexpr, ONES: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, WHOLE: tl.constexpr,
-    SPLIT: tl.constexpr, F: tl.constexpr,
+    words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, scale: tl.constexpr, finish: tl.constexpr,
+    FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, POINT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, SIGNED: tl.constexpr, SPANS: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr, ZERO: tl.constexpr,
+    ONES: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr, SPLIT: tl.constexpr, F: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
@@ -86,8 +88,8 @@ def tile_gemm(
             for u in tl.static_range(128 // SIZE):
                 column = chunk * 128 + u * SIZE
                 less = None
-                if point is not None:
-                    less = point(tensors, (row, column, K, SIZE, F), field_as_codes, SIZES)
+                if POINT is not None:
+                    less = lanes.value(tensors, FIELDS, POINT, (row, column, K, SIZE, F), field_as_codes)
                 sum = tile.rows_product(numbers, loaded, u, columns[u], flip, ZERO, less, WIDTH, BITS, SIZE, F)
                 sums = None
                 if ONES:
@@ -95,7 +97,7 @@ def tile_gemm(
                     if scale is None and r == 0:
                         ones += sums
                 if scale is not None:
-                    values = fields(tensors, (n, column, N, K), field, SIZES)
+                    values = lanes.values(tensors, FIELDS, (n, column, N, K), field)
                     sum = scale(values, sum, sums, BASE)
                 total += sum
             new = new + (total,)
@@ -105,7 +107,7 @@ def tile_gemm(
         sum = acc[r]
         if finish is not None:
             n = tile.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
-            sum = finish(tensors, sum, ones, (n, 0, N, K), field, SIZES, BASE)
+            sum = finish(lanes.values(tensors, ROW_FIELDS, (n, 0, N, K), field), sum, ones, BASE)
         new = new + (sum * UNIT,)
     if SPLIT == 1:
         for r in tl.static_range(R):

@@ -38,7 +38,7 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
 @triton.jit
 def w8a8(
     tensors, w, x, x_scale, x_sum, bias, out, M, N, K,
-    fields: tl.constexpr, scale: tl.constexpr, finish: tl.constexpr, SIZES: tl.constexpr,
+    scale: tl.constexpr, finish: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
 ):
     """out[m, n] = sum over k of x_scale * x[m, k] * w[n, k], plus bias[n], in float32.
@@ -56,14 +56,14 @@ def w8a8(
             acc = eight_bit.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
         else:
             sum = eight_bit.product(tl.load(w + chunk * 128), tl.load(x + chunk * 128))
-            values = fields(tensors, (n, m, chunk * 128, K, BN), field, SIZES)
+            values = lanes.values(tensors, FIELDS, (n, m, chunk * 128, K, BN), field)
             acc += sum * scale(values, tl.load(x_scale + (chunk * M + m)), None, 0)
     sum = acc.to(tl.float32)
     if finish is not None:
         ones = None
         if x_sum is not None:
             ones = tl.load(x_sum + m)
-        sum = finish(tensors, sum, ones, (n, m, 0, K, BN), field, SIZES, 0)
+        sum = finish(lanes.values(tensors, ROW_FIELDS, (n, m, 0, K, BN), field), sum, ones, 0)
     if scale is None:
         sum *= tl.load(x_scale + m)
     tile.store_tile(sum, bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
