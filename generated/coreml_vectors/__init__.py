@@ -9,7 +9,7 @@
     coreml at bits = 4: 1 bits per weight
     coreml at bits = 8: 2 bits per weight
 
-Built from the spec coreml_vectors (sha256 26f4c6702340d693) by qdsl 0.1.0.
+Built from the spec coreml_vectors (sha256 7e9bf2a1a0412ffb) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -27,7 +27,7 @@ FORMAT = Format(
         (8,): bits_8.VARIANT,
     },
     params={"bits": (4, 8), "rows": (4,), "level_type": ("f16", "f32")},
-    digest="26f4c6702340d693",
+    digest="7e9bf2a1a0412ffb",
 )
 SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize

@@ -8,7 +8,7 @@
 
     coreml: 1 bits per weight
 
-Built from the spec coreml_vectors (sha256 26f4c6702340d693) by qdsl 0.1.0.
+Built from the spec coreml_vectors (sha256 7e9bf2a1a0412ffb) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
