@@ -51,6 +51,7 @@ EQUAL: dict[str, dict[str, str]] = {
         "bytes.codes: u8[n<N, t<K / 8 word] -> u8[n<N, t<ceil(K / 8) word]": ALSO_ELSEWHERE,
         "bytes.scale: scale_type[n<N, t<K / 8] -> scale_type[n<N, t<ceil(K / 8)]": ALSO_ELSEWHERE,
     },
+    "coreml_vectors": {"dims.P: 8 / bits -> ceil(8 / bits)": "only bits that divide 8 are packed so"},
     "learned_levels": {
         "levels.codes: u8[n<N, t<K / 8 word] -> u8[n<N, t<ceil(K / 8) word]": ALSO_ELSEWHERE,
         "levels.tables: u8[a<N, b<K / 8, word] -> u8[a<N, b<ceil(K / 8), word]": ALSO_ELSEWHERE,

@@ -313,6 +313,11 @@ class Program:
         """The field of a name."""
         return next(field for field in self.fields if field.name == name)
 
+    def row_axis(self, value: Value) -> str:
+        """The axis, 'n' or 'k', along which the entries of a stored table's row lie."""
+        columns = self.field(value.name).table[-1]
+        return "n" if f"n // {columns}" in map(str, self.field(self.values[value.args[0]].name).index) else "k"
+
     def tensor(self, name: str) -> Tensor:
         """The stored tensor of a name."""
         return next(tensor for tensor in self.tensors if tensor.name == name)

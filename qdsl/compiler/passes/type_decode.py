@@ -162,19 +162,22 @@ class _Builder:
         if arg is None:
             return None
         by = self.values[arg]
-        index = _finer(field.index, _columns(by) if rows else by.index)
+        index = _finer(field.index, _columns(by, "n" if "n" in g.names(at[-1]) else "k") if rows else by.index)
         return self.add("row" if rows else "entry", (arg,), expr.span, name=field.name, const=plane, range=_limits(field),
                         index=index)
 
     def is_block(self, expr: g.Subscript, field: Field) -> bool:
         """Whether the first subscripts of a stored table are those that its field has."""
-        program = self.program
-        names = {word: ix.name(word) for word in ("n", "k", "N", "K")} | parameters(program) | dict(program.dims)
         for part, index in zip(expr.index, field.index, strict=False):
-            if Scope(names, "a subscript", Problems(), program.domain).index(part) != index:
+            if self.index(part) != index:
                 self.problems.add(part.span, f"stored table '{expr.name}' is shared by blocks: expected {index} here")
                 return False
         return True
+
+    def index(self, expr: g.Expr) -> Index | None:
+        """A subscript of rows and columns; None where it is none."""
+        names = {word: ix.name(word) for word in ("n", "k", "N", "K")} | parameters(self.program) | dict(self.program.dims)
+        return Scope(names, "a subscript", Problems(), self.program.domain).index(expr)
 
     def row(self, expr: g.Subscript, at: g.Expr, shape: tuple[int, ...]) -> int | None:
         """The subscript that says which row, or which entry of a table without columns: an integer that is always one."""
@@ -190,16 +193,19 @@ class _Builder:
 
     def is_column(self, expr: g.Subscript, at: g.Expr, columns: int, by: Value) -> bool:
         """Whether a table of rows is read as one: by a field of whole runs of columns, each column at its place in the row."""
+        axes = ("n", "k") if any(field.name == expr.name for field in self.program.fields) else ("k",)
         match expr.index[-1]:
-            case g.Binary("%", g.Name("k"), g.Number(value)) if value == columns:
+            case g.Binary("%", g.Name(axis), length) if axis in axes and self.index(length) == Index(columns):
                 pass
             case other:
-                self.problems.add(other.span, f"a row of '{expr.name}' holds {columns} columns in order: expected k % {columns}")
+                wanted = " or ".join(f"{axis} % {columns}" for axis in reversed(axes))
+                self.problems.add(other.span, f"a row of '{expr.name}' holds {columns} columns in order: expected {wanted}")
                 return False
-        blocks = [i.terms[0][0].args[1] for i in by.index if "k" in i.names() and i.terms[0][0].op == "div"]
-        if by.op != "field" or len(blocks) != 1 or blocks[0] != Index(columns):
-            self.problems.add(at.span, f"a row of '{expr.name}' is for {columns} columns: expected a field that as "
-                                                  f"many share, [n, k // {columns}]")
+        blocks = [str(i) for i in by.index]
+        if by.op != "field" or f"{axis} // {columns}" not in blocks or {f"{a} // {columns}" for a in "nk"} <= {*blocks}:
+            what, shared = ("columns", f"[n, k // {columns}]") if axis == "k" else ("rows", f"[n // {columns}, k]")
+            self.problems.add(at.span, f"a row of '{expr.name}' is for {columns} {what}: expected a field that as many share, "
+                                       f"{shared}")
             return False
         return True
 
@@ -289,9 +295,10 @@ def _limits(field: Field) -> tuple[int, int] | None:
     return None if number.is_float else (number.low, number.high)
 
 
-def _columns(row: Value) -> tuple[Index, ...]:
-    """What a row's entries vary over: what the row does, and every column."""
-    return (*(i for i in row.index if "k" not in i.names()), ix.name("k"))
+def _columns(row: Value, axis: str = "k") -> tuple[Index, ...]:
+    """What a row's entries vary over: what the row does, and every column, or along 'n' every row of the weight."""
+    others = tuple(i for i in row.index if axis not in i.names())
+    return (*others, ix.name("k")) if axis == "k" else (ix.name("n"), *others)
 
 
 def _fold(op: str, a: int, b: int) -> int:

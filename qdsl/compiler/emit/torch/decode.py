@@ -58,9 +58,11 @@ def decode(programs: Sequence[Program]) -> Decode:
     if any(ix.flat_of(index) is not None for field in read for index in field.index):
         return _flat(program, fields, read, optional)
     lookups = {number: value for number, value in enumerate(program.values) if len(_shape(program, value)) > 1}
-    extents = {_shape(program, value)[-1] for value in lookups.values()}
+    extents: dict[str, set[int]] = {"n": set(), "k": set()}
+    for value in lookups.values():
+        extents[program.row_axis(value) if value.op == "row" else "k"].add(_shape(program, value)[-1])
     shared = [*read, *(f for f in fields if f.number is None or f.table)]
-    rows, columns = (_levels(programs, shared, axis, extents) for axis in "nk")
+    rows, columns = (_levels(programs, shared, axis, extents[axis]) for axis in "nk")
     lines = [*_types(program), *_gathers(fields, optional)]
     together = joint(program)
     copied = _copied(program)
@@ -85,7 +87,8 @@ def decode(programs: Sequence[Program]) -> Decode:
     flat = f"{f'.flatten({deep[0]})' if deep[1] > 1 else ''}{f'.flatten(0, {deep[0] - 1})' if deep[0] > 1 else ''}"
     lines.append(f"return ({last_step}){flat}" if flat and " else " in last_step else f"return {last_step}{flat}")
     last = program.values[-1]
-    cuts = tuple(Index(1) if axis.fixed else axis.blocks[0] for axis in (rows, columns))
+    cuts = tuple(Index(1) if axis.fixed and not along else axis.blocks[0]
+                 for axis, along in ((rows, extents["n"]), (columns, ())))
     return Decode(tuple(lines), fields, optional, (cuts[0], cuts[1]), last.name if last.op == "field" else None)
 
 
@@ -179,6 +182,8 @@ def _rows(programs: Sequence[Program], lookups: Sequence[Value], value: Value, r
     program = programs[0]
     field = program.field(program.values[value.args[0]].name)
     block = _block(field, "k")
+    if value.op == "row" and program.row_axis(value) == "n":
+        return _vectors(programs, lookups, value, rows, columns)
     if not columns.fixed or len(rows.blocks) > 1 or block is None or block not in columns.blocks:
         raise Unsupported(f"rows of table '{value.name}' for columns that are not in whole blocks")
     once = sum(other.name == value.name for other in lookups) == 1
@@ -195,6 +200,19 @@ def _rows(programs: Sequence[Program], lookups: Sequence[Value], value: Value, r
     stored = program.field(value.name)
     table = _brought(programs, program.fields, stored, rows, Levels(columns.blocks[:at + 1], columns.fixed), ())
     return rows_name, f"entries({table}{plane(stored, value)}, {text}){below}"
+
+
+def _vectors(programs: Sequence[Program], lookups: Sequence[Value], value: Value, rows: Levels, columns: Levels,
+             ) -> tuple[str, str]:
+    """The same where a row's entries are of rows of the weight, one below the other."""
+    program = programs[0]
+    field, stored = program.field(program.values[value.args[0]].name), program.field(value.name)
+    if not rows.fixed or len(rows.blocks) != 2 or _block(stored, "n") is not None:
+        raise Unsupported(f"rows of table '{value.name}' for rows of the weight that are not in whole blocks of one size")
+    once = sum(other.name == value.name for other in lookups) == 1
+    table, codes = (_brought(programs, program.fields, part, rows, columns, ()) for part in (stored, field))
+    text = f"entries({table}{plane(stored, value)}, {codes}).movedim(-1, 1).squeeze(2)"
+    return value.name if once else f"{value.name}_{lookups.index(value)}", text
 
 
 def _result(program: Program, names: Mapping[str, str]) -> list[str]:
@@ -237,7 +255,7 @@ def _levels(programs: Sequence[Program], fields: Sequence[Field], axis: str, ext
     blocks |= {index.terms[0][0].args[1] for index in gathers if index is not None and index.terms[0][0].op == "div"}
     if gathers and len(blocks) == 1:
         blocks.add(ix.name("block"))
-    if axis == "k" and extents:
+    if extents:
         blocks |= {Index(1), *map(Index, extents)}
     constant_blocks = [block for block in blocks if block.is_const]
     if len(constant_blocks) == len(blocks):

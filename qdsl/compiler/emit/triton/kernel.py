@@ -146,9 +146,9 @@ class Decoder:
                 names[step_name(number)] = self.entry(value, names)
         return formula(self.program, TRITON, names, 0)
 
-    def column(self, columns: int) -> str:
-        """A variable that holds k modulo the length of a table's row."""
-        index = ix.mod(self.coordinate("k"), columns, self.tile.domain)
+    def column(self, columns: int, axis: str = "k") -> str:
+        """A variable that holds k, or n, modulo the length of a table's row."""
+        index = ix.mod(self.coordinate(axis), columns, self.tile.domain)
         return self.body.add(self.level(index), "column", shown(index))
 
     def entry(self, value: Value, names: Mapping[str, str]) -> str:
@@ -158,7 +158,8 @@ class Decoder:
         columns = field.table[-1:] if value.op == "row" else ()
         before = field.table[:-1 - len(columns)]
         at += [Index(int(value.const) // prod(before[i + 1:]) % extent) for i, extent in enumerate(before)]
-        at += [name(self.place(value.args[0], names)), *(name(self.column(length)) for length in columns)]
+        at += [name(self.place(value.args[0], names))]
+        at += [name(self.column(length, self.program.row_axis(value))) for length in columns]
         return self.load_at(field, at, "")
 
     def place(self, step: int, names: Mapping[str, str]) -> str:

@@ -1,0 +1,34 @@
+"""coreml_vectors: Core ML palettes of vectors, a code for a few rows of a column into a table of vectors.
+
+    w = lut[q, n % rows]
+    float32, rounded after each operation
+
+    lut    level_type [16, 4]
+    q      u{bits}    [N/4, K]
+
+    coreml: 1 bits per weight at bits = 4, 2 at 8
+
+Built from the spec coreml_vectors (sha256 7e9bf2a1a0412ffb) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+from qdsl.runtime import Format
+
+from . import bits_4, bits_8
+
+FORMAT = Format(
+    name="coreml_vectors", title="Core ML palettes of vectors, a code for a few rows of a column into a table of vectors",
+    source="coremltools 9.0 optimize/_utils.py lut_to_dense with vector_axis 0, ClusterDim of OpPalettizerConfig",
+    formula="lut[q, n % rows]",
+    by=("bits",),
+    variants={
+        (4,): bits_4.VARIANT,
+        (8,): bits_8.VARIANT,
+    },
+    params={"bits": (4, 8), "rows": (4,), "level_type": ("f16", "f32")},
+    digest="7e9bf2a1a0412ffb",
+)
+SPEC = FORMAT.spec
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

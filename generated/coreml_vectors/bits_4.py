@@ -1,0 +1,73 @@
+"""coreml_vectors at bits = 4: Core ML palettes of vectors, a code for a few rows of a column into a table of vectors.
+
+    w = lut[q, n % rows]
+    float32, rounded after each operation
+
+    lut    level_type [16, 4]
+    q      u4         [N/4, K]
+
+    coreml: 1 bits per weight
+
+Built from the spec coreml_vectors (sha256 7e9bf2a1a0412ffb) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, entries, joined, spread
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_coreml(indices: Tensor, lut: Tensor) -> dict[str, Tensor]:
+    """Fields of indices uint8 [N/4, K/2]; lut level_type [1, 1, 16, 4]."""
+    return {"lut": lut.squeeze(1).squeeze(0), "q": spread(indices, 4).flatten(1)}
+
+
+def pack_coreml(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """indices, lut of the fields; the inverse of unpack_coreml."""
+    q_split = q.unflatten(-1, (-1, 2))
+    r = joined(q_split, 4).squeeze(-1)
+    return {"indices": r, "lut": lut.unsqueeze(0).unsqueeze(1)}
+
+
+def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = lut[q, n % rows].  lut [16, 4], q [N/4, K]."""
+    out = out if out is None else out.unflatten(0, (-1, 4))
+    lut = entries(lut.float(), q.view(torch.int8)[:, None, :]).movedim(-1, 1).squeeze(2)
+    return (lut if out is None else out.copy_(lut)).flatten(0, 1)
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _decode_coreml(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    indices, lut = tensors
+    indices += n // 4 * (K // 2)
+    column = n % 4
+    q = (tl.load(indices + k // 2, live, 0) >> 4 * (k % 2) & 15).to(tl.int32)
+    lut1 = tl.load(lut + 4 * q + column, live, 0).to(tl.float32)
+    state = use(state, k, lut1, live)
+    return state
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "lut": Field("level_type", "16", "4"),
+        "q": Field("u4", "N/4", "K"),
+    },
+    storages={
+        "coreml": Storage(unpack=unpack_coreml, pack=pack_coreml, tensors={
+            "indices": Stored("u8", "N/4", "K/2"),
+            "lut": Stored("level_type", "1", "1", "16", "4"),
+        }, kernels=Kernels(_decode_coreml, rows="N", units="K", last="k")),
+    },
+    decode=decode, cuts=("ceil(N/4)", "K"),
+)
