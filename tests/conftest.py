@@ -18,6 +18,7 @@ except ImportError:
 
 if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
+os.environ["QDSL_CPU_COMPILE"] = "never"                         # the tests of compiled loops turn them on
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -47,6 +47,10 @@ EQUAL: dict[str, dict[str, str]] = {
         "mlx.biases: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,
     },
     "coreml_lut": {"dims.P: lcm(bits, 8) / bits -> ceil(lcm(bits, 8) / bits)": "bits divides every multiple of itself"},
+    "half_steps": {
+        "bytes.codes: u8[n<N, t<K / 8 word] -> u8[n<N, t<ceil(K / 8) word]": ALSO_ELSEWHERE,
+        "bytes.scale: scale_type[n<N, t<K / 8] -> scale_type[n<N, t<ceil(K / 8)]": ALSO_ELSEWHERE,
+    },
     "learned_levels": {
         "levels.codes: u8[n<N, t<K / 8 word] -> u8[n<N, t<ceil(K / 8) word]": ALSO_ELSEWHERE,
         "levels.tables: u8[a<N, b<K / 8, word] -> u8[a<N, b<ceil(K / 8), word]": ALSO_ELSEWHERE,
@@ -274,7 +278,8 @@ def text_of(mutated: Spec) -> Mapping[str, str]:
 
 
 def names_of_kernels(program: Program) -> list[str]:
-    return [f"_{kind}_{program.storage} = None" for kind in ("decode", "pairs", *FUNCTIONS)]
+    return [line for kind in ("decode", "pairs", *FUNCTIONS)
+            for line in (f"def _{kind}_{program.storage}():", '    """Nothing calls it."""', "", "")]
 
 
 def built(files: Mapping[str, str]) -> Format:

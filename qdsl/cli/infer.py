@@ -29,8 +29,8 @@ Zeros = Annotated[list[str] | None, typer.Option("--zeros", metavar="NAME", help
 @app.command()
 def infer(file: File = None, packed: Packed = None, values: ValuesName = "expected", values_file: ValuesFile = None,
           scales: Scales = None, zeros: Zeros = None,
-          function: Annotated[str | None, typer.Option("--function", metavar="MODULE:NAME", help="A packing function instead of a "
-                                                       "file: codes, int32 [N, K], to a tensor.")] = None,
+          function: Annotated[str | None, typer.Option("--function", metavar="MODULE:NAME", help="Instead of a file: a "
+                                                       "function that packs codes, int32 [N, K].")] = None,
           shape: Annotated[str | None, typer.Option("--shape", metavar="N,K", help="Of the codes of a function.")] = None,
           bits: Annotated[int, typer.Option("--bits", min=1, max=8, help="Of the codes of a function.")] = 4,
           name: Annotated[str, typer.Option("--name", help="What the format is called.")] = "inferred",
@@ -81,7 +81,8 @@ def new(name: Annotated[str, typer.Argument(help="The format: the files are NAME
         fail(f"'{name}' is no name of a format: expected small letters, digits and _", 2)
     with reported():
         check_output(spec, *([file] if file else []), force=force)
-        text, tensors = starting_spec(name, bits, group), {}
+        text = starting_spec(name, bits, group)
+        tensors: dict[str, Tensor] = {}
         if file is not None:
             check_output(golden, file, *([values_file] if values_file else []), force=force)
             inferred, tensors = _of_tensors(file, packed, values, values_file, [*(scales or ()), *(zeros or ())], name)

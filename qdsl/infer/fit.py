@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ from qdsl.core.numbers import FLOATS, number
 from qdsl.infer.labels import GROUPS, TOLERANCE, Values, group_sizes
 from qdsl.infer.tiles import Codes
 
+_T = TypeVar("_T", bound=np.generic)
 Numbers = npt.NDArray[np.float64]
 SAMPLE = 1 << 18                                                 # values by which groups and types are chosen
 MOST_TABLE_BITS = 4
@@ -33,7 +35,11 @@ class Blocks:
         n, k = shape
         return (1, n * k // self.columns) if self.apart else (-(-n // self.rows), -(-k // self.columns))
 
-    def spread(self, numbers: npt.NDArray[np.generic], shape: tuple[int, int]) -> npt.NDArray[np.generic]:
+    def view(self, array: npt.NDArray[_T]) -> npt.NDArray[_T]:
+        """An array [N, K] as [blocks, weights of a block], of blocks of one row."""
+        return array.reshape(self.columns, -1).T if self.apart else array.reshape(-1, self.columns)
+
+    def spread(self, numbers: Numbers, shape: tuple[int, int]) -> Numbers:
         """Numbers of blocks as numbers of weights [N, K]."""
         n, k = shape
         if self.apart:
@@ -60,33 +66,30 @@ class Meaning:
 def fit(codes: Codes, values: Values, bits: int) -> Meaning | None:
     """The meaning of codes [N, K] with few numbers; None where the values are no function of them of this kind."""
     n, k = values.shape
-    for blocks, view in views((n, k)):
-        some_codes, some_values = view(codes), view(values).astype(np.float64)
+    for blocks in candidates((n, k)):
+        some_codes, some_values = blocks.view(codes), blocks.view(values).astype(np.float64)
         chosen = slice(None, None, max(1, some_codes.size // SAMPLE))
         for affine in (False, True):
             for kind, levels in kinds(bits):
                 if lines(levels[some_codes[chosen]], some_values[chosen], affine) is not None:
-                    numbers = lines(levels[view(codes)], some_values, affine)
+                    numbers = lines(levels[some_codes], some_values, affine)
                     if numbers is not None:
                         return _by_rows(kind, levels, blocks, (n, k), *numbers)
         if bits <= MOST_TABLE_BITS:
-            levels = table(some_codes[chosen], some_values[chosen], bits)
-            numbers = None if levels is None else lines(levels[some_codes], some_values, False)
-            if levels is not None and numbers is not None:
+            entries = table(some_codes[chosen], some_values[chosen], bits)
+            numbers = None if entries is None else lines(entries[some_codes], some_values, False)
+            if entries is not None and numbers is not None:
                 if np.nanmax(numbers[0]) <= 0:
-                    levels, numbers = -levels, (-numbers[0], None)
-                return replace(_by_rows(f"u{bits}", levels, blocks, (n, k), *numbers), is_table=True)
+                    entries, numbers = -entries, (-numbers[0], None)
+                return replace(_by_rows(f"u{bits}", entries, blocks, (n, k), *numbers), is_table=True)
     return None
 
 
-def views(shape: tuple[int, int]) -> Iterator[tuple[Blocks, object]]:
-    """Blocks that may share a number, large ones first, with what brings an array [N, K] to [blocks, weights of a block]."""
+def candidates(shape: tuple[int, int]) -> list[Blocks]:
+    """Blocks that may share a number, large ones first."""
     n, k = shape
-    for size in group_sizes(k):
-        yield Blocks(1, size), lambda array, size=size: array.reshape(-1, size)
-    for size in GROUPS:
-        if n * k % size == 0 and n % size == 0 and size < n:
-            yield Blocks(1, size, apart=True), lambda array, size=size: array.reshape(size, -1).T
+    return [*(Blocks(1, size) for size in group_sizes(k)),
+            *(Blocks(1, size, apart=True) for size in GROUPS if n % size == 0 and size < n)]
 
 
 def kinds(bits: int) -> Iterator[tuple[str, Numbers]]:
@@ -138,8 +141,8 @@ def table(codes: Codes, values: Numbers, bits: int) -> Numbers | None:
     for factor in range(1, MOST_LEVEL):                          # integers, if some multiples are
         multiples = np.rint(levels * factor)
         if np.abs(multiples).max() < MOST_LEVEL and np.abs(levels * factor - multiples).max() < TOLERANCE * factor:
-            return np.rint(levels * factor)
-    return levels / np.abs(levels).max()
+            return np.asarray(multiples)
+    return np.asarray(levels / np.abs(levels).max())
 
 
 def _by_rows(kind: str, levels: Numbers, blocks: Blocks, shape: tuple[int, int], scale: Numbers,
@@ -151,9 +154,10 @@ def _by_rows(kind: str, levels: Numbers, blocks: Blocks, shape: tuple[int, int],
     offset = None if offset is None else offset.reshape(count)
     rows = [size for size in (n, 256, 128, 64, 32, 16, 8, 4, 2) if size <= n] if not blocks.apart else []
     for size in rows:
-        together = [_together(array, size) for array in (scale, offset) if array is not None]
-        if all(array is not None for array in together):
-            return Meaning(kind, levels, replace(blocks, rows=size), together[0], together[1] if offset is not None else None)
+        scales = _together(scale, size)
+        offsets = None if offset is None else _together(offset, size)
+        if scales is not None and (offset is None) == (offsets is None):
+            return Meaning(kind, levels, replace(blocks, rows=size), scales, offsets)
     return Meaning(kind, levels, blocks, scale, offset)
 
 

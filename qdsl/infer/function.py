@@ -14,7 +14,7 @@ import qdsl
 from qdsl.compiler.spec.source import SpecError
 from qdsl.infer.fit import Blocks
 from qdsl.infer.numbers import Field
-from qdsl.infer.run import Inferred, InferError, element
+from qdsl.infer.run import InferError, Inferred, element
 from qdsl.infer.solve import Solution
 from qdsl.infer.text import spec_text
 from qdsl.infer.tiles import Codes, Labels, match
@@ -40,7 +40,8 @@ def infer_function(pack: Callable[[Tensor], Tensor], shape: tuple[int, int], bit
     first, labels = draws[0]
     layout = match([(one.stored, labels) for one, labels in draws])
     if layout is None:
-        raise InferError(f"the function's {len(first.stored.data)} bytes are not the bits of {bits}-bit codes in tiles that repeat")
+        raise InferError(f"the function's {len(first.stored.data)} bytes are not the bits of {bits}-bit codes, in tiles that "
+                         "repeat")
     flipped = int((layout.read(first.stored, shape) ^ labels.codes)[0, 0])
     stored = {0: "", 1 << bits - 1: f"      stored: {{q: q - {1 << bits - 1}}}\n"}
     if flipped not in stored:
@@ -78,7 +79,8 @@ def _verify(text: str, pack: Callable[[Tensor], Tensor], shape: tuple[int, int],
             module = qdsl.load(path)
             for codes in probes(shape, bits):
                 wanted = element("packed", _packed(pack, codes)).stored.data
-                got = element("packed", module.pack({"q": torch.from_numpy(codes.astype(np.uint8))}).tensors["packed"]).stored.data
+                packed = module.pack({"q": torch.from_numpy(codes.astype(np.uint8))})
+                got = element("packed", packed.tensors["packed"]).stored.data
                 count += len(wanted)
                 exact += int((wanted == got).sum()) if len(wanted) == len(got) else 0
         except SpecError as error:

@@ -12,6 +12,7 @@ from qdsl.infer.tiles import Labels
 Values = npt.NDArray[np.float32]
 GROUPS = (1 << 14, 4096, 2048, 1024, 512, 256, 128, 96, 64, 48, 32, 16, 8)
 TOLERANCE = 1e-5                                                 # of the largest value of a group: rounding to float32
+FEWEST_KNOWN = 0.02                                              # of the codes, that tell where bits lie
 CHUNK = 1 << 20                                                  # values that are sorted at a time
 
 
@@ -52,8 +53,9 @@ def halves(values: Values, size: int, oriented: bool) -> Labels:
 def lattice(values: Values, size: int, affine: bool, most_bits: int) -> Labels | None:
     """Codes from the steps between a group's values, or None where they lie on no lattice of `most_bits` bits.
 
-    affine: the lattice of a group begins anywhere.  Codes are certain in groups that use the first and the last one.  Otherwise it
-    goes through zero, and its codes are around the middle; a group whose step is negative shows that by its least code alone.
+    affine: the lattice of a group begins anywhere.  Codes are certain in groups that use the first and the last one.
+    Otherwise it goes through zero, and its codes are around the middle; a group whose step is negative shows that by its least
+    code alone.
     """
     n, k = values.shape
     steps = np.empty((n, k), np.int32)
@@ -71,6 +73,8 @@ def lattice(values: Values, size: int, affine: bool, most_bits: int) -> Labels |
         return None
     if affine:
         certain = np.broadcast_to(high - low == (1 << bits) - 1, groups.shape)
+        if certain.mean() < FEWEST_KNOWN:
+            return None
         return Labels((groups - low).reshape(n, k).astype(np.int16), bits, certain.reshape(n, k))
     middle = 1 << bits - 1
     if max(int(high.max()), -int(low.min())) > middle:
@@ -103,4 +107,4 @@ def _steps(groups: npt.NDArray[np.float64], affine: bool, most_bits: int) -> npt
     if wrong.mean() > 0.02 or np.abs(counts[~wrong]).max(initial=0) >= 1 << most_bits + 1:
         return None
     counts[wrong] = 0
-    return np.rint(counts).astype(np.int32)
+    return np.asarray(np.rint(counts), np.int32)

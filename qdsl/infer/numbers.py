@@ -110,13 +110,40 @@ def _places(view: Numbers, wanted: Numbers) -> npt.NDArray[np.int64] | None:
     if not close(stored, needed[:, :1]).mean(0).max() >= FITTING:
         return None
     fitting = close(stored[:, :, None], needed[:, None, :]).mean(0) >= FITTING
+    return _regular(fitting) if fitting.shape[1] & fitting.shape[1] - 1 == 0 else _first(fitting)
+
+
+def _first(fitting: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
+    """For every wanted number the first free place that fits [places, wanted]."""
     places: list[int] = []
     for free in fitting.T:
-        options = [place for place in np.flatnonzero(free) if place not in places]
+        options = [place for place in np.flatnonzero(free).tolist() if place not in places]
         if not options:
             return None
-        places.append(int(options[0]))
+        places.append(options[0])
     return np.array(places)
+
+
+def _regular(fitting: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
+    """Places at which every digit of a number's place in the tile, in base 2, adds a step of its own; numbers may be alike."""
+    def extended(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        count = len(places)
+        if count == fitting.shape[1]:
+            return places
+        for place in np.flatnonzero(fitting[:, count]).tolist():
+            more = places + (place - places[0])
+            if more.min() >= 0 and more.max() < len(fitting) and fitting[more, np.arange(count, 2 * count)].all() and \
+                    not np.isin(more, places).any():
+                whole = extended(np.concatenate([places, more]))
+                if whole is not None:
+                    return whole
+        return None
+
+    for start in np.flatnonzero(fitting[:, 0]).tolist():
+        whole = extended(np.array([start]))
+        if whole is not None:
+            return whole
+    return None
 
 
 def in_tensors(name: str, wanted: Numbers, blocks: Blocks, tensors: Mapping[str, Element]) -> Iterator[Field]:
@@ -136,7 +163,7 @@ def in_record(name: str, wanted: Numbers, blocks: Blocks, record: Record) -> lis
     tile = Tile(1, count)
     tiles = tile.weights(wanted).reshape(*record.bytes.shape[:2], count)
     for kind in ("f16", "bf16", "f32", *SMALL):
-        slots = {place: values for place, values in record.slots(kind)}
+        slots = dict(record.slots(kind))
         places = [next((place for place, values in slots.items() if close(values, tiles[..., i]).mean() >= FITTING), None)
                   for i in range(count)]
         if all(place is not None for place in places):
@@ -203,9 +230,9 @@ class Record:
         form = number(kind)
         assert form is not None
         size = form.bits // 8
-        free = (self.layout.source.reshape(-1, 8) < 0).all(1)
+        free = [bool((part < 0).all()) for part in self.layout.source.reshape(-1, 8)]
         for place in range(len(free) - size + 1):
-            if free[place:place + size].all():
+            if all(free[place:place + size]):
                 yield place, decoded(self.bytes[..., place:place + size], kind).reshape(self.bytes.shape[:2])
 
     def at(self, tile: Tile, kind: str, places: list[int]) -> Layout:

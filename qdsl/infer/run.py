@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,12 +51,12 @@ class Inferred:
 def infer(packed: str, tensors: Mapping[str, Tensor], values: Tensor, name: str = "inferred") -> Inferred:
     """A spec of a weight from its stored tensors and its values, float32 [N, K]; the spec is built, and decodes the tensors.
 
-    packed: the tensor of the codes, by its name among `tensors`; the others may hold scales and zero points.  name: of the format.
-    Raises InferError where no codes lie in the packed tensor.
+    packed: the tensor of the codes, by its name among `tensors`; the others may hold scales and zero points.  name: of the
+    format.  Raises InferError where no codes lie in the packed tensor.
     """
     if values.dtype != torch.float32 or values.dim() != 2 or not values.numel() or not bool(values.isfinite().all()):
-        raise InferError(f"values are {str(values.dtype)[6:]} {list(values.shape)}: expected finite float32 [N, K]; values that were "
-                         "rounded to 16 bits are not those that the tensors decode to")
+        raise InferError(f"values are {str(values.dtype)[6:]} {list(values.shape)}: expected finite float32 [N, K]; values that "
+                         "were rounded to 16 bits are not those that the tensors decode to")
     elements = {key: element(key, tensor) for key, tensor in tensors.items()}
     shape = (values.shape[0], values.shape[1])
     solution = _solution(packed, elements, values.contiguous().numpy())

@@ -24,7 +24,8 @@ class Solution:
     problems: tuple[str, ...] = ()
 
 
-def solve(code: Field, meaning: Meaning, codes: Codes, values: Values, tensors: Mapping[str, Element], record: Record) -> Solution:
+def solve(code: Field, meaning: Meaning, codes: Codes, values: Values, tensors: Mapping[str, Element],
+          record: Record) -> Solution:
     """The fields and the formula that decode the codes to the values [N, K]."""
     scale, factor = next(scales(meaning, tensors, record), ((), ""))
     if not factor and not close(np.ones(1), meaning.scale).all():
@@ -42,7 +43,8 @@ def scales(meaning: Meaning, tensors: Mapping[str, Element], record: Record) -> 
     """Fields that are the scales, and the formula of them and the code, `{}`; the simplest first."""
     blocks, scale = meaning.blocks, meaning.scale
     with np.errstate(divide="ignore", over="ignore"):
-        ways = [("{} * scale", scale), ("{} / scale", 1 / scale), ("{} * scale / 127", scale * 127), ("{} * scale / 128", scale * 128)]
+        ways = [("{} * scale", scale), ("{} / scale", 1 / scale), ("{} * scale / 127", scale * 127),
+                ("{} * scale / 128", scale * 128)]
     for formula, wanted in ways:
         for one in in_tensors("scale", wanted, blocks, tensors):
             yield (one,), formula
@@ -78,8 +80,7 @@ def offsets(code: str, meaning: Meaning, tensors: Mapping[str, Element], record:
             return [], _less(code, int(np.nanmin(zero))), "", ""
         one = integers(zero, blocks, tensors, middle)
         if one:
-            start = f"({code} - {one.name})" if not one.zero else f"({code} - {one.name} {'+' if one.zero > 0 else '-'} {abs(one.zero)})"
-            return [one], start, "", ""
+            return [one], f"({code} - {one.term})", "", ""
     for start, end, wanted in ((code, " + zero", offset), (code, " - zero", -offset), (f"({code} - zero)", "", zero),
                                (f"({code} - {middle})", " + zero", offset + middle * meaning.scale)):
         for one in in_tensors("zero", wanted, blocks, tensors):

@@ -13,13 +13,17 @@ from qdsl.infer.solve import Solution
 
 LETTERS = "abcefghijlmoprv"
 MOST_ITEMS = 16                                                  # that loops repeat
+MOST_WIDTH = 64                                                  # bits of an item
 MOST_REPEATED = 64                                               # times that a tile is repeated in a record
 LINE = 100                                                       # characters of a line without loops
 
 
 @dataclass(frozen=True)
 class Item:
-    """Bits of a record: `width` bits from bit `bit` of the field's element at (part, row, column) of the tile; padding has no field."""
+    """Bits of a record: `width` bits from bit `bit` of the field's element at (part, row, column) of the tile.
+
+    Padding has no field.
+    """
 
     field: str
     bit: int
@@ -127,7 +131,7 @@ def items(fields: Sequence[Field]) -> list[Item]:
                 tile = one.layout.tile
                 place = np.unravel_index(weight, (tile.parts, tile.rows, tile.columns))
                 item = Item(one.name, at, 1, (int(place[0]), int(place[1]), int(place[2])))
-        if result and item.follows(result[-1]):
+        if result and item.follows(result[-1]) and result[-1].width < MOST_WIDTH:
             result[-1] = Item(item.field, result[-1].bit, result[-1].width + 1, item.place)
         else:
             result.append(item)
@@ -156,14 +160,16 @@ def lines(record: Sequence[Item], fields: Mapping[str, Field], shape: tuple[int,
 def loops(record: Sequence[Item], size: int) -> list[tuple[int, tuple[int, int, int]]]:
     """The loops by which the first `size` items repeat, as (extent, step of the place), the fastest first."""
     first = record[:size]
+    kinds = [(item.field, item.bit, item.width) for item in first]
 
     def step(turn: int) -> tuple[int, int, int] | None:
         """How far the items of a turn lie from the first ones; None where they are others."""
         items = record[turn * size:(turn + 1) * size]
-        if len(items) < size or any((a.field, a.bit, a.width) != (b.field, b.bit, b.width) for a, b in zip(first, items, strict=True)):
+        if [(item.field, item.bit, item.width) for item in items] != kinds:
             return None
-        steps = {tuple(b.place[axis] - a.place[axis] for axis in range(3)) for a, b in zip(first, items, strict=True) if a.field}
-        return steps.pop() if len(steps) == 1 else (0, 0, 0) if not steps else None  # type: ignore[return-value]
+        steps = {(b.place[0] - a.place[0], b.place[1] - a.place[1], b.place[2] - a.place[2])
+                 for a, b in zip(first, items, strict=True) if a.field}
+        return steps.pop() if len(steps) == 1 else None if steps else (0, 0, 0)
 
     digits: list[tuple[int, tuple[int, int, int]]] = []
     done = 1
@@ -193,7 +199,8 @@ def _item(item: Item, loops: Mapping[str, tuple[int, tuple[int, int, int]]], fie
         return f"pad:{item.width}"
     one = fields[item.field]
     tile = one.layout.tile
-    part, row, column = ([(step[axis], name) for name, (_, step) in reversed(loops.items()) if step[axis]] for axis in range(3))
+    steps = list(loops.items())[::-1]
+    part, row, column = ([(step[axis], name) for name, (_, step) in steps if step[axis]] for axis in range(3))
     apart = f"*(N/{tile.parts})"
     subscripts = {"n": _linear([(tile.rows, "t"), *row, (item.place[1], "")], [*part, (item.place[0], "")], apart),
                   "k": _linear([(tile.columns, "u"), *column, (item.place[2], "")])}

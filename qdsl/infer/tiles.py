@@ -1,17 +1,19 @@
 """Where the bits of codes lie in a stored tensor: a small tile of bits is matched with a small tile of codes.
 
-A layout repeats.  A bit at one place of a stored tile belongs to one bit of one code of the weight's tile, and so it does in every
-tile of the tensor.  A few hundred tiles tell all bits apart: the size of the tensor does not matter.
+A layout repeats.  A bit at one place of a stored tile belongs to one bit of one code of the weight's tile, and so it does in
+every tile of the tensor.  A few hundred tiles tell all bits apart: the size of the tensor does not matter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+_T = TypeVar("_T", bound=np.generic)
 Codes = npt.NDArray[np.int16]
 Bits = npt.NDArray[np.float32]
 SAMPLES = 256                                                    # tiles that are compared
@@ -79,14 +81,14 @@ class Tile:
             return None
         size = total // (first * second)
         if not self.stacked:
-            view = tensor.data.reshape(first, second, size)
+            view: npt.NDArray[np.uint8] = tensor.data.reshape(first, second, size)
         elif tensor.shape[-1] != second or size == tensor.width or len(tensor.shape) != 2:
             return None
         else:
             view = tensor.data.reshape(first, size // tensor.width, second, tensor.width).transpose(0, 2, 1, 3)
         return view.swapaxes(0, 1) if self.across else view
 
-    def weights(self, array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    def weights(self, array: npt.NDArray[_T]) -> npt.NDArray[_T]:
         """An array [N, K] by whole tiles [tiles along rows, along columns, parts, rows, columns], a view."""
         n, k = array.shape
         rows, columns = n // (self.rows * self.parts), k // self.columns
@@ -128,13 +130,15 @@ class Layout:
 
 
 def match(draws: Sequence[tuple[Stored, Labels]], tiles: Sequence[Tile] | None = None) -> Layout | None:
-    """The smallest tile in which every bit of the labels lies at one place of the stored tensor, and where; None if there is none.
+    """The smallest tile in which every bit of the labels lies at one place of the stored tensor, and where; None for none.
 
     draws: stored tensors of one layout, with the labels of their codes; several of them stand for more tiles.
     """
     n, k = draws[0][1].codes.shape
+    known_at = draws[0][1].known_at
+    tried = TRIED if known_at is None else int(TRIED / max(float(known_at.mean()), 0.05))
     for tile in tiles or candidates((n, k), draws[0][0]):
-        few = _samples(draws, tile, TRIED)
+        few = _samples(draws, tile, tried)
         if few is None or not _may_be(*few, draws[0][1].bits):
             continue
         sampled = _samples(draws, tile, SAMPLES * (1 if tile.size > SMALL_TILE else 8))
@@ -152,9 +156,11 @@ def candidates(shape: tuple[int, int], tensor: Stored) -> Iterator[Tile]:
              and (columns == 1 or rows & rows - 1 == 0)]
     for tile in sorted(tiles, key=lambda tile: (tile.size * (1 + (tile.parts > 1)), tile.columns)):
         first, second = tile.grid(shape)
+        if len(tensor.data) % (first * second):
+            continue
         bits = 8 * len(tensor.data) // (first * second)
         is_large = bits > MOST_BITS
-        if len(tensor.data) % (first * second) or (is_large and (bits > MOST_LARGE or min(tile.rows, tile.columns) < LEAST_LARGE)):
+        if is_large and (bits > MOST_LARGE or min(tile.rows, tile.columns) < LEAST_LARGE):
             continue
         for across in (False, True) if min(first, second) > 1 else (False,):
             for stacked in (False, True)[:1 if is_large else 2]:
@@ -171,7 +177,7 @@ def _samples(draws: Sequence[tuple[Stored, Labels]], tile: Tile, count: int) -> 
 
 
 def sample(stored: Stored, labels: Labels, tile: Tile, most: int) -> tuple[Bits, Bits] | None:
-    """Bits of some tiles: the stored ones [tiles, bits] and those of codes [tiles, weights * bits], as 1 and -1, 0 for unknown."""
+    """Bits of some tiles, as 1 and -1, 0 for unknown: those stored [tiles, bits] and those of codes [tiles, weights * bits]."""
     n, k = labels.codes.shape
     view = tile.stored(stored, (n, k))
     codes = tile.weights(labels.codes)
@@ -196,7 +202,7 @@ def _may_be(bits: Bits, labels: Bits, first: int) -> bool:
         return False
     count = np.abs(labels[:, :first]).sum(0)
     agreement = np.abs(bits.T @ labels[:, :first]).max(0)
-    return bool(((agreement >= AGREEMENT * 0.7 * count) | (count < FEWEST / 2)).all())
+    return bool((agreement >= AGREEMENT * 0.7 * count).all())
 
 
 def agreeing(bits: Bits, labels: Bits, planes: int) -> npt.NDArray[np.int64] | None:

@@ -3,7 +3,7 @@
 from qdsl.core.stored import Stored
 from qdsl.runtime.format import Format, Spec
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
-from qdsl.runtime.weight.arrays import as_float, as_type, cdiv, empty, integer, joined, pad, spread, workspace
+from qdsl.runtime.weight.arrays import as_float, as_type, cdiv, empty, integer, joined, pad, rounded, spread, workspace
 from qdsl.runtime.weight.base3 import base3, first_trit
 from qdsl.runtime.weight.layout import Field, GroupField, Kernels, Lanes, Narrow, Pairs, Records, Storage, Stream, Variant
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -43,6 +43,7 @@ __all__ = [
            "joined",
            "lookup",
            "pad",
+           "rounded",
            "spread",
            "workspace",
 ]

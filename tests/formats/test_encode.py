@@ -39,6 +39,7 @@ from qdsl.runtime.format import Format
 from qdsl.runtime.weight.packed import FormatError
 from tests.support import searches
 from tests.support.formats import same_bits
+from tests.support.quick import examples
 
 ROUNDED = {
     "even": lambda x: x.round(),
@@ -96,7 +97,7 @@ def awkward() -> st.SearchStrategy[float]:
     return st.one_of(st.floats(-2, 2, width=32), st.sampled_from(special), st.integers(-8, 8).map(float))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(st.lists(awkward(), min_size=16, max_size=16),
        st.lists(st.sampled_from([0.0, 1e-9, 0.25, 1.0, 7.0]), min_size=16, max_size=16))
 def test_searches_find_what_plain_loops_find(values: list[float], weights: list[float]) -> None:

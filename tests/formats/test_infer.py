@@ -1,8 +1,8 @@
-"""`qdsl infer`: storages that ship, layouts of other packages, and storages drawn at random are found again from tensors alone."""
+"""`qdsl infer`: storages that ship, layouts of other packages, and storages drawn at random are found from tensors alone."""
 
 from __future__ import annotations
 
-import math
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 import qdsl
+from qdsl.checkpoint.files import safetensors
+from qdsl.cli import app
 from qdsl.infer.function import infer_function
-from qdsl.infer.run import Inferred, InferError, infer
+from qdsl.infer.run import InferError, Inferred, infer
 from qdsl.runtime import FormatError, PackedWeight
-from tests.formats.test_random_specs import codes, values
+from tests.formats.test_random_specs import codes
 from tests.support.covering import ALL
-from tests.support.formats import SHIPPED, Case, cases, random_packed
+from tests.support.formats import SHIPPED, Case, cases, random_fields
 
 SHAPE = (320, 1024)                                              # whole tiles and groups of every storage
 EVERY = 6                                                        # of how many storages `make test` tries one
@@ -59,7 +62,9 @@ def stored(case: Case) -> PackedWeight:
         weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)) * 0.05
         return case.module.quantize(weight, storage=case.storage, **params)  # type: ignore[no-any-return]
     except FormatError:
-        return random_packed(case, SHAPE, params=params)
+        fields = random_fields(case, SHAPE, params=params)       # scales are not negative, as those of a quantizer
+        positive = {name: field.abs() if field.dtype in (torch.float16, torch.float32) else field for name, field in fields.items()}
+        return case.module.pack(positive, storage=case.storage, **params)  # type: ignore[no-any-return]
 
 
 def of_packed(packed: PackedWeight) -> Inferred:
@@ -168,46 +173,116 @@ def test_other_functions_are_refused(pack: Callable[[Tensor], Tensor], why: str)
 
 # Storages drawn from the language
 
-def drawn(seed: int) -> tuple[str, str]:
-    """A spec's text, and the tensor of its codes."""
+ROWS, COLUMNS = 192, 768                                         # which every drawn layout divides
+
+
+def drawn(seed: int) -> tuple[str, str, int]:
+    """A spec's text, the type of its codes, and how many columns share its numbers."""
     draw = random.Random(seed)
-    bits = draw.choice((2, 3, 4, 4, 5, 6, 8))
-    kind = draw.choice("ui")
-    size = draw.choice((16, 32, 64, 128))
-    fields = {"q": f"{kind}{bits}[n, k]", "s": f"f16[n, k // {size}]"}
-    middle = 1 << bits - 1
-    decode = "q * s" if kind == "i" else f"(q - {middle}) * s"
-    tensors = codes(draw, bits)
-    while "plane0" in tensors:
-        tensors = codes(draw, bits)
-    tensors += values(draw, "s", "f16", ("n", f"k // {size}")).replace("i16", "f16") if False else \
-        f"    t_s:\n      tensor: f16[{', '.join(draw.sample(['x<N', f'y<K/{size}'], 2))}]\n      record: s[x, y]\n"
-    if draw.random() < 0.5:
-        fields["z"] = f"f16[n, k // {size}]"
+    bits, size = draw.choice((2, 3, 4, 4, 5, 6, 8)), draw.choice((16, 32, 64, 128))
+    kind = f"{draw.choice('ui')}{bits}"
+    numbers = ["s", *draw.choice(([], ["z"]))]
+    decode = f"(q - {1 << bits - 1}) * s" if kind[0] == "u" else "q * s"
+    if "z" in numbers:
         decode = draw.choice(("q * s + z", "q * s - z"))
-        tensors += f"    t_z:\n      tensor: f16[{', '.join(draw.sample(['x<N', f'y<K/{size}'], 2))}]\n      record: z[x, y]\n"
-    shown = "".join(f"  {name}: {text}\n" for name, text in fields.items())
-    return f"format: drawn\nweight: [N, K]\nfields:\n{shown}decode: {decode}\nstorage:\n  p:\n{tensors}", "codes"
+    fields = "".join(f"  {name}: f16[n, k // {size}]\n" for name in numbers)
+    tensors = next(text for _ in range(99) if "plane0" not in (text := codes(draw, bits)))   # one tensor holds all bits
+    for name in numbers:
+        axes = ", ".join(draw.sample(["x<N", f"y<K/{size}"], 2))
+        tensors += f"    t_{name}:\n      tensor: f16[{axes}]\n      record: {name}[x, y]\n"
+    return (f"format: drawn\nweight: [N, K]\nfields:\n  q: {kind}[n, k]\n{fields}decode: {decode}\nstorage:\n  p:\n{tensors}",
+            kind, size)
 
 
 @pytest.mark.parametrize("seed", range(60 if ALL else 6))
 def test_a_drawn_storage_is_found(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
-    text, name = drawn(seed)
+    text, kind, size = drawn(seed)
     (tmp_path / "drawn.yaml").write_text(text)
     module = qdsl.load(tmp_path / "drawn.yaml")
     generator = torch.Generator().manual_seed(seed)
-    n, k = 192, 768
-    low, high = (0, 1 << module.SPEC.variants[()].fields["q"].type[1:].__len__()) if False else (0, 0)
-    kind = module.SPEC.variants[()].fields["q"].type
-    bits = int(kind[1:])
-    low = -(1 << bits - 1) if kind[0] == "i" else 0
-    fields = {"q": torch.randint(low, low + (1 << bits), (n, k), generator=generator).to(torch.int8 if low else torch.uint8)}
-    for other, field in module.SPEC.variants[()].fields.items():
-        if other != "q":
-            size = [axis.rounded(n, k, {}) for axis in field.axes]
-            fields[other] = torch.randn(size, generator=generator).half()
-    packed = module.pack(fields)
-    inferred = infer(name, packed.tensors, module.dequantize(packed, torch.float32))
+    low = -(1 << int(kind[1:]) - 1) if kind[0] == "i" else 0
+    q = torch.randint(low, low + (1 << int(kind[1:])), (ROWS, COLUMNS), generator=generator)
+    numbers = {name: torch.randn(ROWS, COLUMNS // size, generator=generator).half() for name in "sz" if f"  {name}:" in text}
+    if "z" in numbers:
+        numbers["s"] = numbers["s"].abs()                        # which of two codes is the larger nothing else says
+    packed = module.pack({"q": q.to(torch.int8 if low else torch.uint8), **numbers})
+    inferred = infer("codes", packed.tensors, module.dequantize(packed, torch.float32))
     assert inferred.is_exact, (text, inferred.text, inferred.problems)
-    assert math.prod(packed.shape) == inferred.values
+
+
+# The commands
+
+def written(folder: Path) -> Path:
+    """A file with a weight of the tutorial's first format, and its values."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randint(0, 16, (64, 256), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(64, 8, generator=generator).half() + 0.1
+    weights = (q.float() - 8) * scales.float().repeat_interleave(32, 1)
+    safetensors.write(folder / "a.safetensors", {"w": q[:, ::2] | q[:, 1::2] << 4, "s": scales, "expected": weights})
+    return folder / "a.safetensors"
+
+
+def run(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(words))
+    return result.exit_code, result.output
+
+
+def test_the_command_prints_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
+    path = str(written(tmp_path))
+    code, printed = run("infer", path, "--packed", "w", "--scales", "s", "--name", "mine", "--out", str(tmp_path / "mine.yaml"))
+    assert code == 0 and "exact: all 16384 values" in printed
+    assert run("check", str(tmp_path / "mine.yaml"))[0] == 0
+    code, printed = run("infer", path, "--packed", "w")
+    assert code == 1 and "the closest: " in printed and "no tensor has the scales of 1 x 32 weights" in printed
+    report = json.loads(run("infer", path, "--packed", "w", "--scales", "s", "--json")[1])
+    assert report["ok"] and report["exact"] == report["values"] == 16384 and "decode: (q - 8) * scale" in report["spec"]
+
+
+def test_the_command_takes_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "halves.py").write_text("def pack(q):\n    return (q[:, ::2] | q[:, 1::2] << 4).byte()\n")
+    code, printed = run("infer", "--function", "halves:pack", "--shape", "32,64")
+    assert code == 0 and 'record: "a<2: q[t, 2*u + a]"' in printed
+    for words, why in ((["--function", "halves:none", "--shape", "2,4"], "no attribute"), (["--function", "halves:pack"], "N,K"),
+                       (["--function", "nowhere:f", "--shape", "2,4"], "nowhere"), ([], "give a file")):
+        code, printed = run("infer", *words)
+        assert code == 2 and why in printed
+
+
+@pytest.mark.parametrize(("data", "why"), [(b"", "0 bytes"), (b"\xff" * 64, "header length"),
+                                           (b"\x02" + bytes(7) + b"{}", "no tensor 'w'")])
+def test_wrong_files_are_refused(data: bytes, why: str, tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(data)
+    code, printed = run("infer", str(tmp_path / "a.safetensors"), "--packed", "w")
+    assert code == 1 and why in printed
+    (tmp_path / "a.npz").write_bytes(data)
+    assert run("infer", str(tmp_path / "a.npz"), "--packed", "w")[0] == 1
+
+
+@pytest.mark.parametrize("values", [torch.zeros(4, 4).half(), torch.zeros(4), torch.full((4, 4), torch.nan), torch.zeros(0, 4)])
+def test_other_values_are_refused(values: Tensor) -> None:
+    with pytest.raises(InferError, match="expected finite float32"):
+        infer("w", {"w": torch.zeros(4, 4, dtype=torch.uint8)}, values)
+
+
+def test_tensors_without_a_code_are_refused() -> None:
+    generator = torch.Generator().manual_seed(0)
+    random_bytes = torch.randint(0, 256, (64, 64), generator=generator, dtype=torch.uint8)
+    with pytest.raises(InferError, match="no codes of the values lie in 'w'"):
+        infer("w", {"w": random_bytes}, torch.randn(64, 128, generator=generator))
+    with pytest.raises(InferError, match="tensor 'w' is bool"):
+        infer("w", {"w": torch.zeros(64, 64, dtype=torch.bool)}, torch.randn(64, 64, generator=generator))
+
+
+def test_new_writes_a_spec_and_a_golden_file_and_tests_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qdsl.analyze.check.kernels.check_kernels", lambda spec: iter(()))    # tests/jobs has them
+    code, printed = run("new", "mine", "--from-infer", str(written(tmp_path)), "--packed", "w", "--scales", "s")
+    assert code == 0 and "16384 weights are those of mine.safetensors" in printed and " 0 failed" in printed
+    assert run("new", "mine")[0] == 2                            # it is there already
+    code, printed = run("new", "other", "--bits", "3", "--group", "64")
+    assert code == 0 and " 0 failed" in printed and not (tmp_path / "other.safetensors").exists()

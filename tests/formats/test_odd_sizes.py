@@ -15,6 +15,7 @@ from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import launch
 from tests.support.formats import same_bits
 from tests.support.interpreter import INTERPRETED, guarded
+from tests.support.quick import examples
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 Words = npt.NDArray[np.int32]
@@ -64,7 +65,7 @@ def expected(fields: dict[str, Tensor], bits: int, group: int) -> Tensor:
 
 
 @given(weights(), st.sampled_from(["pack_quantized", "pack_quantized_0_17"]))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_any_size(weight: tuple[dict[str, Tensor], dict[str, int]], storage: str) -> None:
     fields, params = weight
     bits = params["bits"]

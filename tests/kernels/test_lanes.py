@@ -308,6 +308,31 @@ def test_names_and_small_floats(code: str, decode: str, tmp_path: Path, hopper: 
             check(case, shapes_of(case)[i], {}, rows, dtype)
 
 
+SCALE_FIRST = """
+format: scale_first
+title: codes of 8 bits behind the tensor of their scales
+source: nobody
+weight: [N, K]
+fields:
+  s: f16[n]
+  q: i8[n, k]
+decode: s * q
+storage:
+  rows:
+    s: {tensor: "f16[n<N]", record: "s[n]"}
+    q: {tensor: "i8[n<N, k<K]", record: "q[n, k]"}
+"""
+
+
+def test_codes_behind_another_tensor(tmp_path: Path) -> None:
+    """Words come from the codes' own tensor, wherever it stands in the storage."""
+    path = tmp_path / "scale_first.yaml"
+    path.write_text(SCALE_FIRST)
+    case = Case(path, "rows", ())
+    assert lanes_of(case).words.__name__ == "_words_rows"
+    check(case, shapes_of(case)[0], {}, 3, DTYPES[0])
+
+
 # A record of codes that are small floats, its fields and tensor called as the kernel calls its own values.
 RECORD = """
 format: records_{code}

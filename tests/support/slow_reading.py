@@ -186,7 +186,7 @@ class Reading:
         stored = {(name, at): value(kinds[name], int(fields[name][at])) for name, shape in self.stored_tables.items()
                   for at in np.ndindex(*shape)}
         tables = {**self.tables, **stored}
-        sizes: dict[str, Scalar] = {**self.env}
+        sizes: dict[str, Any] = {**self.env, **self.params}
         with np.errstate(all="ignore"):
             for weight, free, places in self.places(fields):
                 values = {name: value(kinds[name], int(fields[name][place])) for name, place in places.items()
@@ -508,6 +508,11 @@ def _step(expr: g.Expr, env: Mapping[str, Scalar], tables: Tables) -> Scalar:
         return tables[expr.name, tuple(int(_step(part, env, tables)) for part in expr.index)]
     if isinstance(expr, g.Apply) and expr.name == "parity":
         return f"{_step(expr.arguments[0], env, tables):b}".count("1") % 2
+    if isinstance(expr, g.Apply) and expr.name == "round":
+        inner, kind = expr.arguments
+        assert isinstance(kind, g.Name)
+        word = str(env.get(kind.name, kind.name))
+        return np.float32(value(word, nearest(word, np.float32(_step(inner, env, tables)))))
     if not isinstance(expr, g.Binary):
         raise Unread(f"no second reading of '{type(expr).__name__}' in decode: add it to tests/support/slow_reading.py")
     a, b = _step(expr.left, env, tables), _step(expr.right, env, tables)

@@ -146,8 +146,13 @@ def statements_in(node: ast.AST) -> list[ast.stmt]:
 
 
 @cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imported(path: Path, at_import: bool = False, types: bool = True) -> frozenset[str]:
-    return frozenset(imports(ast.parse(path.read_text()).body, at_import, types))
+    return frozenset(imports(parsed(path).body, at_import, types))
 
 
 def named(path: Path) -> str:
@@ -221,11 +226,11 @@ def without_docstring(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
                 yield from without_docstring(node.body, f"{prefix}{node.name}.")
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if path.stem != "pieces"], ids=named)
-def test_public_names_have_docstrings(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert path.stem.startswith("__") or ast.get_docstring(tree)
-    assert list(without_docstring(tree.body)) == []
+def test_public_names_have_docstrings() -> None:
+    """Modules too.  pieces.py is the exception that may only go."""
+    modules = [path for path in MODULES if path.stem != "pieces"]
+    assert [named(path) for path in modules if not path.stem.startswith("__") and ast.get_docstring(parsed(path)) is None] == []
+    assert {named(path): names for path in modules if (names := list(without_docstring(parsed(path).body)))} == {}
 
 
 def test_the_order_has_no_circles() -> None:
@@ -249,7 +254,7 @@ def test_the_two_shores_do_not_meet() -> None:
 @pytest.mark.parametrize("path", GENERATED, ids=named)
 def test_generated_modules_import_the_running_shore_alone(path: Path) -> None:
     """Lazily too; relative imports stay inside the format's own package."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = list(ast.walk(parsed(path)))
     froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in froms if not node.level}
@@ -281,7 +286,7 @@ OF_LIBRARIES: dict[str, set[str]] = {
 @cache
 def own_names() -> frozenset[str]:
     """Functions, methods and attributes that modules of qdsl define."""
-    nodes = [node for path in MODULES if path.name != "private_apis.py" for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [node for path in MODULES if path.name != "private_apis.py" for node in ast.walk(parsed(path))]
     names = {node.name for node in nodes if isinstance(node, FUNCTIONS)}
     names |= {node.id for node in nodes if isinstance(node, ast.Name)}
     return frozenset(names | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
@@ -291,7 +296,7 @@ def own_names() -> frozenset[str]:
 @pytest.mark.parametrize("path", [path for path in MODULES if "models" in path.parts and path.stem != "private_apis"], ids=named)
 def test_undocumented_names_of_libraries_are_in_one_module(path: Path) -> None:
     """tests/unit/test_private_names.py tests those of models/private_apis.py, tests of engines and adapters the others."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = list(ast.walk(parsed(path)))
     words = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     words |= {str(node.value) for node in nodes if isinstance(node, ast.Constant) and str(node.value).isidentifier()}
     private = {word for word in words if word.startswith("_") and not word.startswith("_qdsl") and not word.endswith("_")}
@@ -301,7 +306,7 @@ def test_undocumented_names_of_libraries_are_in_one_module(path: Path) -> None:
 @pytest.mark.parametrize("path", [path for path in MODULES if path != PRIVATE_APIS], ids=named)
 def test_undocumented_names_of_torch_and_triton_are_in_one_module(path: Path) -> None:
     """tests/unit/test_private_apis.py tests what stands there.  Generated modules import neither, as the test above says."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = list(ast.walk(parsed(path)))
     foreign = {name for name in imported(path) if name.split(".")[0] in ("torch", "triton")}
     assert not {name for name in foreign if any(part.startswith("_") for part in name.split("."))}
     assert not {name for name in foreign if name.startswith(("torch.fx.experimental", "triton.runtime", "triton.backends",
@@ -327,6 +332,6 @@ def test_code_names_neither_producers_nor_formats() -> None:
     names = {*producers, *(path.stem for path in (ROOT / "specs").glob("*.yaml"))} - {"qdsl", "f32", "f16", "bf16"}
     counts = {str(path.relative_to(PACKAGE)): sum(
         isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
-        for node in ast.walk(ast.parse(path.read_text())))
+        for node in ast.walk(parsed(path)))
         for path in MODULES if path.relative_to(PACKAGE).parts[0] in ("checkpoint", "jobs", "models", "cli", "core")}
     assert len(names) > 70 and {name: count for name, count in counts.items() if count} == FORMATS_IN_CODE

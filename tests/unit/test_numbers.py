@@ -19,8 +19,9 @@ from qdsl.core.numbers import FLOATS, number, round_to_f32
 from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.weight import numbers as runtime
 from tests.support.paths import ROOT
+from tests.support.quick import examples
 
-PROPERTY = settings(max_examples=200, deadline=None, derandomize=True)
+PROPERTY = settings(max_examples=examples(200), deadline=None, derandomize=True)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GOLDEN = {path.stem: np.load(path, allow_pickle=False) for path in (ROOT / "tests" / "data" / "numbers").glob("*.npz")}
 ML_DTYPES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "e4m3fnuz": "float8_e4m3fnuz", "e5m2fnuz": "float8_e5m2fnuz",

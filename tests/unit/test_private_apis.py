@@ -68,31 +68,6 @@ def test_gradients_in_a_batch_are_seen() -> None:
     assert seen == [(Tensor, True)] and not private.is_batched(torch.ones(2))
 
 
-def test_operators_of_a_traced_program() -> None:
-    def function(x: Tensor) -> Tensor:
-        return x.clone().view(-1).add_(1)
-
-    program = private.traced(function, [torch.ones(2, 2)])
-    operators = [node.target for node in program.graph.nodes if private.is_operator(node.target)]
-    targets = {operator.overloadpacket.__name__: operator for operator in operators}
-    assert targets.keys() == {"clone", "view", "add_"}
-    assert {name for name, target in targets.items() if private.is_mutable(target)} == {"add_"}
-    assert {name for name, target in targets.items() if private.shares_memory(target)} == {"view", "add_"}
-    assert private.overload_name(targets["add_"]) == "Tensor"
-    assert not private.is_operator(torch.add) and not private.is_mutable(torch.add) and not private.shares_memory(len)
-
-
-def test_programs_are_given_to_inductor_with_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    inductor = importlib.import_module("torch._inductor.compile_fx")
-    config = importlib.import_module("torch._inductor.config")
-    from qdsl.runtime.cpu.linear import OPTIONS
-
-    assert all(hasattr(config, option) for option in OPTIONS)
-    monkeypatch.setattr(inductor, "compile_fx", lambda program, example, config_patches: (program, example, config_patches))
-    program, example = private.traced(lambda x: [x + 1], [torch.ones(2)]), (torch.ones(2),)
-    assert private.compile_program(program, example, OPTIONS) == (program, [*example], OPTIONS)
-
-
 def test_views_share_a_storage() -> None:
     whole = torch.ones(4)
     assert private.storage_key(whole) == private.storage_key(whole[2:]) != private.storage_key(whole.clone())

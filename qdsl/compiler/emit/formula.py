@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from qdsl.compiler.ir.program import Field, Program, Value
+from qdsl.core.numbers import TORCH_FLOATS
 
 _LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "neg": 3, "field": 4, "const": 4, "table": 4}
 
@@ -15,10 +16,11 @@ _LEVEL = {"+": 1, "-": 1, "*": 2, "/": 2, "//": 2, "%": 2, "neg": 3, "field": 4,
 class Dialect:
     """`divide` and `negate` are calls or prefixes where the plain operator on floats would not round or sign as defined.
 
-    table: how an entry of a table is read.
+    table: how an entry of a table is read.  round: how a value is rounded to a type and is float32 again.
     """
 
     table: Callable[[str, str], str]
+    round: Callable[[str, str], str]
     divide: str | None = None
     negate: str = "-"
 
@@ -28,9 +30,10 @@ def constant(table: str) -> str:
     return table.upper()
 
 
-TORCH = Dialect(lambda table, at: f"{constant(table)}[{at}]")
+TORCH = Dialect(lambda table, at: f"{constant(table)}[{at}]", "rounded({}, {})".format)
 # tl's `/` is approximate, and its -x is 0 - x, which loses -0.
-TRITON = Dialect(lambda table, at: f"tl.load({table} + {at})", divide="tl.div_rn", negate="-1.0 * ")
+TRITON = Dialect(lambda table, at: f"tl.load({table} + {at})", "device.rounded({}, {})".format,
+                 divide="tl.div_rn", negate="-1.0 * ")
 
 
 def formula(program: Program, dialect: Dialect = TORCH, names: Mapping[str, str] | None = None, around: int = 0,
@@ -53,17 +56,10 @@ def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, s
         return known_name
     if value.op == "float":
         return _text(program, value.args[0], dialect, names, around)
-    if value.op == "field":
-        return names.get(value.name, value.name)
-    if value.op == "const":
-        return repr(value.const) if value.const >= 0 else f"({value.const!r})"
-    if value.op == "entry":
-        table = f"{names.get(value.name, value.name)}{plane(program.field(value.name), value)}"
-        return f"lookup({table}, {_text(program, value.args[0], dialect, names, 0)})"
-    if value.op == "table" and len(program.spec.table(value.name).shape) > 1:
-        return row_entry(program, value, dialect, names)
-    if value.op == "table":
-        return dialect.table(value.name, _text(program, value.args[0], dialect, names, 1 if dialect is TRITON else 0))
+    if not value.args or value.op in ("table", "entry"):
+        return _read_text(program, value, dialect, names)
+    if value.op == "round":
+        return dialect.round(_text(program, value.args[0], dialect, names, 0), type_of(program, value, dialect))
     if value.op == "neg":
         sign = "-" if value.is_int else dialect.negate
         level = 2 if "*" in sign else 3
@@ -76,6 +72,30 @@ def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, s
     level = _LEVEL[value.op]
     body = f"{_text(program, left, dialect, names, level)} {value.op} {_text(program, right, dialect, names, level + 1)}"
     return f"({body})" if around > level else body
+
+
+def _read_text(program: Program, value: Value, dialect: Dialect, names: Mapping[str, str]) -> str:
+    """A number, a field, or what a table or a stored one has for an integer."""
+    if value.op == "field":
+        return names.get(value.name, value.name)
+    if value.op == "const":
+        return repr(value.const) if value.const >= 0 else f"({value.const!r})"
+    if value.op == "entry":
+        table = f"{names.get(value.name, value.name)}{plane(program.field(value.name), value)}"
+        return f"lookup({table}, {_text(program, value.args[0], dialect, names, 0)})"
+    if len(program.spec.table(value.name).shape) > 1:
+        return row_entry(program, value, dialect, names)
+    return dialect.table(value.name, _text(program, value.args[0], dialect, names, 1 if dialect is TRITON else 0))
+
+
+def type_of(program: Program, value: Value, dialect: Dialect) -> str:
+    """The type that a value is rounded to: of a parameter, in torch what decode has read it to be, in Triton a tensor's."""
+    if value.name not in program.params:
+        return f"{'tl' if dialect is TRITON else 'torch'}.{TORCH_FLOATS[value.name]}"
+    if dialect is TRITON:
+        return next(f"{tensor.name}.dtype.element_ty" for tensor in program.tensors
+                    if tensor.kind == value.name and not tensor.optional)
+    return value.name
 
 
 def plane(field: Field, value: Value) -> str:
@@ -127,7 +147,8 @@ def _above(program: Program, number: int) -> list[Value]:
 
 
 def steps(program: Program, names: Mapping[str, str]) -> tuple[str, list[tuple[str, str, str]]]:
-    """The formula as what it begins with, and the operations that follow, each (op, left, right) with one side empty.
+    """The formula as what it begins with, and the operations that follow, each (op, left, right) with one side empty; what
+    "round" has on its right is a type.
 
     Every step has a value for each weight, so that one tensor can hold them all, one after the other.
     `names` gives the names of fields, rows of tables, and steps computed before.
@@ -135,11 +156,15 @@ def steps(program: Program, names: Mapping[str, str]) -> tuple[str, list[tuple[s
     values = program.values
     at = len(values) - 1
     operations: list[tuple[str, str, str]] = []
-    while values[at].op in ("+", "-", "*", "/") and not values[at].is_int and step_name(at) not in names:
+    while values[at].op in ("+", "-", "*", "/", "round") and not values[at].is_int and step_name(at) not in names:
         sides = [arg for arg in values[at].args if values[arg].index == values[-1].index]
         if not sides:
             break
-        operand = next((arg for arg in sides if values[arg].op in ("+", "-", "*", "/")), sides[0])
+        operand = next((arg for arg in sides if values[arg].op in ("+", "-", "*", "/", "round")), sides[0])
+        if values[at].op == "round":
+            operations.append(("round", "", type_of(program, values[at], TORCH)))
+            at = operand
+            continue
         left, right = ("" if arg == operand else _text(program, arg, TORCH, names, 0) for arg in values[at].args)
         right = right if left or right else _text(program, operand, TORCH, names, 0)        # a square
         operations.append((values[at].op, left, right))

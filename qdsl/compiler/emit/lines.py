@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 WIDTH = 120
+WORD = re.compile(r"(?<![\w\".])[A-Za-z_]\w*(?![\w\"=])")         # neither a key, an attribute nor the name of an argument
+TEXT = re.compile(r'"""[\s\S]*?"""|"[^"\n]*"|#.*')
 
 
 def indent(lines: Iterable[str], levels: int = 1) -> list[str]:
@@ -26,6 +29,11 @@ def wrapped(head: str, items: Iterable[str], tail: str, level: int = 0) -> list[
         else:
             rows[-1] += part if not rows[-1] or rows[-1].endswith(("(", "[", "{")) else " " + part
     return rows
+
+
+def names_read(lines: Iterable[str]) -> set[str]:
+    """The names in lines of code, outside of strings and comments."""
+    return set(WORD.findall(TEXT.sub('""', "\n".join(lines))))
 
 
 def named(lines: list[str], name: str, text: str, reserved: Iterable[str] = ()) -> str:

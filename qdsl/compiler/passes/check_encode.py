@@ -323,8 +323,8 @@ def _steps_of(program: Program, roles: Mapping[str, str], pattern: g.Apply, fact
 
 
 def _read(program: Program, value: Value) -> set[str]:
-    """The fields and tables that a value is made of."""
-    own = {value.name} if value.op in ("field", "table") else set()
+    """The fields and tables that a value is made of, and the types that it is rounded to."""
+    own = {value.name} if value.op in ("field", "table", "entry", "row", "round") else set()
     return own.union(*(_read(program, program.values[i]) for i in value.args))
 
 
@@ -369,5 +369,7 @@ def _factors(program: Program, value: Value) -> Iterator[Value]:
 
 
 def _plain(program: Program, value: Value) -> Value:
-    """The integer that is turned into a float, where one is."""
-    return program.values[value.args[0]] if value.op == "float" else value
+    """The integer that is turned into a float, where one is, and what is rounded to a shorter type."""
+    while value.op in ("float", "round"):
+        value = program.values[value.args[0]]
+    return value

@@ -42,7 +42,8 @@ def _affine(program: Program) -> Affine | str:
     if stored := next((value.name for value in program.values if value.op == "entry"), ""):
         return f"decode looks up '{stored}', a table that is stored with the weight"
     if sums is None:
-        return "decode is no sum of products: it divides by a sum, or looks up another table than that of the code"
+        return ("decode is no sum of products: it divides by a sum, rounds to another type, or reads another table than that of "
+                "the code, or rows of one")
     factors = {name for product in sums for name in product}
     read = {name for name in factors if name == codes[0] or "[" in name}
     for table, _, field in (name.removesuffix("]").partition("[") for name in sorted(factors)):

@@ -299,8 +299,15 @@ class _TensorReader:
             self.problems.add(span, f"items of '{field}' move differently from record to record")
             return None
         left = {var: _product(unit, moves[0][var]) for var, unit in units[0].items() if var in moves[0]}
+        between = [var for var, weight in left.items() if weight.is_const and 0 < weight.const < box and not any(inside)]
         if box > 1 or inside:
             left[""] = _product(inside.pop() if inside else (), 1)
+        if between:
+            inner, extent = between[0], next(var.extent for var in variables if var.name == between[0])
+            self.problems.add(span, f"items of '{field}' lie between those of the next record: '{inner}' steps by {left[inner]}, "
+                                    f"and a record reaches over {box}; loop in the record, '{inner}<{extent}: ...', and write "
+                                    f"'word' in place of the axis '{inner}'")
+            return None
         digits: list[str] = []
         reach = Index(1)
         while left:

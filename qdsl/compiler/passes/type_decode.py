@@ -73,8 +73,13 @@ class _Builder:
                 return None if left is None or right is None else self.binary(expr, left, right)
             case g.Subscript():
                 return self.table(expr)
+            case g.Apply("round", (inner, g.Name() as kind), ()):
+                arg = self.value(inner)
+                return None if arg is None else self.rounded(expr, arg, kind)
+            case g.Apply("round", _, _, span):
+                self.problems.add(span, "round takes a value and the type that it is rounded to: round(s * q, bf16)")
             case g.Apply(word, _, _, span):
-                self.problems.add(span, f"unknown function '{word}' in decode")
+                self.problems.add(span, f"unknown function '{word}' in decode{did_you_mean(word, ['round'])}")
         return None
 
     def name(self, expr: g.Name) -> int | None:
@@ -95,6 +100,22 @@ class _Builder:
             self.problems.add(expr.span, f"'{expr.name}' is a stored table: it has a value by its subscripts, {expr.name}[...]")
             return None
         return self.add("field", (), expr.span, name=field.name, range=_limits(field), index=_reach(program, field.index))
+
+    def rounded(self, expr: g.Apply, arg: int, kind: g.Name) -> int | None:
+        """A value rounded to f16 or bf16, or to the type of a parameter, which a stored tensor has."""
+        program = self.program
+        listed = next((param.values for param in program.spec.params if param.name.value == kind.name), (kind.name,))
+        if not set(listed) <= {"f16", "bf16", *(["f32"] if kind.name in program.params else [])}:
+            self.problems.add(kind.span, f"decode rounds to f16, to bf16, or to a parameter that lists these and f32, not to "
+                                         f"'{kind.name}'")
+            return None
+        if kind.name in program.params and not any(
+                tensor.kind == kind.name == program.field(placed.field).kind
+                for tensor in program.tensors if not tensor.optional for placed in tensor.placements):
+            self.problems.add(kind.span, f"no tensor of storage '{program.storage}' is of the type '{kind.name}'")
+            return None
+        value = self.to_float(arg)
+        return None if value is None else self.add("round", (value,), expr.span, name=kind.name, index=self.values[value].index)
 
     def table(self, expr: g.Subscript) -> int | None:
         """A table's number, by an integer that never leaves the table; of a table of rows, the column's number in a row."""

@@ -401,7 +401,7 @@ class _Parser:
             wanted = "an axis is a variable and its extent, such as 'n<N' or 'j<K/2'"
             span = self.text.at(self.token.begin, self.token.end)
             raise GrammarError(Problem(f"'{self.token.text}' has no extent: {wanted}", span))
-        return self.loop("a dimension such as 'n<N', 'word' or 1")
+        return self.loop("a dimension such as 'n<N', 'word' (all elements of a record) or 1")
 
     def loop(self, what: str) -> Loop:
         begin = self.at

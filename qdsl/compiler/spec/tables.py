@@ -7,10 +7,11 @@ A file holds numbers apart by spaces and lines; '#' begins a comment.  A compute
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
+from operator import add, floordiv, mod, mul, neg, sub
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +25,7 @@ MAX_TABLE = 1 << 14             # numbers of a table: the largest codebook of a 
 MAX_FILE = 1 << 17
 INT32 = 1 << 31
 LARGEST = 2.0 ** 128 - 2.0 ** 104                                # float32's
+OPERATORS: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "//": floordiv, "%": mod, "**": pow}
 _FILE = re.compile(r"(?:[A-Za-z0-9_]+/)*[A-Za-z0-9_]+\.txt\Z")
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,8})\Z")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,8})(?:\.[0-9]{1,20})?(?:e[-+]?[0-9]{1,2})?\Z")
@@ -71,7 +73,7 @@ def from_file(name: Text, place: Text, folder: Path | None) -> Table:
 def computed(name: Text, text: Text, tables: Mapping[str, Table]) -> Table:
     """The table that a line such as `i<256 j<8: level[codes[i] // 4**j % 4]` describes.  Raises GrammarError."""
     loops, formula = g.table(text)
-    extents = [_Reader({}, tables).value(loop.extent) for loop in loops]
+    extents = [_Reader({}, 1, tables).values(loop.extent)[0] for loop in loops]
     if len(loops) > 2 or not 0 < prod(extents) <= MAX_TABLE or min(extents) < 1:
         _fail(text.span, f"a table has one or two loops and at most {MAX_TABLE} numbers")
     names = [loop.name for loop in loops]
@@ -83,75 +85,79 @@ def computed(name: Text, text: Text, tables: Mapping[str, Table]) -> Table:
 def evaluated(table: Table, tables: Mapping[str, Table]) -> Table:
     """A computed table with its numbers.  Raises GrammarError where one of them is none."""
     assert table.formula is not None
-    values = tuple(_Reader(dict(zip(table.loops, at, strict=True)), tables).value(table.formula)
-                   for at in product(*map(range, table.shape)))
-    return replace(table, values=values)
+    places = zip(*product(*map(range, table.shape)), strict=True)
+    values = _Reader(dict(zip(table.loops, places, strict=True)), prod(table.shape), tables).values(table.formula)
+    return replace(table, values=tuple(values))
 
 
 class _Reader:
-    """An integer expression over loops and tables, computed."""
+    """Integer expressions over loops and tables, each computed for all values of the loops at once: a list of `count` numbers.
 
-    def __init__(self, loops: Mapping[str, int], tables: Mapping[str, Table]) -> None:
+    loops: the values of each.
+    """
+
+    def __init__(self, loops: Mapping[str, Sequence[int]], count: int, tables: Mapping[str, Table]) -> None:
         self.loops = loops
+        self.count = count
         self.tables = tables
 
-    def value(self, expr: g.Expr) -> int:
-        number = self._value(expr)
-        if not -INT32 <= number < INT32:
-            _fail(expr.span, f"{number} does not fit 32 bits{self._where()}")
-        return number
+    def values(self, expr: g.Expr) -> list[int]:
+        numbers = self._values(expr)
+        if min(numbers) < -INT32 or max(numbers) >= INT32:
+            place = self._first(not -INT32 <= number < INT32 for number in numbers)
+            _fail(expr.span, f"{numbers[place]} does not fit 32 bits{self._where(place)}")
+        return numbers
 
-    def _where(self) -> str:
-        return f", at {', '.join(f'{name} = {value}' for name, value in self.loops.items())}" if self.loops else ""
+    def _first(self, wrong: Iterable[bool]) -> int:
+        return next(place for place, is_wrong in enumerate(wrong) if is_wrong)
 
-    def _value(self, expr: g.Expr) -> int:
+    def _where(self, place: int) -> str:
+        return f", at {', '.join(f'{name} = {values[place]}' for name, values in self.loops.items())}" if self.loops else ""
+
+    def _values(self, expr: g.Expr) -> list[int]:
         match expr:
             case g.Number(int(value)):
-                return value
+                return [value] * self.count
             case g.Name(word, span):
                 if word not in self.loops:
                     _fail(span, f"unknown name '{word}' in a table{did_you_mean(word, (*self.loops, *self.tables))}")
-                return self.loops[word]
+                return list(self.loops[word])
             case g.Negate(value):
-                return -self.value(value)
+                return list(map(neg, self.values(value)))
             case g.Binary():
                 return self._binary(expr)
             case g.Subscript(word, index, span):
-                return self._entry(word, [self.value(part) for part in index], span)
+                return self._entries(word, [self.values(part) for part in index], span)
             case g.Apply("parity", (argument,), ()):
-                value = self.value(argument)
-                return value.bit_count() % 2 if value >= 0 else _fail(expr.span, f"parity of {value}, which is negative")
+                numbers = self.values(argument)
+                if min(numbers) < 0:
+                    _fail(expr.span, f"parity of {next(number for number in numbers if number < 0)}, which is negative")
+                return [number.bit_count() % 2 for number in numbers]
             case g.Apply(word, _, _, span):
                 _fail(span, f"unknown function '{word}' in a table{did_you_mean(word, ['parity'])}")
         _fail(expr.span, "a computed table holds integers")
 
-    def _binary(self, expr: g.Binary) -> int:
-        a, b = self.value(expr.left), self.value(expr.right)
-        if expr.op == "**":
-            return int(a ** b) if 0 <= b <= 31 else _fail(expr.span, f"the exponent {b} is not from 0 to 31{self._where()}")
+    def _binary(self, expr: g.Binary) -> list[int]:
+        left, right = self.values(expr.left), self.values(expr.right)
         if expr.op == "/":
             _fail(expr.span, "a computed table holds integers: divide with '//'")
-        if expr.op in ("//", "%") and (a < 0 or b < 1):
-            _fail(expr.span, f"'{expr.op}' needs a left side of at least 0 and a right side of at least 1, not {a} and {b}")
-        match expr.op:
-            case "+":
-                return a + b
-            case "-":
-                return a - b
-            case "*":
-                return a * b
-            case "//":
-                return a // b
-            case _:
-                return a % b
+        if expr.op == "**" and (min(right) < 0 or max(right) > 31):
+            place = self._first(not 0 <= number <= 31 for number in right)
+            _fail(expr.span, f"the exponent {right[place]} is not from 0 to 31{self._where(place)}")
+        if expr.op in ("//", "%") and (min(left) < 0 or min(right) < 1):
+            place = self._first(a < 0 or b < 1 for a, b in zip(left, right, strict=True))
+            _fail(expr.span, f"'{expr.op}' needs a left side of at least 0 and a right side of at least 1, not {left[place]} and "
+                  f"{right[place]}")
+        return list(map(OPERATORS[expr.op], left, right))
 
-    def _entry(self, word: str, at: list[int], span: Span) -> int:
+    def _entries(self, word: str, index: list[list[int]], span: Span) -> list[int]:
         table = self.tables.get(word)
         if table is None or not table.is_int or len(table.shape) > 1:
             _fail(span, f"unknown table '{word}' of one row of integers{did_you_mean(word, self.tables)}")
-        if len(at) != 1 or not 0 <= at[0] < table.shape[0]:
-            _fail(span, f"table '{word}' [{table.shape[0]}] has no entry {at}{self._where()}")
-        return int(table.values[at[0]])
+        if len(index) != 1 or min(index[0]) < 0 or max(index[0]) >= table.shape[0]:
+            place = 0 if len(index) != 1 else self._first(not 0 <= number < table.shape[0] for number in index[0])
+            _fail(span, f"table '{word}' [{table.shape[0]}] has no entry {[part[place] for part in index]}{self._where(place)}")
+        return [int(table.values[number]) for number in index[0]]
 
 
 def _fail(span: Span, message: str) -> NoReturn:

@@ -56,7 +56,7 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     while cdiv(units, bk) > SECOND_AXIS:                         # rows of 16 million columns and more
         bn, bk = max(1, bn // 2), 2 * bk
     # Contracted multiply-adds would skip a rounding that the formula has.
-    yield Call(dequantize_kernel, (_read(packed), out, *packed.shape, _sizes(packed), rows, units),
+    yield Call(dequantize_kernel, (read_tensors(packed), out, *packed.shape, size_arguments(packed), rows, units),
                _constants(packed, bn, bk), (cdiv(rows, bn), cdiv(units, bk)),
                {"num_warps": WARPS, "enable_fp_fusion": False}, weights=_weights(packed, bn, bk))
 
@@ -85,7 +85,7 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
     bn, bk = candidate.config["BN"], candidate.config["BK"]
     constants = {**_constants(packed, bn, bk), "DIVIDES": packed.layout.kernels.divides}
     for part, result in _parts(x, out, 1):
-        yield Call(matvec, (_read(packed), part, bias, result, *packed.shape, _sizes(packed), rows, units),
+        yield Call(matvec, (read_tensors(packed), part, bias, result, *packed.shape, size_arguments(packed), rows, units),
                    constants, (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
                    weights=_weights(packed, bn, units), step=_weights(packed, bn, bk))
 
@@ -290,12 +290,12 @@ def _weights(packed: PackedWeight, rows: int, units: int) -> int:
                      for dim, count in along)
 
 
-def _read(packed: PackedWeight) -> tuple[Tensor | None, ...]:
+def read_tensors(packed: PackedWeight) -> tuple[Tensor | None, ...]:
     """The memory that kernels which decode unit by unit read: the tensors, and tables."""
     return *_tensors(packed), *(table.on(packed.device) for table in packed.layout.kernels.tables)
 
 
-def _sizes(packed: PackedWeight) -> tuple[int, ...] | None:
+def size_arguments(packed: PackedWeight) -> tuple[int, ...] | None:
     """Size parameters as a kernel's argument; None where it has none, for an argument of a kernel is no empty tuple."""
     return tuple(packed.sizes.values()) or None
 

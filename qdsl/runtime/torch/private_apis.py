@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._library.autograd import Info, make_autograd_impl
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -76,41 +75,6 @@ def gradient_kernel(operator: Any, gradients: Callable[..., Any], keep: Callable
     gradients, keep: its `backward` and `setup_context`.
     """
     return make_autograd_impl(operator, Info(gradients, keep))
-
-
-# -- traced programs ---------------------------------------------------------------------------------------------------
-
-
-def traced(function: Callable[..., Any], example: Sequence[Tensor]) -> fx.GraphModule:
-    """The program of operators that a function runs on tensors like the example's."""
-    return make_fx(function, tracing_mode="fake")(*example)
-
-
-def compile_program(program: fx.GraphModule, example: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
-    """A traced program that returns a sequence, compiled by inductor with these of its settings."""
-    from torch._inductor.compile_fx import compile_fx  # takes 2 s to import
-
-    return compile_fx(program, list(example), config_patches=dict(options))
-
-
-def is_operator(target: Any) -> bool:
-    """Whether a node of a traced program calls an operator of torch.ops, for certain types of arguments."""
-    return isinstance(target, torch._ops.OpOverload)
-
-
-def is_mutable(target: Any) -> bool:
-    """Whether it is such an operator that changes an argument in place."""
-    return is_operator(target) and bool(target._schema.is_mutable)
-
-
-def shares_memory(target: Any) -> bool:
-    """Whether it is such an operator whose result has the memory of an argument."""
-    return is_operator(target) and any(argument.alias_info is not None for argument in target._schema.arguments)
-
-
-def overload_name(operator: Any) -> str:
-    """The name of the types of arguments that an operator is for: 'Tensor' of aten.add.Tensor."""
-    return str(operator._overloadname)
 
 
 # -- memory and modules ------------------------------------------------------------------------------------------------

@@ -48,6 +48,16 @@ def workspace(out: Tensor | None) -> Tensor | None:
     return out if out is not None and out.dtype == torch.float32 else None
 
 
+def rounded(values: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """float32 values rounded to a shorter dtype, ties to even, as float32, or in `out`.
+
+    Raises RuntimeError in a program that is traced: a compiler may leave out a cast and its way back.
+    """
+    if isinstance(values, FakeTensor):
+        raise RuntimeError("values are not rounded in a program that is traced")
+    return values.to(dtype).float() if out is None else out.copy_(values.to(dtype))
+
+
 def as_float(numbers: Tensor, out: Tensor | None) -> Tensor:
     """Integers as float32, in the memory of `out` if it is that: a pass of its own is faster than an operation that casts."""
     space = workspace(out)

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from qdsl.compiler.emit.lines import WORD
 from qdsl.compiler.emit.triton.plan import argument
 from qdsl.compiler.ir.program import Program
 
-WORD = re.compile(r"(?<![\w\".])[A-Za-z_]\w*(?![\w\"=])")         # neither a key, an attribute nor the name of an argument
 NAME = re.compile(r"^(?:def )?(\w+)", re.MULTILINE)
 
 

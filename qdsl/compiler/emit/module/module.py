@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import qdsl
 from qdsl.compiler.emit.axes import axis_text, field_axes, field_kinds
-from qdsl.compiler.emit.lines import WIDTH, folded, indent, wrapped
+from qdsl.compiler.emit.lines import WIDTH, folded, indent, names_read, wrapped
 from qdsl.compiler.emit.literals import data, quoted, tupled
 from qdsl.compiler.emit.module.functions import (
     Definition,
@@ -27,7 +27,7 @@ from qdsl.compiler.emit.module.tables import constants
 from qdsl.compiler.emit.module.variant import variant
 from qdsl.compiler.emit.tensors import Unsupported
 from qdsl.compiler.emit.torch.decode import decode
-from qdsl.compiler.emit.torch.reference import decode_function, encode_function, pack_function, unpack_function
+from qdsl.compiler.emit.torch.reference import decode_function, encode_function, reference
 from qdsl.compiler.emit.triton.kernels import kernels
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes.check_claims import bits_text
@@ -129,15 +129,12 @@ def _parts(programs: Sequence[Program]) -> tuple[tuple[str, ...], list[Part]]:
 
 def _part(params: Mapping[str, int | str], programs: Sequence[Program]) -> Part:
     first, decoded = programs[0], decode(programs)
-    reference = [tuple(table) for table in constants(programs)]
-    printed = [definitions(kernels(program)) for program in programs]
-    for program in programs:
-        reference += [tuple(unpack_function(program)), tuple(pack_function(program))]
-    reference.append(tuple(decode_function(programs, decoded)))
-    reference += [tuple(encode_function(first))] if first.encode is not None else []
-    functions, names = shared_by_storages(programs, printed)
-    return Part(params, tuple(programs), tuple(map(definition, reference)), tuple(functions),
-                tuple(renamed(variant(programs, decoded), names)))
+    references = [reference(program) for program in programs]
+    lines = [*constants(programs), *(part for storage in references for part in (storage.unpack, storage.pack)),
+             decode_function(programs, decoded), *([encode_function(first)] if first.encode is not None else [])]
+    functions, names = shared_by_storages(programs, [definitions(kernels(program)) for program in programs])
+    return Part(params, tuple(programs), tuple(map(definition, lines)), tuple(functions),
+                tuple(renamed(variant(programs, decoded, references), names)))
 
 
 def _body(part: Part, own: Sequence[Definition]) -> list[str]:
@@ -217,7 +214,7 @@ def _siblings(imported: Mapping[str, Sequence[str]]) -> list[str]:
 
 def _imports(body: Sequence[str]) -> list[str]:
     """Imports of what the body reads."""
-    read = {node.id for node in ast.walk(ast.parse("\n".join(body))) if isinstance(node, ast.Name)}
+    read = names_read(body)
     lines = ["from typing import Any", ""] if "Any" in read else []
     lines += ["import torch"] if "torch" in read else []
     sources = {"torch": ("Tensor",), "": (), "qdsl.encode": tuple(SCHEMES), "qdsl.runtime": RUNTIME,

@@ -12,7 +12,7 @@ from qdsl.compiler.emit.literals import literal, quoted, tupled
 from qdsl.compiler.emit.module.bits import bits_texts
 from qdsl.compiler.emit.tensors import is_plain
 from qdsl.compiler.emit.torch.decode import Decode
-from qdsl.compiler.emit.torch.reference import pack_extents, unpack_extents
+from qdsl.compiler.emit.torch.reference import Reference
 from qdsl.compiler.emit.triton.kernel import tile
 from qdsl.compiler.emit.triton.lanes import constants
 from qdsl.compiler.emit.triton.pairs import paired
@@ -26,7 +26,7 @@ from qdsl.core.codecs import CODECS
 from qdsl.core.schemes import SCHEMES
 
 
-def variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
+def variant(programs: Sequence[Program], decoded: Decode, references: Sequence[Reference]) -> list[str]:
     """Lines of `VARIANT = Variant(...)`: fields, storages, and how decode and encode are called."""
     first = programs[0]
     lines = ["VARIANT = Variant(", "    fields={"]
@@ -36,9 +36,9 @@ def variant(programs: Sequence[Program], decoded: Decode) -> list[str]:
         lines.append(f'        "{field.name}": Field("{field.kind}"{axes}{groups}),')
     lines += ["    },", "    storages={"]
     defaults = _defaults(programs)
-    for program in programs:
+    for program, reference in zip(programs, references, strict=True):
         always = [name for name in defaults if name not in program.unstored]
-        lines += indent(_storage(program, len(programs) > 1, always), 2)
+        lines += indent(_storage(program, reference, len(programs) > 1, always), 2)
     lines.append("    },")
     arguments = ["decode=decode", *(_encode(first) if first.encode is not None else [])]
     if defaults:
@@ -75,12 +75,12 @@ def _defaults(programs: Sequence[Program]) -> dict[str, str]:
     return defaults
 
 
-def _storage(program: Program, several: bool, always: Sequence[str]) -> list[str]:
+def _storage(program: Program, reference: Reference, several: bool, always: Sequence[str]) -> list[str]:
     """several: the format has other storages too, between which bits move.  always: fields that other storages may leave out,
     and this one holds.
     """
     name = program.storage
-    arguments = [f"unpack=unpack_{name}", f"pack=pack_{name}", *_more_arguments(program, always), "tensors={"]
+    arguments = [f"unpack=unpack_{name}", f"pack=pack_{name}", *_more_arguments(program, reference, always), "tensors={"]
     lines = wrapped(f'"{name}": Storage(', arguments, "", level=2)
     for tensor in program.tensors:
         lines += _coded(tensor.stream) if tensor.stream else [f'    "{tensor.name}": {_stored(program, tensor, several)},']
@@ -137,13 +137,13 @@ def _option(word: str) -> str:
     return word if is_number(word) else literal(word)
 
 
-def _more_arguments(program: Program, always: Sequence[str]) -> list[str]:
+def _more_arguments(program: Program, reference: Reference, always: Sequence[str]) -> list[str]:
     """The optional arguments of a storage's description."""
     authored, order = _authored(program), order_name(program)
     omitted = [tensor.placements[0].field for tensor in program.tensors if tensor.omitted]
     fewest = [f"{quoted(axis_text(program.dims[key.value]))}: {extent}" for key, extent in authored.least]
     options = [f"{quoted(key.value)}: {_option(word.value)}" for key, word in authored.options]
-    reads, extents = unpack_extents(program), pack_extents(program)
+    reads, extents = reference.unpack_extents, reference.pack_extents
     streams = [f"{quoted(tensor.name)}: {_stream(program, tensor, tensor.stream)}" for tensor in program.tensors if tensor.stream]
     arguments = [f"where={tupled(list(program.where))}" if program.where else "",
             f"always={tupled(always)}" if always else "",

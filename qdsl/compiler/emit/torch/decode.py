@@ -61,7 +61,7 @@ def decode(programs: Sequence[Program]) -> Decode:
     extents = {_shape(program, value)[-1] for value in lookups.values()}
     shared = [*read, *(f for f in fields if f.number is None or f.table)]
     rows, columns = (_levels(programs, shared, axis, extents) for axis in "nk")
-    lines = _gathers(fields, optional)
+    lines = [*_types(program), *_gathers(fields, optional)]
     together = joint(program)
     copied = _copied(program)
     taken = {program.values[value.args[0]].name for value in lookups.values()}
@@ -79,7 +79,7 @@ def decode(programs: Sequence[Program]) -> Decode:
     if deep != (1, 1):
         digits = "".join(f".unflatten({axis}, ({_counts(fields, letter, levels, len(levels.blocks) - 1, optional)}))"
                          for axis, letter, levels in ((0, "n", rows), (deep[0], "k", columns)) if len(levels.blocks) > 1)
-        lines.insert(len(_gathers(fields, optional)), f"out = out if out is None else out{digits}")
+        lines.insert(len(_types(program)) + len(_gathers(fields, optional)), f"out = out if out is None else out{digits}")
     *before, last_step = _copy(program, copied) if copied else _result(program, names)
     lines += before
     flat = f"{f'.flatten({deep[0]})' if deep[1] > 1 else ''}{f'.flatten(0, {deep[0] - 1})' if deep[0] > 1 else ''}"
@@ -87,6 +87,12 @@ def decode(programs: Sequence[Program]) -> Decode:
     last = program.values[-1]
     cuts = tuple(Index(1) if axis.fixed else axis.blocks[0] for axis in (rows, columns))
     return Decode(tuple(lines), fields, optional, (cuts[0], cuts[1]), last.name if last.op == "field" else None)
+
+
+def _types(program: Program) -> list[str]:
+    """The types of parameters that decode rounds to, as fields have them."""
+    names = dict.fromkeys(value.name for value in program.values if value.op == "round" and value.name in program.params)
+    return [f"{name} = {next(field.name for field in program.fields if field.kind == name)}.dtype" for name in names]
 
 
 def _copied(program: Program) -> Field | None:
@@ -112,7 +118,7 @@ def _flat(program: Program, fields: tuple[Field, ...], read: Sequence[Field], op
     first, op = _flat_size(atoms[finest].args[1]), atoms[finest].op
     sizes = f"{finest}.shape[0], -1" if op == "div" else f"-1, {finest}.shape[0]"
     full = [field for field in read if field.name not in atoms and field.index]
-    lines = [f"shape = {full[0].name}.shape", f"out = out if out is None else out.view({sizes})"]
+    lines = [*_types(program), f"shape = {full[0].name}.shape", f"out = out if out is None else out.view({sizes})"]
     for field in read:
         text = _typed(program, field)
         if field in full:
@@ -200,7 +206,9 @@ def _result(program: Program, names: Mapping[str, str]) -> list[str]:
     lines = ["space = workspace(out)"] if len(following) > 1 else []
     for i, (op, left, right) in enumerate(following):
         last = i == len(following) - 1
-        text = f"torch.{functions[op]}({left or value}, {right or value}, out={'out' if last else 'space'})"
+        into = "out" if last else "space"
+        text = f"rounded({value}, {right}, {into})" if op == "round" else \
+            f"torch.{functions[op]}({left or value}, {right or value}, out={into})"
         lines.append(text if last else f"w = {text}")
         value = "w"
     return lines

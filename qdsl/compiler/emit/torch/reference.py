@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from qdsl.compiler.emit.axes import field_axes, tensor_axes
 from qdsl.compiler.emit.formula import constant
-from qdsl.compiler.emit.lines import indent, wrapped
+from qdsl.compiler.emit.lines import indent, names_read, wrapped
 from qdsl.compiler.emit.literals import literal, quoted
 from qdsl.compiler.emit.tensors import tensor_dtype
 from qdsl.compiler.emit.torch.decode import Decode
@@ -19,48 +19,54 @@ from qdsl.compiler.ir.program import Encode, Field, Program
 from qdsl.core.schemes import SCHEMES
 
 
-def unpack_function(program: Program) -> list[str]:
-    """Lines of `unpack_STORAGE`, from stored tensors to fields."""
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Lines of `unpack_STORAGE`, from stored tensors to fields, and of `pack_STORAGE`, its inverse.
+
+    unpack_extents: which of N, K and the sizes unpack must be told, because the last record may be padded, or rows lie one after
+    the other.  pack_extents: those for pack, because the fields' shapes do not say where digits of a coordinate end.
+    """
+
+    unpack: list[str]
+    pack: list[str]
+    unpack_extents: list[str]
+    pack_extents: list[str]
+
+
+def reference(program: Program) -> Reference:
+    """The functions of a storage."""
+    unpacked, packed = unpack_body(program), pack_body(program)
+    to_unpack = _extents(program, unpacked)
+    to_pack = _extents(program, packed)
+    return Reference(_unpack_function(program, unpacked, to_unpack), _pack_function(program, packed, to_pack), to_unpack, to_pack)
+
+
+def _extents(program: Program, body: list[str]) -> list[str]:
+    read = names_read(body)
+    return [word for word in ("N", "K", *program.sizes) if word in read]
+
+
+def _unpack_function(program: Program, body: list[str], extents: list[str]) -> list[str]:
     optional = {tensor.name for tensor in program.tensors if tensor.optional}
     arguments = [f"{t.name}: Tensor{' | None' if t.name in optional else ''}" for t in program.tensors]
-    extents = unpack_extents(program)
     arguments += ["*", *(f"{word}: int" for word in extents)] if extents else []
     stored = "; ".join(f"{t.name} {t.kind if t.kind in program.params else tensor_dtype(t)} [{', '.join(tensor_axes(t))}]"
                        for t in program.tensors)
     return [*wrapped(f"def unpack_{program.storage}(", arguments, ") -> dict[str, Tensor]:"),
-            *indent([*_doc(f"Fields of {stored}."), *unpack_body(program)])]
+            *indent([*_doc(f"Fields of {stored}."), *body])]
 
 
-def pack_function(program: Program) -> list[str]:
-    """Lines of `pack_STORAGE`, from fields to stored tensors."""
+def _pack_function(program: Program, body: list[str], extents: list[str]) -> list[str]:
     stored = [f.name for f in program.fields if f.name not in program.where]
     if program.row_codes is not None:
         stored.remove(program.row_codes.code)
         stored += [factor.field for factor in program.row_codes.factors]
     optional = set(program.defaults)
     arguments = [f"{field}: Tensor{' | None' if field in optional else ''}" for field in stored]
-    extents = pack_extents(program)
     arguments += ["*", *(f"{word}: int" for word in extents)] if extents else []
     names = ", ".join(tensor.name for tensor in program.tensors)
     return [*wrapped(f"def pack_{program.storage}(", arguments, ") -> dict[str, Tensor]:"),
-            *indent([*_doc(f"{names} of the fields; the inverse of unpack_{program.storage}."), *pack_body(program)])]
-
-
-def pack_extents(program: Program) -> list[str]:
-    """Which of N, K and the sizes pack must be told, because the fields' shapes do not say where digits of a coordinate end."""
-    return _read(program, pack_body(program))
-
-
-def unpack_extents(program: Program) -> list[str]:
-    """Which of them unpack must be told: the last record may be padded, or rows lie one after the other."""
-    return _read(program, unpack_body(program))
-
-
-def _read(program: Program, body: list[str]) -> list[str]:
-    """The extents that statements read."""
-    tree = ast.parse("\n".join(["def body():", *indent(body)]))
-    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return [word for word in ("N", "K", *program.sizes) if word in read]
+            *indent([*_doc(f"{names} of the fields; the inverse of unpack_{program.storage}."), *body])]
 
 
 def decode_function(programs: Sequence[Program], decoded: Decode) -> list[str]:

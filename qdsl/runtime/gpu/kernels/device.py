@@ -8,6 +8,16 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 
 @triton.jit
+def rounded(value, type: tl.constexpr):
+    """float32 values rounded to float16 or bfloat16, ties to even, as float32 again; of float32 the values as they are."""
+    if type == tl.bfloat16:                                      # by integers: Triton's interpreter cuts bits off
+        bits = value.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        return tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
+    return value.to(type).to(tl.float32)
+
+
+@triton.jit
 def e4m3(code):
     """float32 of E4M3 codes (OCP): uint8, 0x7F and 0xFF are NaN."""
     code = code.to(tl.int32)

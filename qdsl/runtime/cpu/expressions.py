@@ -1,0 +1,198 @@
+"""Writes the expressions of a trace as lines of C, each of them once."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+from qdsl.runtime.cpu.trace import INTEGERS, SIZES, Index, Node, Pointer, Unsupported
+
+SCALARS = {"float32": "float", "uint32": "uint32_t", "int64": "int64_t"}
+VECTORS = {"float32": "vf", "uint32": "vu"}
+SHORT = 16                                                       # entries of a table that a vector of floats holds
+GATHER = 1.5                                                     # instructions per lane of a load by positions
+
+
+class Writer:
+    """Lines of C in one scope, for vectors of `lanes` lanes.
+
+    instructions: about how many the lines take that have vectors.
+    """
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
+        self.lines: list[str] = []
+        self.instructions = 0.0
+        self._names: dict[tuple[str, str], str] = {}
+        self._nodes: dict[Node, str] = {}
+
+    def write(self, node: Node, shown: dict[Node, str] | None = None) -> str:
+        """The C name of a node's value; shown: names of nodes to take instead of their own, for a copy of the expression."""
+        names = self._nodes if shown is None else shown
+        if node not in names:
+            if shown is not None and not node.has_lanes:
+                return self.write(node)
+            names[node] = self._line(node, shown)
+        return names[node]
+
+    def weight(self, node: Node) -> str:
+        """The C name of a weight; weights that a code of 4 bits tells apart are computed for all codes, then looked up."""
+        codes = _short_codes(node) if self.lanes == SHORT else None
+        if not codes or len(codes) > 1 or (code := next(iter(codes))).op == "lanes":
+            return self.write(node)
+        numbers = ", ".join(map(str, range(SHORT)))
+        table = self.write(node, {code: self.name("vi", f"(vi){{{numbers}}}", 0)})
+        is_masked = code.op == "&" and code.args[1].op == "number" and code.args[1].args[0] == SHORT - 1
+        index = self.write(code.args[0] if is_masked else code)  # a permutation reads the low 4 bits
+        return self.name("vf", f"permute({table}, (vi){index})")
+
+    def name(self, kind: str, text: str, cost: float = 1) -> str:
+        """The name of an expression, in a line of its own when it is new."""
+        key = kind, text
+        if key not in self._names:
+            self._names[key] = f"v{len(self._names)}"
+            self.lines.append(f"const {kind} {self._names[key]} = {text};")
+            self.instructions += cost if kind.startswith("v") else 0.25
+        return self._names[key]
+
+    def _kind(self, node: Node) -> str:
+        if not node.has_lanes:
+            return SCALARS.get(node.dtype, "int32_t")
+        if node.dtype == "int64":
+            raise Unsupported("vectors of 64-bit integers")
+        return VECTORS.get(node.dtype, "vi")
+
+    def _line(self, node: Node, shown: dict[Node, str] | None) -> str:
+        if node.op == "number":
+            return _literal(node)
+        if node.op == "position":
+            return f"(int32_t)({node.args[0]})"
+        if node.op == "lanes":
+            values = (node.args * self.lanes)[:self.lanes]
+            return self.name("vi", f"(vi){{{', '.join(map(str, values))}}}", 0)
+        kind = self._kind(node)
+        if node.op == "load":
+            return self._load(node, kind, shown)
+        args = [self.write(arg, shown) if isinstance(arg, Node) else arg for arg in node.args]
+        if node.op == "same" and self._kind(node.args[0]) == kind:
+            return str(args[0])
+        return self.name(kind, self._operation(node, kind, args))
+
+    def _operation(self, node: Node, kind: str, args: list[Any]) -> str:
+        """The C expression of an operation on names."""
+        op, vector = node.op, node.has_lanes
+        if op in ("+", "-", "*", "/", "%", "&", "|", "^", "<<", ">>", "==", "<"):
+            left, right = (self._as_operand(arg, name, kind, op) for arg, name in zip(node.args, args, strict=True))
+            return f"{left} {op} {right}"
+        if op == "choose":
+            return f"({args[0]}) ? {args[1]} : {args[2]}"
+        if op == "select":
+            if not vector:
+                return f"{args[0]} ? {args[1]} : {args[2]}"
+            helper = "float" if kind == "vf" else "int"
+            names = [name if arg.has_lanes else f"all_{helper}({name})" for arg, name in zip(node.args, args, strict=True)]
+            return f"select_{helper}({', '.join(names)})"
+        if op in ("low", "low_signed"):
+            name, bits = args
+            return f"{name} & {(1 << bits) - 1}" if op == "low" else f"{name} << {32 - bits} >> {32 - bits}"
+        name = args[0]
+        if op in ("same", "cast", "bits"):
+            return f"({kind}){name}"
+        if op == "float":
+            return f"to_float((vi){name})" if vector else f"(float){name}"
+        if op == "bits_to_float":
+            return f"(vf){name}" if vector else f"bits_to_float((uint32_t){name})"
+        helper = {"from_float16": "half", "from_bfloat16": "brain"}[op]
+        return f"v{helper}({name})" if vector else f"{helper}((uint16_t){name})"
+
+    def _as_operand(self, node: Node, name: str, kind: str, op: str) -> str:
+        """A name as an operand of a vector: a float next to integers would make a vector of integers of it."""
+        if kind in ("vf", "vi", "vu") and not node.has_lanes:
+            if kind == "vf":
+                return f"all_float({name})"
+            return f"({'uint32_t' if kind == 'vu' else 'int32_t'}){name}"
+        return f"({kind}){name}" if node.has_lanes and kind != "vf" and op not in ("==", "<") else name
+
+    def _load(self, node: Node, kind: str, shown: dict[Node, str] | None) -> str:
+        pointer, dtype, live = node.args[:3]
+        if dtype in ("float16", "bfloat16") and node.dtype != "float32":
+            raise Unsupported(f"bits of a {dtype}")
+        if not node.has_lanes:
+            text = f"load_{dtype}({self._address(pointer, pointer.at.text())})"
+            return self.name(kind, f"({live}) ? {text} : 0" if live else text)
+        if live:
+            raise Unsupported("a condition on a vector")
+        if pointer.node is not None and pointer.node.has_lanes:
+            return self._lookup(pointer, dtype, kind, shown)
+        return self._neighbours(pointer, dtype, kind)
+
+    def _address(self, pointer: Pointer, text: str) -> str:
+        if pointer.node is not None:
+            text += f" + (int64_t){self.write(pointer.node)} * {SIZES[pointer.dtype]}"
+        return f"{pointer.name} + {text}"
+
+    def _neighbours(self, pointer: Pointer, dtype: str, kind: str) -> str:
+        """A vector of elements whose places differ by numbers alone: neighbours, neighbours in another order, or any."""
+        size, lanes = SIZES[dtype], pointer.at.lanes
+        first = min(lanes)
+        order = [(lane - first) // size for lane in lanes]
+        if sorted(order) == list(range(self.lanes)) and all((lane - first) % size == 0 for lane in lanes):
+            start = self._address(pointer, (pointer.at + -1 * Index(pointer.at.trace, (), lanes) + first).text())
+            vector = self.name(kind, f"vload_{dtype}({start})", 0.5)
+            if order == list(range(self.lanes)):
+                return vector
+            if self.lanes >= 8:
+                permuted = f"permute((vf){vector}, (vi){{{', '.join(map(str, order))}}})"
+                return self.name(kind, f"({kind}){permuted}")
+        scalar = "float" if kind == "vf" else "uint32_t" if kind == "vu" else "int32_t"
+        names = [self.name(scalar, f"load_{dtype}({self._address(pointer, pointer.at.text(i))})") for i in range(self.lanes)]
+        return self.name(kind, f"({kind}){{{', '.join(names)}}}", 1 + GATHER * len(set(names)))
+
+    def _lookup(self, pointer: Pointer, dtype: str, kind: str, shown: dict[Node, str] | None) -> str:
+        """Elements at positions that are values: of a short table by a permutation, else one by one."""
+        assert pointer.node is not None
+        index = self.write(pointer.node, shown)
+        if 0 < len(pointer.numbers) <= SHORT == self.lanes and pointer.at == Index(pointer.at.trace, ()):
+            numbers = [*pointer.numbers, *[0.0] * (SHORT - len(pointer.numbers))]
+            table = self.name("vf", f"(vf){{{', '.join(map(_float, numbers))}}}", 0)
+            value = self.name("vf", f"permute({table}, (vi){index})")
+            return value if kind == "vf" else self.name(kind, f"__builtin_convertvector({value}, {kind})")
+        places = self.name("vi", f"(vi){index} * {SIZES[dtype]}", SIZES[dtype] > 1)
+        base = pointer.at
+        if not base.is_uniform:
+            places = self.name("vi", f"{places} + (vi){{{', '.join(map(str, base.lanes))}}}")
+            base += -1 * Index(base.trace, (), base.lanes)
+        return self.name(kind, f"gather_{dtype}({pointer.name} + {base.text()}, {places})", GATHER * self.lanes)
+
+
+def _short_codes(node: Node) -> set[Node]:
+    """The codes of 4 bits through which alone lanes of a value differ; an empty set where they differ otherwise, too."""
+    if not node.has_lanes:
+        return set()
+    if node.dtype in INTEGERS and node.op not in ("lanes", "float") and node.bounds[0] >= 0 and node.bounds[1] < SHORT:
+        return {node}
+    parts: list[Node] = [arg for arg in node.args if isinstance(arg, Node) and arg.has_lanes]
+    if node.op == "load":
+        pointer = node.args[0]
+        if pointer.node is None or not pointer.at.is_uniform or not pointer.numbers:
+            return {node, Node(node.trace, "", (), "", True)}    # two: lanes differ in what is loaded
+        parts = [pointer.node]
+    if not parts:
+        return {node, Node(node.trace, "", (), "", True)}
+    return set().union(*map(_short_codes, parts))
+
+
+def _literal(node: Node) -> str:
+    number = node.args[0]
+    if node.dtype == "float32":
+        return _float(float(number))
+    return f"{number}LL" if node.dtype == "int64" else f"{number}u" if node.dtype == "uint32" else str(number)
+
+
+def _float(number: float) -> str:
+    """The nearest float32 as a C literal."""
+    if math.isnan(number):
+        return '__builtin_nanf("")'
+    rounded = struct.unpack("f", struct.pack("f", number))[0]
+    return f"{float.hex(rounded)}f"

@@ -1,0 +1,111 @@
+"""Compiles C with the compiler of this machine, once, and keeps the libraries in the cache folder for all processes.
+
+A library's file is named by a digest of its source, of the compiler and of its options.  Only files that this user alone can
+write are loaded, and only whole ones: their own digest stands behind their last byte.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+
+from qdsl.host.files import cache_folder, make_cache_folder
+from qdsl.host.system import replace
+
+# A contracted multiply-add would skip a rounding that the formula has.
+OPTIONS = ("-std=gnu11", "-O2", "-fno-math-errno", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-fPIC", "-shared",
+           "-w")
+SECONDS = 120                                                    # after which the compiler is stopped
+_compiling = threading.Lock()
+
+
+class NoCompiler(Exception):
+    """This machine has no C compiler, or its compiler fails."""
+
+
+class UnsafeCache(Exception):
+    """A file of the cache, or its folder, can be written by others."""
+
+
+@cache
+def compiler() -> tuple[str, ...]:
+    """The command of the C compiler: $CC, or the first of cc, gcc and clang.  Raises NoCompiler."""
+    command = tuple(shlex.split(os.environ.get("CC", "")))
+    names = (command[0],) if command else ("cc", "gcc", "clang")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        raise NoCompiler(f"no C compiler: {', '.join(names)}")
+    return (path, *command[1:])
+
+
+@cache
+def machine_options(capability: str) -> tuple[str, ...]:
+    """Options for the vector instructions that torch uses on this machine ('AVX512', 'AVX2' or another word)."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return ()
+    return {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}.get(capability, ())
+
+
+def load(source: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The library of C source: from the cache, or compiled now.  Raises NoCompiler, UnsafeCache and OSError."""
+    command = (*compiler(), *OPTIONS, *options)
+    status = os.stat(command[0])
+    described = "\0".join((*command, str(status.st_size), str(status.st_mtime_ns), platform.platform(), source))
+    path = cache_folder() / "cpu" / f"{hashlib.sha256(described.encode()).hexdigest()[:40]}.so"
+    make_cache_folder(path.parent)
+    _check_owner(path.parent.parent)
+    _check_owner(path.parent)
+    if not _is_whole(path):
+        with _compiling:
+            if not _is_whole(path):
+                _compile(command, source, path)
+    return ctypes.CDLL(str(path))
+
+
+def _check_owner(path: Path) -> os.stat_result:
+    """The status of a file or folder that this user alone can write; raises UnsafeCache, and FileNotFoundError."""
+    status = os.lstat(path)
+    if stat.S_ISLNK(status.st_mode):
+        raise UnsafeCache(f"{path} is a link")
+    if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        raise UnsafeCache(f"{path} is another user's, or others can write it")
+    return status
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library is there, with its digest behind it.  Raises UnsafeCache."""
+    try:
+        if not stat.S_ISREG(_check_owner(path).st_mode):
+            raise UnsafeCache(f"{path} is no file")
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    return data[-32:] == hashlib.sha256(data[:-32]).digest()
+
+
+def _compile(command: tuple[str, ...], source: str, path: Path) -> None:
+    """Write the library of C source to a path, whole or not at all: two processes at once write the same."""
+    with tempfile.TemporaryDirectory(prefix=".compile-", dir=path.parent) as folder:
+        library = Path(folder) / "library.so"
+        try:
+            result = subprocess.run([*command, "-x", "c", "-", "-o", str(library), "-lm"], input=source.encode(), timeout=SECONDS,
+                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NoCompiler(str(error)) from error
+        if result.returncode or not library.is_file():
+            lines = result.stdout.decode(errors="replace").strip().splitlines() or [f"status {result.returncode}"]
+            raise NoCompiler(f"{command[0]}: {next((line for line in lines if 'error' in line), lines[-1])[:200]}")
+        data = library.read_bytes()
+        library.write_bytes(data + hashlib.sha256(data).digest())
+        library.chmod(0o700)
+        replace(library, path)

@@ -1,0 +1,172 @@
+"""Compiled loops of packed weights on a CPU: products with few rows of x, and decoded rows, on as many threads as torch has."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qdsl.runtime.cpu import library
+from qdsl.runtime.cpu.source import DECODE, Reads, Source, source_of
+from qdsl.runtime.cpu.trace import SIZES, Unsupported
+from qdsl.runtime.gpu.configure import grid_axes
+from qdsl.runtime.gpu.launch import read_tensors, size_arguments
+from qdsl.runtime.weight.packed import PackedWeight
+
+FEW = 8                                                          # rows of x for which one loop is faster than tiles
+TOGETHER = 4                                                     # rows that share a pass over the weight; one or two do not
+SHARE = 1 << 17                                                  # weights that are worth a thread of their own
+
+_loops: dict[tuple[Any, ...], Loop | None] = {}
+_pools: dict[int, ThreadPoolExecutor] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A compiled loop, and its source.  rows: of x, DECODE for none."""
+
+    source: Source
+    run: Callable[..., None]
+    rows: int
+
+
+def product(x: Tensor, packed: PackedWeight) -> Tensor | None:
+    """x [M, K] @ w.T in float32, for few rows of x; None where the weight has no loop."""
+    together = TOGETHER if x.shape[0] > 2 else 1
+    loop = _loop_of(packed, together)
+    if loop is None:
+        return None
+    m = x.shape[0]
+    x = torch.nn.functional.pad(x.float(), (0, 0, 0, -m % together)).contiguous()
+    ordered = _ordered(x, loop.source.order)
+    out = torch.empty(len(x), packed.shape[0])
+    for row in range(0, len(x), together):
+        _run(loop, packed, out[row:].data_ptr(), x[row:].data_ptr(), ordered[row:].data_ptr(), 0, packed.shape[0])
+    return out[:m]
+
+
+def decode(packed: PackedWeight) -> Callable[[Tensor, int], None] | None:
+    """A function of (out, start) that decodes the rows from `start` on into out, float32; None where the weight has no loop.
+
+    start is a multiple of `row_step`.
+    """
+    loop = _loop_of(packed, DECODE)
+    if loop is None:
+        return None
+
+    def rows(out: Tensor, start: int) -> None:
+        before = 4 * start * packed.shape[1]
+        _run(loop, packed, out.data_ptr() - before, 0, 0, start, start + out.shape[0])
+
+    return rows
+
+
+def row_step(packed: PackedWeight) -> int:
+    """What the first row that is decoded must be a multiple of."""
+    loop = _loop_of(packed, DECODE)
+    return 1 if loop is None else loop.source.step * packed.layout.kernels.sums
+
+
+def _ordered(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """x with its columns in the order of use, in whole steps."""
+    if not order or x.shape[1] < len(order):
+        return x
+    whole = x.shape[1] // len(order) * len(order)
+    ordered = x.clone() if whole < x.shape[1] else torch.empty_like(x)
+    ordered[:, :whole] = x[:, :whole].view(len(x), -1, len(order))[..., _positions(order)].view(len(x), whole)
+    return ordered
+
+
+_orders: dict[tuple[int, ...], Tensor] = {}
+
+
+def _positions(order: tuple[int, ...]) -> Tensor:
+    if order not in _orders:
+        _orders[order] = torch.tensor(order)
+    return _orders[order]
+
+
+def _loop_of(packed: PackedWeight, rows: int) -> Loop | None:
+    """The loop that takes this weight; None where there is none."""
+    key = (packed.format, packed.storage, tuple(packed.params.values()), _dtypes(packed), rows, _capability())
+    if key not in _loops:
+        _loops[key] = _new_loop(packed, rows)
+    loop = _loops[key]
+    n, k = packed.shape
+    if loop is None or k % loop.source.divisor or n != grid_axes(packed)[0] * packed.layout.kernels.sums:
+        return None
+    return loop if all(tensor is None or tensor.is_contiguous() for tensor in packed.tensors.values()) else None
+
+
+def _dtypes(packed: PackedWeight) -> tuple[str | None, ...]:
+    """Names of the dtypes that the decode function loads, None for a tensor that is missing."""
+    tensors = read_tensors(packed)[:len(packed.layout.coded)]
+    return tuple(None if tensor is None else str(tensor.dtype)[6:] for tensor in tensors)
+
+
+def _capability() -> str:
+    """Which vector instructions torch uses: 'AVX512', 'AVX2' or another word."""
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def source_for(packed: PackedWeight, rows: int) -> Source:
+    """The C source of the loop for a weight's storage.  Raises Unsupported for a decode function that has no form in C."""
+    dtypes = _dtypes(packed)
+    if any(dtype is not None and dtype not in SIZES for dtype in dtypes):
+        raise Unsupported("a dtype that has no form in C")
+    width = {"AVX512": 16, "AVX2": 8}.get(_capability(), 4)
+    return source_of(Reads(packed.layout.kernels, dtypes, size_arguments(packed)), rows, width)
+
+
+def _new_loop(packed: PackedWeight, rows: int) -> Loop | None:
+    """A compiled loop; None for a decode function that has no form in C, and, with a warning, where the compiler fails."""
+    try:
+        source = source_for(packed, rows)
+        run = library.load(source.text, library.machine_options(_capability())).run
+    except Unsupported:
+        return None
+    except (library.NoCompiler, library.UnsafeCache, OSError) as error:
+        warnings.warn(f"products on this CPU are not compiled: {error}", RuntimeWarning, stacklevel=2)
+        return None
+    run.restype = None
+    run.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 5
+    return Loop(source, run, rows)
+
+
+def _run(loop: Loop, packed: PackedWeight, out: int, x: int, ordered: int, start: int, stop: int) -> None:
+    """Run a loop over rows [start, stop) of a weight, in parts of equal size on torch's number of threads."""
+    tensors = read_tensors(packed)
+    places = (ctypes.c_void_p * len(tensors))(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
+    sums, units = packed.layout.kernels.sums, grid_axes(packed)[1]
+    first, last = start // sums, stop // sums
+    count = max(1, min(torch.get_num_threads(), (stop - start) * packed.shape[1] // SHARE))
+    step = loop.source.step
+    part = -(-(last - first) // (count * step)) * step
+    bounds = [(at, min(at + part, last)) for at in range(first, last, part)]
+
+    def work(begin: int, end: int) -> None:
+        loop.run(places, x, ordered, out, *packed.shape, begin, end, units)
+
+    others = [_pool(len(bounds) - 1).submit(work, *bound) for bound in bounds[1:]]
+    for bound in bounds[:1]:
+        work(*bound)
+    for other in others:
+        other.result()
+
+
+def _pool(count: int) -> ThreadPoolExecutor:
+    """Threads of this process; a forked one starts its own."""
+    if count not in _pools:
+        _pools[count] = ThreadPoolExecutor(count, "qdsl-cpu")
+    return _pools[count]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pools.clear)

@@ -1,0 +1,262 @@
+"""C source of a storage's loops on a CPU: products with one row of x or with four, and decoded rows.
+
+      x [M, K], columns in the order of use              out [M, N]
+        |                                                  ^
+        step 0, step 1, ..., then one by one               |
+        the units that no whole step has left  ->  sums of row n
+
+A step is so many units that divisions of positions in the decode function come out whole (trace.py): vectors of weights are
+decoded in registers, multiplied with x and added to a few sums.  N, K and the units of a row are arguments: one library serves
+all shapes.  Where neighbours in memory are neighbours along N, vectors go along N, and a step is so many rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qdsl.runtime.cpu.expressions import Writer
+from qdsl.runtime.cpu.trace import Index, Indivisible, Pointer, Trace, Unsupported, Use
+from qdsl.runtime.weight.layout import Kernels
+
+VECTORS = Path(__file__).with_name("vectors.h")
+LONGEST = 4096                                                   # units in a step: its lines are compiled one by one
+BLOCK = 64                                                       # rows that a step has at least, where vectors go along N
+SUMS = 4                                                         # sums of a row of weights: additions take 4 cycles
+DECODE = 0                                                       # rows of x of a library that decodes into out
+SIGNATURE = ("void run(const uint8_t *const *tensors, const float *x, const float *ordered, float *restrict out, int64_t N, "
+             "int64_t K, int64_t first, int64_t last, int64_t units)")
+
+
+@dataclass(frozen=True)
+class Source:
+    """C source, and what it asks of a weight: K is a multiple of `divisor`, and the first row of tiles of `step`.
+
+    order: x is put in this order of columns, again and again, while they are whole; () where it stays as it is.
+    """
+
+    text: str
+    divisor: int
+    step: int
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a decode function reads: dtypes of tensors, None for one that is missing, and size parameters."""
+
+    kernels: Kernels
+    dtypes: tuple[str | None, ...]
+    sizes: tuple[int, ...] | None
+
+    def pointers(self, trace: Trace) -> list[Pointer | None]:
+        zero = Index(trace, ())
+        tensors = [None if dtype is None else Pointer(f"t{i}", dtype, zero) for i, dtype in enumerate(self.dtypes)]
+        tables = [Pointer(f"t{len(tensors) + i}", str(table.values.dtype)[6:], zero, None,
+                          (math.floor(min(table.numbers)), math.ceil(max(table.numbers))),
+                          table.numbers if table.values.dim() == 1 else ())
+                  for i, table in enumerate(self.kernels.tables)]
+        return [*tensors, *tables]
+
+
+def source_of(reads: Reads, rows: int, width: int) -> Source:
+    """The C source for `rows` rows of x at a time, DECODE for none, with vectors of at most `width` lanes.
+
+    Of the vectors that the decode function can be run on, those are taken that need the fewest instructions per weight; where
+    there are none, weights are decoded one by one.  Raises Unsupported where not even that can be done.
+    """
+    programs = []
+    for lanes in (width, width // 2):
+        if lanes >= 4 and (steps := _steps(reads, lanes)) is not None:
+            try:
+                programs.append(_Program(reads, rows, lanes, steps))
+            except Unsupported:
+                continue
+    program = min(programs, key=lambda program: program.cost) if programs else _Program(reads, rows, 4, None)
+    return program.source
+
+
+class _Steps:
+    """The traces of one step, vector by vector."""
+
+    def __init__(self, reads: Reads, lanes: int, length: int) -> None:
+        self.lanes, self.length, self.along_rows = lanes, length, reads.kernels.last == "n"
+        self.traces: list[Trace] = []
+        for start in range(0, length, lanes):
+            trace = Trace("step", lanes, True)
+            along = trace.symbol("step") * length + Index(trace, (), tuple(range(start, start + lanes)))
+            n, u = (along, trace.symbol("u")) if self.along_rows else (trace.symbol("n"), along)
+            trace.run(reads.kernels.decode, reads.pointers(trace), n, u, reads.sizes)
+            self.traces.append(trace)
+        uses = self.traces[0].uses
+        self.rows = 1 + max(use.row for use in uses)
+        self.per_unit = len(uses) // self.rows
+        self.divisor = math.lcm(*(trace.divisor for trace in self.traces), self.per_unit)
+        if not self.along_rows:
+            self._check_order()
+
+    def order(self, row: int = 0) -> tuple[int, ...]:
+        """The columns of a step in the order of use."""
+        return tuple(lane for trace in self.traces for use in trace.uses if use.row == row
+                     for lane in (use.columns.lanes * self.lanes)[:self.lanes])
+
+    def _check_order(self) -> None:
+        """Raises Unsupported unless every row uses each column of a step once, in one order."""
+        count = self.length * self.per_unit
+        if any(use.columns.terms != (("step", count),) for trace in self.traces for use in trace.uses):
+            raise Unsupported("columns that do not follow the units")
+        orders = {self.order(row) for row in range(self.rows)}
+        if len(orders) > 1 or sorted(self.order()) != list(range(count)):
+            raise Unsupported("columns that are not those of a step")
+
+
+def _steps(reads: Reads, lanes: int) -> _Steps | None:
+    """The traces of the shortest step; None where the decode function cannot be run on so many lanes."""
+    length = max(lanes, BLOCK // reads.kernels.sums) if reads.kernels.last == "n" else lanes
+    while length <= LONGEST:
+        try:
+            return _Steps(reads, lanes, length)
+        except Indivisible as error:
+            length *= error.factor
+        except Unsupported:
+            break
+    return None
+
+
+class _Program:
+    """A source in the making; rows: of x."""
+
+    def __init__(self, reads: Reads, rows: int, lanes: int, steps: _Steps | None) -> None:
+        self.reads, self.rows, self.lanes, self.steps = reads, rows, lanes, steps
+        self.writer = Writer(lanes)
+        self.tiles = reads.kernels.sums
+        self.text = self._text()
+
+    @property
+    def cost(self) -> float:
+        """About how many instructions a weight takes."""
+        assert self.steps is not None
+        return self.writer.instructions / (self.steps.length * self.steps.per_unit * self.tiles)
+
+    @property
+    def source(self) -> Source:
+        steps = self.steps
+        if steps is None or steps.along_rows:
+            return Source(self.text, 1 if steps is None else steps.divisor, 1 if steps is None else steps.length, ())
+        order = steps.order()
+        return Source(self.text, steps.divisor, 1, () if order == tuple(range(len(order))) else order)
+
+    def _text(self) -> str:
+        tensors = [f"const uint8_t *const t{i} = tensors[{i}];"
+                   for i in range(len(self.reads.dtypes) + len(self.reads.kernels.tables))]
+        if self.steps is None:
+            body = ["for (int64_t n = first; n < last; n++) {", *self._one_by_one("0"), "}"]
+        else:
+            body = self._along_rows(self.steps) if self.steps.along_rows else self._along_columns(self.steps)
+        head = f"#define LANES {self.lanes}\n{VECTORS.read_text(encoding='utf-8')}\n"
+        return head + "\n".join([SIGNATURE, "{", *tensors, *body, "}", ""])
+
+    # -- vectors along K -----------------------------------------------------------------------------------------------
+
+    def _along_columns(self, steps: _Steps) -> list[str]:
+        columns, body, place = steps.length * steps.per_unit, [], [0] * self.tiles
+        for trace in steps.traces:
+            for use in trace.uses:
+                weight = self._vector(use)
+                body += self._flush() + self._take(use.row, place[use.row], weight, columns)
+                place[use.row] += self.lanes
+        names = [f"a{row}_{m}_{i}" for row in range(self.tiles) for m in range(self.rows) for i in range(self._sums)]
+        start = [f"vf {name} = {{0}};" for name in names]
+        lines = ["for (int64_t n = first; n < last; n++) {", *start, f"for (int64_t step = 0; step < K / {columns}; step++) {{"]
+        lines += [f"const float *xs = ordered + {columns} * step;"] if self.rows else self._buffers(columns)
+        lines += [*body, *([] if self.rows else self._placed(steps.order(), columns)), "}"]
+        return [*lines, *self._one_by_one(f"K / {columns} * {steps.length}", self._totals), "}"]
+
+    @property
+    def _sums(self) -> int:
+        return SUMS if self.rows * self.tiles < 4 else 1 if self.rows * self.tiles > 8 else 2
+
+    def _vector(self, use: Use) -> str:
+        name = self.writer.weight(use.weight)
+        return name if use.weight.has_lanes else f"all_float({name})"
+
+    def _flush(self) -> list[str]:
+        lines, self.writer.lines = self.writer.lines, []
+        return lines
+
+    def _take(self, row: int, place: int, weight: str, columns: int) -> list[str]:
+        """Lines that use a vector of weights of a step."""
+        if not self.rows:
+            return [f"store(w{row} + {place}, {weight});"]
+        turn = place // self.lanes % self._sums
+        sums = [f"a{row}_{m}_{turn}" for m in range(self.rows)]
+        return [f"{name} = fma({weight}, vload_float32((const uint8_t *)(xs + {m} * K + {place})), {name});"
+                for m, name in enumerate(sums)]
+
+    def _buffers(self, columns: int) -> list[str]:
+        return [f"float w{row}[{columns}];" for row in range(self.tiles)]
+
+    def _placed(self, order: Sequence[int], columns: int) -> list[str]:
+        """Lines that copy a step of decoded weights to its columns."""
+        lines = [f"static const int16_t order[] = {{{', '.join(map(str, order))}}};"]
+        for row in range(self.tiles):
+            target = f"out + (n * {self.tiles} + {row}) * K + step * {columns}"
+            lines.append(f"memcpy({target}, w{row}, sizeof w{row});" if list(order) == list(range(columns)) else
+                         f"for (int i = 0; i < {columns}; i++) ({target})[order[i]] = w{row}[i];")
+        return lines
+
+    def _totals(self, row: int, m: int) -> str:
+        sums = [f"a{row}_{m}_{i}" for i in range(self._sums)]
+        while len(sums) > 1:
+            sums = [f"({a} + {b})" for a, b in zip(sums[::2], sums[1::2], strict=True)]
+        return f"sum({sums[0]})"
+
+    # -- vectors along N -----------------------------------------------------------------------------------------------
+
+    def _along_rows(self, steps: _Steps) -> list[str]:
+        body, parts = [], range(len(steps.traces))
+        for part, trace in enumerate(steps.traces):
+            for use in trace.uses:
+                weight, column = self._vector(use), use.columns.text()
+                body += self._flush()
+                for m in range(self.rows):
+                    name = f"a{part}_{use.row}_{m}"
+                    body.append(f"{name} = fma({weight}, all_float(x[{m} * K + {column}]), {name});")
+                if not self.rows:
+                    place = f"({self._row(part, use.row)}) * K + {column}"
+                    body.append(f"for (int i = 0; i < LANES; i++) out[{place}] = {weight}[i];")
+        names = [(part, row, m) for part in parts for row in range(self.tiles) for m in range(self.rows)]
+        start = [f"vf a{part}_{row}_{m} = {{0}};" for part, row, m in names]
+        stores = [f"for (int i = 0; i < LANES; i++) out[{m} * N + {self._row(part, row)}] = a{part}_{row}_{m}[i];"
+                  for part, row, m in names]
+        whole = f"last / {steps.length}"
+        return [f"for (int64_t step = first / {steps.length}; step < {whole}; step++) {{", *start,
+                "for (int64_t u = 0; u < units; u++) {", *body, "}", *stores, "}",
+                f"for (int64_t n = {whole} * {steps.length} > first ? {whole} * {steps.length} : first; n < last; n++) {{",
+                *self._one_by_one("0"), "}"]
+
+    def _row(self, part: int, row: int) -> str:
+        assert self.steps is not None
+        return f"(step * {self.steps.length} + {part * self.lanes} + i) * {self.tiles} + {row}"
+
+    # -- weight by weight ----------------------------------------------------------------------------------------------
+
+    def _one_by_one(self, start: str, total: object = None) -> list[str]:
+        """Lines for the units of row n from `start` on, and that store its sums."""
+        trace = Trace("", 1, False)
+        trace.run(self.reads.kernels.decode, self.reads.pointers(trace), trace.symbol("n"), trace.symbol("u"), self.reads.sizes)
+        writer, body = Writer(1), []
+        for use in trace.uses:
+            weight, column = writer.write(use.weight), use.columns.text()
+            body += [*writer.lines]
+            writer.lines = []
+            condition = " && ".join(filter(None, (f"{column} < K", use.live.text)))
+            takes = [f"s{use.row}_{m} += {weight} * x[{m} * K + {column}];" for m in range(self.rows)] or [
+                f"out[(n * {self.tiles} + {use.row}) * K + {column}] = {weight};"]
+            body.append(f"if ({condition}) {{ {' '.join(takes)} }}")
+        names = [(row, m) for row in range(self.tiles) for m in range(self.rows)]
+        begin = [f"float s{row}_{m} = {total(row, m) if callable(total) else 0};" for row, m in names]
+        stores = [f"out[{m} * N + n * {self.tiles} + {row}] = s{row}_{m};" for row, m in names]
+        return [*begin, f"for (int64_t u = {start}; u < units; u++) {{", *body, "}", *stores]

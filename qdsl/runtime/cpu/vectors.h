@@ -1,0 +1,105 @@
+/* Vectors of LANES floats or 32-bit integers: loads from packed tensors, table lookups and fused multiply-adds.
+
+   The loops that qdsl prints use no other operations but those of the compiler's own vector types.  With AVX-512 or AVX2 each
+   function is one or two instructions; elsewhere it is a loop over lanes. */
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+#define INLINE static inline __attribute__((always_inline))
+#define WIDE (LANES == 16 && defined(__AVX512F__) && defined(__AVX512BW__))
+#define NARROW (LANES == 8 && defined(__AVX2__))
+
+INLINE float bits_to_float(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
+
+INLINE float half(uint16_t h) {
+#if defined(__F16C__) || defined(__AVX512F__)
+    return _cvtsh_ss(h);
+#else
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, magnitude = h & 0x7FFF;
+    if (magnitude >= 0x7C00) return bits_to_float(sign | 0x7F800000 | (magnitude & 0x3FF) << 13);
+    return bits_to_float(sign | (magnitude << 13)) * 0x1p112f;
+#endif
+}
+
+INLINE float brain(uint16_t b) { return bits_to_float((uint32_t)b << 16); }
+
+#define LOAD(name, type, result, convert) \
+    INLINE result name(const uint8_t *p) { type value; memcpy(&value, p, sizeof value); return convert(value); }
+LOAD(load_uint8, uint8_t, int32_t, )
+LOAD(load_int8, int8_t, int32_t, )
+LOAD(load_uint16, uint16_t, int32_t, )
+LOAD(load_int16, int16_t, int32_t, )
+LOAD(load_int32, int32_t, int32_t, )
+LOAD(load_uint32, uint32_t, uint32_t, )
+LOAD(load_int64, int64_t, int64_t, )
+LOAD(load_float32, float, float, )
+LOAD(load_float16, uint16_t, float, half)
+LOAD(load_bfloat16, uint16_t, float, brain)
+
+/* LANES neighbours in memory. */
+#define LOOP(vector, each) vector value; for (int i = 0; i < LANES; i++) value[i] = each; return value
+#if LANES == 16 && defined(__AVX512BW__)
+#define LOAD_BYTES(p) _mm_loadu_si128((const __m128i *)(p))
+#define LOAD_HALVES(p) _mm256_loadu_si256((const __m256i *)(p))
+INLINE vi vload_uint8(const uint8_t *p) { return (vi)_mm512_cvtepu8_epi32(LOAD_BYTES(p)); }
+INLINE vi vload_int8(const uint8_t *p) { return (vi)_mm512_cvtepi8_epi32(LOAD_BYTES(p)); }
+INLINE vi vload_uint16(const uint8_t *p) { return (vi)_mm512_cvtepu16_epi32(LOAD_HALVES(p)); }
+INLINE vi vload_int16(const uint8_t *p) { return (vi)_mm512_cvtepi16_epi32(LOAD_HALVES(p)); }
+INLINE vf vload_float16(const uint8_t *p) { return (vf)_mm512_cvtph_ps(LOAD_HALVES(p)); }
+INLINE vf to_float(vi a) { return (vf)_mm512_cvtepi32_ps((__m512i)a); }
+INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+INLINE vf permute(vf table, vi i) { return (vf)_mm512_permutexvar_ps((__m512i)i, (__m512)table); }
+INLINE float sum(vf a) { return _mm512_reduce_add_ps((__m512)a); }
+INLINE vf gather(const uint8_t *p, vi i) { return (vf)_mm512_i32gather_ps((__m512i)i, p, 1); }
+#elif LANES == 8 && defined(__AVX2__)
+#define LOAD_BYTES(p) _mm_loadl_epi64((const __m128i *)(p))
+#define LOAD_HALVES(p) _mm_loadu_si128((const __m128i *)(p))
+INLINE vi vload_uint8(const uint8_t *p) { return (vi)_mm256_cvtepu8_epi32(LOAD_BYTES(p)); }
+INLINE vi vload_int8(const uint8_t *p) { return (vi)_mm256_cvtepi8_epi32(LOAD_BYTES(p)); }
+INLINE vi vload_uint16(const uint8_t *p) { return (vi)_mm256_cvtepu16_epi32(LOAD_HALVES(p)); }
+INLINE vi vload_int16(const uint8_t *p) { return (vi)_mm256_cvtepi16_epi32(LOAD_HALVES(p)); }
+INLINE vf vload_float16(const uint8_t *p) { return (vf)_mm256_cvtph_ps(LOAD_HALVES(p)); }
+INLINE vf to_float(vi a) { return (vf)_mm256_cvtepi32_ps((__m256i)a); }
+INLINE vf fma(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+INLINE vf permute(vf table, vi i) { return (vf)_mm256_permutevar8x32_ps((__m256)table, (__m256i)i); }
+INLINE float sum(vf a) { return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7])); }
+INLINE vf gather(const uint8_t *p, vi i) { return (vf)_mm256_i32gather_ps((const float *)p, (__m256i)i, 1); }
+#else
+INLINE vi vload_uint8(const uint8_t *p) { LOOP(vi, p[i]); }
+INLINE vi vload_int8(const uint8_t *p) { LOOP(vi, (int8_t)p[i]); }
+INLINE vi vload_uint16(const uint8_t *p) { LOOP(vi, load_uint16(p + 2 * i)); }
+INLINE vi vload_int16(const uint8_t *p) { LOOP(vi, load_int16(p + 2 * i)); }
+INLINE vf vload_float16(const uint8_t *p) { LOOP(vf, load_float16(p + 2 * i)); }
+INLINE vf to_float(vi a) { LOOP(vf, (float)a[i]); }
+INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }
+INLINE vf permute(vf table, vi i_) { LOOP(vf, table[i_[i] & LANES - 1]); }
+INLINE float sum(vf a) { float s = 0; for (int i = 0; i < LANES; i++) s += a[i]; return s; }
+INLINE vf gather(const uint8_t *p, vi at) { LOOP(vf, load_float32(p + at[i])); }
+#endif
+INLINE vf vload_float32(const uint8_t *p) { vf value; memcpy(&value, p, sizeof value); return value; }
+INLINE vi vload_int32(const uint8_t *p) { vi value; memcpy(&value, p, sizeof value); return value; }
+INLINE vu vload_uint32(const uint8_t *p) { vu value; memcpy(&value, p, sizeof value); return value; }
+INLINE vf vload_bfloat16(const uint8_t *p) { return (vf)(vload_uint16(p) << 16); }
+INLINE vf vbrain(vi bits) { return (vf)(bits << 16); }
+INLINE vf vhalf(vi bits) { LOOP(vf, half((uint16_t)bits[i])); }
+
+/* Elements at byte offsets `at`, one per lane. */
+INLINE vf gather_float32(const uint8_t *p, vi at) { return gather(p, at); }
+INLINE vi gather_int32(const uint8_t *p, vi at) { return (vi)gather(p, at); }
+INLINE vu gather_uint32(const uint8_t *p, vi at) { return (vu)gather(p, at); }
+INLINE vi gather_uint8(const uint8_t *p, vi at) { LOOP(vi, p[at[i]]); }
+INLINE vi gather_int8(const uint8_t *p, vi at) { LOOP(vi, (int8_t)p[at[i]]); }
+INLINE vf gather_float16(const uint8_t *p, vi at) { LOOP(vf, load_float16(p + at[i])); }
+INLINE vf gather_bfloat16(const uint8_t *p, vi at) { LOOP(vf, load_bfloat16(p + at[i])); }
+
+INLINE vf all_float(float value) { return value - (vf){0}; }
+INLINE vi all_int(int32_t value) { return value - (vi){0}; }
+INLINE vi select_int(vi mask, vi yes, vi no) { return (yes & mask) | (no & ~mask); }
+INLINE vf select_float(vi mask, vf yes, vf no) { return (vf)select_int(mask, (vi)yes, (vi)no); }
+INLINE void store(float *p, vf value) { memcpy(p, &value, sizeof value); }
