@@ -10,7 +10,7 @@ from pathlib import Path
 from qdsl.compiler.emit.show import page, picture
 from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.spec.schema import load
-from qdsl.core import places
+from qdsl.core.places import shipped
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "docs"
@@ -53,7 +53,7 @@ def write_pictures() -> None:
     (OUT / "pictures").mkdir(parents=True)
     about = "Where every bit of a format lies, at the default parameters, as `qdsl show FORMAT --svg FILE` draws it."
     lines = ["# Pictures", "", about, ""]
-    for path in places.shipped():
+    for path in shipped():
         programs = page.distinct(compile_spec(load(path)))
         storages = dict.fromkeys(program.storage for program in programs)
         text = [f"# {path.stem}", "", programs[0].spec.title, ""]

@@ -66,11 +66,7 @@ def pack_planar(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, s, z of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
     r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s,
-        "z": z,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s, "z": z}
 
 
 def decode(z: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

@@ -28,20 +28,14 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 def unpack_transformers(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint8 [N/4, K]; weight_scale scale_type [1]."""
-    return {
-        "s": weight_scale.squeeze(0),
-        "q": spread(weight, 2).permute(2, 0, 1).flatten(0, 1),
-    }
+    return {"s": weight_scale.squeeze(0), "q": spread(weight, 2).permute(2, 0, 1).flatten(0, 1)}
 
 
 def pack_transformers(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, weight_scale of the fields; the inverse of unpack_transformers."""
     q_split = q.unflatten(0, (4, -1))
     r = sum(q_split[i] << 2 * i for i in range(4))
-    return {
-        "weight": r,
-        "weight_scale": s.unsqueeze(-1),
-    }
+    return {"weight": r, "weight_scale": s.unsqueeze(-1)}
 
 
 def unpack_planar(q: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -60,10 +54,7 @@ def pack_planar(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
     r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
         | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s}
 
 
 def decode(s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

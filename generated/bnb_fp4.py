@@ -34,20 +34,14 @@ LEVELS = Table("f32", 0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.333
 def unpack_bitsandbytes(weight: Tensor, weight_absmax: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
     """Fields of weight uint8 [ceil(N*K/2), 1]; weight_absmax float32 [ceil(N*K/block)]."""
     r = weight.squeeze(1)
-    return {
-        "s": weight_absmax,
-        "q": spread(r, 4, high_first=True).flatten()[:N * K].unflatten(0, (N, K)),
-    }
+    return {"s": weight_absmax, "q": spread(r, 4, high_first=True).flatten()[:N * K].unflatten(0, (N, K))}
 
 
 def pack_bitsandbytes(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, weight_absmax of the fields; the inverse of unpack_bitsandbytes."""
     q_split = pad(q.flatten(), (0, -q.numel() % 2)).unflatten(-1, (-1, 2))
     r = joined(q_split, 4, high_first=True).squeeze(-1)
-    return {
-        "weight": r.unsqueeze(-1),
-        "weight_absmax": s,
-    }
+    return {"weight": r.unsqueeze(-1), "weight_absmax": s}
 
 
 def unpack_planar(q: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -64,10 +58,7 @@ def pack_planar(s: Tensor, q: Tensor, *, N: int, K: int, block: int) -> dict[str
     """q, s of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 8, 2, 4, 2))
     r = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s.unflatten(-1, (N, K // block)),
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s.unflatten(-1, (N, K // block))}
 
 
 def decode(s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

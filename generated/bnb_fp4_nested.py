@@ -105,12 +105,7 @@ def pack_bitsandbytes(o: Tensor, t: Tensor, s: Tensor, q: Tensor) -> dict[str, T
     """
     q_split = pad(q.flatten(), (0, -q.numel() % 2)).unflatten(-1, (-1, 2))
     r = joined(q_split, 4, high_first=True).squeeze(-1)
-    return {
-        "weight": r.unsqueeze(-1),
-        "weight_absmax": s,
-        "weight_nested_absmax": t,
-        "weight_nested_offset": o,
-    }
+    return {"weight": r.unsqueeze(-1), "weight_absmax": s, "weight_nested_absmax": t, "weight_nested_offset": o}
 
 
 def decode(o: Tensor, t: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

@@ -28,37 +28,25 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 def unpack_bitsandbytes(weight: Tensor, SCB: Tensor) -> dict[str, Tensor]:
     """Fields of weight int8 [N, K]; SCB float32 [N]."""
-    return {
-        "s": SCB,
-        "q": weight,
-    }
+    return {"s": SCB, "q": weight}
 
 
 def pack_bitsandbytes(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, SCB of the fields; the inverse of unpack_bitsandbytes."""
-    return {
-        "weight": q,
-        "SCB": s,
-    }
+    return {"weight": q, "SCB": s}
 
 
 def unpack_planar(q: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s float32 [N]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
-    return {
-        "s": s,
-        "q": as_type(r, torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
-    }
+    return {"s": s, "q": as_type(r, torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K]}
 
 
 def pack_planar(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, s of the fields; the inverse of unpack_planar."""
     r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5,
         3).view(torch.uint8).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s}
 
 
 def decode(s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

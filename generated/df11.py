@@ -39,10 +39,7 @@ def pack_df11(v: Tensor) -> dict[str, Tensor]:
     sign_mantissa_bytes = torch.zeros(v.numel(), 1, dtype=torch.uint8, device=v.device)
     sign_mantissa_bytes[...] |= (v.view(torch.int16).flatten() & 127).to(torch.uint8).unsqueeze(-1)
     sign_mantissa_bytes[...] |= ((v.view(torch.int16).flatten() >> 15) << 7).to(torch.uint8).unsqueeze(-1)
-    return {
-        "exponents": exponents_bytes,
-        "sign_mantissa": sign_mantissa_bytes.squeeze(-1),
-    }
+    return {"exponents": exponents_bytes, "sign_mantissa": sign_mantissa_bytes.squeeze(-1)}
 
 
 def decode(v: Tensor, out: Tensor | None = None) -> Tensor:

@@ -23,16 +23,12 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 def unpack_plain(weight: Tensor) -> dict[str, Tensor]:
     """Fields of weight float32 [N, K]."""
-    return {
-        "v": weight,
-    }
+    return {"v": weight}
 
 
 def pack_plain(v: Tensor) -> dict[str, Tensor]:
     """weight of the fields; the inverse of unpack_plain."""
-    return {
-        "weight": v,
-    }
+    return {"weight": v}
 
 
 def decode(v: Tensor, out: Tensor | None = None) -> Tensor:

@@ -31,34 +31,22 @@ from qdsl.runtime.weight.numbers import e4m3
 
 def unpack_safetensors(weight: Tensor, weight_scale_inv: Tensor) -> dict[str, Tensor]:
     """Fields of weight float8_e4m3fn [N, K]; weight_scale_inv scale_type [ceil(N/bn), ceil(K/bk)]."""
-    return {
-        "q": weight,
-        "s": weight_scale_inv,
-    }
+    return {"q": weight, "s": weight_scale_inv}
 
 
 def pack_safetensors(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     """weight, weight_scale_inv of the fields; the inverse of unpack_safetensors."""
-    return {
-        "weight": q,
-        "weight_scale_inv": s,
-    }
+    return {"weight": q, "weight_scale_inv": s}
 
 
 def unpack_torchao(qdata: Tensor, scale: Tensor) -> dict[str, Tensor]:
     """Fields of qdata float8_e4m3fn [N, K]; scale scale_type [ceil(N/bn), ceil(K/bk)]."""
-    return {
-        "q": qdata,
-        "s": scale,
-    }
+    return {"q": qdata, "s": scale}
 
 
 def pack_torchao(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     """qdata, scale of the fields; the inverse of unpack_torchao."""
-    return {
-        "qdata": q,
-        "scale": s,
-    }
+    return {"qdata": q, "scale": s}
 
 
 def unpack_planar(q: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -74,10 +62,7 @@ def pack_planar(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     """q, s of the fields; the inverse of unpack_planar."""
     r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5,
         3).view(torch.uint8).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s}
 
 
 def decode(q: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:

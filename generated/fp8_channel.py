@@ -34,50 +34,32 @@ from qdsl.runtime.weight.numbers import e4m3
 
 def unpack_safetensors(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
     """Fields of weight float8_e4m3fn [N, K]; weight_scale scale_type [N, 1]."""
-    return {
-        "q": weight,
-        "s": weight_scale.squeeze(1),
-    }
+    return {"q": weight, "s": weight_scale.squeeze(1)}
 
 
 def pack_safetensors(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     """weight, weight_scale of the fields; the inverse of unpack_safetensors."""
-    return {
-        "weight": q,
-        "weight_scale": s.unsqueeze(-1),
-    }
+    return {"weight": q, "weight_scale": s.unsqueeze(-1)}
 
 
 def unpack_torchao(qdata: Tensor, scale: Tensor) -> dict[str, Tensor]:
     """Fields of qdata float8_e4m3fn [N, K]; scale scale_type [N, 1]."""
-    return {
-        "q": qdata,
-        "s": scale.squeeze(1),
-    }
+    return {"q": qdata, "s": scale.squeeze(1)}
 
 
 def pack_torchao(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     """qdata, scale of the fields; the inverse of unpack_torchao."""
-    return {
-        "qdata": q,
-        "scale": s.unsqueeze(-1),
-    }
+    return {"qdata": q, "scale": s.unsqueeze(-1)}
 
 
 def unpack_quanto(data: Tensor, scale: Tensor) -> dict[str, Tensor]:
     """Fields of data float8_e4m3fn [N, K]; scale scale_type [N, 1]."""
-    return {
-        "q": data,
-        "s": scale.squeeze(1),
-    }
+    return {"q": data, "s": scale.squeeze(1)}
 
 
 def pack_quanto(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     """data, scale of the fields; the inverse of unpack_quanto."""
-    return {
-        "data": q,
-        "scale": s.unsqueeze(-1),
-    }
+    return {"data": q, "scale": s.unsqueeze(-1)}
 
 
 def unpack_fp8_lane(exponents: Tensor, sign_mantissa: Tensor, weight_scale: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -119,10 +101,7 @@ def pack_planar(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     """q, s of the fields; the inverse of unpack_planar."""
     r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5,
         3).view(torch.uint8).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s}
 
 
 def decode(q: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:

@@ -31,9 +31,7 @@ from qdsl.runtime.weight.numbers import e4m3
 
 def unpack_safetensors(weight: Tensor, weight_scale: Tensor | None) -> dict[str, Tensor]:
     """Fields of weight float8_e4m3fn [N, K]; weight_scale scale_type [1]."""
-    fields = {
-        "q": weight,
-    }
+    fields = {"q": weight}
     if weight_scale is not None:
         fields["s"] = weight_scale.squeeze(0)
     return fields
@@ -41,9 +39,7 @@ def unpack_safetensors(weight: Tensor, weight_scale: Tensor | None) -> dict[str,
 
 def pack_safetensors(q: Tensor, s: Tensor | None) -> dict[str, Tensor]:
     """weight, weight_scale of the fields; the inverse of unpack_safetensors."""
-    tensors = {
-        "weight": q,
-    }
+    tensors = {"weight": q}
     if s is not None:
         tensors["weight_scale"] = s.unsqueeze(-1)
     return tensors
@@ -51,18 +47,12 @@ def pack_safetensors(q: Tensor, s: Tensor | None) -> dict[str, Tensor]:
 
 def unpack_torchao(qdata: Tensor, scale: Tensor) -> dict[str, Tensor]:
     """Fields of qdata float8_e4m3fn [N, K]; scale scale_type [1, 1]."""
-    return {
-        "q": qdata,
-        "s": scale.squeeze(1).squeeze(0),
-    }
+    return {"q": qdata, "s": scale.squeeze(1).squeeze(0)}
 
 
 def pack_torchao(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     """qdata, scale of the fields; the inverse of unpack_torchao."""
-    return {
-        "qdata": q,
-        "scale": s.unsqueeze(-1).unsqueeze(-1),
-    }
+    return {"qdata": q, "scale": s.unsqueeze(-1).unsqueeze(-1)}
 
 
 def unpack_planar(q: Tensor, s: Tensor | None, *, K: int) -> dict[str, Tensor]:
@@ -80,9 +70,7 @@ def pack_planar(q: Tensor, s: Tensor | None) -> dict[str, Tensor]:
     """q, s of the fields; the inverse of unpack_planar."""
     r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5,
         3).view(torch.uint8).flatten(2)
-    tensors = {
-        "q": as_type(r, torch.int32).flatten(1),
-    }
+    tensors = {"q": as_type(r, torch.int32).flatten(1)}
     if s is not None:
         tensors["s"] = s
     return tensors

@@ -41,10 +41,7 @@ def pack_hlane(v: Tensor) -> dict[str, Tensor]:
         & 127).permute(0, 1, 2, 4, 3).to(torch.uint8).flatten(2)
     sign_mantissa_bytes[...] |= ((pad(v.view(torch.int16), (0, -v.shape[1] % 8, 0, 0)).unflatten(-1, (-1, 2, 2, 2))
         >> 15) << 7).permute(0, 1, 2, 4, 3).to(torch.uint8).flatten(2)
-    return {
-        "exponents": exponents_bytes,
-        "sign_mantissa": sign_mantissa_bytes.flatten(1),
-    }
+    return {"exponents": exponents_bytes, "sign_mantissa": sign_mantissa_bytes.flatten(1)}
 
 
 def decode(v: Tensor, out: Tensor | None = None) -> Tensor:

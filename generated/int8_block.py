@@ -30,37 +30,25 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 def unpack_safetensors(weight: Tensor, weight_scale_inv: Tensor) -> dict[str, Tensor]:
     """Fields of weight int8 [N, K]; weight_scale_inv scale_type [ceil(N/bn), ceil(K/bk)]."""
-    return {
-        "q": weight,
-        "s": weight_scale_inv,
-    }
+    return {"q": weight, "s": weight_scale_inv}
 
 
 def pack_safetensors(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     """weight, weight_scale_inv of the fields; the inverse of unpack_safetensors."""
-    return {
-        "weight": q,
-        "weight_scale_inv": s,
-    }
+    return {"weight": q, "weight_scale_inv": s}
 
 
 def unpack_planar(q: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type [ceil(N/bn), ceil(K/bk)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
-    return {
-        "q": as_type(r, torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
-        "s": s,
-    }
+    return {"q": as_type(r, torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K], "s": s}
 
 
 def pack_planar(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     """q, s of the fields; the inverse of unpack_planar."""
     r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5,
         3).view(torch.uint8).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s}
 
 
 def decode(q: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:

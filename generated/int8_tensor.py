@@ -32,10 +32,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 def unpack_safetensors(weight: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None) -> dict[str, Tensor]:
     """Fields of weight int8 [N, K]; weight_scale scale_type [1]; weight_zero_point int8 [1]."""
-    fields = {
-        "q": weight,
-        "s": weight_scale.squeeze(0),
-    }
+    fields = {"q": weight, "s": weight_scale.squeeze(0)}
     if weight_zero_point is not None:
         fields["z"] = weight_zero_point.squeeze(0)
     return fields
@@ -43,10 +40,7 @@ def unpack_safetensors(weight: Tensor, weight_scale: Tensor, weight_zero_point: 
 
 def pack_safetensors(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     """weight, weight_scale, weight_zero_point of the fields; the inverse of unpack_safetensors."""
-    tensors = {
-        "weight": q,
-        "weight_scale": s.unsqueeze(-1),
-    }
+    tensors = {"weight": q, "weight_scale": s.unsqueeze(-1)}
     if z is not None:
         tensors["weight_zero_point"] = z.unsqueeze(-1)
     return tensors
@@ -54,10 +48,7 @@ def pack_safetensors(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor
 
 def unpack_torchao(qdata: Tensor, scale: Tensor, zero_point: Tensor | None) -> dict[str, Tensor]:
     """Fields of qdata int8 [N, K]; scale scale_type [1, 1]; zero_point int8 [1, 1]."""
-    fields = {
-        "q": qdata,
-        "s": scale.squeeze(1).squeeze(0),
-    }
+    fields = {"q": qdata, "s": scale.squeeze(1).squeeze(0)}
     if zero_point is not None:
         fields["z"] = zero_point.squeeze(1).squeeze(0)
     return fields
@@ -65,10 +56,7 @@ def unpack_torchao(qdata: Tensor, scale: Tensor, zero_point: Tensor | None) -> d
 
 def pack_torchao(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     """qdata, scale, zero_point of the fields; the inverse of unpack_torchao."""
-    tensors = {
-        "qdata": q,
-        "scale": s.unsqueeze(-1).unsqueeze(-1),
-    }
+    tensors = {"qdata": q, "scale": s.unsqueeze(-1).unsqueeze(-1)}
     if z is not None:
         tensors["zero_point"] = z.unsqueeze(-1).unsqueeze(-1)
     return tensors
@@ -90,10 +78,7 @@ def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     """q, s, z of the fields; the inverse of unpack_planar."""
     r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5,
         3).view(torch.uint8).flatten(2)
-    tensors = {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s,
-    }
+    tensors = {"q": as_type(r, torch.int32).flatten(1), "s": s}
     if z is not None:
         tensors["z"] = z
     return tensors

@@ -201,9 +201,7 @@ def pack_gguf(d: Tensor, sc: Tensor, down: Tensor, g: Tensor) -> dict[str, Tenso
     r[..., 51:52] |= ((d.view(torch.int16) >> 4 & 15) << 4).to(torch.uint8).unsqueeze(-1)
     r[..., 53:54] |= ((d.view(torch.int16) >> 8 & 15) << 4).to(torch.uint8).unsqueeze(-1)
     r[..., 55:56] |= ((d.view(torch.int16) >> 12) << 4).to(torch.uint8).unsqueeze(-1)
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -219,11 +217,7 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, K: int) ->
     q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1
         & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 7], -4).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6,
         4, 5, 7).flatten(1)[:, :K]
-    return {
-        "d": d,
-        "sc": sc & 7,
-        **ROW_CODES.fields(q_low | q_high << 2),
-    }
+    return {"d": d, "sc": sc & 7, **ROW_CODES.fields(q_low | q_high << 2)}
 
 
 def pack_planar(d: Tensor, sc: Tensor, down: Tensor, g: Tensor) -> dict[str, Tensor]:

@@ -184,9 +184,7 @@ def pack_gguf(d: Tensor, sc: Tensor, down: Tensor, g: Tensor) -> dict[str, Tenso
     r[..., 34:50] |= g_packed.unsqueeze(-1).view(torch.uint8)[..., :2].flatten(2)
     r[..., 35:50:2] |= sc.unflatten(-1, (-1, 8)) << 4
     r[..., 35:50:2] |= down.unflatten(-1, (-1, 8)) << 7
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, down: Tensor) -> dict[str, Tensor]:

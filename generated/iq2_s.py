@@ -126,9 +126,7 @@ def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
     r[..., 34:66] = joined(s_split, 1).squeeze(-1)
     sc_split = sc.unflatten(-1, (-1, 8, 2))
     r[..., 74:82] = joined(sc_split, 4).squeeze(-1)
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -144,11 +142,7 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, K: int) ->
     q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1
         & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 7], -4).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6,
         4, 5, 7).flatten(1)[:, :K]
-    return {
-        "d": d,
-        "sc": sc & 15,
-        **ROW_CODES.fields(q_low | q_high << 2),
-    }
+    return {"d": d, "sc": sc & 15, **ROW_CODES.fields(q_low | q_high << 2)}
 
 
 def pack_planar(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:

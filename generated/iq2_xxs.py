@@ -82,9 +82,7 @@ def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
     s_packed = sum(s_split[..., i].to(torch.int64) << 7 * i for i in range(4))
     r[..., 2:66].unflatten(-1, (8, 8))[..., 4:8] |= s_packed.unsqueeze(-1).view(torch.uint8)[..., :4]
     r[..., 9:66:8] |= sc.unflatten(-1, (-1, 8)) << 4
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -100,11 +98,7 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, K: int) ->
     q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1
         & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 7], -4).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6,
         4, 5, 7).flatten(1)[:, :K]
-    return {
-        "d": d,
-        "sc": sc & 15,
-        **ROW_CODES.fields(q_low | q_high << 2),
-    }
+    return {"d": d, "sc": sc & 15, **ROW_CODES.fields(q_low | q_high << 2)}
 
 
 def pack_planar(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:

@@ -87,9 +87,7 @@ def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
     r[..., 74:106] = joined(s_split, 1).squeeze(-1)
     sc_split = sc.unflatten(-1, (-1, 4, 2))
     r[..., 106:110] = joined(sc_split, 4).squeeze(-1)
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q: Tensor, d: Tensor, sc: Tensor) -> dict[str, Tensor]:
@@ -110,11 +108,7 @@ def pack_planar(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor
     q_bytes = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
     sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
     sc_bytes[...] = sc.unsqueeze(-1)
-    return {
-        "q": as_type(q_bytes, torch.int32).flatten(1),
-        "d": d,
-        "sc": sc_bytes.squeeze(-1),
-    }
+    return {"q": as_type(q_bytes, torch.int32).flatten(1), "d": d, "sc": sc_bytes.squeeze(-1)}
 
 
 def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:

@@ -80,9 +80,7 @@ def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
     s_packed = sum(s_split[..., i].to(torch.int64) << 7 * i for i in range(4))
     r[..., 66:98] |= s_packed.unsqueeze(-1).view(torch.uint8)[..., :4].flatten(2)
     r[..., 69:98:4] |= sc.unflatten(-1, (-1, 8)) << 4
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q: Tensor, d: Tensor, sc: Tensor) -> dict[str, Tensor]:
@@ -103,11 +101,7 @@ def pack_planar(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor
     q_bytes = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
     sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
     sc_bytes[...] = sc.unsqueeze(-1)
-    return {
-        "q": as_type(q_bytes, torch.int32).flatten(1),
-        "d": d,
-        "sc": sc_bytes.squeeze(-1),
-    }
+    return {"q": as_type(q_bytes, torch.int32).flatten(1), "d": d, "sc": sc_bytes.squeeze(-1)}
 
 
 def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:

@@ -53,9 +53,7 @@ def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
     r[..., 2:4] = joined(sc_split2 >> 4, 2).squeeze(-1)
     q_split = q.unflatten(-1, (-1, 8, 2, 16))
     r[..., 8:136] = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).flatten(2)
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q: Tensor, d: Tensor, sc: Tensor) -> dict[str, Tensor]:
@@ -75,11 +73,7 @@ def pack_planar(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_bytes = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
     sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
     sc_bytes[...] = sc.unsqueeze(-1)
-    return {
-        "q": as_type(q_bytes, torch.int32).flatten(1),
-        "d": d,
-        "sc": sc_bytes.squeeze(-1),
-    }
+    return {"q": as_type(q_bytes, torch.int32).flatten(1), "d": d, "sc": sc_bytes.squeeze(-1)}
 
 
 def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

@@ -33,10 +33,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 17*K/32]."""
     r = blocks.unflatten(-1, (-1, 17))
     q_bytes = r[..., 1:17].contiguous()
-    return {
-        "e": r[..., 0:1].squeeze(-1),
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1),
-    }
+    return {"e": r[..., 0:1].squeeze(-1), "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)}
 
 
 def pack_gguf(e: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -45,29 +42,21 @@ def pack_gguf(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     r[..., 0:1] = e.unsqueeze(-1)
     q_split = q.unflatten(-1, (-1, 2, 16))
     r[..., 1:17] = q_split[:, :, 0] | q_split[:, :, 1] << 4
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q: Tensor, e: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; e uint8 [N, K/32]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "e": e,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-    }
+    return {"e": e, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]}
 
 
 def pack_planar(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, e of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
     r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "e": e,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "e": e}
 
 
 def decode(e: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

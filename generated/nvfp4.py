@@ -35,10 +35,7 @@ def unpack_gguf(blocks: Tensor, scale: Tensor | None) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 36*K/64]; scale float32 []."""
     r = blocks.unflatten(-1, (-1, 36))
     q_bytes = r[..., 4:36].unflatten(-1, (4, 8)).contiguous()
-    fields = {
-        "e": r[..., 0:4].flatten(1),
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1),
-    }
+    fields = {"e": r[..., 0:4].flatten(1), "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)}
     if scale is not None:
         fields["s"] = scale
     return fields
@@ -50,9 +47,7 @@ def pack_gguf(e: Tensor, q: Tensor, s: Tensor | None) -> dict[str, Tensor]:
     r[..., 0:4] = e.unflatten(-1, (-1, 4))
     q_split = q.unflatten(-1, (-1, 4, 2, 8))
     r[..., 4:36] = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).flatten(2)
-    tensors = {
-        "blocks": r.flatten(1),
-    }
+    tensors = {"blocks": r.flatten(1)}
     if s is not None:
         tensors["scale"] = s
     return tensors
@@ -62,10 +57,7 @@ def unpack_planar(q: Tensor, e: Tensor, s: Tensor | None, *, K: int) -> dict[str
     """Fields of q int32 [N, 16*ceil(K/128)]; e uint8 [N, K/16]; s float32 []."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    fields = {
-        "e": e,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-    }
+    fields = {"e": e, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]}
     if s is not None:
         fields["s"] = s
     return fields
@@ -75,10 +67,7 @@ def pack_planar(e: Tensor, q: Tensor, s: Tensor | None) -> dict[str, Tensor]:
     """q, e, s of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
     r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    tensors = {
-        "q": as_type(r, torch.int32).flatten(1),
-        "e": e,
-    }
+    tensors = {"q": as_type(r, torch.int32).flatten(1), "e": e}
     if s is not None:
         tensors["s"] = s
     return tensors

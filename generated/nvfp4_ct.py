@@ -33,22 +33,14 @@ from qdsl.runtime.weight.numbers import e2m1, e4m3
 def unpack_compressed_tensors(weight_packed: Tensor, weight_scale: Tensor,
         weight_global_scale: Tensor) -> dict[str, Tensor]:
     """Fields of weight_packed uint8 [N, K/2]; weight_scale float8_e4m3fn [N, K/16]; weight_global_scale float32 [1]."""
-    return {
-        "s": weight_scale,
-        "g": weight_global_scale.squeeze(0),
-        "q": spread(weight_packed, 4).flatten(1),
-    }
+    return {"s": weight_scale, "g": weight_global_scale.squeeze(0), "q": spread(weight_packed, 4).flatten(1)}
 
 
 def pack_compressed_tensors(s: Tensor, g: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight_packed, weight_scale, weight_global_scale of the fields; the inverse of unpack_compressed_tensors."""
     q_split = q.unflatten(-1, (-1, 2))
     r = joined(q_split, 4).squeeze(-1)
-    return {
-        "weight_packed": r,
-        "weight_scale": s,
-        "weight_global_scale": g.unsqueeze(-1),
-    }
+    return {"weight_packed": r, "weight_scale": s, "weight_global_scale": g.unsqueeze(-1)}
 
 
 def unpack_planar(q: Tensor, g: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -66,11 +58,7 @@ def pack_planar(s: Tensor, g: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, g, s of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
     r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "g": g,
-        "s": s,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "g": g, "s": s}
 
 
 def decode(s: Tensor, g: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

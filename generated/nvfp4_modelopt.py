@@ -35,30 +35,19 @@ from qdsl.runtime.weight.numbers import e2m1, e4m3
 
 def unpack_modelopt(weight: Tensor, weight_scale: Tensor, weight_scale_2: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint8 [N, K/2]; weight_scale float8_e4m3fn [N, K/16]; weight_scale_2 float32 []."""
-    return {
-        "s": weight_scale,
-        "g": weight_scale_2,
-        "q": spread(weight, 4).flatten(1),
-    }
+    return {"s": weight_scale, "g": weight_scale_2, "q": spread(weight, 4).flatten(1)}
 
 
 def pack_modelopt(s: Tensor, g: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, weight_scale, weight_scale_2 of the fields; the inverse of unpack_modelopt."""
     q_split = q.unflatten(-1, (-1, 2))
     r = joined(q_split, 4).squeeze(-1)
-    return {
-        "weight": r,
-        "weight_scale": s,
-        "weight_scale_2": g,
-    }
+    return {"weight": r, "weight_scale": s, "weight_scale_2": g}
 
 
 def unpack_torchao(qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor | None) -> dict[str, Tensor]:
     """Fields of qdata uint8 [N, K/2]; scale float8_e4m3fn [N, K/16]; per_tensor_scale float32 []."""
-    fields = {
-        "s": scale,
-        "q": spread(qdata, 4).flatten(1),
-    }
+    fields = {"s": scale, "q": spread(qdata, 4).flatten(1)}
     if per_tensor_scale is not None:
         fields["g"] = per_tensor_scale
     return fields
@@ -68,10 +57,7 @@ def pack_torchao(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, Tensor]:
     """qdata, scale, per_tensor_scale of the fields; the inverse of unpack_torchao."""
     q_split = q.unflatten(-1, (-1, 2))
     r = joined(q_split, 4).squeeze(-1)
-    tensors = {
-        "qdata": r,
-        "scale": s,
-    }
+    tensors = {"qdata": r, "scale": s}
     if g is not None:
         tensors["per_tensor_scale"] = g
     return tensors
@@ -100,10 +86,7 @@ def pack_torchao_swizzled(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, T
     qdata_bytes = joined(q_split, 4).squeeze(-1)
     scale_bytes = pad(s, (0, -s.shape[1] % 4, 0, -s.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0,
         (-1, 4, 32)).permute(0, 3, 2, 1, 4).view(torch.uint8).flatten(2)
-    tensors = {
-        "qdata": qdata_bytes.flatten(1),
-        "scale": as_type(scale_bytes, torch.float8_e4m3fn),
-    }
+    tensors = {"qdata": qdata_bytes.flatten(1), "scale": as_type(scale_bytes, torch.float8_e4m3fn)}
     if g is not None:
         tensors["per_tensor_scale"] = g
     return tensors
@@ -112,30 +95,21 @@ def pack_torchao_swizzled(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, T
 def unpack_mlx(weight: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint32 [N, K/8]; scales uint8 [N, K/16]."""
     r = as_type(weight, torch.uint8).unflatten(-1, (-1, 4))
-    return {
-        "s": as_type(scales, torch.float8_e4m3fn),
-        "q": spread(r, 4).flatten(1),
-    }
+    return {"s": as_type(scales, torch.float8_e4m3fn), "q": spread(r, 4).flatten(1)}
 
 
 def pack_mlx(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, scales of the fields; the inverse of unpack_mlx."""
     q_split = q.unflatten(-1, (-1, 4, 2))
     r = joined(q_split, 4).squeeze(-1)
-    return {
-        "weight": as_type(r, torch.uint32).squeeze(-1),
-        "scales": s.view(torch.uint8),
-    }
+    return {"weight": as_type(r, torch.uint32).squeeze(-1), "scales": s.view(torch.uint8)}
 
 
 def unpack_planar(q: Tensor, g: Tensor | None, s: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; g float32 []; s float8_e4m3fn [N, K/16]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    fields = {
-        "s": s,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-    }
+    fields = {"s": s, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]}
     if g is not None:
         fields["g"] = g
     return fields
@@ -145,10 +119,7 @@ def pack_planar(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, Tensor]:
     """q, g, s of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
     r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    tensors = {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s,
-    }
+    tensors = {"q": as_type(r, torch.int32).flatten(1), "s": s}
     if g is not None:
         tensors["g"] = g
     return tensors

@@ -37,93 +37,63 @@ from qdsl.runtime.weight.numbers import e2m1, e8m0
 
 def unpack_compressed_tensors(weight_packed: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
     """Fields of weight_packed uint8 [N, K/2]; weight_scale uint8 [N, K/32]."""
-    return {
-        "e": as_type(weight_scale, torch.float8_e8m0fnu),
-        "q": spread(weight_packed, 4).flatten(1),
-    }
+    return {"e": as_type(weight_scale, torch.float8_e8m0fnu), "q": spread(weight_packed, 4).flatten(1)}
 
 
 def pack_compressed_tensors(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight_packed, weight_scale of the fields; the inverse of unpack_compressed_tensors."""
     q_split = q.unflatten(-1, (-1, 2))
     r = joined(q_split, 4).squeeze(-1)
-    return {
-        "weight_packed": r,
-        "weight_scale": e.view(torch.uint8),
-    }
+    return {"weight_packed": r, "weight_scale": e.view(torch.uint8)}
 
 
 def unpack_modelopt(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint8 [N, K/2]; weight_scale uint8 [N, K/32]."""
-    return {
-        "e": as_type(weight_scale, torch.float8_e8m0fnu),
-        "q": spread(weight, 4).flatten(1),
-    }
+    return {"e": as_type(weight_scale, torch.float8_e8m0fnu), "q": spread(weight, 4).flatten(1)}
 
 
 def pack_modelopt(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, weight_scale of the fields; the inverse of unpack_modelopt."""
     q_split = q.unflatten(-1, (-1, 2))
     r = joined(q_split, 4).squeeze(-1)
-    return {
-        "weight": r,
-        "weight_scale": e.view(torch.uint8),
-    }
+    return {"weight": r, "weight_scale": e.view(torch.uint8)}
 
 
 def unpack_gpt_oss(blocks: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, K/32, 16]; scales uint8 [N, K/32]."""
-    return {
-        "e": as_type(scales, torch.float8_e8m0fnu),
-        "q": spread(blocks, 4).flatten(1),
-    }
+    return {"e": as_type(scales, torch.float8_e8m0fnu), "q": spread(blocks, 4).flatten(1)}
 
 
 def pack_gpt_oss(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """blocks, scales of the fields; the inverse of unpack_gpt_oss."""
     q_split = q.unflatten(-1, (-1, 16, 2))
     r = joined(q_split, 4).squeeze(-1)
-    return {
-        "blocks": r,
-        "scales": e.view(torch.uint8),
-    }
+    return {"blocks": r, "scales": e.view(torch.uint8)}
 
 
 def unpack_deepseek(weight: Tensor, weight_scale_inv: Tensor) -> dict[str, Tensor]:
     """Fields of weight int8 [N, K/2]; weight_scale_inv float8_e8m0fnu [N, K/32]."""
     r = weight.view(torch.uint8)
-    return {
-        "e": weight_scale_inv,
-        "q": spread(r, 4).flatten(1),
-    }
+    return {"e": weight_scale_inv, "q": spread(r, 4).flatten(1)}
 
 
 def pack_deepseek(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, weight_scale_inv of the fields; the inverse of unpack_deepseek."""
     q_split = q.unflatten(-1, (-1, 2))
     r = joined(q_split, 4).squeeze(-1)
-    return {
-        "weight": as_type(r, torch.int8),
-        "weight_scale_inv": e,
-    }
+    return {"weight": as_type(r, torch.int8), "weight_scale_inv": e}
 
 
 def unpack_torchao(qdata: Tensor, scale: Tensor) -> dict[str, Tensor]:
     """Fields of qdata uint8 [N, K/2]; scale float8_e8m0fnu [N, K/32]."""
-    return {
-        "e": scale,
-        "q": spread(qdata, 4).flatten(1),
-    }
+    return {"e": scale, "q": spread(qdata, 4).flatten(1)}
 
 
 def pack_torchao(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """qdata, scale of the fields; the inverse of unpack_torchao."""
     q_split = q.unflatten(-1, (-1, 2))
     r = joined(q_split, 4).squeeze(-1)
-    return {
-        "qdata": r,
-        "scale": e,
-    }
+    return {"qdata": r, "scale": e}
 
 
 def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
@@ -143,49 +113,34 @@ def pack_torchao_swizzled(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     qdata_bytes = joined(q_split, 4).squeeze(-1)
     scale_bytes = pad(e, (0, -e.shape[1] % 4, 0, -e.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0,
         (-1, 4, 32)).permute(0, 3, 2, 1, 4).view(torch.uint8).flatten(2)
-    return {
-        "qdata": qdata_bytes.flatten(1),
-        "scale": as_type(scale_bytes, torch.float8_e8m0fnu),
-    }
+    return {"qdata": qdata_bytes.flatten(1), "scale": as_type(scale_bytes, torch.float8_e8m0fnu)}
 
 
 def unpack_mlx(weight: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint32 [N, K/8]; scales uint8 [N, K/32]."""
     r = as_type(weight, torch.uint8).unflatten(-1, (-1, 4))
-    return {
-        "e": as_type(scales, torch.float8_e8m0fnu),
-        "q": spread(r, 4).flatten(1),
-    }
+    return {"e": as_type(scales, torch.float8_e8m0fnu), "q": spread(r, 4).flatten(1)}
 
 
 def pack_mlx(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, scales of the fields; the inverse of unpack_mlx."""
     q_split = q.unflatten(-1, (-1, 4, 2))
     r = joined(q_split, 4).squeeze(-1)
-    return {
-        "weight": as_type(r, torch.uint32).squeeze(-1),
-        "scales": e.view(torch.uint8),
-    }
+    return {"weight": as_type(r, torch.uint32).squeeze(-1), "scales": e.view(torch.uint8)}
 
 
 def unpack_planar(q: Tensor, e: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; e float8_e8m0fnu [N, K/32]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "e": e,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-    }
+    return {"e": e, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]}
 
 
 def pack_planar(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, e of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
     r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "e": e,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "e": e}
 
 
 def decode(e: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

@@ -31,10 +31,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 18*K/64]."""
     r = blocks.unflatten(-1, (-1, 18))
-    return {
-        "d": as_type(r, torch.float16)[..., 0],
-        "q": spread(r[..., 2:18], 2).flatten(1),
-    }
+    return {"d": as_type(r, torch.float16)[..., 0], "q": spread(r[..., 2:18], 2).flatten(1)}
 
 
 def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -43,9 +40,7 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
     q_split = q.unflatten(-1, (-1, 16, 4))
     r[..., 2:18] = joined(q_split, 2).squeeze(-1)
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q: Tensor, d: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -64,10 +59,7 @@ def pack_planar(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
     r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
         | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "d": d,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "d": d}
 
 
 def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

@@ -51,9 +51,7 @@ def pack_gguf(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dic
     r[..., 16:80] = sum(q_split[:, :, :, i] << 2 * i for i in range(4)).flatten(2)
     r[..., 80:82] = as_type(d.unsqueeze(-1), torch.uint8)
     r[..., 82:84] = as_type(dmin.unsqueeze(-1), torch.uint8)
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor) -> dict[str, Tensor]:

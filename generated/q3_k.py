@@ -38,11 +38,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     sc_low = torch.stack([sc_bytes & 15, sc_bytes >> 4], -2).flatten(1)
     sc_bytes2 = r[..., 104:108].contiguous()
     sc_high = torch.stack([sc_bytes2 >> 2 * i & 3 for i in range(4)], -2).flatten(1)
-    return {
-        "d": as_type(r, torch.float16)[..., 54],
-        "sc": sc_low | sc_high << 4,
-        "q": q_low | q_high << 2,
-    }
+    return {"d": as_type(r, torch.float16)[..., 54], "sc": sc_low | sc_high << 4, "q": q_low | q_high << 2}
 
 
 def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -57,9 +53,7 @@ def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
     sc_split2 = sc.unflatten(-1, (-1, 4, 4))
     r[..., 104:108] = sum((sc_split2[:, :, i] >> 4) << 2 * i for i in range(4))
     r[..., 108:110] = as_type(d.unsqueeze(-1), torch.uint8)
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -75,11 +69,7 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, K: int) ->
     q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1
         & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 7], -5).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6,
         8, 4, 5, 7).flatten(1)[:, :K]
-    return {
-        "d": d,
-        "sc": sc & 63,
-        "q": q_low | q_high << 2,
-    }
+    return {"d": d, "sc": sc & 63, "q": q_low | q_high << 2}
 
 
 def pack_planar(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:

@@ -32,10 +32,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 18*K/32]."""
     r = blocks.unflatten(-1, (-1, 18))
     q_bytes = r[..., 2:18].contiguous()
-    return {
-        "d": as_type(r, torch.float16)[..., 0],
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1),
-    }
+    return {"d": as_type(r, torch.float16)[..., 0], "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)}
 
 
 def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -44,29 +41,21 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
     q_split = q.unflatten(-1, (-1, 2, 16))
     r[..., 2:18] = q_split[:, :, 0] | q_split[:, :, 1] << 4
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q: Tensor, d: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, K/32]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "d": d,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-    }
+    return {"d": d, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]}
 
 
 def pack_planar(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, d of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
     r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "d": d,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "d": d}
 
 
 def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

@@ -45,9 +45,7 @@ def pack_gguf(d: Tensor, m: Tensor, q: Tensor) -> dict[str, Tensor]:
     r[..., 2:4] = as_type(m.unsqueeze(-1), torch.uint8)
     q_split = q.unflatten(-1, (-1, 2, 16))
     r[..., 4:20] = q_split[:, :, 0] | q_split[:, :, 1] << 4
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q: Tensor, d: Tensor, m: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -65,11 +63,7 @@ def pack_planar(d: Tensor, m: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, d, m of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
     r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "d": d,
-        "m": m,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "d": d, "m": m}
 
 
 def decode(d: Tensor, m: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

@@ -62,9 +62,7 @@ def pack_gguf(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dic
     r[..., 8:12] |= (mn_split[:, :, 0] >> 4) << 4 | (mn_split[:, :, 1] >> 4) << 6
     q_split = q.unflatten(-1, (-1, 4, 2, 32))
     r[..., 16:144] = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).flatten(2)
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor) -> dict[str, Tensor]:

@@ -34,10 +34,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     q_bytes = r[..., 6:22].contiguous()
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)
     q_high = spread(r[..., 2:6], 1).flatten(1)
-    return {
-        "d": as_type(r, torch.float16)[..., 0],
-        "q": q_low | q_high << 4,
-    }
+    return {"d": as_type(r, torch.float16)[..., 0], "q": q_low | q_high << 4}
 
 
 def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -48,9 +45,7 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     r[..., 6:22] = (q_split[:, :, 0] & 15) | (q_split[:, :, 1] & 15) << 4
     q_split2 = q.unflatten(-1, (-1, 4, 8))
     r[..., 2:6] = joined(q_split2 >> 4, 1).squeeze(-1)
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -63,10 +58,7 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, *, K: int) -> dict[str, T
     q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 1 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 2
         & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3,
         4, 6).flatten(1)[:, :K]
-    return {
-        "d": d,
-        "q": q_low | q_high << 4,
-    }
+    return {"d": d, "q": q_low | q_high << 4}
 
 
 def pack_planar(d: Tensor, q: Tensor) -> dict[str, Tensor]:

@@ -67,9 +67,7 @@ def pack_gguf(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dic
     r[..., 48:176] = ((q_split[:, :, :, 0] & 15) | (q_split[:, :, :, 1] & 15) << 4).flatten(2)
     q_split2 = q.unflatten(-1, (-1, 8, 32))
     r[..., 16:48] = sum((q_split2[:, :, i] >> 4) << 1 * i for i in range(8))
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor, *,
@@ -85,13 +83,7 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, dmin: Tensor,
     q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 1 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 2
         & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3,
         4, 6).flatten(1)[:, :K]
-    return {
-        "d": d,
-        "dmin": dmin,
-        "sc": sc & 63,
-        "mn": mn & 63,
-        "q": q_low | q_high << 4,
-    }
+    return {"d": d, "dmin": dmin, "sc": sc & 63, "mn": mn & 63, "q": q_low | q_high << 4}
 
 
 def pack_planar(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dict[str, Tensor]:

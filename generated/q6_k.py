@@ -49,9 +49,7 @@ def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
     r[..., 128:192] = sum((q_split2[:, :, :, i] >> 4) << 2 * i for i in range(4)).flatten(2)
     r[..., 192:208] = sc.unflatten(-1, (-1, 16)).view(torch.uint8)
     r[..., 208:210] = as_type(d.unsqueeze(-1), torch.uint8)
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor) -> dict[str, Tensor]:
@@ -65,11 +63,7 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor) -> dict[str, 
     q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
     q_high = torch.stack([q_bytes2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 6], -5).unflatten(2,
         (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)
-    return {
-        "d": d,
-        "sc": sc,
-        "q": q_low | q_high << 4,
-    }
+    return {"d": d, "sc": sc, "q": q_low | q_high << 4}
 
 
 def pack_planar(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:

@@ -31,10 +31,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 34*K/32]."""
     r = blocks.unflatten(-1, (-1, 34))
-    return {
-        "d": as_type(r, torch.float16)[..., 0],
-        "q": as_type(r[..., 2:34], torch.int8).flatten(1),
-    }
+    return {"d": as_type(r, torch.float16)[..., 0], "q": as_type(r[..., 2:34], torch.int8).flatten(1)}
 
 
 def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -42,28 +39,20 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     r = empty((d.shape[0], d.shape[1], 34), torch.uint8, d.device)
     r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
     r[..., 2:34] = q.unflatten(-1, (-1, 32)).view(torch.uint8)
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q: Tensor, d: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 32*ceil(K/128)]; d float16 [N, K/32]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
-    return {
-        "d": d,
-        "q": as_type(r, torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
-    }
+    return {"d": d, "q": as_type(r, torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K]}
 
 
 def pack_planar(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, d of the fields; the inverse of unpack_planar."""
     r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5,
         3).view(torch.uint8).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "d": d,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "d": d}
 
 
 def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

@@ -42,9 +42,7 @@ def pack_gguf(d: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
     r[..., 2:4] = as_type(s.unsqueeze(-1), torch.uint8)
     r[..., 4:36] = q.unflatten(-1, (-1, 32)).view(torch.uint8)
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def decode(d: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

@@ -43,9 +43,7 @@ def pack_gguf(d: Tensor, bs: Tensor, q: Tensor) -> dict[str, Tensor]:
     r[..., 4:260] = q.unflatten(-1, (-1, 256)).view(torch.uint8)
     bs_packed = (bs.unflatten(-1, (-1, 16)) & 65535).to(torch.int32)
     r[..., 260:292] = bs_packed.unsqueeze(-1).view(torch.uint8)[..., :2].flatten(2)
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def decode(d: Tensor, bs: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

@@ -37,10 +37,7 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     q_0 = first_trit(torch.stack([q_bytes * 3 ** i for i in range(5)], -2)).flatten(2)
     q_160 = first_trit(torch.stack([q_bytes2 * 3 ** i for i in range(5)], -2)).flatten(2)
     q_240 = first_trit(torch.stack([q_bytes3 * 3 ** i for i in range(4)], -2)).flatten(2)
-    return {
-        "d": as_type(r, torch.float16)[..., 26],
-        "q": torch.cat([q_0, q_160, q_240], -1).flatten(1),
-    }
+    return {"d": as_type(r, torch.float16)[..., 26], "q": torch.cat([q_0, q_160, q_240], -1).flatten(1)}
 
 
 def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -53,9 +50,7 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split3 = q.unflatten(-1, (-1, 256))[..., 240:256].unflatten(-1, (4, 4))
     r[..., 48:52] = base3([q_split3[:, :, i] for i in range(4)], "q")
     r[..., 52:54] = as_type(d.unsqueeze(-1), torch.uint8)
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q: Tensor, d: Tensor) -> dict[str, Tensor]:
@@ -74,10 +69,7 @@ def pack_planar(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split = q.unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
     r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
         | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "d": d,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "d": d}
 
 
 def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

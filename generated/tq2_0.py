@@ -43,9 +43,7 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split = q.unflatten(-1, (-1, 2, 4, 32))
     r[..., 0:64] = sum(q_split[:, :, :, i] << 2 * i for i in range(4)).flatten(2)
     r[..., 64:66] = as_type(d.unsqueeze(-1), torch.uint8)
-    return {
-        "blocks": r.flatten(1),
-    }
+    return {"blocks": r.flatten(1)}
 
 
 def unpack_planar(q: Tensor, d: Tensor) -> dict[str, Tensor]:
@@ -64,10 +62,7 @@ def pack_planar(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split = q.unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
     r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
         | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "d": d,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "d": d}
 
 
 def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

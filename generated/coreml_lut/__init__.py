@@ -6,10 +6,7 @@
     lut    level_type [ceil(N/rows), 16]
     q      u{bits}    [N, K]
 
-    coreml at bits = 4: 4 bits per weight with rows = 32
-    coreml at bits = 2: 2 bits per weight with rows = 32
-    coreml at bits = 6: 6 bits per weight with rows = 32
-    coreml at bits = 8: 8.00024 bits per weight with rows = 32
+    coreml: 4 bits per weight at bits = 4, 2 at 2, 6 at 6, 8.00024 at 8, with rows = 32
 
 Built from the spec coreml_lut (sha256 eb942b8e0927898a) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.

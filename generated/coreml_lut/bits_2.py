@@ -24,20 +24,14 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 def unpack_coreml(indices: Tensor, lut: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
     """Fields of indices uint8 [ceil(N*K/4)]; lut level_type [ceil(N/rows), 1, 4, 1]."""
-    return {
-        "lut": lut.squeeze(3).squeeze(1),
-        "q": spread(indices, 2).flatten()[:N * K].unflatten(0, (N, K)),
-    }
+    return {"lut": lut.squeeze(3).squeeze(1), "q": spread(indices, 2).flatten()[:N * K].unflatten(0, (N, K))}
 
 
 def pack_coreml(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
     """indices, lut of the fields; the inverse of unpack_coreml."""
     q_split = pad(q.flatten(), (0, -q.numel() % 4)).unflatten(-1, (-1, 4))
     r = joined(q_split, 2).squeeze(-1)
-    return {
-        "indices": r,
-        "lut": lut.unsqueeze(1).unsqueeze(-1),
-    }
+    return {"indices": r, "lut": lut.unsqueeze(1).unsqueeze(-1)}
 
 
 def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

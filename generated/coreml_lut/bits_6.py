@@ -39,10 +39,7 @@ def pack_coreml(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split = pad(q.flatten(), (0, -q.numel() % 4)).unflatten(-1, (-1, 4))
     q_packed = sum(q_split[:, i].to(torch.int32) << 6 * i for i in range(4))
     r = q_packed.unsqueeze(-1).view(torch.uint8)[..., :3]
-    return {
-        "indices": r.flatten(),
-        "lut": lut.unsqueeze(1).unsqueeze(-1),
-    }
+    return {"indices": r.flatten(), "lut": lut.unsqueeze(1).unsqueeze(-1)}
 
 
 def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

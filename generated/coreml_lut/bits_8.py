@@ -24,19 +24,13 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 def unpack_coreml(indices: Tensor, lut: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
     """Fields of indices uint8 [N*K]; lut level_type [ceil(N/rows), 1, 256, 1]."""
-    return {
-        "lut": lut.squeeze(3).squeeze(1),
-        "q": indices[:N * K].unflatten(0, (N, K)),
-    }
+    return {"lut": lut.squeeze(3).squeeze(1), "q": indices[:N * K].unflatten(0, (N, K))}
 
 
 def pack_coreml(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
     """indices, lut of the fields; the inverse of unpack_coreml."""
     r = q.flatten()
-    return {
-        "indices": r,
-        "lut": lut.unsqueeze(1).unsqueeze(-1),
-    }
+    return {"indices": r, "lut": lut.unsqueeze(1).unsqueeze(-1)}
 
 
 def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

@@ -7,16 +7,9 @@
     s      scale_type [ceil(N*K/group)]
     q      u{bits}    [N, K]
 
-    hqq at bits = 4: 4.5 bits per weight with group = 64
-    hqq at bits = 8: 8.5 bits per weight with group = 64
-    hqq at bits = 2: 2.5 bits per weight with group = 64
-    hqq at bits = 1: 1.5 bits per weight with group = 64
-    hqq_3bit at bits = 3: 3.7 bits per weight with group = 64
-    planar at bits = 4: 4.5 bits per weight with group = 64
-    planar at bits = 8: 8.5 bits per weight with group = 64
-    planar at bits = 2: 2.5 bits per weight with group = 64
-    planar at bits = 1: 1.5 bits per weight with group = 64
-    planar at bits = 3: 3.5 bits per weight with group = 64
+    hqq: 4.5 bits per weight at bits = 4, 8.5 at 8, 2.5 at 2, 1.5 at 1, with group = 64
+    hqq_3bit: 3.7 bits per weight at bits = 3 with group = 64
+    planar: 4.5 bits per weight at bits = 4, 8.5 at 8, 2.5 at 2, 1.5 at 1, 3.5 at 3, with group = 64
 
 Built from the spec hqq (sha256 e54490e5412cd2f0) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.

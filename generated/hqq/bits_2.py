@@ -42,11 +42,7 @@ def pack_hqq(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> 
     """W_q, scale, zero of the fields; the inverse of unpack_hqq."""
     q_split = q.flatten().unflatten(-1, (4, N * K // (4 * group), group))
     r = sum(q_split[i] << 6 - 2 * i for i in range(4))
-    return {
-        "W_q": r,
-        "scale": s.unsqueeze(-1),
-        "zero": z.unsqueeze(-1),
-    }
+    return {"W_q": r, "scale": s.unsqueeze(-1), "zero": z.unsqueeze(-1)}
 
 
 def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tensor]:

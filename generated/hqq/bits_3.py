@@ -49,11 +49,7 @@ def pack_hqq_3bit(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int
         (10, cdiv(N * K // group, 10), group))
     q_packed = sum(q_split[i].to(torch.int64) << 27 - 3 * i for i in range(10))
     r[...] = q_packed.unsqueeze(-1).view(torch.uint8)[..., :4]
-    return {
-        "W_q": as_type(r, torch.int32).squeeze(-1),
-        "scale": s.unsqueeze(-1),
-        "zero": z.unsqueeze(-1),
-    }
+    return {"W_q": as_type(r, torch.int32).squeeze(-1), "scale": s.unsqueeze(-1), "zero": z.unsqueeze(-1)}
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -69,11 +65,7 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, z: Tensor, *, K: int) -> 
     q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1
         & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 7], -5).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6,
         8, 4, 5, 7).flatten(1)[:, :K]
-    return {
-        "z": z.flatten(),
-        "s": s.flatten(),
-        "q": q_low | q_high << 2,
-    }
+    return {"z": z.flatten(), "s": s.flatten(), "q": q_low | q_high << 2}
 
 
 def pack_planar(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:

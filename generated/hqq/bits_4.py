@@ -40,11 +40,7 @@ def pack_hqq(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> 
     """W_q, scale, zero of the fields; the inverse of unpack_hqq."""
     q_split = q.flatten().unflatten(-1, (2, N * K // (2 * group), group))
     r = q_split[0] << 4 | q_split[1]
-    return {
-        "W_q": r,
-        "scale": s.unsqueeze(-1),
-        "zero": z.unsqueeze(-1),
-    }
+    return {"W_q": r, "scale": s.unsqueeze(-1), "zero": z.unsqueeze(-1)}
 
 
 def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tensor]:

@@ -30,21 +30,13 @@ from .bits_4 import decode, _scale_planar
 
 def unpack_hqq(W_q: Tensor, scale: Tensor, zero: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
     """Fields of W_q uint8 [N*K/group, group]; scale scale_type [N*K/group, 1]; zero scale_type [N*K/group, 1]."""
-    return {
-        "z": zero.squeeze(1),
-        "s": scale.squeeze(1),
-        "q": W_q.flatten()[:N * K].unflatten(0, (N, K)),
-    }
+    return {"z": zero.squeeze(1), "s": scale.squeeze(1), "q": W_q.flatten()[:N * K].unflatten(0, (N, K))}
 
 
 def pack_hqq(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:
     """W_q, scale, zero of the fields; the inverse of unpack_hqq."""
     r = q.flatten().unflatten(-1, (N * K // group, group))
-    return {
-        "W_q": r,
-        "scale": s.unsqueeze(-1),
-        "zero": z.unsqueeze(-1),
-    }
+    return {"W_q": r, "scale": s.unsqueeze(-1), "zero": z.unsqueeze(-1)}
 
 
 def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tensor]:

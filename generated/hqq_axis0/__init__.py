@@ -7,11 +7,8 @@
     s      scale_type [N*K/group]
     q      u{bits}    [N, K]
 
-    hqq at bits = 4: 4.5 bits per weight with group = 64
-    hqq at bits = 8: 8.5 bits per weight with group = 64
-    hqq at bits = 2: 2.5 bits per weight with group = 64
-    hqq at bits = 1: 1.5 bits per weight with group = 64
-    hqq_3bit at bits = 3: 4 bits per weight with group = 64
+    hqq: 4.5 bits per weight at bits = 4, 8.5 at 8, 2.5 at 2, 1.5 at 1, with group = 64
+    hqq_3bit: 4 bits per weight at bits = 3 with group = 64
 
 Built from the spec hqq_axis0 (sha256 8baca3eaa3180335) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.

@@ -40,11 +40,7 @@ def pack_hqq(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> 
     """W_q, scale, zero of the fields; the inverse of unpack_hqq."""
     q_split = q.flatten().unflatten(-1, (8, group // 8, N * K // group))
     r = sum(q_split[i] << 7 - i for i in range(8))
-    return {
-        "W_q": r,
-        "scale": s.unsqueeze(0),
-        "zero": z.unsqueeze(0),
-    }
+    return {"W_q": r, "scale": s.unsqueeze(0), "zero": z.unsqueeze(0)}
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:

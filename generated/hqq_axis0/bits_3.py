@@ -47,11 +47,7 @@ def pack_hqq_3bit(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int
         (10, cdiv(group, 10), N * K // group))
     q_packed = sum(q_split[i].to(torch.int64) << 27 - 3 * i for i in range(10))
     r[...] = q_packed.unsqueeze(-1).view(torch.uint8)[..., :4]
-    return {
-        "W_q": as_type(r, torch.int32).squeeze(-1),
-        "scale": s.unsqueeze(0),
-        "zero": z.unsqueeze(0),
-    }
+    return {"W_q": as_type(r, torch.int32).squeeze(-1), "scale": s.unsqueeze(0), "zero": z.unsqueeze(0)}
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:

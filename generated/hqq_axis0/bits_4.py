@@ -37,11 +37,7 @@ def pack_hqq(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> 
     """W_q, scale, zero of the fields; the inverse of unpack_hqq."""
     q_split = q.flatten().unflatten(-1, (2, group // 2, N * K // group))
     r = q_split[0] << 4 | q_split[1]
-    return {
-        "W_q": r,
-        "scale": s.unsqueeze(0),
-        "zero": z.unsqueeze(0),
-    }
+    return {"W_q": r, "scale": s.unsqueeze(0), "zero": z.unsqueeze(0)}
 
 
 def decode(z: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

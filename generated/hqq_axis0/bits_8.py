@@ -27,21 +27,13 @@ from .bits_4 import decode
 
 def unpack_hqq(W_q: Tensor, scale: Tensor, zero: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
     """Fields of W_q uint8 [group, N*K/group]; scale scale_type [1, N*K/group]; zero scale_type [1, N*K/group]."""
-    return {
-        "z": zero.squeeze(0),
-        "s": scale.squeeze(0),
-        "q": W_q.flatten()[:N * K].unflatten(0, (N, K)),
-    }
+    return {"z": zero.squeeze(0), "s": scale.squeeze(0), "q": W_q.flatten()[:N * K].unflatten(0, (N, K))}
 
 
 def pack_hqq(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:
     """W_q, scale, zero of the fields; the inverse of unpack_hqq."""
     r = q.flatten().unflatten(-1, (group, N * K // group))
-    return {
-        "W_q": r,
-        "scale": s.unsqueeze(0),
-        "zero": z.unsqueeze(0),
-    }
+    return {"W_q": r, "scale": s.unsqueeze(0), "zero": z.unsqueeze(0)}
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:

@@ -8,19 +8,14 @@
     s      scale_type [N, ceil(K/group)]
     q      u4         [N, K]
 
-    tinygemm at scale_type = bf16: 4.25 bits per weight with group = 128
-    tile_packed at scale_type = bf16: 4.25 bits per weight with group = 128
-    torchao at scale_type = bf16: 4.25 bits per weight with group = 128
-    cpu_avx512 at scale_type = bf16: 4.25 bits per weight with group = 128
-    cpu_avx512 at scale_type = f32: 4.5 bits per weight with group = 128
-    cpu_avx2 at scale_type = bf16: 4.25 bits per weight with group = 128
-    cpu_avx2 at scale_type = f32: 4.5 bits per weight with group = 128
-    cpu_scalar at scale_type = bf16: 4.25 bits per weight with group = 128
-    cpu_scalar at scale_type = f32: 4.5 bits per weight with group = 128
-    cpu_rest at scale_type = bf16: 4.25 bits per weight with group = 128
-    cpu_rest at scale_type = f32: 4.5 bits per weight with group = 128
-    planar at scale_type = bf16: 4.25 bits per weight with group = 128
-    planar at scale_type = f32: 4.5 bits per weight with group = 128
+    tinygemm: 4.25 bits per weight at scale_type = bf16 with group = 128
+    tile_packed: 4.25 bits per weight at scale_type = bf16 with group = 128
+    torchao: 4.25 bits per weight at scale_type = bf16 with group = 128
+    cpu_avx512: 4.25 bits per weight at scale_type = bf16, 4.5 at f32, with group = 128
+    cpu_avx2: 4.25 bits per weight at scale_type = bf16, 4.5 at f32, with group = 128
+    cpu_scalar: 4.25 bits per weight at scale_type = bf16, 4.5 at f32, with group = 128
+    cpu_rest: 4.25 bits per weight at scale_type = bf16, 4.5 at f32, with group = 128
+    planar: 4.25 bits per weight at scale_type = bf16, 4.5 at f32, with group = 128
 
 Built from the spec int4pack (sha256 4c5af078cde936ea) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.

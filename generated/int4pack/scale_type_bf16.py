@@ -49,10 +49,7 @@ def pack_tinygemm(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """qdata, scale_and_zero of the fields; the inverse of unpack_tinygemm."""
     q_split = q.unflatten(-1, (-1, 4, 2, 2, 4, 2)).unflatten(0, (-1, 8))
     r = (q_split[:, :, :, :, :, 0] | q_split[:, :, :, :, :, 1] << 4).permute(0, 2, 1, 5, 3, 6, 4).flatten(2)
-    return {
-        "qdata": as_type(r, torch.int32),
-        "scale_and_zero": torch.stack([s.t(), z.t()], -1),
-    }
+    return {"qdata": as_type(r, torch.int32), "scale_and_zero": torch.stack([s.t(), z.t()], -1)}
 
 
 def unpack_tile_packed(qdata: Tensor, scale_and_zero: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:
@@ -91,22 +88,14 @@ def pack_tile_packed(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: 
 def unpack_torchao(qdata: Tensor, scale: Tensor, zero_point: Tensor) -> dict[str, Tensor]:
     """Fields of qdata int8 [N, K/2]; scale scale_type [K/group, N]; zero_point scale_type [K/group, N]."""
     r = qdata.view(torch.uint8)
-    return {
-        "z": zero_point.t(),
-        "s": scale.t(),
-        "q": spread(r, 4).flatten(1) + 8 & 15,
-    }
+    return {"z": zero_point.t(), "s": scale.t(), "q": spread(r, 4).flatten(1) + 8 & 15}
 
 
 def pack_torchao(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """qdata, scale, zero_point of the fields; the inverse of unpack_torchao."""
     q_split = (q - 8 & 15).unflatten(-1, (-1, 2))
     r = joined(q_split, 4).squeeze(-1)
-    return {
-        "qdata": as_type(r, torch.int8),
-        "scale": s.t().contiguous(),
-        "zero_point": z.t().contiguous(),
-    }
+    return {"qdata": as_type(r, torch.int8), "scale": s.t().contiguous(), "zero_point": z.t().contiguous()}
 
 
 def unpack_cpu_avx512(weight: Tensor, scales_and_zeros: Tensor, *, N: int) -> dict[str, Tensor]:
@@ -192,10 +181,7 @@ def pack_cpu_rest(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, scales_and_zeros of the fields; the inverse of unpack_cpu_rest."""
     q_split = q.unflatten(0, (-1, 2))
     r = q_split[:, 0] | q_split[:, 1] << 4
-    return {
-        "weight": r.t().contiguous(),
-        "scales_and_zeros": torch.stack([s.t(), z.t()], -1),
-    }
+    return {"weight": r.t().contiguous(), "scales_and_zeros": torch.stack([s.t(), z.t()], -1)}
 
 
 def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -213,11 +199,7 @@ def pack_planar(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, s, z of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
     r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s,
-        "z": z,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s, "z": z}
 
 
 def decode(z: Tensor, s: Tensor, q: Tensor, g: Tensor | None = None, out: Tensor | None = None) -> Tensor:

@@ -8,49 +8,24 @@
     z      u{bits}    [N, ceil(K/group)]
     s      scale_type [N, ceil(K/group)]
 
-    gptq_v2 at bits = 4: 4.15625 bits per weight with group = 128
-    gptq_v2 at bits = 2: 2.14062 bits per weight with group = 128
-    gptq_v2 at bits = 3: 3.14844 bits per weight with group = 128
-    gptq_v2 at bits = 8: 8.1875 bits per weight with group = 128
-    gptq_v1 at bits = 4: 4.15625 bits per weight with group = 128
-    gptq_v1 at bits = 2: 2.14062 bits per weight with group = 128
-    gptq_v1 at bits = 3: 3.14844 bits per weight with group = 128
-    gptq_v1 at bits = 8: 8.1875 bits per weight with group = 128
-    gptq_p at bits = 3: 3.14844 bits per weight with group = 128
-    gptq_p at bits = 5: 5.16406 bits per weight with group = 128
-    gptq_p at bits = 6: 6.17188 bits per weight with group = 128
-    gptq_p at bits = 7: 7.17969 bits per weight with group = 128
-    awq at bits = 4: 4.15625 bits per weight with group = 128
-    awq_gemv at bits = 4: 4.15625 bits per weight with group = 128
-    pack_quantized at bits = 4: 4.125 bits per weight with group = 128
-    pack_quantized at bits = 2: 2.125 bits per weight with group = 128
-    pack_quantized at bits = 3: 3.125 bits per weight with group = 128
-    pack_quantized at bits = 5: 5.125 bits per weight with group = 128
-    pack_quantized at bits = 6: 6.125 bits per weight with group = 128
-    pack_quantized at bits = 7: 7.125 bits per weight with group = 128
-    pack_quantized at bits = 8: 8.125 bits per weight with group = 128
-    pack_quantized_0_8 at bits = 4: 4.1875 bits per weight with group = 128
-    pack_quantized_0_8 at bits = 8: 8.1875 bits per weight with group = 128
-    pack_quantized_0_17 at bits = 3: 3.32501 bits per weight with group = 128
-    pack_quantized_0_17 at bits = 5: 5.45834 bits per weight with group = 128
-    pack_quantized_0_17 at bits = 6: 6.52501 bits per weight with group = 128
-    pack_quantized_0_17 at bits = 7: 8.125 bits per weight with group = 128
-    int_quantized at bits = 8: 8.125 bits per weight with group = 128
-    marlin at bits = 4: 4.125 bits per weight with group = 128
-    modelopt at bits = 4: 4.125 bits per weight with group = 128
-    xpu_int4pack at bits = 4: 4.1875 bits per weight with group = 128
-    torchao_plain_int32 at bits = 4: 4.1875 bits per weight with group = 128
-    torchao_int8 at bits = 8: 8.125 bits per weight with group = 128
-    onnx_matmul_nbits at bits = 4: 4.125 bits per weight with group = 128
-    onnx_matmul_nbits at bits = 2: 2.125 bits per weight with group = 128
-    onnx_matmul_nbits at bits = 8: 8.125 bits per weight with group = 128
-    planar at bits = 4: 4.125 bits per weight with group = 128
-    planar at bits = 2: 2.125 bits per weight with group = 128
-    planar at bits = 3: 3.125 bits per weight with group = 128
-    planar at bits = 8: 8.125 bits per weight with group = 128
-    planar at bits = 5: 5.125 bits per weight with group = 128
-    planar at bits = 6: 6.125 bits per weight with group = 128
-    planar at bits = 7: 7.125 bits per weight with group = 128
+    gptq_v2: 4.15625 bits per weight at bits = 4, 2.14062 at 2, 3.14844 at 3, 8.1875 at 8, with group = 128
+    gptq_v1: 4.15625 bits per weight at bits = 4, 2.14062 at 2, 3.14844 at 3, 8.1875 at 8, with group = 128
+    gptq_p: 3.14844 bits per weight at bits = 3, 5.16406 at 5, 6.17188 at 6, 7.17969 at 7, with group = 128
+    awq: 4.15625 bits per weight at bits = 4 with group = 128
+    awq_gemv: 4.15625 bits per weight at bits = 4 with group = 128
+    pack_quantized: 4.125 bits per weight at bits = 4, 2.125 at 2, 3.125 at 3, 5.125 at 5, 6.125 at 6, 7.125 at 7, 8.125
+        at 8, with group = 128
+    pack_quantized_0_8: 4.1875 bits per weight at bits = 4, 8.1875 at 8, with group = 128
+    pack_quantized_0_17: 3.32501 bits per weight at bits = 3, 5.45834 at 5, 6.52501 at 6, 8.125 at 7, with group = 128
+    int_quantized: 8.125 bits per weight at bits = 8 with group = 128
+    marlin: 4.125 bits per weight at bits = 4 with group = 128
+    modelopt: 4.125 bits per weight at bits = 4 with group = 128
+    xpu_int4pack: 4.1875 bits per weight at bits = 4 with group = 128
+    torchao_plain_int32: 4.1875 bits per weight at bits = 4 with group = 128
+    torchao_int8: 8.125 bits per weight at bits = 8 with group = 128
+    onnx_matmul_nbits: 4.125 bits per weight at bits = 4, 2.125 at 2, 8.125 at 8, with group = 128
+    planar: 4.125 bits per weight at bits = 4, 2.125 at 2, 3.125 at 3, 8.125 at 8, 5.125 at 5, 6.125 at 6, 7.125 at 7,
+        with group = 128
 
 Built from the spec int_group (sha256 06e1a033b41e5caa) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.

@@ -105,10 +105,7 @@ def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_ze
     int32 [ceil(N/16), ceil(K/group)]; weight_g_idx int32 [K].
     """
     weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
-    fields = {
-        "q": spread(weight_packed_bytes, 2).flatten(1)[:, :K],
-        "s": weight_scale,
-    }
+    fields = {"q": spread(weight_packed_bytes, 2).flatten(1)[:, :K], "s": weight_scale}
     if weight_g_idx is not None:
         fields["g"] = weight_g_idx
     if weight_zero_point is not None:
@@ -123,10 +120,7 @@ def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor
     """
     q_split = pad(q, (0, -q.shape[1] % 16, 0, 0)).unflatten(-1, (-1, 4, 4))
     weight_packed_bytes = joined(q_split, 2).squeeze(-1)
-    tensors = {
-        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
-        "weight_scale": s,
-    }
+    tensors = {"weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1), "weight_scale": s}
     if z is not None:
         z_split = pad(z, (0, 0, 0, -z.shape[0] % 16)).unflatten(0, (-1, 4, 4))
         weight_zero_point_bytes = sum(z_split[:, :, i] << 2 * i for i in range(4))
@@ -139,10 +133,7 @@ def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor
 def unpack_onnx_matmul_nbits(B: Tensor, scales: Tensor, zero_points: Tensor | None, *, K: int,
         group: int) -> dict[str, Tensor]:
     """Fields of B uint8 [N, K/4]; scales scale_type [N, K/group]; zero_points uint8 [N, ceil(K/4*group)]."""
-    fields = {
-        "q": spread(B, 2).flatten(1),
-        "s": scales,
-    }
+    fields = {"q": spread(B, 2).flatten(1), "s": scales}
     if zero_points is not None:
         fields["z"] = spread(zero_points, 2).flatten(1)[:, :cdiv(K, group)]
     return fields
@@ -152,10 +143,7 @@ def pack_onnx_matmul_nbits(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, 
     """B, scales, zero_points of the fields; the inverse of unpack_onnx_matmul_nbits."""
     q_split = q.unflatten(-1, (-1, 4))
     B_bytes = joined(q_split, 2).squeeze(-1)
-    tensors = {
-        "B": B_bytes,
-        "scales": s,
-    }
+    tensors = {"B": B_bytes, "scales": s}
     if z is not None:
         z_split = pad(z, (0, -z.shape[1] % 4, 0, 0)).unflatten(-1, (-1, 4))
         zero_points_bytes = joined(z_split, 2).squeeze(-1)
@@ -182,10 +170,7 @@ def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
     q_bytes = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
         | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    tensors = {
-        "q": as_type(q_bytes, torch.int32).flatten(1),
-        "s": s,
-    }
+    tensors = {"q": as_type(q_bytes, torch.int32).flatten(1), "s": s}
     if z is not None:
         z_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
         z_bytes[...] = z.unsqueeze(-1)
@@ -394,8 +379,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2, numbers=bitplanes.u2,
                     scale=_scale_planar,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 2, default=2.0)),
-                    blocks=("group",), size=32, width=2, bits=2, sums_in_tile_gemm=True, spans=(4,)))),
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 2, default=2.0)), point=1,
+                    blocks=("group",), size=32, width=2, bits=2, zero=(0, 0), exact=True, spans=(4,)))),
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),

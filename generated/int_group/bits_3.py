@@ -120,11 +120,7 @@ def unpack_gptq_p(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor
     qzeros_bytes = as_type(qzeros.unflatten(-1, (-1, 3)).permute(1, 0, 2), torch.uint8)
     z_low = spread(qzeros_bytes[..., 0:8], 2).permute(0, 2, 3, 1).flatten(0, 2)
     z_high = spread(qzeros_bytes[..., 8:12], 1).permute(0, 2, 3, 1).flatten(0, 2)
-    fields = {
-        "q": q_low | q_high << 2,
-        "z": z_low | z_high << 2,
-        "s": scales.t(),
-    }
+    fields = {"q": q_low | q_high << 2, "z": z_low | z_high << 2, "s": scales.t()}
     if g_idx is not None:
         fields["g"] = g_idx
     return fields
@@ -227,10 +223,7 @@ def pack_pack_quantized_0_17(g: Tensor | None, q: Tensor, z: Tensor | None, s: T
     q_split = pad(q, (0, -q.shape[1] % 10, 0, 0)).unflatten(-1, (-1, 10))
     q_packed = sum(q_split[..., i].to(torch.int64) << 3 * i for i in range(10))
     weight_packed_bytes[...] = q_packed.unsqueeze(-1).view(torch.uint8)[..., :4]
-    tensors = {
-        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
-        "weight_scale": s,
-    }
+    tensors = {"weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1), "weight_scale": s}
     if z is not None:
         weight_zero_point_bytes = torch.zeros(cdiv(z.shape[0], 10), z.shape[1], 4, dtype=torch.uint8, device=z.device)
         z_split = pad(z, (0, 0, 0, -z.shape[0] % 10)).unflatten(0, (-1, 10))
@@ -255,10 +248,7 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, z: Tensor | None, *, K: i
     q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1
         & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 7], -5).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6,
         8, 4, 5, 7).flatten(1)[:, :K]
-    fields = {
-        "q": q_low | q_high << 2,
-        "s": s,
-    }
+    fields = {"q": q_low | q_high << 2, "s": s}
     if z is not None:
         fields["z"] = z & 7
     return fields
@@ -547,8 +537,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_3, numbers=bitplanes.u3,
                     scale=_scale_planar,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 3, default=4.0)),
-                    blocks=("group",), size=32, width=2, bits=3, sums_in_tile_gemm=True, spans=(4, 4)))),
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 3, default=4.0)), point=1,
+                    blocks=("group",), size=32, width=2, bits=3, zero=(0, 0), exact=True, spans=(4, 4)))),
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),

@@ -162,10 +162,7 @@ def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_ze
     int32 [ceil(N/8), ceil(K/group)]; weight_g_idx int32 [K].
     """
     weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
-    fields = {
-        "q": spread(weight_packed_bytes, 4).flatten(1)[:, :K],
-        "s": weight_scale,
-    }
+    fields = {"q": spread(weight_packed_bytes, 4).flatten(1)[:, :K], "s": weight_scale}
     if weight_g_idx is not None:
         fields["g"] = weight_g_idx
     if weight_zero_point is not None:
@@ -180,10 +177,7 @@ def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor
     """
     q_split = pad(q, (0, -q.shape[1] % 8, 0, 0)).unflatten(-1, (-1, 4, 2))
     weight_packed_bytes = joined(q_split, 4).squeeze(-1)
-    tensors = {
-        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
-        "weight_scale": s,
-    }
+    tensors = {"weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1), "weight_scale": s}
     if z is not None:
         z_split = pad(z, (0, 0, 0, -z.shape[0] % 8)).unflatten(0, (-1, 4, 2))
         weight_zero_point_bytes = z_split[:, :, 0] | z_split[:, :, 1] << 4
@@ -200,11 +194,7 @@ def unpack_pack_quantized_0_8(weight_packed: Tensor, weight_scale: Tensor, weigh
     """
     weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
     weight_zero_point_bytes = (weight_zero_point + 0x8).view(torch.uint8)
-    return {
-        "q": spread(weight_packed_bytes, 4).flatten(1)[:, :K],
-        "z": weight_zero_point_bytes & 15,
-        "s": weight_scale,
-    }
+    return {"q": spread(weight_packed_bytes, 4).flatten(1)[:, :K], "z": weight_zero_point_bytes & 15, "s": weight_scale}
 
 
 def pack_pack_quantized_0_8(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
@@ -244,31 +234,21 @@ def pack_marlin(q: Tensor, s: Tensor) -> dict[str, Tensor]:
 
 def unpack_modelopt(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint8 [N/2, K]; weight_scale scale_type [N, ceil(K/group)]."""
-    return {
-        "q": spread(weight, 4).permute(0, 2, 1).flatten(0, 1) + 8 & 15,
-        "s": weight_scale,
-    }
+    return {"q": spread(weight, 4).permute(0, 2, 1).flatten(0, 1) + 8 & 15, "s": weight_scale}
 
 
 def pack_modelopt(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     """weight, weight_scale of the fields; the inverse of unpack_modelopt."""
     q_split = (q - 8 & 15).unflatten(0, (-1, 2))
     r = q_split[:, 0] | q_split[:, 1] << 4
-    return {
-        "weight": r,
-        "weight_scale": s,
-    }
+    return {"weight": r, "weight_scale": s}
 
 
 def unpack_xpu_int4pack(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> dict[str, Tensor]:
     """Fields of qweight int32 [N, K/8]; scales scale_type [K/group, N]; qzeros int8 [K/group, N]."""
     qweight_bytes = as_type(qweight, torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = qzeros.t().view(torch.uint8)
-    return {
-        "q": spread(qweight_bytes, 4).flatten(1),
-        "z": qzeros_bytes & 15,
-        "s": scales.t(),
-    }
+    return {"q": spread(qweight_bytes, 4).flatten(1), "z": qzeros_bytes & 15, "s": scales.t()}
 
 
 def pack_xpu_int4pack(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
@@ -288,11 +268,7 @@ def unpack_torchao_plain_int32(qdata: Tensor, scale: Tensor, zero_point: Tensor)
     """Fields of qdata int32 [N, K/8]; scale scale_type [K/group, N]; zero_point int8 [K/group, N]."""
     qdata_bytes = as_type(qdata, torch.uint8).unflatten(-1, (-1, 4))
     zero_point_bytes = zero_point.t().view(torch.uint8)
-    return {
-        "q": spread(qdata_bytes, 4).flatten(1),
-        "z": zero_point_bytes & 15,
-        "s": scale.t(),
-    }
+    return {"q": spread(qdata_bytes, 4).flatten(1), "z": zero_point_bytes & 15, "s": scale.t()}
 
 
 def pack_torchao_plain_int32(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
@@ -311,10 +287,7 @@ def pack_torchao_plain_int32(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tenso
 def unpack_onnx_matmul_nbits(B: Tensor, scales: Tensor, zero_points: Tensor | None, *, K: int,
         group: int) -> dict[str, Tensor]:
     """Fields of B uint8 [N, K/2]; scales scale_type [N, K/group]; zero_points uint8 [N, ceil(K/2*group)]."""
-    fields = {
-        "q": spread(B, 4).flatten(1),
-        "s": scales,
-    }
+    fields = {"q": spread(B, 4).flatten(1), "s": scales}
     if zero_points is not None:
         fields["z"] = spread(zero_points, 4).flatten(1)[:, :cdiv(K, group)]
     return fields
@@ -324,10 +297,7 @@ def pack_onnx_matmul_nbits(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, 
     """B, scales, zero_points of the fields; the inverse of unpack_onnx_matmul_nbits."""
     q_split = q.unflatten(-1, (-1, 2))
     B_bytes = joined(q_split, 4).squeeze(-1)
-    tensors = {
-        "B": B_bytes,
-        "scales": s,
-    }
+    tensors = {"B": B_bytes, "scales": s}
     if z is not None:
         z_split = pad(z, (0, -z.shape[1] % 2, 0, 0)).unflatten(-1, (-1, 2))
         zero_points_bytes = joined(z_split, 4).squeeze(-1)
@@ -352,10 +322,7 @@ def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     """q, s, z of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
     q_bytes = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    tensors = {
-        "q": as_type(q_bytes, torch.int32).flatten(1),
-        "s": s,
-    }
+    tensors = {"q": as_type(q_bytes, torch.int32).flatten(1), "s": s}
     if z is not None:
         z_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
         z_bytes[...] = z.unsqueeze(-1)
@@ -631,7 +598,8 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = s * (q - z)."""
     s, z = fields
-    sum += lanes.shifted(-z, BASE) * ones
+    if BASE is not None:                             # else operands have no zero point any more
+        sum += lanes.shifted(-z, BASE) * ones
     sum *= s
     return sum
 
@@ -723,8 +691,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
                     scale=_scale_planar,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 4, default=8.0)),
-                    blocks=("group",), size=32, sums_in_tile_gemm=True))),
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 4, default=8.0)), point=1,
+                    blocks=("group",), size=32, zero=(0, 0), exact=True))),
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),

@@ -44,11 +44,7 @@ def unpack_gptq_p(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor
     qzeros_bytes = as_type(qzeros.unflatten(-1, (-1, 6)).permute(1, 0, 2), torch.uint8)
     z_low = spread(qzeros_bytes[..., 0:16], 4).permute(0, 2, 3, 1).flatten(0, 2)
     z_high = spread(qzeros_bytes[..., 16:24], 2).permute(0, 2, 3, 1).flatten(0, 2)
-    fields = {
-        "q": q_low | q_high << 4,
-        "z": z_low | z_high << 4,
-        "s": scales.t(),
-    }
+    fields = {"q": q_low | q_high << 4, "z": z_low | z_high << 4, "s": scales.t()}
     if g_idx is not None:
         fields["g"] = g_idx
     return fields
@@ -151,10 +147,7 @@ def pack_pack_quantized_0_17(g: Tensor | None, q: Tensor, z: Tensor | None, s: T
     q_split = pad(q, (0, -q.shape[1] % 5, 0, 0)).unflatten(-1, (-1, 5))
     q_packed = sum(q_split[..., i].to(torch.int64) << 6 * i for i in range(5))
     weight_packed_bytes[...] = q_packed.unsqueeze(-1).view(torch.uint8)[..., :4]
-    tensors = {
-        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
-        "weight_scale": s,
-    }
+    tensors = {"weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1), "weight_scale": s}
     if z is not None:
         weight_zero_point_bytes = torch.zeros(cdiv(z.shape[0], 5), z.shape[1], 4, dtype=torch.uint8, device=z.device)
         z_split = pad(z, (0, 0, 0, -z.shape[0] % 5)).unflatten(0, (-1, 5))
@@ -177,10 +170,7 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, z: Tensor | None, *, K: i
     q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
     q_high = torch.stack([q_bytes2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 6], -5).unflatten(2,
         (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
-    fields = {
-        "q": q_low | q_high << 4,
-        "s": s,
-    }
+    fields = {"q": q_low | q_high << 4, "s": s}
     if z is not None:
         fields["z"] = z & 63
     return fields
@@ -401,8 +391,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_6, numbers=bitplanes.u6,
                     scale=_scale_planar,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 6, default=32.0)),
-                    blocks=("group",), size=32, width=4, bits=6, sums_in_tile_gemm=True, spans=(0, 2)))),
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 6, default=32.0)), point=1,
+                    blocks=("group",), size=32, width=4, bits=6, zero=(0, 0), exact=True, spans=(0, 2)))),
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),

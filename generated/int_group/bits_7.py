@@ -46,11 +46,7 @@ def unpack_gptq_p(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor
     z_low = spread(qzeros_bytes[..., 0:16], 4).permute(0, 2, 3, 1).flatten(0, 2)
     z_high = spread(qzeros_bytes[..., 16:24], 2).permute(0, 2, 3, 1).flatten(0, 2)
     z_high2 = spread(qzeros_bytes[..., 24:28], 1).permute(0, 2, 3, 1).flatten(0, 2)
-    fields = {
-        "q": q_low | q_high << 4 | q_high2 << 6,
-        "z": z_low | z_high << 4 | z_high2 << 6,
-        "s": scales.t(),
-    }
+    fields = {"q": q_low | q_high << 4 | q_high2 << 6, "z": z_low | z_high << 4 | z_high2 << 6, "s": scales.t()}
     if g_idx is not None:
         fields["g"] = g_idx
     return fields
@@ -157,10 +153,7 @@ def pack_pack_quantized_0_17(g: Tensor | None, q: Tensor, z: Tensor | None, s: T
     q_split = pad(q, (0, -q.shape[1] % 4, 0, 0)).unflatten(-1, (-1, 4))
     q_packed = sum(q_split[..., i].to(torch.int64) << 7 * i for i in range(4))
     weight_packed_bytes[...] = q_packed.unsqueeze(-1).view(torch.uint8)[..., :4]
-    tensors = {
-        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
-        "weight_scale": s,
-    }
+    tensors = {"weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1), "weight_scale": s}
     if z is not None:
         weight_zero_point_bytes = torch.zeros(cdiv(z.shape[0], 4), z.shape[1], 4, dtype=torch.uint8, device=z.device)
         z_split = pad(z, (0, 0, 0, -z.shape[0] % 4)).unflatten(0, (-1, 4))
@@ -188,10 +181,7 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, q_2: Tensor, s: Tensor, z: Tensor | 
     q_high2 = torch.stack([q_bytes3 & 1, q_bytes3 >> 4 & 1, q_bytes3 >> 1 & 1, q_bytes3 >> 5 & 1, q_bytes3 >> 2
         & 1, q_bytes3 >> 6 & 1, q_bytes3 >> 3 & 1, q_bytes3 >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3,
         4, 6).flatten(1)[:, :K]
-    fields = {
-        "q": q_low | q_high << 4 | q_high2 << 6,
-        "s": s,
-    }
+    fields = {"q": q_low | q_high << 4 | q_high2 << 6, "s": s}
     if z is not None:
         fields["z"] = z & 127
     return fields
@@ -431,8 +421,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                 lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_7, numbers=bitplanes.u7,
                     scale=_scale_planar,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 7, default=64.0)),
-                    blocks=("group",), size=32, width=4, bits=7, sums_in_tile_gemm=True, spans=(0, 2, 1)))),
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 7, default=64.0)), point=1,
+                    blocks=("group",), size=32, width=4, bits=7, zero=(0, 0), exact=True, spans=(0, 2, 1)))),
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),

@@ -31,8 +31,6 @@ from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Var
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
-from .bits_4 import _scale_planar
-
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
@@ -43,11 +41,7 @@ def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = as_type(qzeros.t(), torch.uint8).unflatten(-1, (-1, 4))
-    fields = {
-        "q": qweight_bytes.flatten(1),
-        "z": qzeros_bytes.permute(0, 2, 1).flatten(0, 1),
-        "s": scales.t(),
-    }
+    fields = {"q": qweight_bytes.flatten(1), "z": qzeros_bytes.permute(0, 2, 1).flatten(0, 1), "s": scales.t()}
     if g_idx is not None:
         fields["g"] = g_idx
     return fields
@@ -73,11 +67,7 @@ def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tenso
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = as_type((qzeros + 0x1010101).t(), torch.uint8).unflatten(-1, (-1, 4))
-    fields = {
-        "q": qweight_bytes.flatten(1),
-        "z": qzeros_bytes.permute(0, 2, 1).flatten(0, 1),
-        "s": scales.t(),
-    }
+    fields = {"q": qweight_bytes.flatten(1), "z": qzeros_bytes.permute(0, 2, 1).flatten(0, 1), "s": scales.t()}
     if g_idx is not None:
         fields["g"] = g_idx
     return fields
@@ -103,10 +93,7 @@ def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_ze
     int32 [ceil(N/4), ceil(K/group)]; weight_g_idx int32 [K].
     """
     weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
-    fields = {
-        "q": weight_packed_bytes.flatten(1)[:, :K],
-        "s": weight_scale,
-    }
+    fields = {"q": weight_packed_bytes.flatten(1)[:, :K], "s": weight_scale}
     if weight_g_idx is not None:
         fields["g"] = weight_g_idx
     if weight_zero_point is not None:
@@ -120,10 +107,7 @@ def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor
     unpack_pack_quantized.
     """
     weight_packed_bytes = pad(q, (0, -q.shape[1] % 4, 0, 0)).unflatten(-1, (-1, 4))
-    tensors = {
-        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
-        "weight_scale": s,
-    }
+    tensors = {"weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1), "weight_scale": s}
     if z is not None:
         weight_zero_point_bytes = pad(z, (0, 0, 0, -z.shape[0] % 4)).unflatten(0, (-1, 4))
         tensors["weight_zero_point"] = integer(weight_zero_point_bytes.transpose(-1, -2), torch.int32)
@@ -138,11 +122,7 @@ def unpack_pack_quantized_0_8(weight_packed: Tensor, weight_scale: Tensor, weigh
     int8 [N, ceil(K/group)].
     """
     r = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
-    return {
-        "q": r.flatten(1)[:, :K],
-        "z": (weight_zero_point + 0x80).view(torch.uint8),
-        "s": weight_scale,
-    }
+    return {"q": r.flatten(1)[:, :K], "z": (weight_zero_point + 0x80).view(torch.uint8), "s": weight_scale}
 
 
 def pack_pack_quantized_0_8(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
@@ -159,10 +139,7 @@ def unpack_int_quantized(weight: Tensor, weight_scale: Tensor, weight_zero_point
     """Fields of weight int8 [N, K]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point int8 [N,
     ceil(K/group)].
     """
-    fields = {
-        "q": weight.view(torch.uint8) + 128 & 255,
-        "s": weight_scale,
-    }
+    fields = {"q": weight.view(torch.uint8) + 128 & 255, "s": weight_scale}
     if weight_zero_point is not None:
         fields["z"] = weight_zero_point.view(torch.uint8) + 128 & 255
     return fields
@@ -170,10 +147,7 @@ def unpack_int_quantized(weight: Tensor, weight_scale: Tensor, weight_zero_point
 
 def pack_int_quantized(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     """weight, weight_scale, weight_zero_point of the fields; the inverse of unpack_int_quantized."""
-    tensors = {
-        "weight": (q - 128 & 255).view(torch.int8),
-        "weight_scale": s,
-    }
+    tensors = {"weight": (q - 128 & 255).view(torch.int8), "weight_scale": s}
     if z is not None:
         tensors["weight_zero_point"] = (z - 128 & 255).view(torch.int8)
     return tensors
@@ -181,10 +155,7 @@ def pack_int_quantized(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tens
 
 def unpack_torchao_int8(qdata: Tensor, scale: Tensor, zero_point: Tensor | None) -> dict[str, Tensor]:
     """Fields of qdata int8 [N, K]; scale scale_type [N, ceil(K/group)]; zero_point int8 [N, ceil(K/group)]."""
-    fields = {
-        "q": qdata.view(torch.uint8) + 128 & 255,
-        "s": scale,
-    }
+    fields = {"q": qdata.view(torch.uint8) + 128 & 255, "s": scale}
     if zero_point is not None:
         fields["z"] = zero_point.view(torch.uint8) + 128 & 255
     return fields
@@ -192,10 +163,7 @@ def unpack_torchao_int8(qdata: Tensor, scale: Tensor, zero_point: Tensor | None)
 
 def pack_torchao_int8(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     """qdata, scale, zero_point of the fields; the inverse of unpack_torchao_int8."""
-    tensors = {
-        "qdata": (q - 128 & 255).view(torch.int8),
-        "scale": s,
-    }
+    tensors = {"qdata": (q - 128 & 255).view(torch.int8), "scale": s}
     if z is not None:
         tensors["zero_point"] = (z - 128 & 255).view(torch.int8)
     return tensors
@@ -203,10 +171,7 @@ def pack_torchao_int8(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tenso
 
 def unpack_onnx_matmul_nbits(B: Tensor, scales: Tensor, zero_points: Tensor | None) -> dict[str, Tensor]:
     """Fields of B uint8 [N, K]; scales scale_type [N, K/group]; zero_points uint8 [N, ceil(K/group)]."""
-    fields = {
-        "q": B,
-        "s": scales,
-    }
+    fields = {"q": B, "s": scales}
     if zero_points is not None:
         fields["z"] = zero_points
     return fields
@@ -214,10 +179,7 @@ def unpack_onnx_matmul_nbits(B: Tensor, scales: Tensor, zero_points: Tensor | No
 
 def pack_onnx_matmul_nbits(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     """B, scales, zero_points of the fields; the inverse of unpack_onnx_matmul_nbits."""
-    tensors = {
-        "B": q,
-        "scales": s,
-    }
+    tensors = {"B": q, "scales": s}
     if z is not None:
         tensors["zero_points"] = z
     return tensors
@@ -226,10 +188,7 @@ def pack_onnx_matmul_nbits(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, 
 def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type [N, ceil(K/group)]; z uint8 [N, ceil(K/group)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
-    fields = {
-        "q": r.unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
-        "s": s,
-    }
+    fields = {"q": r.unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K], "s": s}
     if z is not None:
         fields["z"] = z
     return fields
@@ -238,10 +197,7 @@ def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str
 def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     """q, s, z of the fields; the inverse of unpack_planar."""
     r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    tensors = {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s,
-    }
+    tensors = {"q": as_type(r, torch.int32).flatten(1), "s": s}
     if z is not None:
         tensors["z"] = z
     return tensors
@@ -449,6 +405,15 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
             q1 = (q_word >> 16 * i + 8 * h & 255).to(tl.int32)
             state = use(state, 128 * t + 32 * j + 16 * h + 2 * c + i, (q1 - z1) * s1, inside)
     return state
+
+
+@triton.jit
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a group adds up to, with w = s * (q - z)."""
+    s, z = fields
+    sum += lanes.shifted(-z, BASE) * ones
+    sum *= s
+    return sum
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

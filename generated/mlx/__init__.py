@@ -7,18 +7,8 @@
     b      scale_type [N, ceil(K/group)]
     q      u{bits}    [N, K]
 
-    mlx at bits = 4: 4.5 bits per weight with group = 64
-    mlx at bits = 8: 8.5 bits per weight with group = 64
-    mlx at bits = 2: 2.5 bits per weight with group = 64
-    mlx at bits = 3: 3.5 bits per weight with group = 64
-    mlx at bits = 5: 5.5 bits per weight with group = 64
-    mlx at bits = 6: 6.5 bits per weight with group = 64
-    planar at bits = 4: 4.5 bits per weight with group = 64
-    planar at bits = 8: 8.5 bits per weight with group = 64
-    planar at bits = 2: 2.5 bits per weight with group = 64
-    planar at bits = 3: 3.5 bits per weight with group = 64
-    planar at bits = 5: 5.5 bits per weight with group = 64
-    planar at bits = 6: 6.5 bits per weight with group = 64
+    mlx: 4.5 bits per weight at bits = 4, 8.5 at 8, 2.5 at 2, 3.5 at 3, 5.5 at 5, 6.5 at 6, with group = 64
+    planar: 4.5 bits per weight at bits = 4, 8.5 at 8, 2.5 at 2, 3.5 at 3, 5.5 at 5, 6.5 at 6, with group = 64
 
 Built from the spec mlx (sha256 5f5a2374b16e8d33) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.

@@ -31,22 +31,14 @@ from .bits_4 import decode, _scale_planar
 def unpack_mlx(weight: Tensor, scales: Tensor, biases: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint32 [N, K/16]; scales scale_type [N, K/group]; biases scale_type [N, K/group]."""
     r = as_type(weight, torch.uint8).unflatten(-1, (-1, 4))
-    return {
-        "s": scales,
-        "b": biases,
-        "q": spread(r, 2).flatten(1),
-    }
+    return {"s": scales, "b": biases, "q": spread(r, 2).flatten(1)}
 
 
 def pack_mlx(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, scales, biases of the fields; the inverse of unpack_mlx."""
     q_split = q.unflatten(-1, (-1, 4, 4))
     r = joined(q_split, 2).squeeze(-1)
-    return {
-        "weight": as_type(r, torch.uint32).squeeze(-1),
-        "scales": s,
-        "biases": b,
-    }
+    return {"weight": as_type(r, torch.uint32).squeeze(-1), "scales": s, "biases": b}
 
 
 def unpack_planar(q: Tensor, s: Tensor, b: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -66,11 +58,7 @@ def pack_planar(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
     r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
         | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s,
-        "b": b,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s, "b": b}
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:

@@ -44,11 +44,7 @@ def pack_mlx(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split = q.unflatten(-1, (-1, 4, 8))
     q_packed = sum(q_split[..., i].to(torch.int32) << 3 * i for i in range(8))
     r = q_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
-    return {
-        "weight": as_type(r, torch.uint32).flatten(1),
-        "scales": s,
-        "biases": b,
-    }
+    return {"weight": as_type(r, torch.uint32).flatten(1), "scales": s, "biases": b}
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, b: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -64,11 +60,7 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, b: Tensor, *, K: int) -> 
     q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1
         & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 7], -5).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6,
         8, 4, 5, 7).flatten(1)[:, :K]
-    return {
-        "s": s,
-        "b": b,
-        "q": q_low | q_high << 2,
-    }
+    return {"s": s, "b": b, "q": q_low | q_high << 2}
 
 
 def pack_planar(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:

@@ -30,22 +30,14 @@ from qdsl.runtime.gpu.triton import tl, triton
 def unpack_mlx(weight: Tensor, scales: Tensor, biases: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint32 [N, K/8]; scales scale_type [N, K/group]; biases scale_type [N, K/group]."""
     r = as_type(weight, torch.uint8).unflatten(-1, (-1, 4))
-    return {
-        "s": scales,
-        "b": biases,
-        "q": spread(r, 4).flatten(1),
-    }
+    return {"s": scales, "b": biases, "q": spread(r, 4).flatten(1)}
 
 
 def pack_mlx(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, scales, biases of the fields; the inverse of unpack_mlx."""
     q_split = q.unflatten(-1, (-1, 4, 2))
     r = joined(q_split, 4).squeeze(-1)
-    return {
-        "weight": as_type(r, torch.uint32).squeeze(-1),
-        "scales": s,
-        "biases": b,
-    }
+    return {"weight": as_type(r, torch.uint32).squeeze(-1), "scales": s, "biases": b}
 
 
 def unpack_planar(q: Tensor, s: Tensor, b: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -63,11 +55,7 @@ def pack_planar(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, s, b of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
     r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s,
-        "b": b,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s, "b": b}
 
 
 def decode(s: Tensor, b: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

@@ -44,11 +44,7 @@ def pack_mlx(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split = q.unflatten(-1, (-1, 4, 8))
     q_packed = sum(q_split[..., i].to(torch.int64) << 5 * i for i in range(8))
     r = q_packed.unsqueeze(-1).view(torch.uint8)[..., :5].flatten(2)
-    return {
-        "weight": as_type(r, torch.uint32).flatten(1),
-        "scales": s,
-        "biases": b,
-    }
+    return {"weight": as_type(r, torch.uint32).flatten(1), "scales": s, "biases": b}
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, b: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -63,11 +59,7 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, b: Tensor, *, K: int) -> 
     q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 1 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 2
         & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3,
         4, 6).flatten(1)[:, :K]
-    return {
-        "s": s,
-        "b": b,
-        "q": q_low | q_high << 4,
-    }
+    return {"s": s, "b": b, "q": q_low | q_high << 4}
 
 
 def pack_planar(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:

@@ -44,11 +44,7 @@ def pack_mlx(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split = q.unflatten(-1, (-1, 4, 4))
     q_packed = sum(q_split[..., i].to(torch.int32) << 6 * i for i in range(4))
     r = q_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
-    return {
-        "weight": as_type(r, torch.uint32).flatten(1),
-        "scales": s,
-        "biases": b,
-    }
+    return {"weight": as_type(r, torch.uint32).flatten(1), "scales": s, "biases": b}
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, b: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -62,11 +58,7 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, b: Tensor, *, K: int) -> 
     q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
     q_high = torch.stack([q_bytes2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 6], -5).unflatten(2,
         (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
-    return {
-        "s": s,
-        "b": b,
-        "q": q_low | q_high << 4,
-    }
+    return {"s": s, "b": b, "q": q_low | q_high << 4}
 
 
 def pack_planar(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:

@@ -31,41 +31,25 @@ from .bits_4 import decode, _scale_planar
 def unpack_mlx(weight: Tensor, scales: Tensor, biases: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint32 [N, K/4]; scales scale_type [N, K/group]; biases scale_type [N, K/group]."""
     r = as_type(weight, torch.uint8).unflatten(-1, (-1, 4))
-    return {
-        "s": scales,
-        "b": biases,
-        "q": r.flatten(1),
-    }
+    return {"s": scales, "b": biases, "q": r.flatten(1)}
 
 
 def pack_mlx(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, scales, biases of the fields; the inverse of unpack_mlx."""
     r = q.unflatten(-1, (-1, 4))
-    return {
-        "weight": as_type(r, torch.uint32).squeeze(-1),
-        "scales": s,
-        "biases": b,
-    }
+    return {"weight": as_type(r, torch.uint32).squeeze(-1), "scales": s, "biases": b}
 
 
 def unpack_planar(q: Tensor, s: Tensor, b: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type [N, ceil(K/group)]; b scale_type [N, ceil(K/group)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
-    return {
-        "s": s,
-        "b": b,
-        "q": r.unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
-    }
+    return {"s": s, "b": b, "q": r.unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K]}
 
 
 def pack_planar(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, s, b of the fields; the inverse of unpack_planar."""
     r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s,
-        "b": b,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s, "b": b}
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:

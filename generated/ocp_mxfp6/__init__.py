@@ -6,14 +6,10 @@
     e      e8m0 [N, ceil(K/32)]
     q      code [N, K]
 
-    compressed_tensors at code = e2m3: 6.25 bits per weight
-    compressed_tensors at code = e3m2: 6.25 bits per weight
-    torchao at code = e2m3: 8.25 bits per weight
-    torchao at code = e3m2: 8.25 bits per weight
-    torchao_swizzled at code = e2m3: 8.25 bits per weight
-    torchao_swizzled at code = e3m2: 8.25 bits per weight
-    planar at code = e2m3: 6.25 bits per weight
-    planar at code = e3m2: 6.25 bits per weight
+    compressed_tensors: 6.25 bits per weight at code = e2m3, 6.25 at e3m2
+    torchao: 8.25 bits per weight at code = e2m3, 8.25 at e3m2
+    torchao_swizzled: 8.25 bits per weight at code = e2m3, 8.25 at e3m2
+    planar: 6.25 bits per weight at code = e2m3, 6.25 at e3m2
 
 Built from the spec ocp_mxfp6 (sha256 16e577bbc8f11d5f) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.

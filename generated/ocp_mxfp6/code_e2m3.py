@@ -45,28 +45,19 @@ def pack_compressed_tensors(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split = q.unflatten(-1, (-1, 8, 4))
     q_packed = sum(q_split[..., i].to(torch.int32) << 6 * i for i in range(4))
     r = q_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
-    return {
-        "weight_packed": r.flatten(1),
-        "weight_scale": e.view(torch.uint8),
-    }
+    return {"weight_packed": r.flatten(1), "weight_scale": e.view(torch.uint8)}
 
 
 def unpack_torchao(qdata: Tensor, scale: Tensor) -> dict[str, Tensor]:
     """Fields of qdata uint8 [N, K]; scale float8_e8m0fnu [N, K/32]."""
-    return {
-        "e": scale,
-        "q": qdata & 63,
-    }
+    return {"e": scale, "q": qdata & 63}
 
 
 def pack_torchao(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """qdata, scale of the fields; the inverse of unpack_torchao."""
     r = torch.zeros(q.shape[0], q.shape[1], 1, dtype=torch.uint8, device=q.device)
     r[...] = q.unsqueeze(-1)
-    return {
-        "qdata": r.squeeze(-1),
-        "scale": e,
-    }
+    return {"qdata": r.squeeze(-1), "scale": e}
 
 
 def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
@@ -85,10 +76,7 @@ def pack_torchao_swizzled(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     qdata_bytes[...] = q.unsqueeze(-1)
     scale_bytes = pad(e, (0, -e.shape[1] % 4, 0, -e.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0,
         (-1, 4, 32)).permute(0, 3, 2, 1, 4).view(torch.uint8).flatten(2)
-    return {
-        "qdata": qdata_bytes.squeeze(-1),
-        "scale": as_type(scale_bytes, torch.float8_e8m0fnu),
-    }
+    return {"qdata": qdata_bytes.squeeze(-1), "scale": as_type(scale_bytes, torch.float8_e8m0fnu)}
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, e: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -100,10 +88,7 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, e: Tensor, *, K: int) -> dict[str, T
     q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
     q_high = torch.stack([q_bytes2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 6], -5).unflatten(2,
         (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
-    return {
-        "e": e,
-        "q": q_low | q_high << 4,
-    }
+    return {"e": e, "q": q_low | q_high << 4}
 
 
 def pack_planar(e: Tensor, q: Tensor) -> dict[str, Tensor]:

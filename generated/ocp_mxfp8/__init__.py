@@ -6,15 +6,11 @@
     e      e8m0 [N, ceil(K/32)]
     q      code [N, K]
 
-    compressed_tensors at code = e4m3: 8.25 bits per weight
-    compressed_tensors at code = e5m2: 8.25 bits per weight
-    torchao at code = e4m3: 8.25 bits per weight
-    torchao at code = e5m2: 8.25 bits per weight
-    torchao_swizzled at code = e4m3: 8.25 bits per weight
-    torchao_swizzled at code = e5m2: 8.25 bits per weight
-    mlx at code = e4m3: 8.25 bits per weight
-    planar at code = e4m3: 8.25 bits per weight
-    planar at code = e5m2: 8.25 bits per weight
+    compressed_tensors: 8.25 bits per weight at code = e4m3, 8.25 at e5m2
+    torchao: 8.25 bits per weight at code = e4m3, 8.25 at e5m2
+    torchao_swizzled: 8.25 bits per weight at code = e4m3, 8.25 at e5m2
+    mlx: 8.25 bits per weight at code = e4m3
+    planar: 8.25 bits per weight at code = e4m3, 8.25 at e5m2
 
 Built from the spec ocp_mxfp8 (sha256 d0752f9324ca002d) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.

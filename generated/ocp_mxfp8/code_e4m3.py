@@ -33,34 +33,22 @@ from qdsl.runtime.weight.numbers import e4m3, e8m0
 
 def unpack_compressed_tensors(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
     """Fields of weight code [N, K]; weight_scale uint8 [N, K/32]."""
-    return {
-        "e": as_type(weight_scale, torch.float8_e8m0fnu),
-        "q": weight,
-    }
+    return {"e": as_type(weight_scale, torch.float8_e8m0fnu), "q": weight}
 
 
 def pack_compressed_tensors(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, weight_scale of the fields; the inverse of unpack_compressed_tensors."""
-    return {
-        "weight": q,
-        "weight_scale": e.view(torch.uint8),
-    }
+    return {"weight": q, "weight_scale": e.view(torch.uint8)}
 
 
 def unpack_torchao(qdata: Tensor, scale: Tensor) -> dict[str, Tensor]:
     """Fields of qdata code [N, K]; scale float8_e8m0fnu [N, K/32]."""
-    return {
-        "e": scale,
-        "q": qdata,
-    }
+    return {"e": scale, "q": qdata}
 
 
 def pack_torchao(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """qdata, scale of the fields; the inverse of unpack_torchao."""
-    return {
-        "qdata": q,
-        "scale": e,
-    }
+    return {"qdata": q, "scale": e}
 
 
 def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
@@ -77,28 +65,19 @@ def pack_torchao_swizzled(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """qdata, scale of the fields; the inverse of unpack_torchao_swizzled."""
     r = pad(e, (0, -e.shape[1] % 4, 0, -e.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0, (-1, 4, 32)).permute(0,
         3, 2, 1, 4).view(torch.uint8).flatten(2)
-    return {
-        "qdata": q,
-        "scale": as_type(r, torch.float8_e8m0fnu),
-    }
+    return {"qdata": q, "scale": as_type(r, torch.float8_e8m0fnu)}
 
 
 def unpack_mlx(weight: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint32 [N, K/4]; scales uint8 [N, K/32]."""
     r = as_type(weight, torch.uint8).unflatten(-1, (-1, 4))
-    return {
-        "e": as_type(scales, torch.float8_e8m0fnu),
-        "q": as_type(r, torch.float8_e4m3fn).flatten(1),
-    }
+    return {"e": as_type(scales, torch.float8_e8m0fnu), "q": as_type(r, torch.float8_e4m3fn).flatten(1)}
 
 
 def pack_mlx(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """weight, scales of the fields; the inverse of unpack_mlx."""
     r = q.unflatten(-1, (-1, 4)).view(torch.uint8)
-    return {
-        "weight": as_type(r, torch.uint32).squeeze(-1),
-        "scales": e.view(torch.uint8),
-    }
+    return {"weight": as_type(r, torch.uint32).squeeze(-1), "scales": e.view(torch.uint8)}
 
 
 def unpack_planar(q: Tensor, e: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -114,10 +93,7 @@ def pack_planar(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, e of the fields; the inverse of unpack_planar."""
     r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5,
         3).view(torch.uint8).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "e": e,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "e": e}
 
 
 def decode(e: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

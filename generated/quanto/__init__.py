@@ -7,10 +7,8 @@
     z      scale_type [N, ceil(K/group)]
     q      u{bits}    [N, K]
 
-    quanto at bits = 4: 4.5 bits per weight with group = 128
-    quanto at bits = 2: 2.5 bits per weight with group = 128
-    planar at bits = 4: 4.5 bits per weight with group = 128
-    planar at bits = 2: 2.5 bits per weight with group = 128
+    quanto: 4.5 bits per weight at bits = 4, 2.5 at 2, with group = 128
+    planar: 4.5 bits per weight at bits = 4, 2.5 at 2, with group = 128
 
 Built from the spec quanto (sha256 b61e3972a49789bd) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.

@@ -28,22 +28,14 @@ from .bits_4 import decode
 
 def unpack_quanto(data: Tensor, scale: Tensor, shift: Tensor) -> dict[str, Tensor]:
     """Fields of data uint8 [N/4, K]; scale scale_type [N, K/group]; shift scale_type [N, K/group]."""
-    return {
-        "s": scale,
-        "z": shift,
-        "q": spread(data, 2).permute(2, 0, 1).flatten(0, 1),
-    }
+    return {"s": scale, "z": shift, "q": spread(data, 2).permute(2, 0, 1).flatten(0, 1)}
 
 
 def pack_quanto(s: Tensor, z: Tensor, q: Tensor) -> dict[str, Tensor]:
     """data, scale, shift of the fields; the inverse of unpack_quanto."""
     q_split = q.unflatten(0, (4, -1))
     r = sum(q_split[i] << 2 * i for i in range(4))
-    return {
-        "data": r,
-        "scale": s,
-        "shift": z,
-    }
+    return {"data": r, "scale": s, "shift": z}
 
 
 def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -63,11 +55,7 @@ def pack_planar(s: Tensor, z: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
     r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
         | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s,
-        "z": z,
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s, "z": z}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------

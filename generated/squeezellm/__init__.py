@@ -6,8 +6,7 @@
     lut    level_type [N, 16]
     q      u{bits}    [N, K]
 
-    squeezellm at bits = 4: 4.00098 bits per weight
-    squeezellm at bits = 3: 3.00049 bits per weight
+    squeezellm: 4.00098 bits per weight at bits = 4, 3.00049 at 3
 
 Built from the spec squeezellm (sha256 2585573450928f18) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.

@@ -38,10 +38,7 @@ def pack_squeezellm(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split = q.unflatten(-1, (-1, 4, 8))
     q_packed = sum(q_split[..., i].to(torch.int32) << 3 * i for i in range(8))
     r = q_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
-    return {
-        "qweight": as_type(r, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
-        "lookup_table": lut,
-    }
+    return {"qweight": as_type(r, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1), "lookup_table": lut}
 
 
 def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

@@ -25,20 +25,14 @@ from qdsl.runtime.gpu.triton import tl, triton
 def unpack_squeezellm(qweight: Tensor, lookup_table: Tensor) -> dict[str, Tensor]:
     """Fields of qweight int32 [4*K/32, N]; lookup_table level_type [N, 16]."""
     r = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 16))
-    return {
-        "lut": lookup_table,
-        "q": spread(r, 4).flatten(1),
-    }
+    return {"lut": lookup_table, "q": spread(r, 4).flatten(1)}
 
 
 def pack_squeezellm(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
     """qweight, lookup_table of the fields; the inverse of unpack_squeezellm."""
     q_split = q.unflatten(-1, (-1, 16, 2))
     r = joined(q_split, 4).squeeze(-1)
-    return {
-        "qweight": as_type(r, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
-        "lookup_table": lut,
-    }
+    return {"qweight": as_type(r, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1), "lookup_table": lut}
 
 
 def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:

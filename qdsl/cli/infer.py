@@ -14,8 +14,6 @@ import typer
 from qdsl.cli.app import Force, Json, app, fail, reported
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from qdsl.infer.run import Inferred
 
 File = Annotated[Path | None, typer.Argument(help="A .safetensors or .npz file with the stored tensors.", show_default=False)]
@@ -82,7 +80,7 @@ def new(name: Annotated[str, typer.Argument(help="The format: the files are NAME
     with reported():
         check_output(spec, *([file] if file else []), force=force)
         text = starting_spec(name, bits, group)
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Any] = {}
         if file is not None:
             check_output(golden, file, *([values_file] if values_file else []), force=force)
             inferred, tensors = _of_tensors(file, packed, values, values_file, [*(scales or ()), *(zeros or ())], name)
@@ -96,10 +94,11 @@ def new(name: Annotated[str, typer.Argument(help="The format: the files are NAME
 
 
 def _of_tensors(file: Path, packed: str | None, values: str, values_file: Path | None, others: list[str],
-                name: str) -> tuple[Inferred, dict[str, Tensor]]:
+                name: str) -> tuple[Inferred, dict[str, Any]]:
     """A spec from the tensors of a file; and the tensors that it takes, with the values as 'expected'."""
     from qdsl.analyze.check.formats import EXPECTED
     from qdsl.infer.run import InferError, infer
+    from qdsl.infer.text import stored_name
 
     if packed is None:
         fail("name the tensor that holds the codes with --packed", 2)
@@ -109,10 +108,10 @@ def _of_tensors(file: Path, packed: str | None, values: str, values_file: Path |
         inferred = infer(packed, tensors, weights, name)
     except InferError as error:
         fail(f"{error}")
-    return inferred, {**{key: tensors[key] for key in inferred.names}, EXPECTED: weights}
+    return inferred, {**{stored_name(key): tensors[key] for key in inferred.names}, EXPECTED: weights}
 
 
-def _read(path: Path, names: Collection[str]) -> dict[str, Tensor]:
+def _read(path: Path, names: Collection[str]) -> dict[str, Any]:
     """The tensors of these names in a .npz or .safetensors file."""
     from qdsl.analyze.check.formats import GoldenError, read_golden
 

@@ -18,7 +18,7 @@ from qdsl.infer.fit import Blocks, fit
 from qdsl.infer.labels import Values, labelings
 from qdsl.infer.numbers import Element, Field, Record
 from qdsl.infer.solve import Solution, solve
-from qdsl.infer.text import spec_text
+from qdsl.infer.text import spec_text, stored_name
 from qdsl.infer.tiles import Stored, match
 from qdsl.runtime.weight.errors import FormatError
 
@@ -62,7 +62,7 @@ def infer(packed: str, tensors: Mapping[str, Tensor], values: Tensor, name: str 
     solution = _solution(packed, elements, values.contiguous().numpy())
     text = spec_text(name, solution, elements, shape)
     names = tuple(dict.fromkeys(one.tensor for one in solution.fields))
-    exact, problem = _verify(text, {key: tensors[key] for key in names}, values)
+    exact, problem = _verify(text, {stored_name(key): tensors[key] for key in names}, values)
     return Inferred(text, exact, values.numel(), names, (*solution.problems, *([problem] if problem else [])))
 
 

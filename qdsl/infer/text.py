@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from qdsl.compiler.spec.reserved import RESERVED
 from qdsl.infer.numbers import Element, Field
 from qdsl.infer.solve import Solution
 
@@ -64,6 +66,12 @@ def _axes(one: Field, shape: tuple[int, int]) -> list[str]:
     return subscripts
 
 
+def stored_name(name: str) -> str:
+    """What a spec calls a tensor of a file: the last part of its name, behind `stored_` where the language has the word."""
+    last = re.sub(r"\W", "_", name.rpartition(".")[2], flags=re.ASCII)
+    return last if last[:1].isalpha() and last not in RESERVED else f"stored_{last}"
+
+
 def tensor_text(name: str, element: Element, fields: Sequence[Field], shape: tuple[int, int]) -> list[str]:
     """The lines of a stored tensor."""
     fields = _as_in_file(element, fields, shape)
@@ -83,7 +91,9 @@ def tensor_text(name: str, element: Element, fields: Sequence[Field], shape: tup
             axes.append("word")
     axes = [axis for axis in axes if axis != "1"] or ["1"]
     record = lines(items(fields), {one.name: one for one in fields}, shape)
-    head = [f"    {name}:", f"      tensor: {element.kind}[{', '.join(axes)}]"]
+    last = name.rpartition(".")[2]
+    aliases = [f"      aliases: [{last}]"] if last != stored_name(name) and last.isidentifier() else []
+    head = [f"    {stored_name(name)}:", f"      tensor: {element.kind}[{', '.join(axes)}]", *aliases]
     if len(record) == 1:
         return [*head, f'      record: "{record[0]}"']
     return [*head, "      record: |", *(f"        {line}" for line in record)]

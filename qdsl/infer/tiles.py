@@ -213,9 +213,18 @@ def agreeing(bits: Bits, labels: Bits, planes: int) -> npt.NDArray[np.int64] | N
     count = np.abs(labels).sum(0)
     if count.min() < FEWEST or bits.shape[1] < labels.shape[1]:
         return None
-    places = _regular(bits, labels, count, planes)
-    if places is not None or bits.shape[1] > MOST_BITS:
+    weights = labels.shape[1] // planes
+    some = [0, *(1 << digit for digit in range((weights - 1).bit_length()))]
+    columns = (np.array(some)[:, None] * planes + np.arange(planes)).reshape(-1)
+    agreement = _agreement(bits, labels[:, columns], count[columns])
+    if agreement.max(0).min() < AGREEMENT:
+        return None
+    places = _regular(agreement.argmax(0).reshape(-1, planes), weights)
+    if places is not None and places.min() >= 0 and places.max() < bits.shape[1] and len(np.unique(places)) == len(places) and \
+            (np.abs(np.einsum("tl,tl->l", bits[:, places], labels)) >= AGREEMENT * count).all():
         return places
+    if bits.shape[1] > MOST_BITS:
+        return None
     agreement = _agreement(bits, labels, count)
     places = agreement.argmax(0)
     if agreement.max(0).min() < AGREEMENT:
@@ -229,22 +238,17 @@ def _agreement(bits: Bits, labels: Bits, count: Bits) -> Bits:
     return np.where(agreement < 0, -agreement - EPSILON, agreement)
 
 
-def _regular(bits: Bits, labels: Bits, count: Bits, planes: int) -> npt.NDArray[np.int64] | None:
-    """Places of labels where each digit of a weight's number in the tile, in base 2, adds its own step; None if they do not."""
-    weights = labels.shape[1] // planes
+def _regular(some: npt.NDArray[np.int64], weights: int) -> npt.NDArray[np.int64] | None:
+    """Places of all labels where each digit of a weight's number in the tile, in base 2, adds its own step.
+
+    some: places [digits + 1, planes] of the first weight and of those with one digit; None for tiles of other sizes.
+    """
     if weights & weights - 1:
         return None
-    digits = [0, *(1 << digit for digit in range(weights.bit_length() - 1))]
-    some = (np.array(digits)[:, None] * planes + np.arange(planes)).reshape(-1)
-    at = _agreement(bits, labels[:, some], count[some]).argmax(0).reshape(-1, planes)
-    places = np.broadcast_to(at[0], (weights, planes)).copy()
-    for digit, step in enumerate(at[1:] - at[0]):
+    places = np.broadcast_to(some[0], (weights, some.shape[1])).copy()
+    for digit, step in enumerate(some[1:] - some[0]):
         places += (np.arange(weights) >> digit & 1)[:, None] * step
-    flat = places.reshape(-1)
-    if flat.min() < 0 or flat.max() >= bits.shape[1] or len(np.unique(flat)) < len(flat):
-        return None
-    agreement = np.abs(np.einsum("tl,tl->l", bits[:, flat], labels)) / count
-    return flat if agreement.min() >= AGREEMENT else None
+    return places.reshape(-1)
 
 
 def _distinct(agreement: Bits) -> npt.NDArray[np.int64] | None:

@@ -554,7 +554,7 @@ def test_inspect_prints_a_page_and_data(tmp_path: Path) -> None:
     assert len(data["layers"]) == 4 and len(data["contradictions"]) == 2 and data["quantization"][0]["settings"]["limit"] == "inf"
     assert data["layers"][0] == {
         "name": "model.layers.0.mlp.up_proj", "format": "fp8_block", "storage": "safetensors", "shape": [128, 128],
-        "params": {"bn": 128, "bk": 128, "scale_type": "f32"}, "experts": None, "turned": False, "settings": [], "others": {},
+        "params": {"bn": 128, "bk": 128, "scale_type": "f32"}, "experts": None, "transposed": False, "settings": [], "others": {},
         "by": "", "bits_per_weight": 8 + 32 / 128 ** 2,
         "tensors": {leaf: f"model.layers.0.mlp.up_proj.{leaf}" for leaf in ("weight", "weight_scale_inv")}}
     assert {row["name"]: row["by"] for row in data["plain"]}["lm_head.weight"] == "lm_head (transformers)"

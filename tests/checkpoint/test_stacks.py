@@ -177,7 +177,7 @@ def test_turned_experts_stay_so(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     read(tmp_path / "in", {**stacked(GATE_UP, transposed(first[0])), **stacked(DOWN, transposed(second[0]))})
     printed = CliRunner().invoke(app, ["inspect", str(tmp_path / "in")]).output
-    assert f"{E} x {2 * INNER} x {HIDDEN}, turned" in printed
+    assert f"{E} x {2 * INNER} x {HIDDEN}, transposed" in printed
     layer = converted(tmp_path / "in", tmp_path / "out", "nvfp4_modelopt", requantize=True)
     assert (layer.format, layer.transposed) == ("nvfp4_modelopt", True)
     assert {full: entry.shape for full, entry in read_header(tmp_path / "out" / "model.safetensors").tensors.items()} == {

@@ -26,7 +26,7 @@ SHAPE = (320, 1024)                                              # whole tiles a
 EVERY = 6                                                        # of how many storages `make test` tries one
 # Storages of 2 to 8 bits that are not found, and why.  The list may only shrink.
 NOT_FOUND = {
-    "aqlm_1x16.aqlm": "rows of a stored table", "aqlm_2x8.aqlm": "rows of a stored table",
+    "aqlm_2x8.aqlm": "rows of a stored table",
     "bnb_fp4_nested.bitsandbytes": "scales are codes into a table", "nf4_nested.bitsandbytes": "scales are codes into a table",
     "hqq_axis0.hqq_3bit": "tenths of a group of 64, the last one short",
     "iq2_xxs.gguf": "rows of a grid", "iq2_xs.gguf": "rows of a grid", "iq2_s.gguf": "rows of a grid",
@@ -63,7 +63,8 @@ def stored(case: Case) -> PackedWeight:
         return case.module.quantize(weight, storage=case.storage, **params)  # type: ignore[no-any-return]
     except FormatError:
         fields = random_fields(case, SHAPE, params=params)       # scales are not negative, as those of a quantizer
-        positive = {name: field.abs() if field.dtype in (torch.float16, torch.float32) else field for name, field in fields.items()}
+        positive = {name: field.abs() if field.dtype in (torch.float16, torch.float32) else field
+                    for name, field in fields.items()}
         return case.module.pack(positive, storage=case.storage, **params)  # type: ignore[no-any-return]
 
 
@@ -89,7 +90,7 @@ def test_what_is_not_found_is_not_claimed(case: Case) -> None:
 
 def test_most_storages_are_found() -> None:
     names = {name_of(case) for case in STORAGES}
-    assert set(NOT_FOUND) < names and len(NOT_FOUND) <= 10 and len(names) >= 90
+    assert set(NOT_FOUND) < names and len(NOT_FOUND) <= 9 and len(names) >= 90
 
 
 # Layouts of other packages, from what their documentation and file formats say.
@@ -179,7 +180,8 @@ ROWS, COLUMNS = 192, 768                                         # which every d
 def drawn(seed: int) -> tuple[str, str, int]:
     """A spec's text, the type of its codes, and how many columns share its numbers."""
     draw = random.Random(seed)
-    bits, size = draw.choice((2, 3, 4, 4, 5, 6, 8)), draw.choice((16, 32, 64, 128))
+    bits = draw.choice((2, 3, 4, 4, 5, 6, 8))
+    size = draw.choice((16, 32, 64, 128) if bits < 6 else (64, 128))    # that use enough of their codes
     kind = f"{draw.choice('ui')}{bits}"
     numbers = ["s", *draw.choice(([], ["z"]))]
     decode = f"(q - {1 << bits - 1}) * s" if kind[0] == "u" else "q * s"
@@ -219,7 +221,7 @@ def written(folder: Path) -> Path:
     q = torch.randint(0, 16, (64, 256), generator=generator, dtype=torch.uint8)
     scales = torch.rand(64, 8, generator=generator).half() + 0.1
     weights = (q.float() - 8) * scales.float().repeat_interleave(32, 1)
-    safetensors.write(folder / "a.safetensors", {"w": q[:, ::2] | q[:, 1::2] << 4, "s": scales, "expected": weights})
+    safetensors.write(folder / "a.safetensors", {"a.w": q[:, ::2] | q[:, 1::2] << 4, "a.s": scales, "expected": weights})
     return folder / "a.safetensors"
 
 
@@ -231,12 +233,14 @@ def run(*words: str) -> tuple[int, str]:
 def test_the_command_prints_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
     path = str(written(tmp_path))
-    code, printed = run("infer", path, "--packed", "w", "--scales", "s", "--name", "mine", "--out", str(tmp_path / "mine.yaml"))
+    words = ("infer", path, "--packed", "a.w", "--scales", "a.s")
+    code, printed = run(*words, "--name", "mine", "--out", str(tmp_path / "mine.yaml"))
     assert code == 0 and "exact: all 16384 values" in printed
     assert run("check", str(tmp_path / "mine.yaml"))[0] == 0
-    code, printed = run("infer", path, "--packed", "w")
+    assert "    stored_w:" in (tmp_path / "mine.yaml").read_text()    # `w` is a word of generated code
+    code, printed = run("infer", path, "--packed", "a.w")
     assert code == 1 and "the closest: " in printed and "no tensor has the scales of 1 x 32 weights" in printed
-    report = json.loads(run("infer", path, "--packed", "w", "--scales", "s", "--json")[1])
+    report = json.loads(run(*words, "--json")[1])
     assert report["ok"] and report["exact"] == report["values"] == 16384 and "decode: (q - 8) * scale" in report["spec"]
 
 
@@ -253,7 +257,7 @@ def test_the_command_takes_a_function(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("data", "why"), [(b"", "0 bytes"), (b"\xff" * 64, "header length"),
-                                           (b"\x02" + bytes(7) + b"{}", "no tensor 'w'")])
+                                           (b"\x02" + bytes(7) + b"{}", "no tensor '")])
 def test_wrong_files_are_refused(data: bytes, why: str, tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(data)
     code, printed = run("infer", str(tmp_path / "a.safetensors"), "--packed", "w")
@@ -281,7 +285,7 @@ def test_new_writes_a_spec_and_a_golden_file_and_tests_them(tmp_path: Path, monk
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("qdsl.analyze.check.kernels.check_kernels", lambda spec: iter(()))    # tests/jobs has them
-    code, printed = run("new", "mine", "--from-infer", str(written(tmp_path)), "--packed", "w", "--scales", "s")
+    code, printed = run("new", "mine", "--from-infer", str(written(tmp_path)), "--packed", "a.w", "--scales", "a.s")
     assert code == 0 and "16384 weights are those of mine.safetensors" in printed and " 0 failed" in printed
     assert run("new", "mine")[0] == 2                            # it is there already
     code, printed = run("new", "other", "--bits", "3", "--group", "64")

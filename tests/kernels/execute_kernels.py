@@ -195,11 +195,14 @@ def streams_decoded(name: str, arch: str, rows: int) -> dict[str, Any]:
     return {"kernel": calls[-1].kernel.__name__, "error": share_of(out, exact, allowed), "findings": list(map(str, findings))}
 
 
-def parts_of_k(name: str, dtype: torch.dtype) -> dict[str, Any]:
+def parts_of_k(name: str, dtype: torch.dtype, without: str = "") -> dict[str, Any]:
     """Three programs share K, of 8 chunks, in tiles without all their rows: in any order the same bits, and counters at 0."""
     form = importlib.import_module(f"qdsl.generated.{name}")
     packed = form.quantize(sample(72, 1024, torch.float32), **{"int_group": {"bits": 4, "group": 128}}.get(name, {}))
     packed = form.planar(packed) if "planar" in packed.variant.storages else packed
+    if without:                                                  # a field, which then has its default everywhere
+        fields = {field: value for field, value in form.unpack(packed).items() if field != without}
+        packed = form.pack(fields, storage="planar", **packed.params)
     x, bias = sample(20, 1024, dtype), sample(1, 72, dtype)[0]
     outs, findings = [], []
     for order in ("lockstep", 0, 1):                             # program 2, 1 and 0 of three is the last at a tile
@@ -253,6 +256,7 @@ SPECIAL: dict[str, Callable[[], dict[str, Any]]] = {
         ("fp8_block", "planar", 9, torch.bfloat16))},
     **{f"parts of K {name}": partial(parts_of_k, name, dtype) for name, dtype in (
         ("int_group", torch.float16), ("int8_channel", torch.float16), ("bitnet", torch.bfloat16))},
+    "parts of K int_group without zero points": partial(parts_of_k, "int_group", torch.bfloat16, "z"),
     **{f"experts {arch} {fused}": partial(experts_in_one_launch, arch, fused) for arch in ("sm_80", "sm_90") for fused in (True,
         False)},
     **{f"{name} {arch} {rows}": partial(streams_decoded, name, arch, rows) for name, arch, rows in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -21,6 +22,7 @@ from qdsl.runtime.torch.layers import QuantizedLinear
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 plugin = pytest.importorskip("qdsl.models.diffusers")
+pipeline = pytest.importorskip("qdsl.models.diffusers.pipeline")
 models = pytest.importorskip("tests.support.diffusion_models")
 gguf_models = pytest.importorskip("tests.support.gguf_models")
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
@@ -129,3 +131,21 @@ def test_adapters_and_offloading_of_a_pipeline(folder: Path, tmp_path: Path) -> 
     assert models.image(pipeline).equal(adapted)
     pipeline.unload_lora_weights()
     assert models.image(pipeline).equal(before)
+
+
+def test_a_model_that_the_caller_has_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its config is; diffusers leaves out components that are passed, their configs too."""
+    index = {"_class_name": "ZImagePipeline", "transformer": ["diffusers", "ZImageTransformer2DModel"],
+             "tokenizer": ["transformers", "Qwen2Tokenizer"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    downloads: list[Any] = []
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "download", lambda name, **kwargs: downloads.append(kwargs) or str(tmp_path))
+    monkeypatch.setattr(pipeline, "hf_hub_download", lambda name, file, revision: downloads.append((name, file, revision)))
+    assert pipeline.pipeline_folder("owner/name", ["transformer", "tokenizer"]) == tmp_path
+    assert downloads == [{"revision": None, "transformer": True, "tokenizer": True},
+                         ("owner/name", "transformer/config.json", None)]
+
+
+def test_diffusers_downloads_no_component_that_is_passed() -> None:
+    source = inspect.getsource(diffusers.DiffusionPipeline.download)
+    assert "passed_components = [k for k in expected_components if k in kwargs]" in source

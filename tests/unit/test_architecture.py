@@ -84,8 +84,8 @@ PACKAGES: dict[str, set[str]] = {
     "checkpoint/report": {"torch", "numpy"}, "checkpoint": {"torch"}, "": {"torch"},
     "cli": {"typer", "rich"}, "jobs": {"torch", "transformers", "tokenizers"}, "jobs/gguf": {"torch"}, "jobs/convert": {"torch"},
     "jobs/compress": {"numpy"}, "analyze": {"numpy", "torch", "triton"}, "infer": {"numpy", "torch"},
-    "models": {"torch", "accelerate", "diffusers", "peft", "transformers", "gguf", "sentencepiece", "vllm", "vllm_omni",
-               "sglang"},
+    "models": {"torch", "accelerate", "diffusers", "huggingface_hub", "peft", "transformers", "gguf", "sentencepiece", "vllm",
+               "vllm_omni", "sglang"},
 }
 # Importing these must not wait for anything HEAVY; a function of theirs may import it when it is called.
 LIGHT = (*COMPILER, "core", "host", "checkpoint/files", "checkpoint/detect", "checkpoint/report", "checkpoint", "jobs/engine",
@@ -159,22 +159,23 @@ def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=named)
-def test_a_module_imports_only_what_lies_below_it(path: Path) -> None:
-    """Of qdsl what ALLOWED says, of other packages what PACKAGES says."""
+def wrong_imports(path: Path) -> Iterator[str]:
     part = part_of(name_of(path))
-    assert part in ALLOWED, f"say in this file what {part} may import"
     for types in (False, True):
         allowed = ALLOWED[part] | {part} | (TYPES.get(part, set()) if types else set())
-        names = {name for name in imported(path, types=types) if name.split(".")[0] == "qdsl"}
-        assert [name for name in sorted(names) if part_of(name) not in allowed] == []
+        yield from (name for name in imported(path, types=types) if name.split(".")[0] == "qdsl" and part_of(name) not in allowed)
     others = {name.split(".")[0] for name in imported(path)} - {"qdsl"} - sys.stdlib_module_names
-    assert others <= PACKAGES.get(part, set())
+    yield from others - PACKAGES.get(part, set())
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if part_of(name_of(path)) in LIGHT], ids=named)
-def test_the_compiler_imports_nothing_heavy(path: Path) -> None:
-    """Nor does it reach anything heavy through a module that it imports."""
+def test_a_module_imports_only_what_lies_below_it() -> None:
+    """Of qdsl what ALLOWED says, of other packages what PACKAGES says."""
+    assert {part_of(name_of(path)) for path in MODULES} <= ALLOWED.keys(), "say in this file what each part may import"
+    assert {named(path): sorted(wrong) for path in MODULES if (wrong := set(wrong_imports(path)))} == {}
+
+
+def heavy_imports(path: Path) -> Iterator[str]:
+    """Modules that import something HEAVY, among all that importing this one imports."""
     seen: set[Path] = set()
     waiting = [path]
     while waiting:
@@ -182,10 +183,18 @@ def test_the_compiler_imports_nothing_heavy(path: Path) -> None:
         if module not in seen:
             seen.add(module)
             names = imported(module, at_import=True)
-            assert {name.split(".")[0] for name in names}.isdisjoint(HEAVY), named(module)
+            if not {name.split(".")[0] for name in names}.isdisjoint(HEAVY):
+                yield named(module)
             waiting += [file for name in names if name.split(".")[0] == "qdsl" for file in files_of(name)]
 
 
+def test_the_compiler_imports_nothing_heavy() -> None:
+    """Nor does it reach anything heavy through a module that it imports."""
+    light = [path for path in MODULES if part_of(name_of(path)) in LIGHT]
+    assert {named(path): heavy for path in light if (heavy := list(heavy_imports(path)))} == {}
+
+
+@cache
 def files_of(module: str) -> list[Path]:
     """A module's file, and the __init__ of every package that it lies in."""
     parts = module.split(".")
@@ -293,28 +302,38 @@ def own_names() -> frozenset[str]:
                               and ast.unparse(node.value) == "self"})
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if "models" in path.parts and path.stem != "private_apis"], ids=named)
-def test_undocumented_names_of_libraries_are_in_one_module(path: Path) -> None:
-    """tests/unit/test_private_names.py tests those of models/private_apis.py, tests of engines and adapters the others."""
+def private_names(path: Path) -> set[str]:
+    """Names and texts with an underscore that belong to other people's packages."""
     nodes = list(ast.walk(parsed(path)))
     words = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     words |= {str(node.value) for node in nodes if isinstance(node, ast.Constant) and str(node.value).isidentifier()}
     private = {word for word in words if word.startswith("_") and not word.startswith("_qdsl") and not word.endswith("_")}
-    assert private - own_names() - OF_TORCH - OF_FILES == OF_LIBRARIES.get(str(path.relative_to(PACKAGE / "models")), set())
+    return private - own_names() - OF_TORCH - OF_FILES
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if path != PRIVATE_APIS], ids=named)
-def test_undocumented_names_of_torch_and_triton_are_in_one_module(path: Path) -> None:
-    """tests/unit/test_private_apis.py tests what stands there.  Generated modules import neither, as the test above says."""
+def test_undocumented_names_of_libraries_are_in_one_module() -> None:
+    """tests/unit/test_private_names.py tests those of models/private_apis.py, tests of engines and adapters the others."""
+    modules = [path for path in MODULES if "models" in path.parts and path.stem != "private_apis"]
+    names_of = {str(path.relative_to(PACKAGE / "models")): names for path in modules if (names := private_names(path))}
+    assert names_of == OF_LIBRARIES
+
+
+def undocumented_names(path: Path) -> set[str]:
+    """Undocumented modules, attributes and texts of torch and Triton that a module names."""
     nodes = list(ast.walk(parsed(path)))
     foreign = {name for name in imported(path) if name.split(".")[0] in ("torch", "triton")}
-    assert not {name for name in foreign if any(part.startswith("_") for part in name.split("."))}
-    assert not {name for name in foreign if name.startswith(("torch.fx.experimental", "triton.runtime", "triton.backends",
-                                                             "triton.compiler"))}
+    hidden = {name for name in foreign if any(part.startswith("_") for part in name.split(".")) or name.startswith(
+        ("torch.fx.experimental", "triton.runtime", "triton.backends", "triton.compiler"))}
     words = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     words |= {str(node.args[1].value) for node in nodes if isinstance(node, ast.Call) and len(node.args) > 1
               and ast.unparse(node.func) in ("getattr", "hasattr", "setattr") and isinstance(node.args[1], ast.Constant)}
-    assert not words & UNDOCUMENTED
+    return hidden | words & UNDOCUMENTED
+
+
+def test_undocumented_names_of_torch_and_triton_are_in_one_module() -> None:
+    """tests/unit/test_private_apis.py tests what stands there.  Generated modules import neither, as the test above says."""
+    assert undocumented_names(PRIVATE_APIS)
+    assert {named(path): names for path in MODULES if path != PRIVATE_APIS and (names := undocumented_names(path))} == {}
 
 
 # Modules of readers and writers that name formats, and how often: recommendations, the demo, and the entropy codes that ship.

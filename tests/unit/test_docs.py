@@ -340,7 +340,7 @@ def write_pipeline(folder: Path) -> None:
 PAGES: dict[str, Callable[[Path], None]] = {
     "README.md": write_smollm2, "docs/python.md": write_demo, "docs/checkpoints.md": write_folders,
     "docs/lossless.md": write_folders, "docs/gguf.md": write_gguf_files,
-    "docs/kernels.md": lambda folder: None, "docs/tutorial.md": lambda folder: None,
+    "docs/kernels.md": lambda folder: None, "docs/tutorial.md": lambda folder: None, "docs/infer.md": lambda folder: None,
     "docs/tasks/qwen3-fp8-int8.md": write_qwen3, "docs/tasks/gptq-to-int4pack.md": write_qwen3,
     "docs/tasks/gguf-for-diffusion.md": write_pipeline, "docs/tasks/df11-z-image.md": write_pipeline,
 }

@@ -64,7 +64,7 @@ def _finite(value: Any) -> Any:
 
 def _layer(folder: Folder, layer: Layer) -> dict[str, Any]:
     return {"name": layer.name, "format": layer.format or None, "storage": layer.storage or None, "params": _params_of(layer),
-            "shape": list(layer.shape) if layer.format else None, "experts": layer.experts, "turned": layer.transposed,
+            "shape": list(layer.shape) if layer.format else None, "experts": layer.experts, "transposed": layer.transposed,
             "bits_per_weight": _bits(folder, layer.tensors.values(), _numbers(layer)), "tensors": dict(layer.tensors),
             "settings": list(layer.settings), "others": dict(layer.others), "by": layer.by,
             **({"why": layer.why} if layer.why else {})}
@@ -186,7 +186,7 @@ def _params_of(layer: Layer) -> dict[str, int | str]:
 
 def _extents(layer: Mapping[str, Any]) -> str:
     return " x ".join(map(str, [*([layer["experts"]] if layer["experts"] is not None else []), *layer["shape"]])) + \
-        (", turned" if layer["turned"] else "")
+        (", transposed" if layer["transposed"] else "")
 
 
 def _params(params: Mapping[str, Any]) -> str:

@@ -31,6 +31,12 @@ def wrapped(head: str, items: Iterable[str], tail: str, level: int = 0) -> list[
     return rows
 
 
+def mapping(head: str, entries: list[str]) -> list[str]:
+    """`head` and a dict of these entries, which end in commas: on one line of a function, or a line for each."""
+    one = f"{head}{{{' '.join(entries).removesuffix(',')}}}"
+    return [one] if len(one) + 4 <= WIDTH else [f"{head}{{", *indent(entries), "}"]
+
+
 def names_read(lines: Iterable[str]) -> set[str]:
     """The names in lines of code, outside of strings and comments."""
     return set(WORD.findall(TEXT.sub('""', "\n".join(lines))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,22 +92,30 @@ def plan(source: Source, options: Options, imatrix: Imatrix | None = None, requa
                                 "original, or give --allow-requantize for a worse model")
         if not step.copied and type in ("I8", "I16", "I32", "I64"):
             raise QuantizeError(f"{source.path}: tensor {shown(step.tensor.name)}: integers of {type} are no weights")
-    return Plan(steps, _metadata(source, options, imatrix), tuple(_notes(steps, options, imatrix)))
+    return Plan(steps, _metadata(source, options, imatrix), tuple(notes(steps, options, imatrix)))
 
 
-def _notes(steps: tuple[Step, ...], options: Options, imatrix: Imatrix | None) -> Iterator[str]:
+def notes(steps: tuple[Step, ...], options: Options, imatrix: Imatrix | None) -> list[str]:
+    """What a user should know of the types: blocks that do not fit rows, and importances that are missing."""
+    texts: list[str] = []
+    replaced: dict[tuple[int, str, str], list[str]] = {}
     for step in steps:
         if step.type != step.wanted:
-            yield (f"tensor {shown(step.tensor.name)}: rows of {step.tensor.columns} are no multiple of "
-                   f"{BY_NAME[step.wanted].elements}, the block of {step.wanted}; it gets {step.type}")
+            replaced.setdefault((step.tensor.columns, step.wanted, step.type), []).append(step.tensor.name)
+    for (columns, wanted, type), names in replaced.items():
+        tensors, gets = (f"{len(names)} tensors, the first", "they get") if len(names) > 1 else ("tensor", "it gets")
+        texts.append(f"{tensors} {shown(names[0])}: rows of {columns} are no multiple of {BY_NAME[wanted].elements}, the block "
+                     f"of {wanted}; {gets} {type}")
     missing = without_imatrix(steps, options, imatrix)
     if missing:
-        yield f"{len(missing)} tensors need an importance matrix, the first {shown(missing[0].tensor.name)} as {missing[0].type}"
+        texts.append(f"{len(missing)} tensors need an importance matrix, the first {shown(missing[0].tensor.name)} as "
+                     f"{missing[0].type}")
     if imatrix is not None:
         unknown = [step.tensor.name for step in steps if step.type not in TORCH and not step.copied
                    and imatrix.entry(step.tensor) is None and step.tensor.name not in (OUTPUT, *EMBEDDINGS)]
         if unknown:
-            yield f"{imatrix.path} has nothing of {len(unknown)} tensors, the first {shown(unknown[0])}"
+            texts.append(f"{imatrix.path} has nothing of {len(unknown)} tensors, the first {shown(unknown[0])}")
+    return texts
 
 
 def without_imatrix(steps: tuple[Step, ...], options: Options, imatrix: Imatrix | None) -> list[Step]:

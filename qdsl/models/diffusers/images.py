@@ -79,7 +79,7 @@ def load_image_pipeline(ref: str, models: Mapping[str, str] | None = None, forma
         library.utils.logging.disable_progress_bar()
     began = time.perf_counter()
     device = usable_device(device)
-    folder = pipeline_folder(ref)
+    folder = pipeline_folder(ref, [*(models or {})])
     try:
         pipeline = from_pretrained(folder, format=format, params=params, device=device,
                                    dtype=_stored_dtype(folder) if dtype == "auto" else getattr(torch, dtype), **(models or {}))

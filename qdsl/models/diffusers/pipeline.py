@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, ModelMixin, PipelineQuantizationConfig
+from huggingface_hub import hf_hub_download
 from transformers import PreTrainedModel
 
 from qdsl.checkpoint.checkpoint import open_checkpoint
@@ -40,7 +41,7 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
     Raises LoadError where files do not fill a model, and for a name that is no component of the pipeline.
     """
     dtype = kwargs.pop("torch_dtype", dtype)
-    folder = pipeline_folder(ref)
+    folder = pipeline_folder(ref, [name for name, value in kwargs.items() if name not in LIBRARY and value is not None])
     read_object(folder / "model_index.json", CONFIG_LIMIT)       # raises CheckpointError for what is no object
     index = DiffusionPipeline.load_config(folder)
     _check_names(ref, index, kwargs)
@@ -64,11 +65,19 @@ def from_pretrained(ref: str | Path, *, format: str | None = None, ignore: Seque
     return pipeline if device is None else pipeline.to(device)
 
 
-def pipeline_folder(ref: str | Path) -> Path:
-    """The local folder of a pipeline; a repository is downloaded.  Raises LoadError for another path."""
+def pipeline_folder(ref: str | Path, passed: Sequence[str] = ()) -> Path:
+    """The local folder of a pipeline; a repository is downloaded.  Raises LoadError for another path.
+
+    passed: components that the caller has, of which only configs are downloaded.
+    """
     target = parsed(ref)
     if isinstance(target, Repository) and target.file is None and target.quant is None:
-        return Path(DiffusionPipeline.download(target.name, revision=target.revision))
+        folder = Path(DiffusionPipeline.download(target.name, revision=target.revision, **dict.fromkeys(passed, True)))
+        index = DiffusionPipeline.load_config(folder)
+        for name in passed:
+            if _model_class(index.get(name)) is not None:
+                hf_hub_download(target.name, f"{name}/config.json", revision=target.revision)
+        return folder
     if not isinstance(target, Path) or not (target / "model_index.json").is_file():
         raise LoadError(f"{ref}: no pipeline of diffusers: it has no model_index.json")
     return target

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -193,12 +194,16 @@ def _header(programs: Sequence[Program], title: str = "") -> list[str]:
         kind = f"index into {axis_text(field.groups)} groups" if field.groups is not None else kinds[field.name]
         lines.append(f"    {field.name:<6} {kind:<{width}} [{', '.join(field_axes(programs, field))}]")
     lines.append("")
-    for program in programs:
-        differ = [key for key, value in program.params.items() if any(p.params[key] != value for p in programs)]
-        only = f" at {', '.join(f'{key} = {program.params[key]}' for key in differ)}" if differ else ""
-        sizes = [f"{p.name} = {p.values[0]}" for p in spec.params if p.name.value in program.sizes]
-        with_sizes = f" with {', '.join(sizes)}" if sizes else ""
-        lines.append(f"    {program.storage}{only}: {bits_text(program)}{with_sizes}")
+    sizes = [f"{p.name} = {p.values[0]}" for p in spec.params if p.name.value in programs[0].sizes]
+    with_sizes = f" with {', '.join(sizes)}" if sizes else ""
+    differ = [key for key in programs[0].params if any(p.params[key] != programs[0].params[key] for p in programs)]
+    for storage in dict.fromkeys(program.storage for program in programs):
+        first, *others = (program for program in programs if program.storage == storage)
+        at = f" at {', '.join(f'{key} = {first.params[key]}' for key in differ)}" if differ else ""
+        more = "".join(f", {bits_text(other).split()[0]} at {', '.join(str(other.params[key]) for key in differ)}"
+                       for other in others)
+        text = f"{storage}: {bits_text(first)}{at}{more}{',' if others and sizes else ''}{with_sizes}"
+        lines += textwrap.wrap(text, WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
     return [*lines, "", f"Built from the spec {spec.name} (sha256 {_digest(spec)}) by qdsl {qdsl.__version__}.",
             "Do not edit: change the spec and run `qdsl build`.", '"""', ""]
 

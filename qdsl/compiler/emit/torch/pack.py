@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qdsl.compiler.emit.digits import Cut, Digit, Lane
-from qdsl.compiler.emit.lines import indent, named
+from qdsl.compiler.emit.lines import indent, mapping, named
 from qdsl.compiler.emit.row_codes import codes_lines
 from qdsl.compiler.emit.tensors import (
     Unsupported,
@@ -50,8 +50,8 @@ def pack_body(program: Program) -> list[str]:
         else:
             entries.append(f'"{tensor.name}": {text},')
     if not optional:
-        return [*lines, "return {", *indent(entries), "}"]
-    return [*lines, "tensors = {", *indent(entries), "}", *optional, "return tensors"]
+        return [*lines, *mapping("return ", entries)]
+    return [*lines, *mapping("tensors = ", entries), *optional, "return tensors"]
 
 
 def _stacked(program: Program, tensor: Tensor) -> Chain:

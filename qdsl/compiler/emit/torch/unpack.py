@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from qdsl.compiler.emit.digits import Cut, Digit, Lane
-from qdsl.compiler.emit.lines import indent, named
+from qdsl.compiler.emit.lines import indent, mapping, named
 from qdsl.compiler.emit.row_codes import field_entry
 from qdsl.compiler.emit.tensors import (
     Unsupported,
@@ -54,8 +54,8 @@ def unpack_body(program: Program) -> list[str]:
     stored = [field for field in program.fields if field.name in parts]
     entries = [field_entry(program, f.name, _join(f, parts[f.name])) for f in stored if f.name not in optional]
     if len(optional) == 0:
-        return [*lines, "return {", *indent(entries), "}"]
-    lines += ["fields = {", *indent(entries), "}"]
+        return [*lines, *mapping("return ", entries)]
+    lines += mapping("fields = ", entries)
     for field in stored:
         if field.name in optional:
             lines += [f"if {optional[field.name]} is not None:", *indent(inside.get(optional[field.name], [])),

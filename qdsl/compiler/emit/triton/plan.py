@@ -219,7 +219,7 @@ class Plan:
             return None
         group = next(g for g in self.groups if g.name == argument(zero[0][1][0]))
         number = self.program.field(zero[0][1][0]).number
-        return group if group.varies and not group.optional and number is not None and number.kind == "unsigned" else None
+        return group if group.varies and number is not None and number.kind == "unsigned" else None
 
     @property
     def sums_in_tile_gemm(self) -> bool:

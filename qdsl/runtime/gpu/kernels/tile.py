@@ -70,6 +70,17 @@ def points(plane, row, count, column, block: tl.constexpr, size: tl.constexpr, F
 
 
 @triton.jit
+def point(tensors, fields: tl.constexpr, i: tl.constexpr, at, field: tl.constexpr, F: tl.constexpr):
+    """What field i takes off codes: its values as numbers like theirs, or where it has no tensor its default as such a number."""
+    if tensors[fields[i][0]] is None:
+        default: tl.constexpr = fields[i][4]
+        number: tl.constexpr = default * 2.0 ** -24 if F == tl.float16 else default + 128.0
+        return tl.full((1, 1, 1, 1), number, tl.float32).to(F)
+    else:
+        return lanes.value(tensors, fields, i, at, field)
+
+
+@triton.jit
 def less(value, point):
     """value - point, or value where there is none."""
     if point is None:

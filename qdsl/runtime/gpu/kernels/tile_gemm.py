@@ -17,7 +17,7 @@ A program multiplies R tiles of 16 * W rows of w with BM rows of x.  A warp grou
   x, which all warps of a group share, is its B operand, and lies there.
 - x is copied STAGES - 1 chunks ahead by cp.async; words of w are copied the same way where that pays, which Triton decides.
 - Every code becomes one number here, in the order of columns that x has: codes at bit 4 are multiplied back, exactly.  Integer
-  zero points are taken off the numbers themselves (ZERO, point), exact in both types, so that no sums of x are needed.
+  zero points are taken off the numbers themselves (ZERO, POINT), exact in both types, so that no sums of x are needed.
 - A group of 128 columns or more has one sum per chunk, which then meets its scale; groups of 32 and 64 have sums of their own.
 - SPLIT programs may share K, so that few tiles fill the GPU.  Each stores its sums; the last to arrive at a tile adds up the
   parts, in their order along K whoever comes last, so that every run gives the same bits.
@@ -89,7 +89,7 @@ def tile_gemm(
                 column = chunk * 128 + u * SIZE
                 less = None
                 if POINT is not None:
-                    less = lanes.value(tensors, FIELDS, POINT, (row, column, K, SIZE, F), field_as_codes)
+                    less = tile.point(tensors, FIELDS, POINT, (row, column, K, SIZE, F), field_as_codes, F)
                 sum = tile.rows_product(numbers, loaded, u, columns[u], flip, ZERO, less, WIDTH, BITS, SIZE, F)
                 sums = None
                 if ONES:
