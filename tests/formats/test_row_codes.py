@@ -67,6 +67,7 @@ def test_a_grid_of_no_known_format(tmp_path: Path) -> None:
     assert module.planar(packed) is packed and "bytes would become" in module.FORMAT.why_not_planar(packed)
     assert same_bits(module.dequantize(planar, torch.float32), module.dequantize(packed, torch.float32))
     assert all(same_bits(tensor, packed.tensors[name]) for name, tensor in module.convert(planar, "rows").tensors.items())
+    assert module.unpack(module.pack(random_rows(0, 256), storage=PLANAR))["g"].shape == (0, 64)
     half = planar.cut("N", 3, 9)
     assert same_bits(module.dequantize(half, torch.float32), module.dequantize(packed, torch.float32)[3:9])
 

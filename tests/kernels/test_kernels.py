@@ -194,7 +194,7 @@ BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "int_group.marlin-bits4
                for kind in ("bf16", "f32")),
              "iq1_m.planar", "iq2_s.planar", "iq2_xs.planar", "iq2_xxs.planar", "q3_k.planar", "q5_0.gguf", "q5_0.planar",
              "q5_1.gguf", "q5_1.planar", "q5_k.planar", "tq1_0.gguf", "ranges.runs", "ranges.words",
-             "ocp_mxfp6.compressed_tensors-codee2m3", "ocp_mxfp6.compressed_tensors-codee3m2",
+             *(f"ocp_mxfp6.{storage}-code{code}" for storage in ("compressed_tensors", "planar") for code in ("e2m3", "e3m2")),
              *(f"coreml_lut.coreml-bits{bits}-rows32-level_typef16" for bits in (4, 2, 6)),
              *(f"quanto.quanto-bits{bits}-group128-scale_typef32" for bits in (4, 2)),
              "df11.df11", "fix4.fix4", "hlane.hlane", "fp8_channel.fp8_lane-scale_typebf16")

@@ -52,6 +52,8 @@ def expand_codes(program: Program, divisor: int) -> Program | str:
     part = _part(program.spec.decode, names, {field.name for field in program.fields})
     if part is None:
         return f"decode reads {', '.join(sorted(names))} in several parts of its formula"
+    if _rounds(part):
+        return f"decode rounds what it makes of {', '.join(sorted(names))}"
     factors = [_factor(program, field, part) for field in fields]
     wrong = next((factor for factor in factors if isinstance(factor, str)), None)
     if wrong is not None:
@@ -89,7 +91,14 @@ def _operands(expr: g.Expr) -> tuple[g.Expr, ...]:
             return (value,)
         case g.Subscript(_, index):
             return index
+        case g.Apply(_, arguments):                              # round(value, type)
+            return arguments[:1]
     return ()
+
+
+def _rounds(expr: g.Expr) -> bool:
+    """Whether a part of decode rounds to a type."""
+    return isinstance(expr, g.Apply) or any(map(_rounds, _operands(expr)))
 
 
 def _reads(expr: g.Expr) -> Iterator[str]:
@@ -149,7 +158,7 @@ def _number(expr: g.Expr, numbers: Mapping[str, int | float]) -> int | float:
                 return {"+": a + b, "-": a - b, "*": a * b, "//": a // b if b else 0, "%": a % b if b else 0}[op]
             x, y = round_to_f32(a), round_to_f32(b)
             return round_to_f32({"+": x + y, "-": x - y, "*": x * y, "/": x / y if y else 0.0}[op])
-    raise AssertionError("calls stand in tables alone")
+    raise AssertionError("a part that rounds is not computed")
 
 
 def _expanded(program: Program, part: g.Expr, factors: list[Factor]) -> Program | str:
@@ -211,6 +220,8 @@ def _replaced(expr: g.Expr, part: g.Expr, by: g.Expr) -> g.Expr:
             return replace(expr, left=_replaced(left, part, by), right=_replaced(right, part, by))
         case g.Negate(value):
             return replace(expr, value=_replaced(value, part, by))
+        case g.Apply(_, (value, *others)):
+            return replace(expr, arguments=(_replaced(value, part, by), *others))
     return expr
 
 

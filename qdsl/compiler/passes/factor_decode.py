@@ -39,6 +39,8 @@ def _affine(program: Program) -> Affine | str:
     if len(codes) != 1:
         return f"decode needs one field with a value per weight, [n, k]; here: {', '.join(codes) or 'none'}"
     sums = _expanded(program)
+    if stored := next((value.name for value in program.values if value.op == "entry"), ""):
+        return f"decode looks up '{stored}', a table that is stored with the weight"
     if sums is None:
         return ("decode is no sum of products: it divides by a sum, rounds to another type, or reads another table than that of "
                 "the code, or rows of one")

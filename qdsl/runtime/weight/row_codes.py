@@ -101,7 +101,7 @@ class _Rows:
         dtype = torch.uint8 if len(self._places) <= 256 else torch.int32
         if columns == 1:
             return places.to(dtype)
-        rows = places.view(len(places), -1, columns)
+        rows = places.view(len(places), places.shape[1] // columns, columns)
         number = rows[..., columns - 1].clone()
         for column in reversed(range(columns - 1)):
             number.mul_(self.count).add_(rows[..., column])
