@@ -81,7 +81,7 @@ class GroupField:
     default: float = 0.0
 
     def constants(self, tensors: Sequence[str], sizes: Mapping[str, int]) -> tuple[int | float, ...]:
-        """The field as a constant of a launch: which of the tensors, rows, columns, kind as lanes.number takes it, default."""
+        """The field as a constant of a launch: the place of its tensor, rows, columns, kind (group_numbers.number), default."""
         rows, columns = (sizes[block] if isinstance(block, str) else block for block in (self.rows, self.columns))
         kind = self.kind if isinstance(self.kind, int) else -1 - SMALL_FLOATS.index(self.kind)
         return tensors.index(self.tensor), rows, columns, kind, self.default

@@ -27,7 +27,7 @@ LOCALS = frozenset((
 class Group:
     """A field of groups as a kernel reads it: blocks of rows and columns as text ('1' none, '' not subscripted).
 
-    kind: how its numbers are stored, as lanes.number takes it.
+    kind: how its numbers are stored, as group_numbers.number takes it.
     """
 
     name: str

@@ -23,7 +23,7 @@ A format's functions are constants of a launch (runtime/layout.Lanes holds them)
 
 Where the numbers of groups lie and which lanes want them depends on the family, so a format never loads one.  It says which they
 are, as GroupFields (runtime/weight/layout.py), and the family loads them by a `field(plane, at, rows, columns, kind)` of its own.
-`rows` and `columns` share a number, all of them where that is 0; `kind` is how it is stored, as lanes.number takes it.
+`rows` and `columns` share a number, all of them where that is 0; `kind` is how it is stored, as group_numbers.number takes it.
 """
 
 from qdsl.runtime.gpu.kernels.dequantize import dequantize

@@ -24,7 +24,7 @@ lane loads only the scales of its two.
 Cost for 4 bits and groups of 32, counted on sm_90: 1.2 instructions of a thread per weight in float16, 1.4 in bfloat16.
 """
 
-from qdsl.runtime.gpu.kernels import lanes
+from qdsl.runtime.gpu.kernels import group_numbers, lanes
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -32,10 +32,10 @@ from qdsl.runtime.gpu.triton import tl, triton
 def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
     """A field's values in eight runs of STEP columns, [W, 16, 8], or one number; at: (two rows, chunk, K, STEP)."""
     if columns == 0:
-        return lanes.of_rows(plane, at[0], rows, kind)
+        return group_numbers.of_rows(plane, at[0], rows, kind)
     else:
-        row = lanes.blocks(at[0], rows)
-        return lanes.by_column(plane, row, lanes.count(at[2], columns), at[1], at[2], at[3], columns, kind)
+        row = group_numbers.blocks(at[0], rows)
+        return group_numbers.by_column(plane, row, group_numbers.count(at[2], columns), at[1], at[2], at[3], columns, kind)
 
 
 @triton.jit
@@ -68,12 +68,12 @@ def gemv(
                 for t in tl.static_range(STEP // 16):
                     loaded = loaded + (words(tensors, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
                 sum = lanes.product(numbers, loaded, columns, flip, 2 * j, STEP // 8, WIDTH, BITS, F)
-                values = lanes.values(tensors, FIELDS, (row, chunk, K, STEP), field)
+                values = group_numbers.values(tensors, FIELDS, (row, chunk, K, STEP), field)
                 new = new + (acc[r] + scale(values, sum, sums, BASE),)
             acc = new
     for r in tl.static_range(R):
         sum = acc[r]
         if finish is not None:
             row = lanes.rows(first + 16 * r, N)
-            sum = finish(lanes.values(tensors, ROW_FIELDS, (row, 0, K, STEP), field), sum, None, BASE)
+            sum = finish(group_numbers.values(tensors, ROW_FIELDS, (row, 0, K, STEP), field), sum, None, BASE)
         lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)

@@ -10,8 +10,6 @@ Numbers: an unsigned code of up to 10 bits is the float16 subnormal code * 2^-24
 once; bfloat16 has 128 + code in the bits of 0x4300 | code.  Products are exact and sums are float32.
 """
 
-
-from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -367,77 +365,6 @@ def constants(table: tl.constexpr, g, N, width: tl.constexpr, bits: tl.constexpr
 
 
 @triton.jit
-def blocks(row, size: tl.constexpr):
-    """The blocks of `size` rows that two rows are in; block 0, that of all rows, for a size of 0."""
-    if size == 0:
-        return tl.zeros_like(row[0]), tl.zeros_like(row[1])
-    elif size == 1:
-        return row
-    else:
-        return row[0] // size, row[1] // size
-
-
-@triton.jit
-def count(K, block: tl.constexpr):
-    """How many blocks of columns there are; K is a multiple of 128."""
-    if block <= 128:
-        return K // 128 * (128 // block)
-    else:
-        return tl.cdiv(K, block)
-
-
-@triton.jit
-def spread(upper, lower):
-    """Numbers of rows g and g + 8, [8 * W, 8], as [W, 16, 8]; or [8 * W, 4], one for both columns of lane c."""
-    W: tl.constexpr = upper.shape[0] // 8
-    v = tl.join(upper, lower)
-    if upper.shape[1] == 4:
-        v = tl.join(v, v).permute(0, 1, 3, 2)
-    return v.reshape(W, 8, 8, 2).permute(0, 3, 1, 2).reshape(W, 16, 8)
-
-
-@triton.jit
-def number(value, kind: tl.constexpr):
-    """float32 of a stored number: kind 0 is a float that its dtype tells, a positive one an integer's bits.
-
-    Negative ones are bytes with a function in device, in the order of layout.SMALL_FLOATS.
-
-    An integer of up to 23 bits enters the mantissa of 2^23, for a cast would be slow.
-    """
-    if kind == 0:
-        return device.scale(value)
-    elif kind == -1:
-        return device.e8m0(value)
-    elif kind == -2:
-        return device.e8m0h(value)
-    elif kind == -3:
-        return device.ue4m3(value)
-    elif kind == -4:
-        return device.e4m3(value)
-    else:
-        return (value.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
-
-
-@triton.jit
-def values(tensors, fields: tl.constexpr, at, field: tl.constexpr):
-    """What fields, as GroupField.constants has them, are where a family wants them: field(plane, at, rows, columns, kind)."""
-    numbers = ()
-    for i in tl.static_range(len(fields)):
-        numbers = numbers + (value(tensors, fields, i, at, field),)
-    return numbers
-
-
-@triton.jit
-def value(tensors, fields: tl.constexpr, i: tl.constexpr, at, field: tl.constexpr):
-    """Field i of them, its default where it has no tensor."""
-    if tensors[fields[i][0]] is None:
-        default: tl.constexpr = fields[i][4]
-        return default
-    else:
-        return field(tensors[fields[i][0]], at, fields[i][1], fields[i][2], fields[i][3])
-
-
-@triton.jit
 def zeros(R: tl.constexpr, W: tl.constexpr):
     """R accumulators [W, 16, 8]."""
     acc = ()
@@ -481,75 +408,6 @@ def shifted(value, base: tl.constexpr):
         return value
     else:
         return value - base
-
-
-@triton.jit
-def of_rows(plane, row, size: tl.constexpr, kind: tl.constexpr):
-    """A field that has one value per `size` rows: [W, 16, 8]; one number where it has one for all rows, a size of 0."""
-    if size == 0:
-        return number(tl.load(plane), kind)
-    else:
-        block = blocks(row, size)
-        zero = tl.zeros((1, 4), tl.int32)
-        return spread(number(tl.load(plane + (block[0] + zero)), kind), number(tl.load(plane + (block[1] + zero)), kind))
-
-
-@triton.jit
-def by_column(plane, row, count, chunk, K, step: tl.constexpr, block: tl.constexpr, kind: tl.constexpr):
-    """A field that has `count` values in a row, one per `block` columns, where column j of the result stands for `step`
-    columns of w from 128 * chunk + step * j on: [W, 16, 8].  Past K comes the last value.
-    """
-    if block == step:
-        pair = tl.minimum(chunk * (64 // step) + tl.arange(0, 8)[None, :] // 2, count // 2 - 1)
-        at = pair * 2 + tl.arange(0, 8)[None, :] % 2
-    elif block < 128:
-        at = tl.minimum(chunk * (128 // block) + 2 * step * tl.arange(0, 4)[None, :] // block, count - 1)
-    else:
-        at = tl.minimum(chunk * 128 + 2 * step * tl.arange(0, 4)[None, :], K - 1) // block
-    return spread(number(tl.load(plane + (row[0] * count + at)), kind), number(tl.load(plane + (row[1] * count + at)), kind))
-
-
-@triton.jit
-def by_group(plane, row, count, chunk, size: tl.constexpr, block: tl.constexpr, kind: tl.constexpr):
-    """The field's values in the groups of `size` columns of a chunk, as a tuple of [W, 16, 8]; `block` columns share one."""
-    values = ()
-    if block >= 128:
-        at = chunk * 128 // block + tl.zeros((1, 4), tl.int32)
-        one = spread(number(tl.load(plane + (row[0] * count + at)), kind), number(tl.load(plane + (row[1] * count + at)), kind))
-        for i in tl.static_range(128 // size):
-            values = values + (one,)
-    else:
-        upper = of_chunk(plane + row[0] * count, chunk, block, kind)
-        lower = of_chunk(plane + row[1] * count, chunk, block, kind)
-        for i in tl.static_range(128 // size):
-            values = values + (spread(upper[i * size // block], lower[i * size // block]),)
-    return values
-
-
-@triton.jit
-def of_chunk(plane, chunk, block: tl.constexpr, kind: tl.constexpr):
-    """The 128 // block values of a chunk: a tuple of [8 * W, 4], the same in each lane of a row."""
-    count: tl.constexpr = 128 // block
-    width: tl.constexpr = 2 if count == 2 else 4                 # by a load of at most 16 bytes of a lane
-    at = chunk * count + tl.arange(0, 4 * width)[None, :] % width
-    value = number(tl.load(plane + at), kind)
-    R: tl.constexpr = value.shape[0]
-    if count == 2:
-        return tl.split(value.reshape(R, 4, 2))
-    elif count == 4:
-        return in_four(value.reshape(R, 4, 2, 2))
-    else:
-        other = number(tl.load(plane + (at + 4)), kind)
-        return in_four(value.reshape(R, 4, 2, 2)) + in_four(other.reshape(R, 4, 2, 2))
-
-
-@triton.jit
-def in_four(value):
-    """[..., 2, 2] as its four elements in order."""
-    even, odd = tl.split(value)
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
 
 
 @triton.jit

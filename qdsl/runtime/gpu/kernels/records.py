@@ -10,7 +10,7 @@ The numbers of groups lie in words which every lane of a row loads, and of which
 """
 
 
-from qdsl.runtime.gpu.kernels import lanes
+from qdsl.runtime.gpu.kernels import group_numbers, lanes
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -32,7 +32,7 @@ def four(p, first: tl.constexpr):
     """Four words from `first` on, the same in every lane of a row: a tuple of int32 [8 * W, 4, 2]."""
     a = first + tl.arange(0, 16)[None, :] % 4
     v = tl.join(tl.load(p[0] + a), tl.load(p[1] + a))
-    return lanes.in_four(v.reshape(v.shape[0], 4, 2, 2, 2).permute(0, 1, 4, 2, 3))
+    return group_numbers.in_four(v.reshape(v.shape[0], 4, 2, 2, 2).permute(0, 1, 4, 2, 3))
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def runs(x, start, record, count, g, c, unit: tl.constexpr, even: tl.constexpr, 
 def integers(bits: tl.constexpr, even, odd):
     """Unsigned integers in the lowest bits of words [8 * W, 4, 2], of runs 2 * c and 2 * c + 1: float32 [W, 16, 8]."""
     mask: tl.constexpr = (1 << bits) - 1
-    return spread(lanes.number(even & mask, bits), lanes.number(odd & mask, bits))
+    return spread(group_numbers.number(even & mask, bits), group_numbers.number(odd & mask, bits))
 
 
 @triton.jit

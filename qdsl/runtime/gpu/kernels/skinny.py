@@ -28,7 +28,7 @@ What a lane loads is what its matrix instruction takes from it, in w and in x, b
 Cost for 4 bits and groups of 32, counted on sm_90: 2.2 instructions of a thread per weight in float16, 2.0 in bfloat16.
 """
 
-from qdsl.runtime.gpu.kernels import lanes
+from qdsl.runtime.gpu.kernels import group_numbers, lanes
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -36,10 +36,10 @@ from qdsl.runtime.gpu.triton import tl, triton
 def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
     """A field's values in group u of a chunk, [W, 16, 8], or one number; at: (two rows, chunk, K, u, columns of a group)."""
     if columns == 0:
-        return lanes.of_rows(plane, at[0], rows, kind)
+        return group_numbers.of_rows(plane, at[0], rows, kind)
     else:
-        row = lanes.blocks(at[0], rows)
-        return lanes.by_group(plane, row, lanes.count(at[2], columns), at[1], at[4], columns, kind)[at[3]]
+        row = group_numbers.blocks(at[0], rows)
+        return group_numbers.by_group(plane, row, group_numbers.count(at[2], columns), at[1], at[4], columns, kind)[at[3]]
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def skinny(
                 values = ()
                 if scale is not None:
                     for u in tl.static_range(128 // SIZE):       # ahead of the products, which their loads then overlap
-                        values = values + (lanes.values(tensors, FIELDS, (row, chunk, K, u, SIZE), field),)
+                        values = values + (group_numbers.values(tensors, FIELDS, (row, chunk, K, u, SIZE), field),)
                 total = acc[r]
                 for u in tl.static_range(128 // SIZE):
                     sum = lanes.part(numbers, loaded, columns, u, j, flip, WIDTH, BITS, SIZE, F)
@@ -100,5 +100,5 @@ def skinny(
         sum = acc[r]
         if finish is not None:
             row = lanes.rows(first + 16 * r, N, start)
-            sum = finish(lanes.values(tensors, ROW_FIELDS, (row, 0, K, 0, SIZE), field), sum, ones, BASE)
+            sum = finish(group_numbers.values(tensors, ROW_FIELDS, (row, 0, K, 0, SIZE), field), sum, ones, BASE)
         lanes.store_columns(sum * UNIT, bias, out, m, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)

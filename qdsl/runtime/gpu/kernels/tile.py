@@ -5,7 +5,7 @@ matrix instruction takes with its columns in order.
 """
 
 
-from qdsl.runtime.gpu.kernels import lanes
+from qdsl.runtime.gpu.kernels import group_numbers, lanes
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -77,7 +77,7 @@ def point(tensors, fields: tl.constexpr, i: tl.constexpr, at, field: tl.constexp
         number: tl.constexpr = default * 2.0 ** -24 if F == tl.float16 else default + 128.0
         return tl.full((1, 1, 1, 1), number, tl.float32).to(F)
     else:
-        return lanes.value(tensors, fields, i, at, field)
+        return group_numbers.value(tensors, fields, i, at, field)
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def block(n, rows: tl.constexpr, N):
 @triton.jit
 def of_rows(plane, row, count, column, block: tl.constexpr, kind: tl.constexpr):
     """A field's value of a column in rows [16 * W, 1]; `block` columns share one, and a row has `count`."""
-    return lanes.number(tl.load(plane + (row * count + column // block)), kind)
+    return group_numbers.number(tl.load(plane + (row * count + column // block)), kind)
 
 
 @triton.jit

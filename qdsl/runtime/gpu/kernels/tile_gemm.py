@@ -29,7 +29,7 @@ Cost for 4 bits, groups of 128 and 16 rows of x, counted on sm_90: 2.3 instructi
 bfloat16; for 128 rows 3.1 and 3.3.
 """
 
-from qdsl.runtime.gpu.kernels import lanes, tile
+from qdsl.runtime.gpu.kernels import group_numbers, lanes, tile
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -38,17 +38,18 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
     """A field's values in rows of w at a column, [16 * W, 1], or one number; at: (rows, column, N, K)."""
     if columns == 0:
         if rows == 0:
-            return lanes.number(tl.load(plane), kind)
+            return group_numbers.number(tl.load(plane), kind)
         else:
             return tile.of_rows(plane, tile.block(at[0], rows, at[2]), 1, 0, 1, kind)
     else:
-        return tile.of_rows(plane, tile.block(at[0], rows, at[2]), lanes.count(at[3], columns), at[1], columns, kind)
+        return tile.of_rows(plane, tile.block(at[0], rows, at[2]), group_numbers.count(at[3], columns), at[1], columns, kind)
 
 
 @triton.jit
 def field_as_codes(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
     """A zero point as pairs of numbers like the codes' own; at: (two rows, column, K, columns of a group, F)."""
-    return tile.points(plane, lanes.blocks(at[0], rows), lanes.count(at[2], columns), at[1], columns, at[3], at[4])
+    count = group_numbers.count(at[2], columns)
+    return tile.points(plane, group_numbers.blocks(at[0], rows), count, at[1], columns, at[3], at[4])
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def tile_gemm(
                     if scale is None and r == 0:
                         ones += sums
                 if scale is not None:
-                    values = lanes.values(tensors, FIELDS, (n, column, N, K), field)
+                    values = group_numbers.values(tensors, FIELDS, (n, column, N, K), field)
                     sum = scale(values, sum, sums, BASE)
                 total += sum
             new = new + (total,)
@@ -107,7 +108,7 @@ def tile_gemm(
         sum = acc[r]
         if finish is not None:
             n = tile.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
-            sum = finish(lanes.values(tensors, ROW_FIELDS, (n, 0, N, K), field), sum, ones, BASE)
+            sum = finish(group_numbers.values(tensors, ROW_FIELDS, (n, 0, N, K), field), sum, ones, BASE)
         new = new + (sum * UNIT,)
     if SPLIT == 1:
         for r in tl.static_range(R):

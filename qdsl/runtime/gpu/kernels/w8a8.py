@@ -19,7 +19,7 @@ is unpacked, so shared memory costs nothing that unpacking would save.
 - Where scales vary along K, x has one per 128 columns, too: their product meets each sum.  Else both are applied at the end.
 """
 
-from qdsl.runtime.gpu.kernels import eight_bit, lanes, tile
+from qdsl.runtime.gpu.kernels import eight_bit, group_numbers, lanes, tile
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -28,11 +28,12 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
     """A field's values in rows of w at a column, or one number; at: (rows of w, rows of x, column, K, BN)."""
     if columns == 0:
         if rows == 0:
-            return lanes.number(tl.load(plane), kind)
+            return group_numbers.number(tl.load(plane), kind)
         else:
             return tile.of_rows(plane, tile.block(at[0], rows, 1), 1, 0, 1, kind)
     else:
-        return tile.of_rows(plane, eight_bit.block(at[0], at[1], rows, at[4]), lanes.count(at[3], columns), at[2], columns, kind)
+        count = group_numbers.count(at[3], columns)
+        return tile.of_rows(plane, eight_bit.block(at[0], at[1], rows, at[4]), count, at[2], columns, kind)
 
 
 @triton.jit
@@ -56,14 +57,14 @@ def w8a8(
             acc = eight_bit.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
         else:
             sum = eight_bit.product(tl.load(w + chunk * 128), tl.load(x + chunk * 128))
-            values = lanes.values(tensors, FIELDS, (n, m, chunk * 128, K, BN), field)
+            values = group_numbers.values(tensors, FIELDS, (n, m, chunk * 128, K, BN), field)
             acc += sum * scale(values, tl.load(x_scale + (chunk * M + m)), None, 0)
     sum = acc.to(tl.float32)
     if finish is not None:
         ones = None
         if x_sum is not None:
             ones = tl.load(x_sum + m)
-        sum = finish(lanes.values(tensors, ROW_FIELDS, (n, m, 0, K, BN), field), sum, ones, 0)
+        sum = finish(group_numbers.values(tensors, ROW_FIELDS, (n, m, 0, K, BN), field), sum, ones, 0)
     if scale is None:
         sum *= tl.load(x_scale + m)
     tile.store_tile(sum, bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
