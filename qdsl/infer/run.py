@@ -80,11 +80,15 @@ def _solution(packed: str, elements: Mapping[str, Element], values: Values) -> S
     shape = (values.shape[0], values.shape[1])
     stored = elements[packed].stored
     others = {key: one for key, one in elements.items() if key != packed}
+    refused = set()                                              # several labelings have the same layout
     for labels in labelings(values, 8 * len(stored.data) / values.size):
         layout = match([(stored, labels)])
-        codes = None if layout is None else layout.read(stored, shape)
-        meaning = None if layout is None or codes is None else fit(codes, values, layout.bits)
-        if layout is not None and codes is not None and meaning is not None:
+        if layout is None or (key := (layout.tile, layout.bits, layout.source.tobytes())) in refused:
+            continue
+        refused.add(key)
+        codes = layout.read(stored, shape)
+        meaning = fit(codes, values, layout.bits)
+        if meaning is not None:
             code = Field("q", meaning.kind, Blocks(1, 1), packed, layout)
             return solve(code, meaning, codes, values, others, Record(packed, stored, layout, shape))
     raise InferError(f"no codes of the values lie in '{packed}': {len(stored.data)} bytes for {values.size} values")

@@ -114,13 +114,13 @@ def integers(zero: Numbers, blocks: Blocks, tensors: Mapping[str, Element], midd
 
 def exact_levels(meaning: Meaning, codes: Codes, values: Values) -> tuple[float, ...]:
     """The table's numbers in float32: those that, times the scales in float32, are the values."""
-    scale = meaning.blocks.spread(meaning.scale, (values.shape[0], values.shape[1]))
     if (meaning.levels == np.rint(meaning.levels)).all():
         return tuple(int(level) for level in meaning.levels)
     levels = []
     for code, level in enumerate(meaning.levels):
         at = np.flatnonzero(codes == code)[:1 << 12]
-        used, wanted = scale.reshape(-1)[at].astype(np.float32), values.reshape(-1)[at]
+        used = meaning.blocks.at(meaning.scale, at, (values.shape[0], values.shape[1])).astype(np.float32)
+        wanted = values.reshape(-1)[at]
         near = np.float32(round_to_f32(level))
         steps = [near]
         for _ in range(8):
