@@ -24,7 +24,7 @@ SMALL = ("e8m0", "e4m3", "e8m0h", "ue4m3")                       # floats that f
 class Field:
     """A field of the spec: its number type, which weights share a value, the tensor that holds it, and where in that.
 
-    zero: what decode takes off its integers.
+    zero: what decode takes off its integers.  entries: of a stored table of levels, their number; 0 for numbers.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Field:
     tensor: str
     layout: Layout
     zero: int = 0
+    entries: int = 0
 
     @property
     def term(self) -> str:
