@@ -27,7 +27,7 @@ EVERY = 14                                                       # of how many s
 # Storages of 2 to 8 bits that are not found, and why.  The list may only shrink.
 NOT_FOUND = {
     "aqlm_2x8.aqlm": "rows of a stored table",
-    "bnb_fp4_nested.bitsandbytes": "scales are codes into a table", "nf4_nested.bitsandbytes": "scales are codes into a table",
+    "coreml_vectors.coreml": "rows of a stored table",
     "hqq_axis0.hqq_3bit": "tenths of a group of 64, the last one short",
     "iq2_xxs.gguf": "rows of a grid", "iq2_xs.gguf": "rows of a grid", "iq2_s.gguf": "rows of a grid",
     "iq3_xxs.gguf": "rows of a grid", "iq3_s.gguf": "rows of a grid",
@@ -90,7 +90,7 @@ def test_what_is_not_found_is_not_claimed(case: Case) -> None:
 
 def test_most_storages_are_found() -> None:
     names = {name_of(case) for case in STORAGES}
-    assert set(NOT_FOUND) < names and len(NOT_FOUND) <= 9 and len(names) >= 90
+    assert set(NOT_FOUND) < names and len(NOT_FOUND) <= 8 and len(names) >= 90
 
 
 # Layouts of other packages, from what their documentation and file formats say.
