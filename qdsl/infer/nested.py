@@ -14,7 +14,8 @@ from qdsl.infer.tiles import Codes, Layout, Tile
 
 FLOATS = ("f16", "bf16", "f32")
 CODES = 256
-MOST_STEPS = 16                                                  # that a table's number is rounded away from the middle
+SHARES = 65                                                      # numbers that are tried between a code's bounds
+MOST_STEPS = 8                                                   # and float32 neighbours of the best one, to either side
 BLOCKS_PER_CODE = 2                                              # fewer of them say nothing
 
 Float32 = npt.NDArray[np.float32]
@@ -106,13 +107,19 @@ def _steps(codes: npt.NDArray[np.uint8], scale: Float32, times: Float32, plus: n
     np.minimum.at(high, codes, ends.max(0))
     if (low > high).any():
         return None
-    used = np.isfinite(low)
-    middle = np.where(used, (np.where(used, low, 0) + np.where(used, high, 0)) / 2, 0).astype(np.float32)
-    best, most = middle, np.full(CODES, -1)
+    low, high = (np.where(np.isfinite(end), end, 0) for end in (low, high))
+    best, most = np.zeros(CODES, np.float32), np.full(CODES, -1)
+
+    def keep_better(steps: Float32) -> None:
+        nonlocal best, most
+        count = np.bincount(codes, steps[codes] * times + plus == scale, CODES)
+        best, most = np.where(count > most, steps, best), np.maximum(count, most)
+
+    for share in np.linspace(0, 1, SHARES):
+        keep_better((low + (high - low) * share).astype(np.float32))
     for direction in (np.inf, -np.inf):
-        steps = middle
+        steps = best
         for _ in range(MOST_STEPS):
-            count = np.bincount(codes, steps[codes] * times + plus == scale, CODES)
-            best, most = np.where(count > most, steps, best), np.maximum(count, most)
             steps = np.nextafter(steps, np.float32(direction))
+            keep_better(steps)
     return tuple(float(step) for step in best)

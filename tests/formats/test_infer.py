@@ -16,7 +16,8 @@ import qdsl
 from qdsl.checkpoint.files import safetensors
 from qdsl.cli import app
 from qdsl.infer.function import infer_function
-from qdsl.infer.run import InferError, Inferred, infer
+from qdsl.infer.numbers import locate
+from qdsl.infer.run import InferError, Inferred, element, infer
 from qdsl.runtime import FormatError, PackedWeight
 from tests.formats.test_random_specs import codes
 from tests.support.covering import ALL
@@ -162,6 +163,14 @@ def test_a_packing_is_found_from_values(pack: Callable[[Tensor], Tensor]) -> Non
     weights = (q - 8).float() * scales.float().repeat_interleave(64, 1)
     inferred = infer("codes", {"codes": pack(q), "scales": scales}, weights)
     assert inferred.is_exact, (inferred.text, inferred.problems)
+
+
+def test_numbers_in_as_many_tiles_along_rows_as_along_columns_are_placed() -> None:
+    """64 x 64 tiles of 64 scales, stored along K first: tiles of the diagonal are the same in both orders."""
+    scales = torch.rand(4096, 64, generator=torch.Generator().manual_seed(0)).half()
+    stored = scales.t().reshape(64, 64, 8, 8).transpose(2, 3).contiguous()
+    layout = locate(element("scales", stored), "f16", scales.double().numpy())
+    assert layout is not None and layout.tile.across and layout.tile.rows == 64
 
 
 @pytest.mark.parametrize(("pack", "why"), [
