@@ -15,7 +15,7 @@ from qdsl.infer.tiles import Codes
 
 _T = TypeVar("_T", bound=np.generic)
 Numbers = npt.NDArray[np.float64]
-SAMPLE = 1 << 18                                                 # values by which groups and types are chosen
+FEW, SAMPLE = 1 << 13, 1 << 18                                   # values that refuse most groups and types; that give a table
 MOST_TABLE_BITS = 4
 MOST_LEVEL = 128                                                 # of a table of integers
 
@@ -39,12 +39,12 @@ class Blocks:
         """An array [N, K] as [blocks, weights of a block], of blocks of one row."""
         return array.reshape(self.columns, -1).T if self.apart else array.reshape(-1, self.columns)
 
-    def spread(self, numbers: Numbers, shape: tuple[int, int]) -> Numbers:
-        """Numbers of blocks as numbers of weights [N, K]."""
-        n, k = shape
+    def at(self, numbers: Numbers, weights: npt.NDArray[np.int64], shape: tuple[int, int]) -> Numbers:
+        """The numbers of the blocks of some weights, which are named by their flat positions in [N, K]."""
         if self.apart:
-            return np.broadcast_to(numbers.reshape(1, -1), (self.columns, numbers.size)).reshape(n, k)
-        return numbers.repeat(self.rows, 0)[:n].repeat(self.columns, 1)[:, :k]
+            return np.asarray(numbers.reshape(-1)[weights % numbers.size])
+        row, column = np.divmod(weights, shape[1])
+        return np.asarray(numbers[row // self.rows, column // self.columns])
 
 
 @dataclass(frozen=True)
@@ -67,22 +67,54 @@ def fit(codes: Codes, values: Values, bits: int) -> Meaning | None:
     """The meaning of codes [N, K] with few numbers; None where the values are no function of them of this kind."""
     n, k = values.shape
     for blocks in candidates((n, k)):
-        some_codes, some_values = blocks.view(codes), blocks.view(values).astype(np.float64)
-        chosen = slice(None, None, max(1, some_codes.size // SAMPLE))
+        in_blocks = blocks.view(codes), blocks.view(values)
+        if not is_function(*_sample(*in_blocks, FEW)):
+            continue
         for affine in (False, True):
             for kind, levels in kinds(bits):
-                if lines(levels[some_codes[chosen]], some_values[chosen], affine) is not None:
-                    numbers = lines(levels[some_codes], some_values, affine)
-                    if numbers is not None:
-                        return _by_rows(kind, levels, blocks, (n, k), *numbers)
+                numbers = _all_lines(levels, *in_blocks, affine)
+                if numbers is not None:
+                    return _by_rows(kind, levels, blocks, (n, k), *numbers)
         if bits <= MOST_TABLE_BITS:
-            entries = table(some_codes[chosen], some_values[chosen], bits)
-            numbers = None if entries is None else lines(entries[some_codes], some_values, False)
+            entries = table(*_sample(*in_blocks, SAMPLE), bits)
+            numbers = None if entries is None else _all_lines(entries, *in_blocks, False)
             if entries is not None and numbers is not None:
                 if np.nanmax(numbers[0]) <= 0:
                     entries, numbers = -entries, (-numbers[0], None)
                 return replace(_by_rows(f"u{bits}", entries, blocks, (n, k), *numbers), is_table=True)
     return None
+
+
+def _sample(codes: Codes, values: Values, most: int) -> tuple[Codes, Numbers]:
+    """About `most` of the codes and values [blocks, weights], of blocks all over the weight."""
+    chosen = slice(None, None, max(1, codes.size // most))
+    return codes[chosen], values[chosen].astype(np.float64)
+
+
+def is_function(codes: Codes, values: Numbers) -> bool:
+    """Whether in every block [blocks, weights] equal codes have equal values."""
+    order = codes.argsort(1)
+    codes, ordered = np.take_along_axis(codes, order, 1), np.take_along_axis(values, order, 1)
+    apart = np.abs(np.diff(ordered)) > 2 * TOLERANCE * np.abs(values).max(1, keepdims=True)
+    return not (apart & (np.diff(codes) == 0)).any()
+
+
+def _all_lines(levels: Numbers, codes: Codes, values: Values, affine: bool) -> tuple[Numbers, Numbers | None] | None:
+    """`lines` of all blocks, a part at a time; None as soon as a part has a block on no line."""
+    few_codes, few_values = _sample(codes, values, FEW)
+    if lines(levels[few_codes], few_values, affine) is None:
+        return None
+    step = max(1, SAMPLE // codes.shape[1])
+    scales, offsets = [], []
+    for start in range(0, len(codes), step):
+        part = slice(start, start + step)
+        numbers = lines(levels[codes[part]], values[part].astype(np.float64), affine)
+        if numbers is None:
+            return None
+        scales.append(numbers[0])
+        if numbers[1] is not None:
+            offsets.append(numbers[1])
+    return np.concatenate(scales), np.concatenate(offsets) if offsets else None
 
 
 def candidates(shape: tuple[int, int]) -> list[Blocks]:

@@ -16,9 +16,10 @@ from qdsl.core.numbers import TORCH_FLOATS
 from qdsl.core.stored import INTEGERS
 from qdsl.infer.fit import Blocks, fit
 from qdsl.infer.labels import Values, labelings
+from qdsl.infer.lookup import stored_tables
 from qdsl.infer.numbers import Element, Field, Record
 from qdsl.infer.solve import Solution, solve
-from qdsl.infer.text import spec_text, stored_name
+from qdsl.infer.text import looked_up, spec_text, stored_name
 from qdsl.infer.tiles import Stored, match
 from qdsl.runtime.weight.errors import FormatError
 
@@ -76,15 +77,25 @@ def element(name: str, tensor: Tensor) -> Element:
 
 
 def _solution(packed: str, elements: Mapping[str, Element], values: Values) -> Solution:
-    """The first labeling of which a layout, a meaning and all numbers follow; else the first that has a layout and a meaning."""
+    """The first stored table or labeling of which a layout, and for a labeling a meaning, follow."""
     shape = (values.shape[0], values.shape[1])
     stored = elements[packed].stored
     others = {key: one for key, one in elements.items() if key != packed}
-    for labels in labelings(values, 8 * len(stored.data) / values.size):
+    most_bits = 8 * len(stored.data) / values.size
+    for labels, levels in stored_tables(values, others, most_bits):
         layout = match([(stored, labels)])
-        codes = None if layout is None else layout.read(stored, shape)
-        meaning = None if layout is None or codes is None else fit(codes, values, layout.bits)
-        if layout is not None and codes is not None and meaning is not None:
+        if layout is not None:
+            code = Field("q", f"u{labels.bits}", Blocks(1, 1), packed, layout)
+            return Solution((code, levels), looked_up(levels, code, shape))
+    refused = set()                                              # several labelings have the same layout
+    for labels in labelings(values, most_bits):
+        layout = match([(stored, labels)])
+        if layout is None or (key := (layout.tile, layout.bits, layout.source.tobytes())) in refused:
+            continue
+        refused.add(key)
+        codes = layout.read(stored, shape)
+        meaning = fit(codes, values, layout.bits)
+        if meaning is not None:
             code = Field("q", meaning.kind, Blocks(1, 1), packed, layout)
             return solve(code, meaning, codes, values, others, Record(packed, stored, layout, shape))
     raise InferError(f"no codes of the values lie in '{packed}': {len(stored.data)} bytes for {values.size} values")

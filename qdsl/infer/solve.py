@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from qdsl.core.numbers import round_to_f32
 from qdsl.infer.fit import Blocks, Meaning, Numbers
 from qdsl.infer.labels import Values
+from qdsl.infer.nested import nested_scales
 from qdsl.infer.numbers import WHOLE, Element, Field, Record, close, in_record, in_tensors
 from qdsl.infer.tiles import Codes, Labels, match
 
@@ -27,15 +28,19 @@ class Solution:
 def solve(code: Field, meaning: Meaning, codes: Codes, values: Values, tensors: Mapping[str, Element],
           record: Record) -> Solution:
     """The fields and the formula that decode the codes to the values [N, K]."""
+    tables = {"levels": exact_levels(meaning, codes, values)} if meaning.is_table else {}
     scale, factor = next(scales(meaning, tensors, record), ((), ""))
     if not factor and not close(np.ones(1), meaning.scale).all():
-        return Solution((code,), code.name, problems=("no tensor has the scales of "
-                                                      f"{_blocks(meaning.blocks, values.shape)}",))
+        exact = replace(meaning, levels=np.array(tables["levels"])) if tables else meaning
+        nested = nested_scales(exact, codes, values, tensors)
+        if nested is None:
+            return Solution((code,), code.name, problems=("no tensor has the scales of "
+                                                          f"{_blocks(meaning.blocks, values.shape)}",))
+        scale, factor, tables["steps"] = nested
     fields, start, end, problem = offsets(code.name, meaning, tensors, record)
     if meaning.is_table:
         start = f"levels[{code.name}]"
     decode = (factor.format(start) if factor else start) + end
-    tables = {"levels": exact_levels(meaning, codes, values)} if meaning.is_table else {}
     return Solution((code, *scale, *fields), decode, tables, (problem,) if problem else ())
 
 
@@ -114,13 +119,13 @@ def integers(zero: Numbers, blocks: Blocks, tensors: Mapping[str, Element], midd
 
 def exact_levels(meaning: Meaning, codes: Codes, values: Values) -> tuple[float, ...]:
     """The table's numbers in float32: those that, times the scales in float32, are the values."""
-    scale = meaning.blocks.spread(meaning.scale, (values.shape[0], values.shape[1]))
     if (meaning.levels == np.rint(meaning.levels)).all():
         return tuple(int(level) for level in meaning.levels)
     levels = []
     for code, level in enumerate(meaning.levels):
         at = np.flatnonzero(codes == code)[:1 << 12]
-        used, wanted = scale.reshape(-1)[at].astype(np.float32), values.reshape(-1)[at]
+        used = meaning.blocks.at(meaning.scale, at, (values.shape[0], values.shape[1])).astype(np.float32)
+        wanted = values.reshape(-1)[at]
         near = np.float32(round_to_f32(level))
         steps = [near]
         for _ in range(8):

@@ -63,7 +63,12 @@ def _axes(one: Field, shape: tuple[int, int]) -> list[str]:
     for letter, size, extent in (("n", one.blocks.rows, shape[0]), ("k", one.blocks.columns, shape[1])):
         if size < extent:
             subscripts.append(letter if size == 1 else f"{letter} // {size}")
-    return subscripts
+    return [*subscripts, *([str(one.entries)] if one.entries else [])]
+
+
+def looked_up(table: Field, code: Field, shape: tuple[int, int]) -> str:
+    """The formula of a code's level in a stored table."""
+    return f"{table.name}[{', '.join([*_axes(table, shape)[:-1], code.name])}]"
 
 
 def stored_name(name: str) -> str:
@@ -118,7 +123,7 @@ def _extents(main: Field, shape: tuple[int, int]) -> tuple[str, str]:
     if blocks.apart:
         return "1", _quotient("N*K", shape[0] * shape[1], blocks.columns * tile.columns)
     return (_quotient("N", shape[0], min(blocks.rows, shape[0]) * tile.rows * tile.parts),
-            _quotient("K", shape[1], min(blocks.columns, shape[1]) * tile.columns))
+            "1" if main.entries else _quotient("K", shape[1], min(blocks.columns, shape[1]) * tile.columns))
 
 
 def _quotient(name: str, extent: int, size: int) -> str:
@@ -212,9 +217,10 @@ def _item(item: Item, loops: Mapping[str, tuple[int, tuple[int, int, int]]], fie
     steps = list(loops.items())[::-1]
     part, row, column = ([(step[axis], name) for name, (_, step) in steps if step[axis]] for axis in range(3))
     apart = f"*(N/{tile.parts})"
+    along = [] if one.entries else [(tile.columns, "u")]
     subscripts = {"n": _linear([(tile.rows, "t"), *row, (item.place[1], "")], [*part, (item.place[0], "")], apart),
-                  "k": _linear([(tile.columns, "u"), *column, (item.place[2], "")])}
-    texts = [subscripts["k" if axis[0] == "(" else axis[0]] for axis in _axes(one, shape)]
+                  "k": _linear([*along, *column, (item.place[2], "")])}
+    texts = [subscripts["n" if axis[0] == "n" else "k"] for axis in _axes(one, shape)]
     bits = "" if item.width == one.layout.bits else f".at({item.bit}):{item.width}"
     return f"{item.field}{'[' + ', '.join(texts) + ']' if texts else ''}{bits}"
 

@@ -136,12 +136,12 @@ def match(draws: Sequence[tuple[Stored, Labels]], tiles: Sequence[Tile] | None =
     """
     n, k = draws[0][1].codes.shape
     known_at = draws[0][1].known_at
-    tried = TRIED if known_at is None else int(TRIED / max(float(known_at.mean()), 0.05))
+    share = 1.0 if known_at is None else max(float(known_at.mean()), 0.05)
     for tile in tiles or candidates((n, k), draws[0][0]):
-        few = _samples(draws, tile, tried)
+        few = _samples(draws, tile, int(TRIED / share))
         if few is None or not _may_be(*few, draws[0][1].bits):
             continue
-        sampled = _samples(draws, tile, SAMPLES * (1 if tile.size > SMALL_TILE else 8))
+        sampled = _samples(draws, tile, int(SAMPLES / share) * (1 if tile.size > SMALL_TILE else 8))
         places = None if sampled is None else agreeing(*sampled, draws[0][1].bits)
         layout = None if places is None or sampled is None else placed(tile, draws[0][1], places, sampled[0].shape[1])
         if layout is not None:
