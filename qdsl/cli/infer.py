@@ -54,7 +54,7 @@ def infer(file: File = None, packed: Packed = None, values: ValuesName = "expect
                                "values": inferred.values, "problems": list(inferred.problems)}))
     else:
         typer.echo(inferred.text if out is None else f"written  {out}", nl=out is not None)
-        typer.echo(_summary(inferred, "bytes" if file is None else "values"), err=True)
+        typer.echo(_summary(inferred, "bytes that the function packs" if file is None else "values"), err=True)
     if not inferred.is_exact:
         raise typer.Exit(1)
 

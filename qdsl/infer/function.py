@@ -53,7 +53,10 @@ def infer_function(pack: Callable[[Tensor], Tensor], shape: tuple[int, int], bit
 
 
 def _packed(pack: Callable[[Tensor], Tensor], codes: Codes) -> Tensor:
-    packed = pack(torch.from_numpy(codes.astype(np.int32)))
+    try:
+        packed = pack(torch.from_numpy(codes.astype(np.int32)))
+    except Exception as error:                                   # of any kind: the function is the caller's
+        raise InferError(f"the function fails for codes int32 {list(codes.shape)}: {type(error).__name__}: {error}") from error
     if not isinstance(packed, Tensor):
         raise InferError(f"the function returned a {type(packed).__name__}: expected a torch tensor")
     return packed.detach().cpu()

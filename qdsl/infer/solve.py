@@ -35,7 +35,7 @@ def solve(code: Field, meaning: Meaning, codes: Codes, values: Values, tensors: 
         nested = nested_scales(exact, codes, values, tensors)
         if nested is None:
             return Solution((code,), code.name, problems=("no tensor has the scales of "
-                                                          f"{_blocks(meaning.blocks, values.shape)}",))
+                                                          f"{_blocks(meaning.blocks, values.shape)}; --scales names it",))
         scale, factor, tables["steps"] = nested
     fields, start, end, problem = offsets(code.name, meaning, tensors, record)
     if meaning.is_table:
@@ -94,7 +94,7 @@ def offsets(code: str, meaning: Meaning, tensors: Mapping[str, Element], record:
         recorded = in_record(name, wanted, blocks, record)
         if recorded:
             return recorded, code, f" {sign} " + " * ".join(one.term for one in recorded), ""
-    return [], code, "", f"no tensor has the offsets of {_blocks(blocks, record.shape)}"
+    return [], code, "", f"no tensor has the zero points or minima of {_blocks(blocks, record.shape)}; --zeros names it"
 
 
 def integers(zero: Numbers, blocks: Blocks, tensors: Mapping[str, Element], middle: int) -> Field | None:

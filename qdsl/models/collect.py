@@ -308,4 +308,9 @@ def _is_exact(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _description(weight: PackedWeight) -> Any:
-    return next(format for format in descriptions() if format.name == weight.format.name)
+    """The description of a weight's format.  Raises SaveError for a spec of the caller's own, which no reader of files knows."""
+    description = next((format for format in descriptions() if format.name == weight.format.name), None)
+    if description is None:
+        raise SaveError(f"{weight.format.name} does not ship with qdsl, so no reader of its files would know it: save the "
+                        "model's state_dict, and quantize a new model in this format before you load it")
+    return description

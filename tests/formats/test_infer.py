@@ -248,7 +248,9 @@ def test_the_command_prints_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run("check", str(tmp_path / "mine.yaml"))[0] == 0
     assert "    stored_w:" in (tmp_path / "mine.yaml").read_text()    # `w` is a word of generated code
     code, printed = run("infer", path, "--packed", "a.w")
-    assert code == 1 and "the closest: " in printed and "no tensor has the scales of 1 x 32 weights" in printed
+    assert code == 1 and "the closest: " in printed and "no tensor has the scales of 1 x 32 weights; --scales" in printed
+    code, printed = run("infer", path, "--packed", "a.v")
+    assert code == 1 and f"error: {path}: no tensor 'a.v'; it has " in printed and "'a.w'" in printed
     report = json.loads(run(*words, "--json")[1])
     assert report["ok"] and report["exact"] == report["values"] == 16384 and "decode: (q - 8) * scale" in report["spec"]
 
@@ -259,6 +261,8 @@ def test_the_command_takes_a_function(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "halves.py").write_text("def pack(q):\n    return (q[:, ::2] | q[:, 1::2] << 4).byte()\n")
     code, printed = run("infer", "--function", "halves:pack", "--shape", "32,64")
     assert code == 0 and 'record: "a<2: q[t, 2*u + a]"' in printed
+    code, printed = run("infer", "--function", "halves:pack", "--shape", "32,63")
+    assert code == 1 and "error: the function fails for codes int32 [32, 63]: RuntimeError: " in printed
     for words, why in ((["--function", "halves:none", "--shape", "2,4"], "no attribute"), (["--function", "halves:pack"], "N,K"),
                        (["--function", "nowhere:f", "--shape", "2,4"], "nowhere"), ([], "give a file")):
         code, printed = run("infer", *words)

@@ -17,6 +17,7 @@ from qdsl.checkpoint.files.safetensors import CheckpointError, write
 from qdsl.generated import fp8_block, hlane, int8_channel, int_group, nf4, q4_0
 from qdsl.models.plan import LoadError
 from qdsl.models.save import SaveError
+from tests.support.paths import ROOT
 from tests.support.small_models import Mlp, files, folder, fp8_mlp, mlp, mlp_tensors, own_config, weight
 
 
@@ -113,6 +114,15 @@ def test_what_files_hold_in_groups_is_not_saved_by_layers(tmp_path: Path) -> Non
     model = Mlp().bfloat16()
     qdsl.quantize_(model, "df11")
     with pytest.raises(SaveError, match=r"layer 'up': files hold df11 in groups .* `qdsl compress --format df11`"):
+        qdsl.save_model(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_format_of_ones_own_is_not_saved_as_files(tmp_path: Path) -> None:
+    (tmp_path / "own4.yaml").write_text((ROOT / "specs" / "q4_0.yaml").read_text().replace("format: q4_0", "format: own4", 1))
+    model = Mlp().bfloat16()
+    qdsl.quantize_(model, tmp_path / "own4.yaml")
+    with pytest.raises(SaveError, match=r"own4 does not ship with qdsl.*state_dict"):
         qdsl.save_model(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

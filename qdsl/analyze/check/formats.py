@@ -17,11 +17,13 @@ from qdsl.analyze.check.cases import Case, Params, cases
 from qdsl.analyze.check.compare import difference, differing, line_of_field, shown
 from qdsl.analyze.check.stored_bits import StoredBits
 from qdsl.checkpoint.files.safetensors import CheckpointError, TensorFile
+from qdsl.checkpoint.files.strict_json import shown as quoted
 from qdsl.compiler.spec.model import Spec
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.format import Format
 
 MOST_BITS = 1 << 19                                              # of fields whose places are followed one by one
+NAMES = 12                                                       # of a file's tensors that a message lists
 EXPECTED = "expected"                                            # the array of a golden file with the values of the weights
 
 
@@ -191,12 +193,24 @@ def read_golden(path: Path, names: Collection[str] | None = None) -> tuple[dict[
     try:
         if path.suffix == ".safetensors":
             with TensorFile(path, copies=True) as file:
+                _expect(names, file.names())
                 return ({name: file.tensor(name) for name in (file.names() if names is None else names)},
                         dict(file.header.metadata))
         with np.load(path, allow_pickle=False) as arrays:
+            _expect(names, arrays.files)
             if names is not None:
                 return {name: torch.from_numpy(arrays[name]) for name in names}, {}
             return ({name: torch.from_numpy(arrays[name]) for name in arrays.files if arrays[name].ndim},
                     {name: str(arrays[name]) for name in arrays.files if not arrays[name].ndim})
-    except (CheckpointError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except CheckpointError as error:                             # which names the path
+        raise GoldenError(str(error)) from error
+    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise GoldenError(f"{path}: {error}") from error
+
+
+def _expect(names: Collection[str] | None, stored: Collection[str]) -> None:
+    """Raises ValueError for a name that a file does not have, with those that it has."""
+    absent = [name for name in names or () if name not in stored]
+    if absent:
+        more = f", and {len(stored) - NAMES} more" if len(stored) > NAMES else ""
+        raise ValueError(f"no tensor {quoted(absent[0])}; it has {', '.join(map(quoted, [*stored][:NAMES])) or 'none'}{more}")

@@ -80,7 +80,8 @@ class RecordReader:
                 return None
             extent = Scope(self.constants, self.what, self.problems).const(loop.extent, "a loop's extent")
             if loop.name in taken | {seen for seen, _ in extents} | self.constants.keys():
-                self.problems.add(loop.span, f"loop '{loop.name}' has the name of something else")
+                self.problems.add(loop.span, f"loop '{loop.name}' has the name of an axis, a parameter or another loop; the axis "
+                                             "of a record's elements is called 'word'")
             least = 0 if any(g.names(loop.extent)) else 1        # parameters may leave out a line
             if extent is not None and not least <= extent <= MAX_PIECES:
                 self.problems.add(loop.span, f"a loop runs from 1 to {MAX_PIECES} times, not {extent}")

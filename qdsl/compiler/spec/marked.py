@@ -67,8 +67,15 @@ def read(source: Source, problems: Problems) -> Node | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = Span(source, mark.line + 1, mark.column + 1) if mark else start
-        problems.add(place, f"not YAML: {error.problem or error.context}")
+        problem = str(error.problem or error.context)
+        problems.add(place, f"not YAML: {problem}", *_remedy(problem))
     return None
+
+
+def _remedy(problem: str) -> tuple[str, ...]:
+    """A note on what to write, for the mistake that records invite: `record: j<16: q[j]`."""
+    return ("text with a colon and a space needs quotes, such as record: \"j<8: q[n, j]\"",) \
+        if problem.startswith("mapping values") else ()
 
 
 class _Reader:

@@ -92,7 +92,8 @@ def aimed(to: str, requantize: bool = False, params: Mapping[str, int | str] | N
 
     name, _, storage = to.partition(".")
     if name not in [form.name for form in descriptions()]:
-        raise RewriteError(f"no format {shown(name)}")
+        raise RewriteError(f"no format {shown(name)}: `qdsl list` prints those of checkpoints; a spec of your own is for "
+                           "qdsl.load and qdsl.quantize_")
     format = import_module(f"qdsl.generated.{name}").FORMAT
     try:
         chosen, options, storage = format.chosen({**(params or {}), **({"storage": storage} if storage else {})})
