@@ -9,7 +9,7 @@ TORCHLESS := tests/unit/test_layout.py tests/unit/test_bad_specs.py tests/unit/t
 QUICK := $(addprefix tests/unit/test_,architecture.py bad_specs.py code_mutants.py covering.py files.py host.py names.py numbers.py \
 		overflowed_zeros.py packaging.py program.py progress.py) \
 	$(addprefix tests/formats/test_,answers.py encode.py flat_goldens.py goldens.py odd_sizes.py robust_arguments.py wrap.py) \
-	$(addprefix tests/checkpoint/test_,contents.py detect.py folder.py guard.py ignored.py layers.py open.py producers.py) \
+	$(addprefix tests/checkpoint/test_,contents.py detect.py folder.py guard.py ignored.py layers.py layer_settings.py open.py producers.py) \
 	$(addprefix tests/kernels/test_,interpreter.py scratch.py tune.py)
 BIN := .venv/bin
 # what `pip install 'qdsl-formats[docs]'` installs besides qdsl

@@ -44,14 +44,14 @@ TESTS: dict[str, tuple[str, ...]] = {
     "qdsl/compiler/passes/read_records.py": ("test_records", "test_bad_specs", "test_program"),
     "qdsl/compiler/passes/record_lines.py": ("test_records", "test_bad_specs", "test_program"),
     "qdsl/encode/absmax.py": ("test_goldens", "test_encode"),
-    "qdsl/checkpoint/files/safetensors.py": ("test_safetensors", "test_jobs"),
-    "qdsl/checkpoint/files/gguf.py": ("test_gguf", "test_verify_gguf"),
+    "qdsl/checkpoint/files/safetensors.py": ("test_safetensors", "test_hostile_safetensors", "test_jobs"),
+    "qdsl/checkpoint/files/gguf.py": ("test_gguf", "test_hostile_gguf", "test_verify_gguf"),
     "qdsl/jobs/engine/stage.py": ("test_jobs", "test_disks"),
     "qdsl/codecs/huffman_windows/reference.py": ("test_entropy", "test_streams"),
-    "qdsl/runtime/weight/convert.py": ("test_runtime", "test_convert"),
-    "qdsl/runtime/weight/fields.py": ("test_runtime", "test_robust_arguments"),
-    "qdsl/runtime/weight/wrap.py": ("test_runtime", "test_wrap", "test_robust_arguments"),
-    "qdsl/runtime/torch/decode.py": ("test_runtime",),
+    "qdsl/runtime/weight/convert.py": ("test_runtime", "test_quantize_weight", "test_convert"),
+    "qdsl/runtime/weight/fields.py": ("test_runtime", "test_quantize_weight", "test_robust_arguments"),
+    "qdsl/runtime/weight/wrap.py": ("test_runtime", "test_quantize_weight", "test_wrap", "test_robust_arguments"),
+    "qdsl/runtime/torch/decode.py": ("test_runtime", "test_quantize_weight"),
 }
 # Mutants that are tried besides those that are drawn: both once survived.
 NAMED: dict[str, tuple[str, ...]] = {

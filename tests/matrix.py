@@ -23,7 +23,8 @@ PINNED = ("torch", "triton", "numpy")
 TESTS = ("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "gguf>=0.17")
 CORE = (("--lacks", "triton", "tests/kernels/test_machines.py", "tests/kernels/test_without_triton.py",
          "tests/kernels/test_any_device.py"),
-        ("tests/unit/test_host.py", "tests/unit/test_layout.py", "tests/checkpoint/test_safetensors.py"),
+        ("tests/unit/test_host.py", "tests/unit/test_layout.py", "tests/checkpoint/test_safetensors.py",
+         "tests/checkpoint/test_hostile_safetensors.py"),
         ("tests/kernels/test_kernels.py", "tests/unit/test_numbers.py", "-k", "test_numbers or q4_0 or q4_k or fp8_block"))
 SECONDS = 1800                                                   # for which an installation, or a run, may last
 

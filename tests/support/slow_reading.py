@@ -6,14 +6,11 @@ codes: their bits as an unsigned integer.
 
 from __future__ import annotations
 
-import re
-from bisect import bisect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, cached_property
-from itertools import pairwise
-from math import ceil, floor, frexp, ldexp, log2, prod
+from functools import cached_property
+from math import ceil, ldexp, prod
 from typing import Any
 
 import numpy as np
@@ -24,95 +21,9 @@ from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Spec, Tensor
 from qdsl.compiler.spec.tables import is_number
 from tests.support import grids, searches
-
-Codes = npt.NDArray[np.int64]
-Scalar = int | np.float32
-_SMALL = re.compile(r"e(\d)m(\d)(fnuz)?\Z")
-
-
-class Unread(Exception):
-    """Something of the language that this reading does not know yet."""
-
-
-# -- numbers ----------------------------------------------------------------------------------------------------------
-
-
-@cache
-def value(kind: str, code: int) -> Scalar:
-    """What a code of a type means: an int for integers, else the float32."""
-    if kind[0] in "ui" and kind[1:].isdigit():
-        bits = int(kind[1:])
-        return code - (1 << bits) if kind[0] == "i" and code >> bits - 1 else code
-    if kind in ("f32", "bf16"):
-        return np.uint32(code << 16 if kind == "bf16" else code).view(np.float32)
-    if kind == "f16":
-        return np.float32(np.uint16(code).view(np.float16))
-    if kind == "e8m0":
-        return np.float32(np.nan if code == 255 else ldexp(1, code - 127))
-    if kind == "e8m0h":
-        return np.float32(ldexp(1, code - 128))
-    if kind == "ue4m3":
-        return np.float32(0) if code & 127 == 127 else value("e4m3", code & 127)
-    match = _SMALL.match(kind)
-    if match is None:
-        raise Unread(f"no second reading of type '{kind}': add it to tests/support/slow_reading.py")
-    exponent, mantissa, fnuz = int(match[1]), int(match[2]), match[3] is not None
-    negative = code >> exponent + mantissa & 1
-    magnitude = code & (1 << exponent + mantissa) - 1
-    power, fraction = magnitude >> mantissa, magnitude & (1 << mantissa) - 1
-    if (fnuz and negative and not magnitude) or (kind == "e4m3" and magnitude == 127) or (kind == "e5m2" and magnitude > 124):
-        return np.float32(np.nan)
-    if kind == "e5m2" and magnitude == 124:
-        return np.float32(-np.inf if negative else np.inf)
-    bias = (1 << exponent - 1) - (0 if fnuz else 1)
-    whole = ldexp(fraction + ((1 << mantissa) if power else 0), max(power, 1) - bias - mantissa)
-    return np.float32(-whole if negative else whole)
-
-
-@cache
-def _magnitudes(kind: str) -> list[tuple[float, int]]:
-    """The finite values of a small float that are not negative, with their codes."""
-    positive = range(1 << width(kind) - 1)
-    return sorted((float(value(kind, code)), code) for code in positive if np.isfinite(value(kind, code)))
-
-
-def width(kind: str) -> int:
-    widths = {"f32": 32, "f16": 16, "bf16": 16, "e8m0": 8, "e8m0h": 8, "ue4m3": 8}
-    return widths.get(kind) or (int(kind[1:]) if kind[0] in "ui" else 1 + int(kind[1]) + int(kind[3]))
-
-
-def nearest(kind: str, x: np.float32, ties: str = "even") -> int:
-    """The code of the float type nearest to x, ties to the even code, or to zero; beyond the largest, the largest."""
-    if kind == "f32":
-        return int(x.view(np.uint32))
-    if kind == "f16":
-        with np.errstate(over="ignore"):
-            return int(x.astype(np.float16).view(np.uint16))
-    if kind == "bf16":
-        bits = int(x.view(np.uint32))
-        return bits + 0x7FFF + (bits >> 16 & 1) >> 16
-    finite = _magnitudes(kind)
-    size = abs(float(x))
-    at = min(bisect(finite, (size, -1)), len(finite) - 1)
-    near = finite[max(0, at - 1):at + 1]
-    code = min(near, key=lambda pair: (abs(Fraction(pair[0]) - Fraction(size)), pair[1] & 1 if ties == "even" else pair[0]))[1]
-    return code | int(np.signbit(x)) << width(kind) - 1
-
-
-def whole(kind: str, x: np.float32, ties: str = "even", offset: int = 0) -> int:
-    """The integer nearest to x plus an offset, cut to the type's range, as a code."""
-    bits = int(kind[1:])
-    if ties == "up":                                             # the one rule that is defined by a sum in float32
-        code = floor(x + np.float32(offset + 0.5))
-    elif ties == "away":
-        code = (1 if x > 0 else -1) * floor(abs(float(x)) + 0.5) + offset
-    else:
-        code = round(float(x)) + offset
-    low = -(1 << bits - 1) if kind[0] == "i" else 0
-    return min(max(code, low), low + (1 << bits) - 1) & (1 << bits) - 1
-
-
-# -- one weight of a spec ---------------------------------------------------------------------------------------------
+from tests.support import slow_schemes as schemes
+from tests.support.slow_numbers import Codes, Scalar, Unread, magnitudes, nearest, value, width
+from tests.support.slow_schemes import bounds, stored_scale
 
 
 @dataclass(frozen=True)
@@ -283,7 +194,7 @@ class Reading:
             steps = (1 << int(self.kind(str(self.arguments["code"]))[1:])) - 1
             return -2 * (steps // 2), 2 * (steps - steps // 2)
         kind = self.kind(str(self.arguments["code"]))
-        largest = 2048 if kind[0] != "e" or self.spec.encode.name != "absmax" else _magnitudes(kind)[-1][0]
+        largest = 2048 if kind[0] != "e" or self.spec.encode.name != "absmax" else magnitudes(kind)[-1][0]
         most = int(2 * abs(float(self.arguments.get("divisor", largest))))
         return -most, most
 
@@ -318,8 +229,8 @@ class Reading:
             for role, coded in values.items():
                 name = roles[role]
                 elements = dict.fromkeys(shared[places[0]][name] for places in parts.values())
-                for element, value in zip(elements, coded, strict=True):
-                    fields[name][element] = value
+                for element, word in zip(elements, coded, strict=True):
+                    fields[name][element] = word
         return {**fields, **self._sums(weight, fields[code], arguments)} if "sums" in arguments else fields
 
     def _sums(self, weight: npt.NDArray[np.float32], codes: Codes, arguments: Mapping[str, Any]) -> dict[str, Codes]:
@@ -334,7 +245,7 @@ class Reading:
             total = sum(int(value(kinds["code"], int(codes[place]))) - offset for place in places)
             with np.errstate(all="ignore"):
                 x = [np.float32(weight[place]) for place in places]
-                used = _absmax(x, kinds["code"], kinds["scale"], scheme, offset, arguments)[2]
+                used = schemes.absmax(x, kinds["code"], kinds["scale"], scheme, offset, arguments)[2]
                 sums[element] = total & (1 << width(kinds["sums"])) - 1 if kinds["sums"][0] == "i" else \
                     nearest(kinds["sums"], np.float32(total) * used)
         return {name: sums}
@@ -348,65 +259,65 @@ class Reading:
                  if role in arguments}
         x = [[np.float32(weight[place]) for place in part] for part in parts]
         by = None if importance is None else [[np.float32(importance[k]) for _, k in part] for part in parts]
-        low, high = (end - self._offset(code) for end in _ends(kinds["code"]))
+        low, high = (end - self._offset(code) for end in bounds(kinds["code"]))
         if scheme == "kquant_minmax":
-            return _super_minmax(x, by, kinds, arguments)
+            return schemes.super_minmax(x, by, kinds, arguments)
         if scheme == "kquant_signmax":
-            ends = tuple(end - self._offset(str(arguments["scale"])) for end in _ends(kinds["scale"]))
-            return _super_signmax(x, by, kinds, arguments, (low, high), ends)
+            ends = tuple(end - self._offset(str(arguments["scale"])) for end in bounds(kinds["scale"]))
+            return schemes.super_signmax(x, by, kinds, arguments, (low, high), ends)
         if scheme in ("block_levels", "kquant_levels"):
-            return _leveled(x, by, kinds, [np.float32(v) for v in self._levels()], self._offset(str(arguments["scale"])))
+            return schemes.leveled(x, by, kinds, [np.float32(v) for v in self._levels()], self._offset(str(arguments["scale"])))
         if by is not None:
             row = [np.float32(v) for v in weight[parts[0][0][0]]]
             counts = searches.counts(x[0], by[0], searches.total([v * v for v in row]) / np.float32(len(row)))
             if scheme == "signmax":
                 scale, codes = searches.trials(x[0], counts, low, high)
-                return [[c - low + _ends(kinds["code"])[0] for c in codes]], {"scale": [_stored(scale, kinds["scale"])[0]]}
+                return [[c - low + bounds(kinds["code"])[0] for c in codes]], {"scale": [stored_scale(scale, kinds["scale"])[0]]}
             scale, least, codes = searches.ranged(x[0], counts, high, *searches.IMPORTANT)
-            return [codes], {"scale": [_stored(scale, kinds["scale"])[0]], "min": [_stored(least, kinds["min"])[0]]}
+            return [codes], {"scale": [stored_scale(scale, kinds["scale"])[0]], "min": [stored_scale(least, kinds["min"])[0]]}
         if scheme == "affine":
-            codes, least_code, scale_code = _affine(x[0], kinds, high)
+            codes, least_code, scale_code = schemes.affine(x[0], kinds, high)
             return [codes], {"min": [least_code], "scale": [scale_code]}
         if scheme == "edge_affine":
-            codes, least_code, scale_code = _edge_affine(x[0], kinds)
+            codes, least_code, scale_code = schemes.edge_affine(x[0], kinds)
             return [codes], {"min": [least_code], "scale": [scale_code]}
         if scheme == "meansign":
             mean = searches.total([abs(v) for v in x[0]]) / np.float32(len(x[0]))
-            return [[int(v >= 0) for v in x[0]]], {"scale": [_stored(mean, kinds["scale"])[0]]}
+            return [[int(v >= 0) for v in x[0]]], {"scale": [stored_scale(mean, kinds["scale"])[0]]}
         if scheme == "nested_absmax":
             divided = any(isinstance(part, g.Binary) and part.op == "/" for part in _walk(self.spec.decode))
-            codes, scales, above = _nested(x, kinds, divided, arguments)
+            codes, scales, above = schemes.nested(x, kinds, divided, arguments)
             return codes, {"scale": scales, "super_scale": [above]}
         if scheme == "absmax_level":
-            codes, scale_code = _level(x[0], kinds["scale"], [float(v) for v in self._levels()], self._factor())
+            codes, scale_code = schemes.level(x[0], kinds["scale"], [float(v) for v in self._levels()], self._factor())
             return [codes], {"scale": [scale_code]}
         if scheme == "unit_level":
-            codes, scale_code = _unit(x[0], self._levels())
+            codes, scale_code = schemes.unit(x[0], self._levels())
             return [codes], {"scale": [scale_code]}
         if scheme == "unit_absmax":
-            return [_unit_codes(x[0], self._divisor())], {"scale": [_stored(max(map(abs, x[0])), kinds["scale"])[0]]}
+            return [schemes.unit_codes(x[0], self._divisor())], {"scale": [stored_scale(max(map(abs, x[0])), kinds["scale"])[0]]}
         if scheme == "float_zero":
-            codes, zero, scale_code = _float_zero(x[0], kinds)
+            codes, zero, scale_code = schemes.float_zero(x[0], kinds)
             return [codes], {"zero": [zero], "scale": [scale_code]}
         if scheme == "float_middle":
-            codes, zero, scale_code = _float_middle(x[0], kinds, self._offset(code))
+            codes, zero, scale_code = schemes.float_middle(x[0], kinds, self._offset(code))
             return [codes], {"zero": [zero], "scale": [scale_code]}
         if scheme == "minmax":
-            codes, zero, scale_code = _minmax(x[0], kinds["code"], kinds["zero"], kinds["scale"], arguments)
+            codes, zero, scale_code = schemes.minmax(x[0], kinds["code"], kinds["zero"], kinds["scale"], arguments)
             return [codes], {"zero": [zero], "scale": [scale_code]}
         if scheme == "scaled_zero":
             rule = {"by": "exact", "span": "tight"}
-            codes, point, scale_code = _minmax(x[0], kinds["code"], kinds["code"], kinds["scale"], rule)
+            codes, point, scale_code = schemes.minmax(x[0], kinds["code"], kinds["code"], kinds["scale"], rule)
             zero = -np.float32(value(kinds["scale"], scale_code)) * np.float32(point)
-            return [codes], {"zero": [_stored(zero, kinds["zero"])[0]], "scale": [scale_code]}
+            return [codes], {"zero": [stored_scale(zero, kinds["zero"])[0]], "scale": [scale_code]}
         if scheme == "ternary":
             mean = max(np.float32(sum(float(abs(v)) for v in x[0]) / len(x[0])), np.float32(1e-5))
             inverse = np.float32(1) / mean
             divided = any(isinstance(part, g.Binary) and part.op == "/" for part in _walk(self.spec.decode))
             codes = [min(max(round(float(v * inverse)), -1), 1) + 1 for v in x[0]]
-            return [codes], {"scale": [_stored(inverse if divided else mean, kinds["scale"])[0]]}
+            return [codes], {"scale": [stored_scale(inverse if divided else mean, kinds["scale"])[0]]}
         if scheme in ("absmax", "signmax"):
-            codes, scale_code, _ = _absmax(x[0], kinds["code"], kinds["scale"], scheme, self._offset(code), arguments)
+            codes, scale_code, _ = schemes.absmax(x[0], kinds["code"], kinds["scale"], scheme, self._offset(code), arguments)
             return [codes], {"scale": [scale_code]}
         raise Unread(f"no second reading of encode scheme '{scheme}': add it to tests/support/slow_reading.py")
 
@@ -421,12 +332,12 @@ class Reading:
         codes, scales = np.zeros(self.shape, np.int64), []
         levels, entries = ([self.tables[t.name.value, (i,)] for i in range(t.shape[0])] for t in self.spec.tables)
         for places in blocks.values():
-            coded, scale = _unit([np.float32(weight[place]) for place in places], levels)
+            coded, scale = schemes.unit([np.float32(weight[place]) for place in places], levels)
             for place, code in zip(places, coded, strict=True):
                 codes[place] = code
             scales.append(np.uint32(scale).view(np.float32))
         mean = np.float32(sum(map(float, scales)) / len(scales))
-        pairs = [_unit([s - mean for s, p in zip(scales, parents.values(), strict=True) if p == parent], entries)
+        pairs = [schemes.unit([s - mean for s, p in zip(scales, parents.values(), strict=True) if p == parent], entries)
                  for parent in dict.fromkeys(parents.values())]
         return {roles["code"]: codes, roles["scale"]: np.array([code for coded, _ in pairs for code in coded]),
                 roles["super_scale"]: np.array([scale for _, scale in pairs]),
@@ -439,7 +350,7 @@ class Reading:
                   for table in self.spec.tables if len(table.shape) == 2}
         alone = [part for part in _factors(self.spec.decode) if set(g.names(part)) <= {roles["scale"]}]
         steps = [prod(np.float32(_step(part, {roles["scale"]: code}, {})) for part in alone)
-                 for code in range(1 + _ends(self.kind(roles["scale"]))[1])]
+                 for code in range(1 + bounds(self.kind(roles["scale"]))[1])]
         shifts = [np.float32(_step(part.right, {roles["shift"]: code}, {})) for part in _walk(self.spec.decode)
                   if isinstance(part, g.Binary) and set(g.names(part.right)) == {roles.get("shift")} and part.op == "+"
                   for code in range(2)]
@@ -529,259 +440,3 @@ def _factors(expr: g.Expr) -> Iterator[g.Expr]:
         yield from (*_factors(expr.left), *_factors(expr.right))
     else:
         yield expr
-
-
-# -- encode schemes, for the weights of one block -----------------------------------------------------------------------
-
-
-def _chosen(x: np.float32, kind: str, ties: str, offset: int, zeros: str = "signed") -> int:
-    if kind[0] in "ui" and kind[1:].isdigit():
-        return whole(kind, x, ties, offset)
-    sign = {"signed": x, "negative": np.float32(-0.0), "positive": np.float32(0)}[zeros]
-    return nearest(kind, x if x else sign, ties)
-
-
-def _stored(scale: np.float32, kind: str) -> tuple[int, np.float32]:
-    """The scale's code, and the float32 that it is read back as."""
-    code = nearest(kind, scale)
-    return code, np.float32(value(kind, code))
-
-
-def _ends(kind: str) -> tuple[int, int]:
-    """The least and the largest value of an integer type; of a float, of no matter."""
-    bits = int(kind[1:]) if kind[0] in "ui" and kind[1:].isdigit() else 0
-    return (-(1 << bits - 1), (1 << bits - 1) - 1) if kind[0] == "i" else (0, (1 << bits) - 1)
-
-
-def _affine(x: list[np.float32], kinds: Mapping[str, str], steps: int) -> tuple[list[int], int, int]:
-    """Codes, the minimum's code and the scale's code for the range of a block in so many steps."""
-    low = min(x)
-    exact = (max(x) - low) / np.float32(steps)
-    inverse = np.float32(1) / exact if exact else np.float32(0)
-    codes = [0 if np.isinf(inverse) else whole(kinds["code"], (v - low) * inverse, "up") for v in x]
-    return codes, _stored(low, kinds["min"])[0], _stored(abs(exact), kinds["scale"])[0]
-
-
-def _level(x: list[np.float32], scale: str, levels: list[float], factor: float) -> tuple[list[int], int]:
-    """Codes of the nearest levels, of equals the first, and the scale's code."""
-    largest, top = max(abs(v) for v in x), max(levels) * factor
-    if scale == "e8m0h":
-        powers = np.floor(np.float32(np.log2(np.float64(largest)))) - floor(log2(top)) + 128 if largest else 0
-        code = int(min(max(powers, 0), 255))
-    else:
-        code = _ue4m3(largest / np.float32(top))
-    unit = np.float32(value(scale, code)) * np.float32(factor)
-    errors = [[abs(np.float32(level) * unit - v) for level in levels] for v in x]
-    return [row.index(min(row)) for row in errors], code
-
-
-def _ue4m3(x: np.float32) -> int:
-    """The code of the nearest value, ties up; below the normal numbers at most 7, and past 248 the largest."""
-    if x < 2 ** -6:
-        return min(7, int(x * np.float32(512) + np.float32(0.5)))
-    values = [float(value("ue4m3", code)) for code in range(8, 120)] + [256.0]
-    middles = [(a + b) / 2 for a, b in pairwise(values)]
-    return 126 if x >= middles[-1] else 8 + bisect(middles, float(x))
-
-
-Parts = list[list[np.float32]]
-Chosen = tuple[list[list[int]], dict[str, list[int]]]
-
-
-def _super_minmax(x: Parts, by: Parts | None, kinds: Mapping[str, str], arguments: Mapping[str, Any]) -> Chosen:
-    trials = float(arguments["first"]), float(arguments["step"]), int(arguments["steps"])
-    codes, scales, mins, d, dm = searches.super_minmax(x, by, _ends(kinds["code"])[1], _ends(kinds["scale"])[1], *trials,
-                                                       arguments.get("errors") == "magnitudes", float(arguments.get("spread", 1)))
-    return codes, {"scale": scales, "min": mins, "super_scale": [_stored(d, kinds["super_scale"])[0]],
-                   "super_min": [_stored(dm, kinds["super_min"])[0]]}
-
-
-def _super_signmax(x: Parts, by: Parts | None, kinds: Mapping[str, str], arguments: Mapping[str, Any], ends: tuple[int, int],
-                   steps: tuple[int, ...]) -> Chosen:
-    codes, scales, d = searches.super_signmax(x, by, *ends, steps[0], steps[1], arguments.get("by") == "exchange",
-                                              float(arguments.get("spread", 0)))
-    base, least = _ends(kinds["code"])[0] - ends[0], _ends(kinds["scale"])[0] - steps[0]
-    width = (1 << int(kinds["scale"][1:])) - 1
-    return ([[c + base for c in part] for part in codes],
-            {"scale": [0] * len(x) if scales is None else [step + least & width for step in scales],
-             "super_scale": [_stored(d, kinds["super_scale"])[0]]})
-
-
-def _leveled(x: Parts, by: Parts | None, kinds: Mapping[str, str], levels: list[np.float32], offset: int) -> Chosen:
-    scales = searches.leveled(x, by, levels)
-    if "super_scale" not in kinds:
-        return [searches.level_codes(x[0], scales[0], levels)], {"scale": [_stored(scales[0], kinds["scale"])[0]]}
-    least, most = (end - offset for end in _ends(kinds["scale"]))
-    d = searches.extreme(scales) / np.float32(least)
-    inverse = np.float32(1) / d if d else np.float32(0)
-    steps = [searches.between(least, searches.rounded(inverse * scale), most) for scale in scales]
-    codes = [searches.level_codes(part, d * np.float32(step), levels) for part, step in zip(x, steps, strict=True)]
-    return codes, {"scale": [step + offset for step in steps], "super_scale": [_stored(d, kinds["super_scale"])[0]]}
-
-
-def _absmax(x: list[np.float32], kind: str, scale: str, scheme: str, offset: int, arguments: Mapping[str, str | float | bool],
-            ) -> tuple[list[int], int, np.float32]:
-    """Codes, and the scale's code and exact value, for scale = largest / divisor, where signmax keeps the largest's sign."""
-    first = max(x, key=abs)                                      # of equals, the first
-    largest = first + np.float32(0) if scheme == "signmax" else abs(first)
-    divisor = np.float32(arguments["divisor"] if "divisor" in arguments else _magnitudes(kind)[-1][0])
-    by, ties = arguments.get("by", "stored"), str(arguments.get("ties", "even"))
-    least = np.float32(arguments.get("least", 0))
-    exact = max(largest / divisor, least) if least else largest / divisor
-    zeros = str(arguments.get("zeros", "signed"))
-    if "power" in arguments or scale == "e8m0":
-        rule = str(arguments.get("power", "up"))
-        step = np.float32(1) / (np.float32(1) / largest * divisor) if by == "inverse" and largest else largest / divisor
-        exponent = _exponent(float(largest), step, float(divisor), kind, rule) if largest else -127
-        exponent = min(max(exponent, ceil(log2(least)) if least else -127, -127), 127)
-        code, used = _stored(np.float32(ldexp(1, exponent)), scale)
-        return [_chosen(v / used if used else np.float32(0), kind, ties, offset, zeros) for v in x], code, used
-    if by == "inverse":
-        # Rounded twice: torch divides a number by a tensor so, and transformers with it.
-        factor = np.float32(1) / largest * divisor if largest else np.float32(1)
-        factor = min(factor, np.float32(1 / least)) if least else factor
-        used = np.float32(1) / factor
-        code, _ = _stored(used, scale)
-        scaled = [v * factor for v in x]
-    elif by == "ratio":
-        factor = divisor / largest
-        factor = min(max(factor, np.float32(-1 / least)), np.float32(1 / least)) if least else factor
-        used = np.float32(1) / factor if largest else np.float32(0)
-        code, _ = _stored(used, scale)
-        scaled = [np.float32(0) if np.isinf(factor) else v * factor for v in x]
-    elif by == "exact":
-        used = exact
-        code, _ = _stored(exact, scale)
-        factor = np.float32(1) / exact if exact else np.float32(0)
-        overflow = np.float32(0 if arguments.get("lost") == "zero" else -offset)
-        scaled = [overflow if np.isinf(factor) else v * factor for v in x]
-    else:
-        code, used = _stored(exact if exact else np.float32(2 ** -23), scale)
-        scaled = [v / used for v in x]
-    return [_chosen(v, kind, ties, offset, zeros) for v in scaled], code, used
-
-
-def _nested(x: list[list[np.float32]], kinds: Mapping[str, str], divided: bool, arguments: Mapping[str, Any],
-            ) -> tuple[list[list[int]], list[int], int]:
-    """Codes of all blocks, their scales' codes, and that of the scale of all, by which the others are multiplied or divided."""
-    one, divisor, top = np.float32(1), np.float32(arguments["divisor"]), np.float32(448)
-    largest = [max(abs(v) for v in block) for block in x]
-    whole = np.float32(arguments.get("amax", max(largest)))
-    above = one / whole * (divisor * top) if divided else whole / (divisor * top)
-    above = above if np.isfinite(above) else one
-    codes, scales = [], []
-    for block, most in zip(x, largest, strict=True):
-        if divided:
-            exact = above * (most / divisor)
-        else:
-            exact = most / divisor / above if arguments.get("by") == "inverse" else most / (divisor * above)
-        code, stored = _stored(max(np.float32(arguments.get("least", 0)), exact) if most else np.float32(0), kinds["scale"])
-        if not stored:
-            code, stored = _stored(np.float32(arguments["empty"]), kinds["scale"])
-        if arguments.get("by") == "inverse":
-            factor = (above if divided else one / above) / stored
-            scaled = [v * factor if np.isfinite(factor) else np.float32(0) for v in block]
-        else:
-            unit = stored / above if divided else stored * above
-            scaled = [v / unit if unit else np.float32(0) for v in block]
-        codes.append([_chosen(v, kinds["code"], str(arguments.get("ties", "even")), 0, str(arguments.get("zeros", "signed")))
-                      for v in scaled])
-        scales.append(code)
-    return codes, scales, _stored(above, kinds["super_scale"])[0]
-
-
-def _exponent(largest: float, exact: np.float32, divisor: float, kind: str, rule: str) -> int:
-    """The exponent of a scale that is a power of two."""
-    if rule == "up":
-        return ceil(np.log2(exact))
-    fraction, power = frexp(largest)
-    bits = 1 if rule == "half" else int(kind[3])
-    carries = {"floor": False, "ceil": fraction > 0.5, "even": fraction >= 1 - 2.0 ** -(bits + 2),
-               "half": fraction >= 1 - 2.0 ** -(bits + 2)}[rule]
-    return power - frexp(divisor)[1] + carries
-
-
-def _minmax(x: list[np.float32], kind: str, zero: str, scale: str, arguments: Mapping[str, str | float | bool],
-            ) -> tuple[list[int], int, int]:
-    """Codes, the zero point's code and the scale's code for a range from the least weight to the largest, zero included."""
-    symmetric, full = arguments.get("symmetric") in (True, "true"), arguments.get("span") == "full"
-    tight = arguments.get("span") == "tight"                     # zero need not be in the range
-    low, high = (min(x), max(x)) if tight else (min(np.float32(0), *x), max(np.float32(0), *x))
-    if symmetric and not tight:
-        high = max(high, -low)
-        low = -high if full or low < 0 else low
-    empty = low == high and not tight
-    if empty and not full:
-        low, high = np.float32(-1), np.float32(1)
-    bits, zeros = int(kind[1:]), int(zero[1:])
-    least = -(1 << bits - 1) if kind[0] == "i" else 0
-    middle = (1 << bits - 1) + least
-    first = middle if arguments.get("rounds") == "sum" else 0    # where codes are counted from
-    exact = np.float32(2 ** -23) if empty and full else (high - low) / np.float32((1 << bits) - 1)
-    if tight:
-        reach, steps = (max(map(abs, x)), (1 << bits - 1) - 1) if symmetric else (high - low, (1 << bits) - 1)
-        exact = max(reach, np.float32(1e-5)) / np.float32(steps)
-    code, stored = _stored(exact, scale)
-    used = exact if arguments.get("by") == "exact" else stored
-    point = middle - first
-    if not symmetric and not (empty and full):
-        wanted = round(float(np.float32(least - first) - low / used))
-        point = min(max(wanted, least - first), least - first + (1 << bits) - 1)
-    if first or arguments.get("rounds") == "sum":
-        codes = [round(float(v / used + np.float32(point))) + first for v in x]
-    else:
-        codes = [round(float(v / used)) + point for v in x]
-    return [_clip(c, bits, least) for c in codes], _clip(point + first, zeros, -(1 << zeros - 1) if zero[0] == "i" else 0), code
-
-
-def _unit(x: list[np.float32], levels: list[Scalar]) -> tuple[list[int], int]:
-    """Codes of the nearest levels, of two the lower, for the largest magnitude as the scale, and the scale's code."""
-    largest = max(map(abs, x))
-    inverse = np.float32(1) / largest if largest else np.float32(0)
-    order = sorted(range(len(levels)), key=lambda i: float(levels[i]))
-    middles = [np.float32((float(levels[a]) + float(levels[b])) / 2) for a, b in pairwise(order)]
-    return [order[sum(v * inverse > middle for middle in middles)] for v in x], int(np.float32(largest).view(np.uint32))
-
-
-def _unit_codes(x: list[np.float32], divisor: int) -> list[int]:
-    """Codes of weights in units of the largest magnitude / divisor, as two's complement of 8 bits."""
-    largest = max(map(abs, x))
-    factor = np.float32(1) / largest * np.float32(divisor) if largest else np.float32(0)
-    return [min(max(round(float(v * factor)), -divisor), divisor) & 255 for v in x]
-
-
-def _float_zero(x: list[np.float32], kinds: Mapping[str, str]) -> tuple[list[int], int, int]:
-    """Codes, the zero's code and the scale's code: codes by the exact zero and the exact inverse of the scale."""
-    most = (1 << int(kinds["code"][1:])) - 1
-    span = max(x) - min(x)
-    # Rounded twice, as torch divides a number by a tensor.
-    inverse = min(np.float32(1) / span * np.float32(most) if span > np.float32(1e-4) else np.float32(1), np.float32(2e4))
-    zero = -min(x) * inverse
-    codes = [min(max(round(float(v * inverse + zero)), 0), most) for v in x]
-    return codes, _stored(zero, kinds["zero"])[0], _stored(np.float32(1) / inverse, kinds["scale"])[0]
-
-
-def _edge_affine(x: list[np.float32], kinds: Mapping[str, str]) -> tuple[list[int], int, int]:
-    """Codes, the least value's code and the scale's code: steps from the end of larger magnitude, of which one is 0."""
-    most = (1 << int(kinds["code"][1:])) - 1
-    step = max((max(x) - min(x)) / np.float32(most), np.float32(1e-7))
-    edge, step = (min(x), step) if abs(min(x)) > abs(max(x)) else (max(x), -step)
-    count = round(float(edge / step))
-    step, least = (edge / np.float32(count), edge) if count else (step, np.float32(0))
-    codes = [min(max(round(float((v - least) / step)), 0), most) for v in x]
-    return codes, _stored(least, kinds["min"])[0], _stored(step, kinds["scale"])[0]
-
-
-def _float_middle(x: list[np.float32], kinds: Mapping[str, str], offset: int) -> tuple[list[int], int, int]:
-    """Codes, the zero's code and the scale's code: what code `offset` is, and codes by both as they are stored."""
-    most = (1 << int(kinds["code"][1:])) - 1
-    smallest = np.float32(2.0 ** -14 if kinds["scale"] == "f16" else 2.0 ** -126)
-    exact = max((max(x) - min(x)) / np.float32(most), smallest)
-    scale_code, scale = _stored(exact, kinds["scale"])
-    zero_code, zero = _stored(min(x) + exact * np.float32(offset), kinds["zero"])
-    first = zero - scale * np.float32(offset)
-    return [min(max(round(float((v - first) / scale)), 0), most) for v in x], zero_code, scale_code
-
-
-def _clip(number: int, bits: int, least: int) -> int:
-    return min(max(number, least), least + (1 << bits) - 1) & (1 << bits) - 1
