@@ -169,8 +169,6 @@ EQUAL: dict[str, dict[str, str]] = {
         "decode: ((d * (sc + 0.5)) * 0.25) * (grid[g, k % 8] * sign[s, k % 8]) -> "
         "(d * (sc + 0.5)) * (0.25 * (grid[g, k % 8] * sign[s, k % 8]))": EXACT,
         "decode: ((d * (sc + 0.5)) * 0.25) * (grid[g, k % 8] * sign[s, k % 8]) -> "
-        "(((d * (sc + 0.5)) * 0.25) * grid[g, k % 8]) * sign[s, k % 8]": EXACT,
-        "decode: ((d * (sc + 0.5)) * 0.25) * (grid[g, k % 8] * sign[s, k % 8]) -> "
         "(d * ((sc + 0.5) * 0.25)) * (grid[g, k % 8] * sign[s, k % 8])": EXACT,
     },
     "iq2_xxs": {
@@ -184,8 +182,6 @@ EQUAL: dict[str, dict[str, str]] = {
     "iq3_s": {
         "decode: (d * ((2 * sc) + 1)) * (grid[g, k % 4] * (1 - (2 * s))) -> "
         "d * (((2 * sc) + 1) * (grid[g, k % 4] * (1 - (2 * s))))": EXACT,
-        "decode: (d * ((2 * sc) + 1)) * (grid[g, k % 4] * (1 - (2 * s))) -> "
-        "((d * ((2 * sc) + 1)) * grid[g, k % 4]) * (1 - (2 * s))": EXACT,
     },
     "iq3_xxs": {
         "decode: ((d * (sc + 0.5)) * 0.5) * (grid[g, k % 4] * sign[s, k % 8]) -> "

@@ -78,7 +78,7 @@ def read_call(data: torch.Tensor, tiled: bool) -> Call:
 
 def along_k(call: Call, warps: int) -> Call:
     """A launch of the kernel for one or few rows with another number of warps that share K."""
-    k = int(call.arguments[-1])  # type: ignore[arg-type]
+    k = int(call.arguments[call.kernel.arg_names.index("K")])
     constants = {**call.constants, "WK": warps, "EVEN": k % (256 * warps) == 0}
     step = call.step // call.constants["WK"] * warps
     return replace(call, constants=constants, options={**call.options, "num_warps": call.constants["WN"] * warps}, step=step)

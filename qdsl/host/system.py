@@ -144,6 +144,14 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def processor_flags() -> frozenset[str]:
+    """What the first processor can do, in Linux's words; empty on other systems."""
+    try:
+        return frozenset(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
+    except OSError:
+        return frozenset()
+
+
 def free_memory() -> int:
     """Bytes of memory that this process may still take: free ones of the machine, or its own or the container's limit if less.
 

@@ -171,7 +171,8 @@ def by_torch(value: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if "aqlm" not in name and name != "quanto"])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "quanto" and all(
+        variant.encode for variant in module_of(name).FORMAT.variants.values())])
 def test_copies_and_pickles(name: str) -> None:
     """Of weights and layers of every format; torch's own pickle of 8-bit floats cannot be read."""
     module, packed = module_of(name), module_of(name).quantize(sample(64, 256))

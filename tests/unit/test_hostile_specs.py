@@ -151,7 +151,7 @@ def check_module(path: str, code: str, files: Mapping[str, str]) -> None:
                 assert all(alias.name.split(".")[0] in ("torch", "triton") for alias in names), ast.unparse(node)
                 defined |= {alias.asname or alias.name.split(".")[0] for alias in names}
             case ast.ImportFrom(module=source, names=names, level=level):
-                allowed = {alias.name for alias in names} <= siblings if level else \
+                allowed = ({source} if source else {alias.name for alias in names}) <= siblings if level else \
                     any(source == start or str(source).startswith(f"{start}.") for start in IMPORTS)
                 assert allowed and level <= 1, ast.unparse(node)
                 defined |= {alias.asname or alias.name for alias in names}

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from qdsl.host.files import cache_folder, make_cache_folder
-from qdsl.host.system import replace
+from qdsl.host.system import processor_flags, replace
 
 # A contracted multiply-add would skip a rounding that the formula has.
 OPTIONS = ("-std=gnu11", "-O2", "-fno-math-errno", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-fPIC", "-shared",
@@ -53,11 +53,7 @@ def machine_options(capability: str) -> tuple[str, ...]:
     """Options for the vector instructions that torch uses on this machine ('AVX512', 'AVX2' or another word)."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return ()
-    try:
-        words = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
-    except OSError:
-        words = []
-    dots = ("-mavx512vnni",) if "avx512_vnni" in words else ()
+    dots = ("-mavx512vnni",) if "avx512_vnni" in processor_flags() else ()
     return {"AVX512": ("-march=x86-64-v4", *dots), "AVX2": ("-march=x86-64-v3",)}.get(capability, ())
 
 
