@@ -75,9 +75,10 @@ def split(patterns: NDArray[np.uint16]) -> tuple[NDArray[np.uint8], NDArray[np.u
 
 
 def join(symbols: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
-    """Writes patterns to out [N, K]: the inverse of `split`.  All are contiguous."""
+    """Writes patterns to out [N, K]: the inverse of `split`.  symbols and out are contiguous."""
     n, k = out.shape
     compiled = native.functions()
+    sign_mantissa = np.ascontiguousarray(sign_mantissa)
     if compiled is not None:
         compiled.join(*native.addresses(symbols, sign_mantissa, out), *native.sizes(n, k))
         return

@@ -19,13 +19,23 @@ def split(parts: Sequence[NDArray[np.uint16]]) -> tuple[NDArray[np.uint8], NDArr
     sign_mantissa = np.empty(total, np.uint8)
     first = 0
     for patterns in parts:
-        for start in range(0, len(patterns), BLOCK):
-            some = patterns[start:start + BLOCK]
-            place = slice(first + start, first + start + len(some))
-            np.right_shift(some, 7, out=exponents[place], casting="unsafe")
-            np.bitwise_or(some & 0x7F, some >> 8 & 0x80, out=sign_mantissa[place], casting="unsafe")
+        place = slice(first, first + len(patterns))
+        split_into(patterns, exponents[place], sign_mantissa[place])
         first += len(patterns)
     return exponents, sign_mantissa
+
+
+def split_into(patterns: NDArray[np.uint16], exponents: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8]) -> None:
+    """Writes exponents, and signs with mantissas, of u16 [n]."""
+    compiled = native.functions()
+    if compiled is not None:
+        patterns = np.ascontiguousarray(patterns)
+        compiled.split_flat(*native.addresses(patterns, exponents, sign_mantissa), *native.sizes(len(patterns)))
+        return
+    for start in range(0, len(patterns), BLOCK):
+        part, some = slice(start, start + BLOCK), patterns[start:start + BLOCK]
+        np.right_shift(some, 7, out=exponents[part], casting="unsafe")
+        np.bitwise_or(some & 0x7F, some >> 8 & 0x80, out=sign_mantissa[part], casting="unsafe")
 
 
 def count(symbols: NDArray[np.uint8]) -> NDArray[np.int64]:
@@ -48,7 +58,12 @@ def count(symbols: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def join(exponents: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
-    """The patterns u16 [n] again."""
+    """Writes the patterns to out, u16 [n]: the inverse of `split`."""
+    compiled = native.functions()
+    if compiled is not None:
+        sign_mantissa = np.ascontiguousarray(sign_mantissa)
+        compiled.join_flat(*native.addresses(exponents, sign_mantissa, out), *native.sizes(len(out)))
+        return
     for start in range(0, len(sign_mantissa), BLOCK):
         part = slice(start, start + BLOCK)
         np.left_shift(exponents[part], 7, out=out[part], dtype=np.uint16)

@@ -7,6 +7,7 @@
 #define CHUNK 512                                                /* columns that are worked on together, in registers and L1 */
 #define LANES 32                                                 /* of a group */
 #define INDEX 12                                                 /* bits that one lookup reads */
+#define LONGEST 32                                               /* bits of a code of huffman_windows */
 
 /* Of each four bytes the second and the third, exchanged. */
 static uint64_t in_quads(uint64_t word)
@@ -24,6 +25,22 @@ static void swap_quads(const uint8_t *from, uint8_t *to, int64_t bytes)
     }
 }
 
+/* out: bfloat16 of exponents, and of signs above mantissas. */
+void join_flat(const uint8_t *exponents, const uint8_t *sign_mantissa, uint16_t *out, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++)
+        out[i] = (uint16_t)((sign_mantissa[i] & 0x80) << 8 | exponents[i] << 7 | (sign_mantissa[i] & 0x7F));
+}
+
+/* The inverse of join_flat. */
+void split_flat(const uint16_t *patterns, uint8_t *exponents, uint8_t *sign_mantissa, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++) {
+        exponents[i] = (uint8_t)(patterns[i] >> 7);
+        sign_mantissa[i] = (uint8_t)((patterns[i] >> 8 & 0x80) | (patterns[i] & 0x7F));
+    }
+}
+
 /* out [n, k]: bfloat16 of exponents [n, k] and of signs above mantissas [n, k rounded up to 8], in quads. */
 void join(const uint8_t *exponents, const uint8_t *sign_mantissa, uint16_t *out, int64_t n, int64_t k)
 {
@@ -32,11 +49,8 @@ void join(const uint8_t *exponents, const uint8_t *sign_mantissa, uint16_t *out,
     for (int64_t row = 0; row < n; row++)
         for (int64_t start = 0; start < k; start += CHUNK) {
             int64_t count = k - start < CHUNK ? k - start : CHUNK;
-            const uint8_t *exponent = exponents + row * k + start;
-            uint16_t *target = out + row * k + start;
             swap_quads(sign_mantissa + row * stride + start, straight, (count + 7) / 8 * 8);
-            for (int64_t i = 0; i < count; i++)
-                target[i] = (uint16_t)((straight[i] & 0x80) << 8 | exponent[i] << 7 | (straight[i] & 0x7F));
+            join_flat(exponents + row * k + start, straight, out + row * k + start, count);
         }
 }
 
@@ -47,13 +61,8 @@ void split(const uint16_t *patterns, uint8_t *exponents, uint8_t *sign_mantissa,
     for (int64_t row = 0; row < n; row++)
         for (int64_t start = 0; start < k; start += CHUNK) {
             int64_t count = k - start < CHUNK ? k - start : CHUNK;
-            const uint16_t *pattern = patterns + row * k + start;
-            uint8_t *exponent = exponents + row * k + start;
             uint8_t straight[CHUNK] = {0};
-            for (int64_t i = 0; i < count; i++) {
-                exponent[i] = (uint8_t)(pattern[i] >> 7);
-                straight[i] = (uint8_t)((pattern[i] >> 8 & 0x80) | (pattern[i] & 0x7F));
-            }
+            split_flat(patterns + row * k + start, exponents + row * k + start, straight, count);
             swap_quads(straight, sign_mantissa + row * stride + start, (count + 7) / 8 * 8);
         }
 }
@@ -276,4 +285,133 @@ void lanes_encode(const uint8_t *symbols, int64_t n, int64_t k, int64_t per_row,
             if (pending)
                 *out = (uint32_t)(buffer << (32 - pending));
         }
+}
+
+/* A prefix code: codes fill all windows of 32 bits, that of order[i] those from first[i] on; -1 in `order` is the end's. */
+struct code {
+    const uint32_t *first;
+    const int16_t *order;
+    const uint8_t *lengths;
+    int64_t count;
+    uint64_t lookup[1 << INDEX];                                 /* as fill_lookup has it; no symbol: a longer code, or the end */
+};
+
+static int symbol_of(const struct code *code, uint32_t window)
+{
+    int64_t i = code->count - 1;
+    while (i > 0 && code->first[i] > window)
+        i--;
+    return code->order[i];
+}
+
+static void fill_code(struct code *code)
+{
+    for (uint32_t index = 0; index < 1 << INDEX; index++) {
+        uint64_t symbols = 0;
+        int count = 0, used = 0;
+        while (count < 4 && used < INDEX) {
+            int symbol = symbol_of(code, index << (32 - INDEX) << used);
+            if (symbol < 0 || used + code->lengths[symbol] > INDEX)
+                break;
+            symbols |= (uint64_t)symbol << 8 * count++;
+            used += code->lengths[symbol];
+        }
+        code->lookup[index] = symbols | (uint64_t)count << 32 | (uint64_t)used << 40;
+    }
+}
+
+/* 57 bits and more from bit `at` on, at the upper end of 64; zeros after the data. */
+static uint64_t stream_bits(const uint8_t *data, int64_t size, int64_t at)
+{
+    uint64_t word = 0;
+    int64_t byte = at >> 3;
+    if (byte + 8 <= size) {
+        memcpy(&word, data + byte, 8);
+        word = __builtin_bswap64(word);
+    } else {
+        for (int64_t i = 0; i < 8; i++)
+            word = word << 8 | (byte + i < size ? data[byte + i] : 0);
+    }
+    return word << (at & 7);
+}
+
+struct lane {
+    int64_t at, end;                                             /* bits */
+    uint8_t *next;                                               /* where its next symbol goes */
+};
+
+/* All symbols that one lookup gives; 0 where it gives none. */
+static int step_of(const struct code *code, const uint8_t *data, int64_t size, struct lane *lane)
+{
+    uint64_t entry = code->lookup[stream_bits(data, size, lane->at) >> (64 - INDEX)];
+    memcpy(lane->next, &entry, 4);
+    lane->next += entry >> 32 & 255;
+    lane->at += (int64_t)(entry >> 40);
+    return (int)(entry >> 32 & 255);
+}
+
+/* A symbol of any length; 0 at the end's code. */
+static int long_step_of(const struct code *code, const uint8_t *data, int64_t size, struct lane *lane)
+{
+    int symbol = symbol_of(code, (uint32_t)(stream_bits(data, size, lane->at) >> 32));
+    if (symbol < 0)
+        return 0;
+    *lane->next++ = (uint8_t)symbol;
+    lane->at += code->lengths[symbol];
+    return 1;
+}
+
+/* huffman_windows: the symbols of lanes that begin at rising bits `starts` of the data, and end with the code that crosses the next
+   one's start, or at the end's code.
+
+   counts: symbols of each lane.  closed: the bit at which its last code ends.  out: room for `room` symbols, and what is more is
+   left out.  longest: of a lane, in bits.  Returns 0 where there is no memory. */
+int windows_decode(const uint8_t *data, int64_t size, const int64_t *starts, int64_t count, int64_t longest, const uint32_t *first,
+                   const int16_t *order, int64_t codes, const uint8_t *lengths, uint8_t *out, int64_t room, int64_t *counts,
+                   int64_t *closed)
+{
+    struct code *code = malloc(sizeof(struct code));
+    uint8_t *symbols = malloc((size_t)(4 * (longest + 8)));
+    int enough = code && symbols;
+    if (enough) {
+        code->first = first;
+        code->order = order;
+        code->lengths = lengths;
+        code->count = codes;
+        fill_code(code);
+    }
+    for (int64_t base = 0; enough && base < count; base += 4) {
+        struct lane lanes[4];
+        int many = count - base < 4 ? (int)(count - base) : 4, inside = many == 4;     /* all are far from their ends */
+        for (int i = 0; i < many; i++) {
+            int64_t lane = base + i;
+            lanes[i] = (struct lane){starts[lane], lane + 1 < count ? starts[lane + 1] : 8 * size, symbols + i * (longest + 8)};
+            inside &= lanes[i].at + LONGEST < lanes[i].end;
+        }
+        while (inside) {                                         /* a lookup of each in turn: those of one wait for each other */
+            for (int i = 0; i < 4; i++)
+                if (!step_of(code, data, size, &lanes[i]) && !long_step_of(code, data, size, &lanes[i]))
+                    inside = 0;
+            for (int i = 0; i < 4; i++)
+                inside &= lanes[i].at + LONGEST < lanes[i].end;
+        }
+        for (int i = 0; i < many; i++) {
+            int64_t length;
+            while (lanes[i].at + INDEX < lanes[i].end && (step_of(code, data, size, &lanes[i])
+                                                          || long_step_of(code, data, size, &lanes[i])))
+                ;
+            while (lanes[i].at < lanes[i].end && long_step_of(code, data, size, &lanes[i]))
+                ;
+            length = lanes[i].next - (symbols + i * (longest + 8));
+            counts[base + i] = length;
+            closed[base + i] = lanes[i].at;
+            length = length < room ? length : room;
+            memcpy(out, symbols + i * (longest + 8), (size_t)length);
+            out += length;
+            room -= length;
+        }
+    }
+    free(code);
+    free(symbols);
+    return enough;
 }

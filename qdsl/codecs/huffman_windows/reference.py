@@ -103,7 +103,7 @@ class Windows:
         symbols = np.empty(self.count, np.uint8)
         counts = []
         at = 0
-        for part, lane_counts in lanes.decode(self.data, starts, lanes.Lookup(self.code)):
+        for part, lane_counts in lanes.decode(self.data, starts, self.code, self.count):
             symbols[at:at + len(part)] = part[:self.count - at]
             at = min(self.count, at + len(part))
             counts.append(lane_counts)

@@ -63,7 +63,8 @@ def pack(format: Format, fields: Mapping[str, Tensor], storage: str | None, para
     if missing:
         raise FormatError(f"{format.name}: field '{missing[0]}' is missing; given are {', '.join(fields)}")
     check_shape(format, name, layout.decoded, shape, sizes, present)
-    arranged = bfloat16.tensors_of(layout, {key: present.get(key) for key in stored}, {**sizes, "N": shape[0], "K": shape[1]})
+    extents = {**sizes, "N": shape[0], "K": shape[1]}
+    arranged = bfloat16.tensors_of(variant, layout, {key: present.get(key) for key in stored}, extents)
     tensors = {key: arranged[key].contiguous() for key in layout.decoded.tensors if key in arranged}
     with stream_errors(format.name):
         tensors = streams.encode(layout, tensors, shape) if layout.streams else tensors
