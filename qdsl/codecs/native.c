@@ -415,3 +415,36 @@ int windows_decode(const uint8_t *data, int64_t size, const int64_t *starts, int
     free(symbols);
     return enough;
 }
+
+/* huffman_windows: the codes of symbols one after the other, first bit highest, and in which symbol's code each window of 64 bits
+   begins: starts and gaps as bits.Stream has them, filled before with `count` and zeros.
+
+   codes [256]: the value of a code above its bits, which are the lower 8; of at most 32 bits.  data: zeros, of whole words of 32 bits. */
+void windows_encode(const uint8_t *symbols, int64_t count, const uint64_t *codes, uint8_t *data, int64_t *starts, uint8_t *gaps)
+{
+    uint64_t buffer = 0;
+    int pending = 0;                                             /* bits of the buffer that are not written */
+    int64_t at = 0, window = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t code = codes[symbols[i]];
+        int length = (int)(code & 255);
+        if (at >= 64 * window) {
+            starts[window] = i;
+            gaps[window] = (uint8_t)(at - 64 * window);
+            window++;
+        }
+        buffer = buffer << length | code >> 8;
+        pending += length;
+        at += length;
+        if (pending >= 32) {
+            uint32_t word = __builtin_bswap32((uint32_t)(buffer >> (pending - 32)));
+            memcpy(data, &word, 4);
+            data += 4;
+            pending -= 32;
+        }
+    }
+    if (pending) {
+        uint32_t word = __builtin_bswap32((uint32_t)(buffer << (32 - pending)));
+        memcpy(data, &word, 4);
+    }
+}

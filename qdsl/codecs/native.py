@@ -27,10 +27,13 @@ def functions() -> ctypes.CDLL | None:
 
 @cache
 def _compiled() -> ctypes.CDLL | None:
-    try:
-        return library.load(SOURCE.read_text(), (*OPTIONS, *_machine_options()))
-    except (library.NoCompiler, library.UnsafeCache, OSError):
-        return None
+    source = SOURCE.read_text(encoding="ascii")                  # a package without it is broken: no reason for numpy
+    for options in ((*OPTIONS, *_machine_options()), OPTIONS):   # an old compiler does not know these processors
+        try:
+            return library.load(source, options)
+        except (library.NoCompiler, library.UnsafeCache, OSError):
+            continue
+    return None
 
 
 def _machine_options() -> tuple[str, ...]:

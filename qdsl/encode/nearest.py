@@ -24,7 +24,7 @@ def nearest(weight: Tensor, *, code: str) -> Tensor:
     Raises UnrepresentableValue for the first weight that is too large for it.
     """
     stored = weight.to(FLOATS[code], copy=True)
-    if stored.element_size() > 1 and math.isfinite(float(stored.sum(dtype=torch.float32))):
+    if stored.element_size() > 1 and math.isfinite(float(stored.sum())):
         return stored                                            # one fast pass; a sum that overflows is checked again
     bad = torch.nonzero(~torch.isfinite(stored))
     if bad.numel():
