@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from bench import codes
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.codecs import bits, df11, native
 from qdsl.codecs.bfloat16 import FIX4, HLANE
@@ -411,3 +413,15 @@ def test_a_large_weight_changes_its_stream_as_a_whole() -> None:
     packed = form.convert(bf16.pack({"v": weight}), "hlane")
     assert np.array_equal(packed.tensors["words"].numpy(), HLANE.encode(patterns)["words"])
     assert torch.equal(other.dequantize(other.convert(packed, "fix4")), weight)
+
+
+def test_codes_of_the_study_take_as_many_bits_as_they_can() -> None:
+    """None less than the entropy; longer codes and more states not more; a shipped format what its tensors take."""
+    patterns = normal(256, 2048)
+    bits_of = dict(codes.rows(patterns))
+    entropy = bits_of["entropy of exponents"]
+    for better, worse in itertools.pairwise(["entropy of exponents", "Huffman, at most 32 bits", "Huffman, at most 12 bits",
+                                             "Huffman, at most 8 bits", "Huffman, streams of 2048, tight", "hlane"]):
+        assert bits_of[better] <= bits_of[worse], (better, worse)
+    assert entropy < bits_of["tANS, 1024 states"] < entropy + 0.03 and bits_of["tANS, 1024 states"] < bits_of["tANS, 256 states"]
+    assert bits_of["fix4"] == 8 * sum(tensor.nbytes for tensor in FIX4.encode(patterns).values()) / patterns.size
