@@ -34,7 +34,7 @@ TYPES: dict[str, set[str]] = {"runtime/weight": {"runtime", "runtime/gpu"}, "run
                               "runtime/torch": {"runtime"}, "jobs/convert": {"runtime"}}
 ALLOWED: dict[str, set[str]] = {
     # what everything may stand on
-    "core": set(), "host": {""}, "codecs": {"core"},
+    "core": set(), "host": {""}, "codecs": {"core", "host"},
     # the compiler, in its order
     "compiler/spec": {"core"},
     "compiler/ir": {"compiler/spec", "core"},
