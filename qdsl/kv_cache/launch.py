@@ -152,10 +152,9 @@ def _read(cached: CachedRows, q: Tensor) -> tuple[tuple[Tensor | None, ...], dic
         return launch.read_tensors(cached.packed), {"decode": kernels.decode, "finish": None, "CODES": 0, "FIELDS": (),
                                                     "ADDS": False, "UNITS": units, "PARTS": cached.packed.shape[1] // units}
     lanes, names = kernels.lanes, cached.packed.layout.coded
-    assert lanes is not None
+    assert lanes is not None and lanes.narrow is not None
     tensors = list(_tensors(cached))
-    codes = next(place for place, name in enumerate(names) if cached.packed.tensors.get(name) is not None and
-                 cached.packed.layout.tensors[name].axes[-1].text == "K")
+    codes = names.index(lanes.narrow.codes)
     if configure.converts_fp8(q.device):
         tensors[codes] = cached.packed.tensors[names[codes]]
     fields = tuple(field.constants(names, cached.packed.sizes) for field in lanes.row_fields)
@@ -165,9 +164,9 @@ def _read(cached: CachedRows, q: Tensor) -> tuple[tuple[Tensor | None, ...], dic
 
 
 def _in_order(cached: CachedRows) -> bool:
-    """Whether codes are bytes row by row, and numbers those of rows."""
+    """Whether codes are int8 or E4M3 row by row, and numbers those of rows."""
     lanes = cached.packed.layout.kernels.lanes
-    return lanes is not None and lanes.in_order and lanes.scale is None
+    return lanes is not None and lanes.narrow is not None and lanes.scale is None
 
 
 def _units(cached: CachedRows) -> int:

@@ -220,7 +220,7 @@ def paged_attention(
         tail += (tl.load(sequences + b).to(tl.int64) * HEADS + head) * (GROUP * D)
         for start in range(full, tl.where(split == 0, length, full), GROUP):
             t = start + tl.arange(0, GROUP)
-            n = rows_of(tables, tl.minimum(t, length - 1), head, HEADS, BLOCK, 2 * BLOCK)
+            n = rows_of(tables, tl.minimum(t, length - 1), head, HEADS, BLOCK, GROUP)
             k = tl.load(tail + (tl.arange(0, GROUP)[:, None] * D + tl.arange(0, D)[None, :]), (t < length)[:, None], 0)
             p, most, weight, shrink = softmax(tl.dot(whole, tl.trans(k.to(F))) * SCALE, (t < length)[None, :], most, weight)
             sums = add_tile(values, p, shrunk(sums, shrink), n, N, D, value_sizes, F, value_decode, value_finish, VALUE_CODES,
