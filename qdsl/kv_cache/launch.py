@@ -19,7 +19,8 @@ from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.kernels import encode, paged_attention, store_rows
 from qdsl.runtime.weight.arrays import cdiv
 
-TOKENS = 64                                                      # of a tile of attention
+NUMBERS_IN_ORDER, NUMBERS = 1 << 14, 1 << 13                     # of a tile of attention: codes in order, and decoded
+LEAST_TOKENS = 16
 WARPS = 4
 LEAST_UNITS = 16                                                 # columns of an operand of a matrix instruction
 TILE = 2048                                                      # weights of a tile of store, about
@@ -121,7 +122,9 @@ def attention_calls(q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: T
     b, heads, d = q.shape
     if not b:
         return
-    most = max(1, cdiv(block_tables.shape[1] * cache.block_size, TOKENS))
+    in_order = all(map(_in_order, (cache.keys, cache.values)))
+    tokens = max(LEAST_TOKENS, (NUMBERS_IN_ORDER if in_order else NUMBERS) // d)
+    most = max(1, cdiv(block_tables.shape[1] * cache.block_size, tokens))
     if splits is None:
         splits = min(most, MOST_SPLITS, cdiv(2 * configure.target(q.device).multiprocessors, b * cache.heads))
     partial = torch.empty(b, heads, splits, d, dtype=torch.float32, device=q.device)
@@ -133,7 +136,7 @@ def attention_calls(q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: T
     constants = {**{f"{half}_{name}" if name.islower() else f"{half.upper()}_{name}": value
                     for half, (_, described) in (("key", keys), ("value", values)) for name, value in described.items()},
                  "SCALE": (scale or d ** -0.5) / math.log(2), "D": d, "BLOCK": cache.block_size, "GROUP": cache.keys.group,
-                 "BH": max(HEADS, configure.power(group)), "BT": TOKENS}
+                 "BH": max(HEADS, configure.power(group)), "BT": tokens}
     constants.pop("KEY_PARTS")
     sizes = [launch.size_arguments(cached.packed) for cached in (cache.keys, cache.values)]
     yield Call(paged_attention.paged_attention,
