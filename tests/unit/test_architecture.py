@@ -68,6 +68,7 @@ ALLOWED: dict[str, set[str]] = {
                "runtime/weight"},
     "": {"compiler", "core", "runtime/cpu", "runtime/gpu", "runtime/torch", "runtime/weight", "checkpoint", "checkpoint/files",
          "models"},
+    "kv_cache": {"core", "encode", "runtime", "runtime/base", "runtime/gpu", "runtime/weight"},
     "analyze": {"compiler/spec", "compiler/passes", "core", "checkpoint/files", "runtime", "runtime/base", "runtime/gpu",
                 "runtime/torch", "runtime/weight", ""},
     "infer": {"compiler/spec", "core", "runtime/weight", ""},
@@ -83,7 +84,7 @@ PACKAGES: dict[str, set[str]] = {
     "checkpoint/files": {"torch", "numpy", "huggingface_hub"}, "checkpoint/detect": {"torch", "numpy"},
     "checkpoint/report": {"torch", "numpy"}, "checkpoint": {"torch"}, "": {"torch"},
     "cli": {"typer", "rich"}, "jobs": {"torch", "transformers", "tokenizers"}, "jobs/gguf": {"torch"}, "jobs/convert": {"torch"},
-    "jobs/compress": {"numpy"}, "analyze": {"numpy", "torch", "triton"}, "infer": {"numpy", "torch"},
+    "jobs/compress": {"numpy"}, "analyze": {"numpy", "torch", "triton"}, "kv_cache": {"torch"}, "infer": {"numpy", "torch"},
     "models": {"torch", "accelerate", "diffusers", "huggingface_hub", "peft", "transformers", "gguf", "sentencepiece", "vllm",
                "vllm_omni", "sglang"},
 }
