@@ -153,7 +153,7 @@ class EngineConfig:
         'auto' where the checkpoint does.
         """
         if self.quantize_x == AUTO:
-            is_asked = collector.layer.name in self.checkpoint.narrow and not self.batch_invariant
+            is_asked = collector.layer.name in self.checkpoint.quantizing_x and not self.batch_invariant
             is_narrow = is_asked and eight.is_possible(part.weight)
         elif is_narrow := bool(self.quantize_x):
             eight.check(part.weight)

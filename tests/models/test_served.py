@@ -117,7 +117,7 @@ def test_layers_that_no_module_takes_are_decoded(tmp_path: Path) -> None:
 def test_layers_whose_inputs_have_8_bits(kind: str, is_narrow: bool, tmp_path: Path) -> None:
     write_folder(tmp_path / "model", kind, "qwen3")
     served = Served.of_folder(tmp_path / "model")
-    assert served.narrow == (served.packed.keys() if is_narrow else frozenset())
+    assert served.quantizing_x == (served.packed.keys() if is_narrow else frozenset())
 
 
 def test_entry_points_are_light() -> None:
