@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -93,7 +94,18 @@ def _version(value: bool) -> None:
 @app.callback()
 def _options(version: Annotated[bool, typer.Option("--version", "-V", callback=_version, is_eager=True,
                                                    help="Print the version.")] = False) -> None:
-    """Options before a command."""
+    """Options before a command.  Specs of QDSL_SPECS that are wrong end it here: nearly every command imports them."""
+    from qdsl.core.places import FOLDER_VARIABLE, UnknownSpec
+
+    if os.environ.get(FOLDER_VARIABLE):
+        from qdsl.compiler.spec.source import SpecError
+
+        try:
+            import_module("qdsl.generated")
+        except (UnknownSpec, OSError) as error:
+            raise Failure(f"{error}", 2, f"error: {FOLDER_VARIABLE}: ") from None
+        except SpecError as error:
+            raise Failure(f"{error}", 1, "") from None
 
 
 def fail(message: str, code: int = 1, head: str = "error: ") -> NoReturn:
