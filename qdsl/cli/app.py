@@ -16,6 +16,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from qdsl.core.text import counted
+
 
 class Failure(Exception):
     """Ends a command with a message and an exit code: 1 for a wrong input, 2 for a wrong command line."""
@@ -131,12 +133,18 @@ def reported(code: int = 1) -> Iterator[None]:
     except (UnknownSpec, OutputError, ProducerError) as error:
         fail(f"{error}", 2)
     except SpecError as error:
-        count = len(error.problems)
-        fail(f"{error}\n\n{count} problem{'s' if count > 1 else ''}", head="")
+        fail(f"{error}\n\n{counted(len(error.problems), 'problem')}", head="")
     except BrokenPipeError:                                      # of standard output, as when `head` ends
         raise
-    except (CheckpointError, QuantizeError, RewriteError, OSError) as error:
+    except OSError as error:
+        fail(os_message(error), code)
+    except (CheckpointError, QuantizeError, RewriteError) as error:
         fail(f"{error}", code)
+
+
+def os_message(error: OSError) -> str:
+    """The message of an error of files, without its number: 'model.gguf: No such file or directory'."""
+    return f"{error}" if error.filename is None or error.strerror is None else f"{error.filename}: {error.strerror}"
 
 
 def refuse_options(context: typer.Context, heading: str, reason: str) -> None:

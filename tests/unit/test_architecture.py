@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint/files": {"host"},
     "checkpoint/detect": {"checkpoint/files", "codecs", "core", "generated", "runtime/weight"},
     "checkpoint/report": {"checkpoint/files", "checkpoint/detect", "codecs", "core", "host", "runtime/weight"},
-    "checkpoint": {"checkpoint/files", "checkpoint/detect", "runtime/weight"},
+    "checkpoint": {"checkpoint/files", "checkpoint/detect", "core", "runtime/weight"},
     "generated": {""},
     # what joins them for a user
     "jobs": {"compiler/emit", "generated", "models", "runtime", "runtime/weight", "checkpoint/files", "checkpoint/detect", "core",

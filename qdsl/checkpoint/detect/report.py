@@ -15,6 +15,7 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
 from qdsl.core.places import FOLDER_VARIABLE
 from qdsl.core.stored import Description
+from qdsl.core.text import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ class Report:
                 problems.append(f"{self.first.source} says {brief(self.first.settings)}, but no tensor is quantized")
         problems += [problem for other in self.quantizations[1:] for problem in _differing(self.quantizations[0], other)]
         shards = list(self.folder.missing.values())
-        return [*problems, *(f"{shard} is missing, with {shards.count(shard)} tensors" for shard in dict.fromkeys(shards))]
+        return [*problems, *(f"{shard} is missing, with {counted(shards.count(shard), 'tensor')}"
+                             for shard in dict.fromkeys(shards))]
 
     def _unknown_format(self, first: Quantization) -> str:
         """What to do about settings of qdsl that name a format which it does not know; '' for others."""

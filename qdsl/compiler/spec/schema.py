@@ -106,7 +106,7 @@ class _Reader:
         if node is None:
             return ()
         if not isinstance(node, Mapping):
-            self.problems.add(node.span, f"{what} is a mapping")
+            self.problems.add(node.span, f"{what} must be a mapping, `key: value`")
             return ()
         return self.few(node.items, node.span, what)
 
@@ -428,7 +428,7 @@ class _Reader:
                   if key.value in ("words", "spills")]
         for key, rule in listed:
             if not isinstance(rule, Mapping):
-                self.problems.add(rule.span, f"a rule of '{key}' is a mapping")
+                self.problems.add(rule.span, f"a rule of '{key}' must be a mapping, `key: value`")
                 continue
             for name, value in rule.items:
                 word = value.value if isinstance(value, Text) else ""
