@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -68,6 +69,7 @@ class EngineConfig:
         self.served: set[str] = set()
         self.encoded: set[str] = set()
         self.has_packed_embedding = False
+        self.has_warned = False
 
     def get_name(self) -> str:
         """The name of the quantization method, 'qdsl'."""
@@ -158,6 +160,15 @@ class EngineConfig:
         elif is_narrow := bool(self.quantize_x):
             eight.check(part.weight)
         return replace(part, quantize_x=is_narrow, input_scale=collector.input_scale if is_narrow else None)
+
+    def warn_of_experts(self, prefix: str, layers: Iterable[Layer]) -> None:
+        """Log once that products of experts take x as it is, where settings or the checkpoint want it in 8 bits."""
+        is_automatic = self.quantize_x == AUTO
+        is_asked = any(layer.name in self.checkpoint.quantizing_x for layer in layers) if is_automatic else self.quantize_x
+        if is_asked and not self.has_warned:
+            self.has_warned = True
+            logging.getLogger("qdsl").warning("%s: products of packed experts take x as it is; quantize_x is for linear layers",
+                                              prefix)
 
     def parts(self, prefix: str) -> list[Layer]:
         """The layers of the checkpoint that a module consists of, [] where all are plain.  Raises ShardError."""

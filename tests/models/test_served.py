@@ -157,3 +157,15 @@ def test_x_in_8_bits_excludes_batch_invariance(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(CheckpointError, match=r'plain: products .* are not batch-invariant; leave "quantize_x" out'):
         EngineConfig({**settings, "quantize_x": True}).plan(plain, "plain")
     EngineConfig({**settings, "quantize_x": "auto"}).plan(plain, "plain")
+
+
+@pytest.mark.parametrize(("setting", "is_warned"), [(True, True), ("auto", True), (False, False)])
+def test_experts_take_x_as_it_is_and_say_so(setting: bool | str, is_warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Once for a model, where settings or the checkpoint want x in 8 bits."""
+    config = EngineConfig({"quant_method": "qdsl", "quantize_x": setting})
+    layer = Layer("model.experts.0.up_proj")
+    config.checkpoint = Served(quantizing_x=frozenset({layer.name}))
+    for _ in range(2):
+        config.warn_of_experts("model.experts", [layer])
+    assert [record.getMessage() for record in caplog.records] == is_warned * [
+        "model.experts: products of packed experts take x as it is; quantize_x is for linear layers"]
