@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.groups import group_rules
 from qdsl.checkpoint.detect.ignored import SKIPPED, is_skipped
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.rules import OWN
@@ -28,7 +29,6 @@ from qdsl.runtime.weight import eight
 
 OWN_KEYS = ("quant_method", "method", "format", "ignore", "quantize_x", "gguf_model", "verify")
 AUTO = "auto"                                                    # of quantize_x: where the checkpoint states it
-LOSSLESS = "hlane"                                               # of weights that files code together
 # Names in checkpoints of the parts of a layer, for models that do not state them or, as Qwen3-MoE, state them too late.
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3"),
           "to_qkv": ("to_q", "to_k", "to_v"), "add_kv_proj": ("add_q_proj", "add_k_proj", "add_v_proj")}
@@ -147,7 +147,8 @@ class EngineConfig:
         """A collector of a layer's tensors, which quantizes a plain layer that is to be packed."""
         if layer.name not in self.encoded:
             return Collector(layer, pieces)
-        module = import_module(f"qdsl.generated.{self.format or LOSSLESS}")
+        name = self.format or next(iter(group_rules().values()))["alone"]     # files code these weights together
+        module = import_module(f"qdsl.generated.{name}")
         return Collector(layer, pieces, partial(module.quantize, **self.options))
 
     def narrowed(self, part: Part, collector: Collector) -> Part:

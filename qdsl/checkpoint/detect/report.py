@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.judge import brief, needs_no_settings
 from qdsl.checkpoint.detect.layer import Layer, Left
@@ -69,7 +70,7 @@ class Report:
     def _unknown_format(self, first: Quantization) -> str:
         """What to do about settings of qdsl that name a format which it does not know; '' for others."""
         name = first.settings.get("format")
-        if first.method != OWN or not isinstance(name, str) or name in [format.name for format in self.formats]:
+        if first.method != OWN or not isinstance(name, str) or name in [format.name for format in descriptions()]:
             return ""
         return f"qdsl has no format {shown(name)}: set {FOLDER_VARIABLE} to the folder of its spec"
 

@@ -52,7 +52,7 @@ DETECT_KEYS = {
     "tensors": "small tensors beside a weight that say its parameters and shape",
     "words": "words that tell storages apart which fit alike",
     "spills": "fields that a producer lost, by the words that it wrote then",
-    "parts": "the tensor that says where the later weights of a group begin",
+    "parts": "weights that one code holds together: the tensor that says where they begin, and the keys of their settings",
 }
 TENSOR_KEYS = {
     "tensor": "type and axes, such as 'i32[t<K/8 word, n<N]'",

@@ -47,11 +47,6 @@ def _of_record(plan: Plan, record: Record) -> list[str]:
                   values=bare_tuple(names), scale=_line_of(plan, []))
 
 
-def _unpacked(program: Program) -> str:
-    """The tensors of a storage, as a tuple is unpacked."""
-    return bare_tuple(argument(tensor.name) for tensor in program.tensors)
-
-
 def constants(plan: Plan) -> list[str]:
     """What a storage's description says of its functions, and of how they are used."""
     storage, has_skinny = plan.program.storage, plan.has_skinny
