@@ -39,7 +39,8 @@ def every(arch: str) -> Iterator[dict[str, Any]]:
         for i, case in enumerate(compiled_for(arch)):
             packed = case.module.FORMAT.empty(SHAPE, case.storage, "meta", (), **case.choice)
             served = [x for x in (torch.empty(rows, SHAPE[1], dtype=TYPES[arch], device="meta") for rows in (1, 8, 16))
-                      if launch.has_lanes(x, packed) and (len(x) < 16 or regimes.candidate(x, packed).kind == "tile_gemm")]
+                      if launch.fits_matrix_units(x, packed)
+                      and (len(x) < 16 or regimes.candidate(x, packed).kind == "tile_gemm")]
             for x in served if case in COVERING else served[i % len(served):][:1]:
                 [call] = launch.linear_calls(x, packed, None, torch.empty_like(x), candidate=regimes.candidate(x, packed))
                 row = report(call, arch)
