@@ -154,22 +154,22 @@ def _read(cached: CachedRows, q: Tensor) -> tuple[tuple[Tensor | None, ...], dic
         units = _units(cached)
         return launch.read_tensors(cached.packed), {"decode": kernels.decode, "finish": None, "CODES": 0, "FIELDS": (),
                                                     "ADDS": False, "UNITS": units, "PARTS": cached.packed.shape[1] // units}
-    lanes, names = kernels.lanes, cached.packed.layout.coded
-    assert lanes is not None and lanes.narrow is not None
+    matrix_unit, names = kernels.matrix_unit, cached.packed.layout.coded
+    assert matrix_unit is not None and matrix_unit.w8a8 is not None
     tensors = list(_tensors(cached))
-    codes = names.index(lanes.narrow.codes)
+    codes = names.index(matrix_unit.w8a8.codes)
     if configure.converts_fp8(q.device):
         tensors[codes] = cached.packed.tensors[names[codes]]
-    fields = tuple(field.constants(names, cached.packed.sizes) for field in lanes.row_fields)
-    adds = lanes.ones and not any(tensors[int(field[0])] is None and field[4] == 0 for field in fields)
-    return tuple(tensors), {"decode": None, "finish": lanes.finish, "CODES": codes, "FIELDS": fields, "ADDS": adds,
+    fields = tuple(field.constants(names, cached.packed.sizes) for field in matrix_unit.row_fields)
+    adds = matrix_unit.ones and not any(tensors[int(field[0])] is None and field[4] == 0 for field in fields)
+    return tuple(tensors), {"decode": None, "finish": matrix_unit.finish, "CODES": codes, "FIELDS": fields, "ADDS": adds,
                             "UNITS": cached.packed.shape[1], "PARTS": 1}
 
 
 def _in_order(cached: CachedRows) -> bool:
     """Whether codes are int8 or E4M3 row by row, and numbers those of rows."""
-    lanes = cached.packed.layout.kernels.lanes
-    return lanes is not None and lanes.narrow is not None and lanes.scale is None
+    matrix_unit = cached.packed.layout.kernels.matrix_unit
+    return matrix_unit is not None and matrix_unit.w8a8 is not None and matrix_unit.scale is None
 
 
 def _units(cached: CachedRows) -> int:

@@ -247,7 +247,7 @@ def test_python_of_the_page_on_adapters_runs(tmp_path: Path, monkeypatch: pytest
     assert Path("adapter/adapter_model.safetensors").is_file()
     again = RunningMlp()
     assert qdsl.load_weights_(again, "Mlp-tuned").packed.keys() == {"gate_proj", "up_proj", "down_proj"}
-    assert str(names["report"]).startswith("2 packed layers merged into layers of the same format, and 0 layers that were dense")
+    assert str(names["report"]).startswith("2 packed layers merged into layers of the same format, and 0 dense layers")
     assert len(names["ignored"]) == 6
 
 

@@ -14,9 +14,9 @@ from qdsl.compiler.emit.tensors import is_plain
 from qdsl.compiler.emit.torch.decode import Decode
 from qdsl.compiler.emit.torch.reference import Reference
 from qdsl.compiler.emit.triton.kernel import tile
-from qdsl.compiler.emit.triton.lanes import constants
+from qdsl.compiler.emit.triton.matrix_unit import constants
 from qdsl.compiler.emit.triton.pairs import paired
-from qdsl.compiler.emit.triton.plan import lane_plan
+from qdsl.compiler.emit.triton.plan import matrix_unit_plan
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Encode, Placement, Program, Stream, Tensor
 from qdsl.compiler.passes.derive_planar import order_name
@@ -128,8 +128,8 @@ def _kernels(program: Program) -> list[str]:
              f'units="{axis_text(at.unit_count)}"', f'last="{at.last}"', *([f"sums={sums}"] if sums > 1 else [])]
     arguments += ["divides=True"] if _divides(program) else []
     arguments += [f"tables=({', '.join(map(constant, tables(program)))},)"] if tables(program) else []
-    if (plan := lane_plan(program)) is not None:
-        arguments.append(f"lanes=Lanes({', '.join(constants(plan))})")
+    if (plan := matrix_unit_plan(program)) is not None:
+        arguments.append(f"matrix_unit=MatrixUnitKernels({', '.join(constants(plan))})")
     if (two := paired(program)) is not None:
         arguments.append(f'pairs=Pairs(_pairs_{program.storage}, "{two.type}", "{two.stream}", {two.at}, "{two.uncoded}")')
     return arguments
