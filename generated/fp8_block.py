@@ -173,7 +173,7 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
-    cuts=("ceil(N/bn)", "ceil(K/bk)"),
+    scheme="absmax", roles={"code": "q", "scale": "s"}, cuts=("ceil(N/bn)", "ceil(K/bk)"),
 )
 
 FORMAT = Format(

@@ -242,6 +242,7 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
+    scheme="absmax", roles={"code": "q", "scale": "s"},
 )
 
 FORMAT = Format(

@@ -195,7 +195,7 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
-    defaults={"s": 1},
+    scheme="absmax", roles={"code": "q", "scale": "s"}, defaults={"s": 1},
 )
 
 FORMAT = Format(

@@ -152,7 +152,7 @@ VARIANT = Variant(
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
-    cuts=("ceil(N/bn)", "ceil(K/bk)"),
+    scheme="absmax", roles={"code": "q", "scale": "s"}, settings={"divisor": 127}, cuts=("ceil(N/bn)", "ceil(K/bk)"),
 )
 
 FORMAT = Format(

@@ -272,7 +272,7 @@ VARIANT = Variant(
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
-    defaults={"z": 0},
+    scheme="absmax", roles={"code": "q", "scale": "s"}, settings={"divisor": 127.5}, defaults={"z": 0},
 )
 
 FORMAT = Format(

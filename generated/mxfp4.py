@@ -141,7 +141,7 @@ VARIANT = Variant(
                     numbers=bitplanes.e2m1, scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0h"),),
                     blocks=("32",), size=32, width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0), zero=(0, 0)))),
     },
-    decode=decode, encode=encode,
+    decode=decode, encode=encode, scheme="absmax_level", roles={"code": "q", "scale": "e"}, settings={"level": LEVEL},
 )
 
 FORMAT = Format(

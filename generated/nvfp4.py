@@ -180,7 +180,8 @@ VARIANT = Variant(
                     row_fields=(GroupField("s", 0, 0, default=1.0),), blocks=("16",), size=16, width=8, bits=0,
                     unit=(16384.0, 1.0), base=(0, 0)))),
     },
-    decode=decode, encode=encode, defaults={"s": 1},
+    decode=decode, encode=encode, scheme="absmax_level", roles={"code": "q", "scale": "e"},
+    settings={"level": LEVEL, "factor": 0.5}, defaults={"s": 1},
 )
 
 FORMAT = Format(

@@ -151,6 +151,8 @@ VARIANT = Variant(
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
+    scheme="absmax", roles={"code": "q", "scale": "d"},
+    settings={"divisor": 1, "by": "exact", "ties": "away", "offset": 1},
 )
 
 FORMAT = Format(

@@ -144,7 +144,8 @@ VARIANT = Variant(
                     size=32, zero=(-8, -136), exact=True))),
     },
     decode=decode, encode=encode, importance=True,
-    options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")},
+    options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")}, scheme="signmax",
+    roles={"code": "q", "scale": "d"}, settings={"divisor": -8, "by": "exact", "ties": "up", "offset": 8},
 )
 
 FORMAT = Format(

@@ -167,7 +167,8 @@ VARIANT = Variant(
                     size=32, width=4, bits=5, zero=(-16, -144), exact=True, spans=(0, 1)))),
     },
     decode=decode, encode=encode, importance=True,
-    options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")},
+    options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")}, scheme="signmax",
+    roles={"code": "q", "scale": "d"}, settings={"divisor": -16, "by": "exact", "ties": "up", "offset": 16},
 )
 
 FORMAT = Format(

@@ -140,6 +140,7 @@ VARIANT = Variant(
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
+    scheme="absmax", roles={"code": "q", "scale": "d"}, settings={"divisor": 127, "by": "exact", "ties": "away"},
 )
 
 FORMAT = Format(

@@ -157,6 +157,8 @@ VARIANT = Variant(
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
+    scheme="absmax", roles={"code": "q", "scale": "d"},
+    settings={"divisor": 1, "by": "exact", "ties": "away", "lost": "zero", "offset": 1},
 )
 
 FORMAT = Format(

@@ -440,5 +440,6 @@ VARIANT = Variant(
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
                     size=32, sums_in_tile_gemm=True))),
     },
-    decode=decode, encode=encode, defaults={"g": None}, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "zero": "z", "scale": "s"},
+    settings={"offset": 8}, defaults={"g": None}, cuts=("N", "ceil(K/group)"),
 )

@@ -155,5 +155,6 @@ VARIANT = Variant(
                     group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",),
                     size=32, sums_in_tile_gemm=True))),
     },
-    decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, scheme="edge_affine", roles={"code": "q", "scale": "s", "min": "b"},
+    cuts=("N", "ceil(K/group)"),
 )

@@ -157,5 +157,6 @@ VARIANT = Variant(
                     group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",),
                     size=32, width=4, bits=5, sums_in_tile_gemm=True, spans=(0, 1)))),
     },
-    decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, scheme="edge_affine", roles={"code": "q", "scale": "s", "min": "b"},
+    cuts=("N", "ceil(K/group)"),
 )

@@ -125,5 +125,6 @@ VARIANT = Variant(
                     group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",),
                     size=32, width=8, bits=8, base=(0, 2176), double=True, zero=(0, 0), sums_in_tile_gemm=True))),
     },
-    decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, scheme="edge_affine", roles={"code": "q", "scale": "s", "min": "b"},
+    cuts=("N", "ceil(K/group)"),
 )

@@ -34,7 +34,7 @@ TYPES: dict[str, set[str]] = {"runtime/weight": {"runtime", "runtime/gpu"}, "run
                               "runtime/torch": {"runtime"}, "jobs/convert": {"runtime"}}
 ALLOWED: dict[str, set[str]] = {
     # what everything may stand on
-    "core": set(), "host": {""}, "codecs": {"core"},
+    "core": set(), "host": {""}, "codecs": {"core", "host"},
     # the compiler, in its order
     "compiler/spec": {"core"},
     "compiler/ir": {"compiler/spec", "core"},
@@ -68,6 +68,7 @@ ALLOWED: dict[str, set[str]] = {
                "runtime/weight"},
     "": {"compiler", "core", "runtime/cpu", "runtime/gpu", "runtime/torch", "runtime/weight", "checkpoint", "checkpoint/files",
          "models"},
+    "kv_cache": {"core", "encode", "runtime", "runtime/base", "runtime/gpu", "runtime/weight"},
     "analyze": {"compiler/spec", "compiler/passes", "core", "checkpoint/files", "runtime", "runtime/base", "runtime/gpu",
                 "runtime/torch", "runtime/weight", ""},
     "infer": {"compiler/spec", "core", "runtime/weight", ""},
@@ -83,7 +84,7 @@ PACKAGES: dict[str, set[str]] = {
     "checkpoint/files": {"torch", "numpy", "huggingface_hub"}, "checkpoint/detect": {"torch", "numpy"},
     "checkpoint/report": {"torch", "numpy"}, "checkpoint": {"torch"}, "": {"torch"},
     "cli": {"typer", "rich"}, "jobs": {"torch", "transformers", "tokenizers"}, "jobs/gguf": {"torch"}, "jobs/convert": {"torch"},
-    "jobs/compress": {"numpy"}, "analyze": {"numpy", "torch", "triton"}, "infer": {"numpy", "torch"},
+    "jobs/compress": {"numpy"}, "analyze": {"numpy", "torch", "triton"}, "kv_cache": {"torch"}, "infer": {"numpy", "torch"},
     "models": {"torch", "accelerate", "diffusers", "huggingface_hub", "peft", "transformers", "gguf", "sentencepiece", "vllm",
                "vllm_omni", "sglang"},
 }
@@ -206,9 +207,9 @@ def files_of(module: str) -> list[Path]:
 # The PTX machine was planned with 1,800; instructions alone take 1,000: 70 names, most with types and modifiers whose results
 # differ.  900 are memory, threads and checkers, each with a mistake that a test makes; 440 read PTX and its operands; 50 are
 # docstrings of what had none.
-# The package was planned with 30,000 lines and has 1.6 times that, for features that were not planned then: models, engines,
-# infer, test, products on a CPU.  Generated modules were planned with 17,000.
-BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 48_500, "generated": 17_000}
+# The package was planned with 30,000 lines and has 1.7 times that, for features that were not planned then: models, engines,
+# infer, test, caches of keys and values, products on a CPU.  Generated modules were planned with 17,000.
+BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 51_000, "generated": 17_000}
 
 
 @pytest.mark.parametrize("folder", BUDGET)

@@ -228,6 +228,13 @@ def has_fp8(device: torch.device) -> bool:
     return device.type != "cuda" or bool(torch.version.cuda and torch.cuda.get_device_capability(device) >= (8, 9))
 
 
+def converts_fp8(device: torch.device) -> bool:
+    """Whether Triton converts E4M3 by an instruction: from compute capability 8.9 on, of what is assumed from 9 on."""
+    if device.type != "cuda":
+        return _assumed.capability >= 9
+    return bool(torch.version.cuda) and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def w8a8(m: int, n: int, wide: bool, device: torch.device) -> tuple[dict[str, int], int]:
     """BN rows of w and BM rows of x per program, and warps; wide: x's codes have 16 bits.
 

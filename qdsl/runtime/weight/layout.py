@@ -310,6 +310,8 @@ class Variant:
     cuts, '1' where it cannot.  encode takes the weight, and returns the fields it chooses; importance: it takes those of
     columns, too; options: what a caller may choose about it, none listed where that is any positive number.  copies: decode is
     this field unchanged.
+    scheme: what encode calls, where kernels encode rows by it too; roles: the fields that it chooses; settings: its constants
+    and the options of the spec.
     """
 
     fields: Mapping[str, Field]
@@ -321,6 +323,9 @@ class Variant:
     defaults: Mapping[str, int | None] = field(default_factory=dict)
     cuts: tuple[str, str] = ("N", "K")
     copies: str | None = None
+    scheme: str = ""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def index_groups(self) -> Axis | None:
