@@ -261,12 +261,14 @@ def has_fp8(device: torch.device) -> bool:
 def narrow(m: int, n: int, wide: bool, device: torch.device) -> tuple[dict[str, int], int]:
     """BN rows of w and BM rows of x per program, and warps; wide: x's codes have 16 bits.
 
+    TOKENS: from 128 rows of x on they are the rows of the matrix instruction: a thread needs the scales of 2 of them, not 32.
     64 rows of w are the fewest that Hopper's instructions take.  Stages fill what shared memory every device has, 99 KB.
     """
     bm = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 or wide else 128
     if bm < 64 or 4 * cdiv(n, 128) * cdiv(m, bm) < 3 * target(device).multiprocessors:
-        return {"BN": 64, "BM": min(bm, 64), "STAGES": 6 if bm < 64 else 4}, 4
-    return {"BN": 128, "BM": bm, "STAGES": 4 if bm == 64 and not wide else 3}, 4 if bm == 64 else 8
+        return {"BN": 64, "BM": min(bm, 64), "STAGES": 6 if bm < 64 else 4, "TOKENS": 0}, 4
+    stages = 4 if bm == 64 and not wide else 3
+    return {"BN": 128, "BM": bm, "STAGES": stages, "TOKENS": int(bm == 128)}, 4 if bm == 64 else 8
 
 
 def tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]:

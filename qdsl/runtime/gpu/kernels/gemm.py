@@ -107,18 +107,10 @@ def gemm(
             acc = tl.dot(columns[j], operand(weights, j, AXIS, BN, F), acc)
     n = tl.program_id(0) * (ROWS * BN) + tl.arange(0, ROWS * BN)[None, :]
     if SPLIT == 1:
-        store_rows(acc, bias, out, m, n, M, N)
+        tile.store_rows(acc, bias, out, m, n, M, N)
     else:
         place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         parts += place.to(tl.int64) * (SPLIT * BM * ROWS * BN)
         tile.store_part(acc, parts, tl.program_id(2))
         if tile.is_last(arrivals + place, SPLIT):
-            store_rows(tile.sum_of_parts(parts, 1, SPLIT, BM, ROWS * BN), bias, out, m, n, M, N)
-
-
-@triton.jit
-def store_rows(sum, bias, out, m, n, M, N):
-    """Store the sums [rows of x, rows of w]; m [rows of x, 1], n [1, rows of w]: which rows they are."""
-    if bias is not None:
-        sum += tl.load(bias + n, n < N, 0).to(tl.float32)
-    tl.store(out + m.to(tl.int64) * N + n, sum, (m < M) & (n < N))
+            tile.store_rows(tile.sum_of_parts(parts, 1, SPLIT, BM, ROWS * BN), bias, out, m, n, M, N)
