@@ -173,7 +173,7 @@ def test_the_kernel(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_of_x_as_rows_of_the_matrix_unit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """As from 128 rows on, in a tile that the interpreter takes; a short last tile of rows of w and of x."""
-    monkeypatch.setattr(configure, "narrow", lambda *_: ({"BN": 64, "BM": 32, "STAGES": 3, "TOKENS": 1}, 4))
+    monkeypatch.setattr(configure, "w8a8", lambda *_: ({"BN": 64, "BM": 32, "STAGES": 3, "TOKENS": 1}, 4))
     packed, x = packed_of(case, (200, 256)), x_of(33, 256, torch.bfloat16)
     bias = x_of(3, 200, torch.bfloat16)[0]
     check(product(x, packed, bias), x, packed, bias, bits_of(packed))
