@@ -17,7 +17,7 @@ import torch
 
 from qdsl.analyze import AnalyzeError, report
 from qdsl.analyze.gpus import ARCHS as EVERY_ARCH
-from qdsl.analyze.gpus import arch_of
+from qdsl.analyze.gpus import GPUS, arch_of
 from qdsl.analyze.predict import cost as cost_of
 from qdsl.core import places
 from qdsl.runtime import FormatError, PackedWeight
@@ -27,7 +27,7 @@ from qdsl.runtime.gpu.triton import triton
 from qdsl.runtime.weight import streams
 
 SHAPE = (4096, 8192)                                             # several trips of every loop
-ARCHS = ("sm_90", "sm_80")
+ARCHS = ("sm_90", "sm_80", "gfx942")
 X = torch.bfloat16
 
 
@@ -54,7 +54,8 @@ def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
     out = wide.new_empty(1, n)
     plain = list(launch.linear_calls(wide, packed, None, out))
     decode = list(launch.dequantize_calls(packed, torch.empty(n, k, dtype=X, device="meta")))
-    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+    gpu = next(gpu for gpu in GPUS.values() if gpu.arch == arch)
+    with configure.assumed(arch_of(arch).capability // 10, gpu.multiprocessors, gpu):
         if len(plain) == 1:                                      # the kernel for any x, which other types are launched with here
             yield costs.config_key("matvec"), _narrowed(plain[0], (wide, out))
         if len(decode) == 1:
@@ -65,6 +66,11 @@ def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
                     yield costs.config_key("skinny", *costs.configuration(call.constants)), call
         if packed.layout.kernels.matrix_unit is not None and not packed.layout.streams:
             yield from _matrix_calls(packed)
+        for rows in configure.GEMM:
+            legal = plan.candidates(packed, rows, X, torch.device("meta"))
+            for candidate in [option for option in legal if option.kind == "gemm"][:1]:
+                [call] = launch.linear_calls(_x(rows, k), packed, None, _x(rows, n), candidate=candidate)
+                yield costs.config_key("gemm", *costs.configuration(candidate.config)), call
 
 
 def _matrix_calls(packed: PackedWeight) -> Iterator[tuple[str, Call]]:

@@ -49,11 +49,12 @@ def chains(code: Code, loop: range | None, arch: str, x: int | None = None) -> t
     steps = [Step(instruction, *accesses(instruction), pipes.busy(instruction, arch), parts.get(place, 1.0), is_of_x)
              for place, (instruction, is_of_x) in enumerate(zip(code.instructions, following(code.instructions, x), strict=True))]
     fast, slow = (_measured(steps, loop, latency) for latency in (FAST, SLOW))
-    outside, trip = (_line(*ends) for ends in zip(fast, slow, strict=True))
+    outside, trip = (straight_line(*ends) for ends in zip(fast, slow, strict=True))
     return outside, trip
 
 
-def _line(fast: float, slow: float) -> Chain:
+def straight_line(fast: float, slow: float) -> Chain:
+    """The chain of so many cycles where a load takes FAST cycles, and SLOW cycles."""
     loads = max(0.0, (slow - fast) / (SLOW - FAST))
     return Chain(max(0.0, fast - loads * FAST), loads)
 

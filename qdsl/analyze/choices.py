@@ -20,6 +20,7 @@ SHOWN = ("R", "W", "WN", "WK", "BM", "BLOCKS", "STAGES", "UNROLL", "SPLIT", "BN"
 FUSED = ("gemv", "skinny", "tile_gemm")
 WORK = {"gemv": "one row of x, in matrix units", "skinny": "blocks of 8 rows of x, in matrix units",
         "tile_gemm": "tiles of 16 to 128 rows of x, in Hopper's warp groups", "matvec": "one row of x, decoded weight by weight",
+        "gemm": "blocks of 16 or 64 rows of x, decoded weight by weight, in the matrix units of any GPU",
         "decode": "dequantize, then the vendor's matmul"}
 
 
@@ -79,9 +80,14 @@ def _refused(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[tu
     legal = plan.kinds(packed, rows, dtype, META)
     if packed.layout.streams:
         return
+    if rows == 1 or legal or not configure.has_gemm(dtype, META):
+        yield "gemm", ("serves more rows of x" if rows == 1 else "is slower than kernels for NVIDIA's matrix units" if legal else
+                       "Triton has no matrix instructions for this GPU")
     if kernels is None:
         better = [name for name, other in packed.variant.storages.items() if other.kernels.matrix_unit is not None]
         yield ", ".join(FUSED), f"storage {packed.storage} has none" + (f"; {' and '.join(better)} has" if better else "")
+    elif not configure.has_mma(META):
+        yield ", ".join(FUSED), "are for NVIDIA's GPUs from Ampere on"
     elif not plan.fits_matrix_units(packed, dtype, META):
         why = f"K = {k} is no multiple of 128" if k % 128 else f"blocks of fewer than {kernels.least} columns"
         yield ", ".join(FUSED), why

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qdsl.analyze.gpus import WARP, AnalyzeError, Arch
+from qdsl.analyze.gpus import AnalyzeError, Arch
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.triton import MissingTriton, require, triton
 from qdsl.runtime.torch.private_apis import compile_kernel, tool_path
@@ -30,7 +30,7 @@ POINTERS = {
 ALIGNED = 16                                                     # what Triton asks of pointers, in bytes, and of integers
 HINT = [["tt.divisibility", ALIGNED]]
 _FOR = re.compile(r"^(?P<indent> *)(?:%[^=]+= )?scf\.for %\S+ = %\S+ to %\S+ step %(?:c(?P<step>\d+)_i\d+)?")
-_FETCH = re.compile(r"\btt\.load\b|\btt\.descriptor_load\b|async_copy_global_to_local|async_tma_copy_global_to_local")
+_FETCH = re.compile(r"\btt\.load\b|buffer_load\b|tt\.descriptor_load\b|async_copy_global_to_local|async_tma_copy_global_to_local")
 _PTX_LOAD = re.compile(r"\bld\.global\b|\bcp\.async\.c[ag]\.shared\.global\b")
 
 
@@ -66,7 +66,7 @@ def build(call: Call, arch: Arch) -> Any:
         raise AnalyzeError("kernels that Triton interprets cannot be compiled: unset TRITON_INTERPRET")
     types, constants, hints = specialised(call)
     try:
-        return compile_kernel(call.kernel, types, constants, hints, arch.capability, WARP, call.options)
+        return compile_kernel(call.kernel, types, constants, hints, arch.capability or arch.name, arch.warp, call.options)
     except Exception as error:
         message = str(getattr(error, "error_message", None) or error)       # without the source, where Triton shows some
         reason = next((line.strip() for line in message.splitlines() if line.strip()), type(error).__name__)
@@ -76,10 +76,16 @@ def build(call: Call, arch: Arch) -> Any:
 def compiled(call: Call, arch: Arch) -> Compiled:
     """A launch compiled and disassembled.  Raises AnalyzeError."""
     kernel = build(call, arch)
-    text, usage = _disassembled(kernel.asm["cubin"])
-    return Compiled(kernel.metadata.name, kernel.metadata.num_warps, kernel.metadata.num_stages, usage["REG"], usage["STACK"],
-                    kernel.metadata.shared, text, loop_step(kernel.asm["ttgir"]), loop_loads(kernel.asm["ptx"]),
-                    argument_place(specialised(call)[0], "x", arch))
+    if not arch.is_nvidia:
+        text = kernel.asm["amdgcn"]
+        usage = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", text))
+        registers, stack = int(usage["vgpr_count"]), int(usage["private_segment_fixed_size"])
+        return Compiled(kernel.metadata.name, kernel.metadata.num_warps, kernel.metadata.num_stages, registers, stack,
+                        kernel.metadata.shared, text, loop_step(kernel.asm["ttgir"]), 0)
+    text, resources = _disassembled(kernel.asm["cubin"])
+    return Compiled(kernel.metadata.name, kernel.metadata.num_warps, kernel.metadata.num_stages, resources["REG"],
+                    resources["STACK"], kernel.metadata.shared, text, loop_step(kernel.asm["ttgir"]),
+                    loop_loads(kernel.asm["ptx"]), argument_place(specialised(call)[0], "x", arch))
 
 
 # -- arguments as the launcher sees them ------------------------------------------------------------------------------

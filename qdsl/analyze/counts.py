@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from qdsl.analyze import chains, pipes, sass
+from qdsl.analyze import amdgcn, chains, pipes, sass
 from qdsl.analyze.chains import Chain
-from qdsl.analyze.gpus import WARP, AnalyzeError, arch_of
+from qdsl.analyze.gpus import AnalyzeError, arch_of
 from qdsl.analyze.registers import following
 from qdsl.analyze.sass import Code, Instruction
 from qdsl.runtime.torch.private_apis import allocation
@@ -25,6 +25,16 @@ MOST_UNROLLED = 64
 ACTIVATIONS = ("x", "bias", "out", "tiles", "parts", "arrivals")       # arguments of kernels that are no part of a weight
 MATRIX_COLUMNS = 8                                               # of x, the fewest that a matrix instruction has
 LEAST_LOADED = 0.9                                               # of a weight's bytes that every kernel has to load
+
+
+class Assembly(NamedTuple):
+    """How a vendor's kernels are read: text, the pipe of an instruction, its cycles, dependence chains, unrolled loops."""
+
+    parse: Callable[[str], Code]
+    pipe_of: Callable[[Instruction], str]
+    busy: Callable[[Instruction, str], dict[str, float]]
+    chains: Callable[[Code, range | None, str, int | None], tuple[Chain, Chain]]
+    unrolled: Callable[[Code, range, Compiled, float, float], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +157,16 @@ def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: in
     launch's tensors.  read: as in Report.  stored, columns: bytes of a weight, and multiply-adds that it takes at least in
     matrix units, to check by them how far a loop is unrolled.
     """
-    code = sass.parse(compiled.text)
+    target = arch_of(arch)
+    assembly = NVIDIA if target.is_nvidia else AMD               # of this module's last lines
+    code = assembly.parse(compiled.text)
     if not code.instructions:
-        raise AnalyzeError(f"nvdisasm prints no instruction of {compiled.name} that can be read")
+        raise AnalyzeError(f"no instruction of {compiled.name} can be read")
     loop = sass.hot_loop(code) if step else None
     hot = code.instructions[loop.start:loop.stop] if loop else code.instructions
-    threads = compiled.warps * WARP
+    threads = compiled.warps * target.warp
     least, products = LEAST_LOADED * stored * step / threads, columns * step / compiled.warps
-    unroll = unrolled(code, loop, compiled, least, products) if loop else 1
+    unroll = assembly.unrolled(code, loop, compiled, least, products) if loop else 1
     hot_weights = min(weights, step * unroll) if loop else weights
     trips = -(-weights // hot_weights)
     outside = [load for place, load in enumerate(code.instructions) if loop and place not in loop]
@@ -162,20 +174,31 @@ def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: in
     def per_weight(counts: Counter[str], taken: int) -> dict[str, float]:
         return {name: count * threads / taken for name, count in counts.items()}
 
-    hot_pipes, whole_pipes = _pipes(hot), _pipes(outside)
-    hot_cycles, outside_cycles = _cycles(hot if loop else [], arch), _cycles(outside if loop else hot, arch)
+    def pipes_of(instructions: Iterable[Instruction]) -> Counter[str]:
+        return Counter(assembly.pipe_of(instruction) for instruction in instructions)
+
+    def cycles_of(instructions: Iterable[Instruction]) -> dict[str, float]:
+        """Cycles that one warp occupies each pipe."""
+        taken: dict[str, float] = {}
+        for instruction in instructions:
+            for name, cycles in assembly.busy(instruction, arch).items():
+                taken[name] = taken.get(name, 0.0) + cycles
+        return taken
+
+    hot_pipes, whole_pipes = pipes_of(hot), pipes_of(outside)
+    hot_cycles, outside_cycles = cycles_of(hot if loop else []), cycles_of(outside if loop else hot)
     cycles = dict(outside_cycles)
     for name, count in hot_pipes.items():
         whole_pipes[name] += count * trips
     for name, taken in hot_cycles.items():
         cycles[name] = cycles.get(name, 0) + taken * trips
     loads = [load for load in hot if load.loaded]
-    outside_chain, hot_chain = chains.chains(code, loop, arch, compiled.x)
+    outside_chain, hot_chain = assembly.chains(code, loop, arch, compiled.x)
     hot_bytes = sum(load.loaded for load in loads) * threads
     return Report(
         kernel=compiled.name, arch=arch, warps=compiled.warps, stages=compiled.stages, programs=programs, weights=weights,
         traffic=traffic, registers=compiled.registers, stack=compiled.stack,
-        spills=sum(load.base in sass.SPILLS for load in code.instructions), shared_bytes=compiled.shared,
+        spills=sum(load.is_spill for load in code.instructions), shared_bytes=compiled.shared,
         has_loop=loop is not None, hot_weights=hot_weights, unroll=unroll, trips=trips,
         hot_bytes=hot_bytes, copied=any(load.base == "LDGSTS" for load in loads),
         hot=len(hot) * threads / hot_weights, whole=(len(outside) + len(hot) * trips) * threads / weights,
@@ -186,7 +209,7 @@ def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: in
         opcodes=dict(Counter(load.opcode for load in hot).most_common()),
         loads=dict(Counter(load.opcode for load in loads).most_common()),
         load_widths=dict(sorted(Counter(8 * load.loaded for load in loads).items())),
-        tensor=dict(Counter(load.opcode for load in code.instructions if pipes.pipe_of(load) == "tensor").most_common()),
+        tensor=dict(Counter(load.opcode for load in code.instructions if assembly.pipe_of(load) == "tensor").most_common()),
         listing=tuple(load.line for load in hot))
 
 
@@ -216,14 +239,10 @@ def unrolled(code: Code, loop: range, compiled: Compiled, least: float = 0.0, pr
     return max(1, round(loads / compiled.loads)) if compiled.loads else 1
 
 
-def _pipes(instructions: Iterable[Instruction]) -> Counter[str]:
-    return Counter(pipes.pipe_of(instruction) for instruction in instructions)
+def _amd_unrolled(code: Code, loop: range, compiled: Compiled, least: float, products: float) -> int:
+    """The same for AMD's assembly, whose loops count on a scalar register; least and products are not needed."""
+    return amdgcn.unrolled(code, loop, compiled.step)
 
 
-def _cycles(instructions: Iterable[Instruction], arch: str) -> dict[str, float]:
-    """Cycles that one warp occupies each pipe."""
-    cycles: dict[str, float] = {}
-    for instruction in instructions:
-        for name, taken in pipes.busy(instruction, arch).items():
-            cycles[name] = cycles.get(name, 0.0) + taken
-    return cycles
+NVIDIA = Assembly(sass.parse, pipes.pipe_of, pipes.busy, chains.chains, unrolled)
+AMD = Assembly(amdgcn.parse, amdgcn.pipe_of, amdgcn.busy, amdgcn.chains, _amd_unrolled)

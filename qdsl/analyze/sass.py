@@ -51,6 +51,16 @@ class Instruction:
         return self.width if self.base in LOADS else 0
 
     @property
+    def is_spill(self) -> bool:
+        """Whether it moves registers to or from memory of the thread."""
+        return self.base in SPILLS
+
+    @property
+    def is_jump(self) -> bool:
+        """Whether it goes to a label."""
+        return self.base == "BRA"
+
+    @property
     def target(self) -> str | None:
         """The label that a branch leads to."""
         match = _TARGET.search(self.line)
@@ -94,7 +104,7 @@ def loops(code: Code) -> list[range]:
     """Places of each loop's instructions, from where a branch leads back to, through the last such branch."""
     ends: dict[int, int] = {}
     for place, instruction in enumerate(code.instructions):
-        start = code.goal(instruction) if instruction.base == "BRA" else None
+        start = code.goal(instruction) if instruction.is_jump else None
         if start is not None and start < place:
             ends[start] = max(place, ends.get(start, 0))
     return [range(start, end + 1) for start, end in sorted(ends.items())]

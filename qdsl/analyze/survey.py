@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure
 
 ARCHS = ("sm_80", "sm_90")                                       # that are shown unless others are asked for
+# Of the first digit of compute capabilities: those that may be given another kernel than the others.
+CLASSES: tuple[Callable[[int], bool], ...] = (
+    lambda digit: digit >= 8 and digit != 9, lambda digit: digit == 9, lambda digit: digit == 7, lambda digit: digit == 0)
 REFUSALS = (AnalyzeError, FormatError)                           # what a survey raises about what it is asked for
 
 
@@ -34,7 +37,7 @@ def targets(archs: Sequence[str], gpus: Sequence[str]) -> tuple[list[str], list[
         chosen = [gpu for gpu in GPUS.values() if gpu.arch in shown]
     elif not shown:
         shown = [gpu.arch for gpu in chosen] or list(ARCHS)
-        chosen = chosen or list(GPUS.values())
+        chosen = chosen or [gpu for gpu in GPUS.values() if arch_of(gpu.arch).capability >= 80]
     return list(dict.fromkeys(shown)), list(dict.fromkeys(chosen))
 
 
@@ -45,11 +48,13 @@ def survey(packed: PackedWeight, kinds: Iterable[str], rows: int, x: str, archs:
     kinds: of launches.KERNELS.  rows: of x.  x: its type, one of launches.TYPES.  Raises AnalyzeError.
     """
     every = list(dict.fromkeys([*archs, *(gpu.arch for gpu in gpus)]))
-    alike = [[arch for arch in every if (arch_of(arch).capability // 10 == 9) is hopper] for hopper in (False, True)]
+    classes = {arch: arch_of(arch).capability // 10 for arch in every}
+    alike = [[arch for arch in every if wanted(classes[arch])] for wanted in CLASSES]
     for kind in kinds:
         what = title(packed, kind, rows, x)
-        for group in filter(None, alike):                        # Hopper may be given another kernel than the others
-            with configure.assumed(arch_of(group[0]).capability // 10, configure.MULTIPROCESSORS):
+        for group in filter(None, alike):
+            gpu = next((gpu for gpu in GPUS.values() if gpu.arch == group[0]), None)
+            with configure.assumed(classes[group[0]], configure.MULTIPROCESSORS, gpu):
                 launches = calls(packed, kind, rows, TYPES[x])
             if not launches:
                 raise AnalyzeError(f"{what} launches no kernel")

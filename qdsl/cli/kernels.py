@@ -19,8 +19,8 @@ def analyze(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
             rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of x.")] = 1,
             shape: Annotated[tuple[int, int] | None, typer.Option("--shape", min=1, help="N and K of the weight.")] = None,
             x: Annotated[str, typer.Option("--x", help="The type of x and of what comes out: bf16 or f16.")] = "bf16",
-            arch: Annotated[list[str] | None, typer.Option("--arch", help="sm_80, sm_89, sm_90, sm_100 or sm_120.")] = None,
-            gpu: Annotated[list[str] | None, typer.Option("--gpu", help="a100, rtx4090, h100, h200, b200 or rtx5090.")] = None,
+            arch: Annotated[list[str] | None, typer.Option("--arch", help="sm_75 to sm_120, gfx942, gfx950 or gfx1201.")] = None,
+            gpu: Annotated[list[str] | None, typer.Option("--gpu", help="As h100; an unknown name prints all.")] = None,
             execute: Annotated[bool, typer.Option("--execute",
                                                   help="Run what was compiled on a CPU, with random weights.")] = False,
             programs: Annotated[str | None, typer.Option("--programs",
@@ -70,7 +70,7 @@ def explain(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
             rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of x.")] = 1,
             shape: Annotated[tuple[int, int] | None, typer.Option("--shape", min=1, help="N and K of the weight.")] = None,
             x: Annotated[str, typer.Option("--x", help="The type of x and of what comes out: bf16 or f16.")] = "bf16",
-            gpu: Annotated[list[str] | None, typer.Option("--gpu", help="a100, rtx4090, h100, h200, b200 or rtx5090.")] = None,
+            gpu: Annotated[list[str] | None, typer.Option("--gpu", help="As h100; an unknown name prints all.")] = None,
             as_json: Json = False) -> None:
     """Print which kernel a matmul uses on a GPU, the alternatives, and the modelled time of each."""
     from qdsl.analyze import AnalyzeError, choices, launches

@@ -398,7 +398,9 @@ def test_launches_say_how_many_weights_a_program_takes(case: Case) -> None:
         return
     for call in launches.calls(packed, "linear", 3, torch.bfloat16):
         blocks = call.grid[1]                                    # of rows of x: each takes the whole weight
-        assert call.weights * math.prod(call.grid) == blocks * n * k and 0 < call.step <= call.weights
+        taken = call.weights * math.prod(call.grid) / (blocks * n * k)
+        assert 1 <= taken < 2 if call.family == "gemm" else taken == 1       # parts of K that its programs share may be uneven
+        assert 0 < call.step <= call.weights
     for call in launches.calls(packed, "dequantize", 1, torch.bfloat16):
         assert n * k <= call.weights * math.prod(call.grid) < 2 * n * k
         assert (call.step == 0) == (call.kernel is dequantize)        # decoders of streams go along rows

@@ -108,7 +108,8 @@ def test_the_json_of_the_command(surveyed: dict[str, Any]) -> None:
         assert [estimate["gpu"] for estimate in row["predicted"]] == ["h200"] and "listing" not in row
         assert 0 < row["predicted"][0]["share"] <= 0.9 and row["weights"] * row["programs"] >= 256 * 512
     weight = 256 * 512 + 256 * 512 // 32 * 2 + 256 * 512 // 32                             # codes, scales, zero points
-    assert [row["traffic"] for row in rows] == [weight + 3 * (256 + 512) * 2, weight + 256 * 512 * 2]
+    parts = rows[0]["programs"] * 16 * 64 * 4 + 4 * 4            # sums of programs that share K, and four counters
+    assert [row["traffic"] for row in rows] == [weight + 3 * (256 + 512) * 2 + parts, weight + 256 * 512 * 2]
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -119,8 +120,10 @@ def run(*arguments: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize(("arguments", "code", "message"), [
     (("q40",), 2, "did you mean 'q4_0'?"),
-    (("q4_0", "--arch", "sm_70"), 2, "error: no architecture 'sm_70': expected one of sm_80, sm_89, sm_90, sm_100, sm_120"),
-    (("q4_0", "--gpu", "v100"), 2, "error: no GPU 'v100': expected one of a100, rtx4090, h100, h200, b200, rtx5090"),
+    (("q4_0", "--arch", "sm_70"), 2, "error: no architecture 'sm_70': expected one of sm_75, sm_80, sm_89, sm_90, sm_100, "
+     "sm_120, gfx942, gfx950, gfx1201"),
+    (("q4_0", "--gpu", "v100"), 2, "error: no GPU 'v100': expected one of t4, a100, rtx4090, h100, h200, b200, rtx5090, mi300x, "
+     "mi355x, rx9070xt"),
     (("q4_0", "--kernel", "gemm"), 2, "error: no 'gemm': expected one of linear, dequantize"),
     (("q4_0", "--x", "f32"), 2, "error: no 'f32': expected one of bf16, f16"),
     (("int_group", "--param", "bits"), 2, "error: --param is key=value, not 'bits'"),

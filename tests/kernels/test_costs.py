@@ -63,7 +63,7 @@ def test_no_way_beats_the_memory(gpu: devices.Gpu, m: int) -> None:
             (512, m)), Candidate("tile_gemm", {"R": 1, "W": 4, "BM": 16}, (64, -(-m // 16))), Candidate("decode")]
     for way in ways:
         taken = seconds(packed, way, m, X, gpu)
-        assert costs.LAUNCH + packed.nbytes / (gpu.bandwidth * 1e9) < taken < 1e-2, way
+        assert costs.LAUNCH + packed.nbytes / (gpu.bandwidth * 1e9) < taken < 5e-2, way
     decoded = seconds(packed, ways[-1], m, X, gpu)
     assert decoded > 2 * costs.LAUNCH + (packed.nbytes + 2 * 2 * 4096 * 4096) / (gpu.bandwidth * 1e9)
 
@@ -111,7 +111,7 @@ def test_other_devices_are_parts_of_the_nearest() -> None:
     smaller = devices.of_device("NVIDIA H100 PCIe", (9, 0), 66)
     assert (smaller.multiprocessors, smaller.bandwidth, smaller.clock) == (66, 1675, 1.98)
     assert [devices.of_device("other", capability, 100).name for capability in ((7, 5), (8, 6), (8, 9), (10, 3), (12, 1))] == [
-        "a100", "a100", "rtx4090", "b200", "rtx5090"]
+        "t4", "a100", "rtx4090", "b200", "rtx5090"]
 
 
 # -- the table --------------------------------------------------------------------------------------------------------

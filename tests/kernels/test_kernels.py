@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from bench.gpu import regimes
 from qdsl.analyze.check.spec_bits import bits, digit_fields, digits, environment, width_of
 from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.runtime import PackedWeight
@@ -90,8 +91,10 @@ def test_every_block_size(case: Case) -> None:
 
 def linear(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device=DEVICE)
+    calls = list(launch.linear_calls(x, packed, bias, out, candidate=regimes.candidate(x, packed)))
     with guarded(packed, x, bias, out) as trace:
-        launch.linear(x, packed, bias, out)
+        for call in calls:
+            call.run()
     assert not INTERPRETED or (times(trace.stores, out) == 1).all()
     return out
 

@@ -19,7 +19,7 @@ import torch
 
 from qdsl.core.shapes import axis
 from qdsl.host.files import cache_folder
-from qdsl.runtime.gpu.devices import GPUS, Gpu, of_device
+from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu, of_arch, of_device
 from qdsl.runtime.gpu.triton import runs_kernels
 from qdsl.runtime.weight import streams
 from qdsl.runtime.weight.arrays import cdiv
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 MULTIPROCESSORS = 132                                            # of a device that is not there: an H100's
 TRIP = 256                                                       # columns of w that a warp takes in a trip of `skinny`
-MOST_PARTS = 8                                                   # programs of `tile_gemm` that share K
+MOST_PARTS = 8                                                   # programs that share K
 SPLIT_PROGRAMS = 4                                               # per multiprocessor, up to which programs share K
+GEMM_PARTS = (1, 2, 4, 8, 16)                                    # programs of `gemm` that share K: its warps wait for their loads
+GEMM = {16: (64, 128), 64: (128, 64)}                            # by rows of x of a program of `gemm`: its tile of w, N x K
 UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
 OVERLAP, OVERLAPS = "QDSL_PDL", ("never", "auto")               # the setting of overlaps(), and its values, the default first
 WARPS = 15                                                       # per multiprocessor, to have enough bytes under way (predicted)
@@ -96,10 +98,19 @@ def _target(device: torch.device) -> Target:
     return Target(capability, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def has_mma(device: torch.device) -> bool:
+    """Whether kernels that are laid out for NVIDIA's matrix units serve a device: its GPUs from Ampere on."""
+    return target(device).capability >= 8 if runs_kernels(device) else ARCHS[_assumed_gpu.arch].capability >= 80
+
+
+def has_gemm(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernel `gemm` multiplies x of a type: not before Ampere, for whose matrix units Triton has no instructions."""
+    return dtype in (torch.float16, torch.bfloat16) and (has_mma(device) or device.type == "xpu" or not gpu(device).is_nvidia)
+
+
 def has_skinny_streams(x: torch.Tensor, packed: PackedWeight) -> bool:
     """Whether kernels multiply x [M, K] with weights that they decode in registers, on the device of x."""
-    lacks_units = runs_kernels(x.device) and target(x.device).capability < 8
-    return not lacks_units and streams.has_skinny(x, packed)
+    return has_mma(x.device) and streams.has_skinny(x, packed)
 
 
 def gpu(device: torch.device) -> Gpu:
@@ -109,9 +120,9 @@ def gpu(device: torch.device) -> Gpu:
 
 @cache
 def _gpu(device: torch.device) -> Gpu:
-    if not torch.version.cuda:
-        return GPUS["h200"]                                      # of AMD's there is no table: the plain kernel or decoded tiles
     properties = torch.cuda.get_device_properties(device)
+    if not torch.version.cuda:
+        return of_arch(properties.gcnArchName.partition(":")[0], properties.multi_processor_count)
     return of_device(properties.name, torch.cuda.get_device_capability(device), properties.multi_processor_count)
 
 
@@ -134,9 +145,11 @@ def overlaps(device: torch.device) -> bool:
 
 
 def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | None = None) -> list[dict[str, int]]:
-    """Configurations of kernel 'gemv', 'skinny' or 'tile_gemm' for x [m, K], the one by rule first, those that split K last."""
+    """Configurations of a kernel for matrix units for x [m, K], the one by rule first, those that split K last."""
     n, k = packed.shape
     device = device or packed.device
+    if kind == "gemm":
+        return [config for split in GEMM_PARTS if (config := gemm(packed, m, split, device))]
     if kind == "tile_gemm" and m > 64 and is_tall(packed):
         rule, *others = _tall(m, n, k, device)
     elif kind == "tile_gemm":
@@ -160,6 +173,23 @@ def _may_split(config: dict[str, int], split: int, m: int, n: int, k: int, devic
     """Whether so many programs may share K: they fit on the multiprocessors as they are, and none has no chunk of K."""
     tiles, chunks = cdiv(n, 16 * config["R"] * config["W"]) * cdiv(m, config["BM"]), k // 128
     return tiles * split <= SPLIT_PROGRAMS * target(device).multiprocessors and (split - 1) * cdiv(chunks, split) < chunks
+
+
+def gemm(packed: PackedWeight, m: int, split: int, device: torch.device) -> dict[str, int] | None:
+    """BN rows of tiles and BK units of w, and BM rows of x, that a program of kernel `gemm` takes in a step; split: share K.
+
+    None where some of so many programs had no step of K, or all of them too little to do.
+    """
+    bm = next((rows for rows in GEMM if m <= rows), max(GEMM))
+    tall, columns = GEMM[bm]
+    (rows, units), per_unit = grid_axes(packed), packed.layout.kernels.sums
+    bn = max(1, tall // per_unit)
+    bk = min(128, max(16, power(columns * units // max(1, packed.shape[1]))))
+    programs, steps = cdiv(rows, bn) * cdiv(m, bm) * split, cdiv(units, bk)
+    are_too_many = programs > SPLIT_PROGRAMS * target(device).multiprocessors
+    if split > 1 and (are_too_many or (split - 1) * cdiv(steps, split) >= steps):
+        return None
+    return {"BN": bn, "BK": bk, "BM": bm, "SPLIT": split}
 
 
 def key(packed: PackedWeight, m: int, dtype: torch.dtype) -> str:
@@ -238,12 +268,14 @@ def converts_fp8(device: torch.device) -> bool:
 def w8a8(m: int, n: int, wide: bool, device: torch.device) -> tuple[dict[str, int], int]:
     """BN rows of w and BM rows of x per program, and warps; wide: x's codes have 16 bits.
 
+    TOKENS: from 128 rows of x on they are the rows of the matrix instruction: a thread needs the scales of 2 of them, not 32.
     64 rows of w are the fewest that Hopper's instructions take.  Stages fill what shared memory every device has, 99 KB.
     """
     bm = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 or wide else 128
     if bm < 64 or 4 * cdiv(n, 128) * cdiv(m, bm) < 3 * target(device).multiprocessors:
-        return {"BN": 64, "BM": min(bm, 64), "STAGES": 6 if bm < 64 else 4}, 4
-    return {"BN": 128, "BM": bm, "STAGES": 4 if bm == 64 and not wide else 3}, 4 if bm == 64 else 8
+        return {"BN": 64, "BM": min(bm, 64), "STAGES": 6 if bm < 64 else 4, "TOKENS": 0}, 4
+    stages = 4 if bm == 64 and not wide else 3
+    return {"BN": 128, "BM": bm, "STAGES": stages, "TOKENS": int(bm == 128)}, 4 if bm == 64 else 8
 
 
 def tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -34,7 +34,7 @@ ARRIVAL = 3 * 270                                                # cycles: a sto
 MATMUL = 0.7                                                     # of the data sheet's matrix rate that a vendor's matmul reaches
 MATMUL_TILE = 128 * 128                                          # elements of out that an SM has at a time in it
 DECODED = 1 << 25                                                # weights that runtime/torch/linear.py decodes at a time on a GPU
-KINDS = ("matvec", "gemv", "skinny", "tile_gemm", "decode")
+KINDS = ("matvec", "gemm", "gemv", "skinny", "tile_gemm", "decode")
 TABLE = Path(__file__).with_name("costs.json")
 
 
@@ -42,9 +42,10 @@ TABLE = Path(__file__).with_name("costs.json")
 class Candidate:
     """One way to compute x @ w.T.
 
-    kind: a kernel of the storage ('matvec', 'gemv', 'skinny', 'tile_gemm'), or 'decode': dequantize and the vendor's matmul.
-    config: the launch's constants by name (R, WN, WK of 'gemv' and 'skinny'; R, W, BM, UNROLL, SPLIT of 'tile_gemm'; BN, BK of
-    'matvec'; R, W, BLOCKS of an entropy code's 'skinny').  grid: of the launch.  'decode' needs neither.
+    kind: a kernel of the storage ('matvec', 'gemm', 'gemv', 'skinny', 'tile_gemm'), or 'decode': dequantize and the vendor's
+    matmul.  config: the launch's constants by name (R, WN, WK of 'gemv' and 'skinny'; R, W, BM, UNROLL, SPLIT of 'tile_gemm'; BN,
+    BK of 'matvec', and with BM and SPLIT of 'gemm'; R, W, BLOCKS of an entropy code's 'skinny').  grid: of the launch.  'decode'
+    needs neither.
     """
 
     kind: str
@@ -80,9 +81,18 @@ class Cost:
 USUAL = {
     "matvec": Cost(80, 512, 4, 2048, 240.0, 200.0, 600.0, 1.0, 400.0, 1.0),
     "dequantize": Cost(64, 0, 4, 8192, 0.0, 640.0, 0.0, 0.0, 600.0, 1.0),
+    "gemm": Cost(152, 12288, 4, 8192, 700.0, 400.0, 1500.0, 1.5, 600.0, 0.5),
     "gemv": Cost(96, 512, 4, 32768, 400.0, 300.0, 500.0, 1.0, 500.0, 1.0),
     "skinny": Cost(128, 512, 4, 32768, 600.0, 400.0, 700.0, 1.0, 500.0, 1.0),
     "tile_gemm": Cost(128, 65536, 4, 16384, 400.0, 600.0, 900.0, 0.5, 800.0, 1.0),
+}
+
+# The same on AMD's GPUs, whose vector units take 4 cycles for an instruction: of CDNA, from kernels that were counted by hand.
+USUAL_AMD = {
+    **USUAL,
+    "matvec": Cost(40, 512, 4, 2048, 400.0, 400.0, 600.0, 2.0, 800.0, 2.0),
+    "dequantize": Cost(64, 0, 4, 8192, 0.0, 1600.0, 0.0, 0.0, 1600.0, 2.0),
+    "gemm": Cost(112, 8192, 4, 8192, 1600.0, 800.0, 3000.0, 2.0, 1500.0, 4.0),
 }
 
 
@@ -98,12 +108,15 @@ def seconds(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dty
     if candidate.kind == "decode":
         return _decode_seconds(packed, nbytes, m, dtype.itemsize, target)
     cost = kernel_cost(packed, candidate.kind, candidate.config, target.arch)
+    if candidate.kind == "gemm":                                 # counts may be another GPU's, whose matrix units are faster
+        rate = target.matmul * 1e12 / 2 / target.cycles          # multiply-adds of a scheduler's matrix unit in a cycle
+        cost = replace(cost, trip=max(cost.trip, candidate.config["BM"] * cost.step / cost.warps / rate))
     programs = 1
     for extent in candidate.grid:
         programs *= extent
     passes = candidate.grid[1] if len(candidate.grid) > 1 else 1
     split = candidate.config.get("SPLIT", 1)
-    rows = _rows(candidate.config, cost, n, programs // passes)
+    rows = _rows(candidate.config, n, candidate.grid[0])
     moved, trips = nbytes + dtype.itemsize * m * (n + k), cdiv(rows * k, cost.step)
     if split == 1:
         return terms(cost, programs, trips, moved, passes * nbytes, target).seconds
@@ -207,7 +220,7 @@ def _cost(storage: str, kind: str, r: int, columns: int, warps: int, arch: str) 
     if exact is None:
         near = [key for key in kernels if key.split()[0] == kind]
         if not near:
-            return _with_warps(USUAL[kind], warps)
+            return _with_warps((USUAL if ARCHS[arch].is_nvidia else USUAL_AMD)[kind], warps)
         exact = kernels[min(near, key=lambda key: _distance(key, r, columns))]
     return _with_warps(_read(exact), warps)
 
@@ -215,7 +228,7 @@ def _cost(storage: str, kind: str, r: int, columns: int, warps: int, arch: str) 
 def similar_archs(arch: str) -> tuple[str, ...]:
     """Architectures whose counts serve another one, the best first."""
     return {"sm_80": ("sm_80",), "sm_89": ("sm_89", "sm_80"), "sm_90": ("sm_90", "sm_80"), "sm_100": ("sm_100", "sm_90", "sm_80"),
-            "sm_120": ("sm_120", "sm_80")}.get(arch, ())
+            "sm_120": ("sm_120", "sm_80"), "sm_75": ("sm_80",), "gfx942": ("gfx942",), "gfx950": ("gfx942",)}.get(arch, ())
 
 
 def _distance(key: str, r: int, columns: int) -> tuple[int, int]:
@@ -240,8 +253,8 @@ def _with_warps(cost: Cost, warps: int) -> Cost:
                 cost.chain_loads, cost.start, cost.start_loads, cost.rows)
 
 
-def _rows(config: Mapping[str, int], cost: Cost, n: int, programs: int) -> int:
-    """Rows of w of a program, padding among them: it takes as long as whole ones."""
+def _rows(config: Mapping[str, int], n: int, programs: int) -> int:
+    """Rows of w of a program, padding among them: it takes as long as whole ones.  programs: that share the rows of w."""
     if "R" in config and "WN" in config:
         return 16 * config["R"] * config["WN"]
     if "R" in config and "BM" in config:

@@ -1,7 +1,8 @@
 """The GPUs that times are predicted for, and how many programs one of their multiprocessors (SM) runs at once.
 
 Limits of an SM are those of the CUDA C++ Programming Guide's table of compute capabilities.  SMs, boost clocks, bandwidths and
-matrix rates are those of NVIDIA's data sheets.
+matrix rates are those of NVIDIA's and AMD's data sheets.  AMD's multiprocessors are compute units of four SIMDs, which share
+registers as schedulers do; of RDNA they are work-group processors, as its driver counts them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 SCHEDULERS = 4                                                   # of an SM; one issues an instruction a clock
-WARP = 32                                                        # threads
+WARP = 32                                                        # threads, of NVIDIA's
 REGISTER_STEP = 8                                                # registers of a thread are allocated in steps of it
 RESERVED = 1024                                                  # bytes of shared memory that the driver takes per program
 SHARED_STEP = 128                                                # bytes
@@ -17,7 +18,11 @@ SHARED_STEP = 128                                                # bytes
 
 @dataclass(frozen=True, slots=True)
 class Arch:
-    """What an SM holds: registers, warps, programs, and shared memory in bytes."""
+    """What an SM holds: registers, warps, programs, and shared memory in bytes.
+
+    capability: the compute capability times 10; 0 of AMD's.  warp: threads of a warp.  reserved: bytes of shared memory that the
+    driver takes per program.
+    """
 
     name: str
     capability: int
@@ -25,15 +30,22 @@ class Arch:
     programs: int
     shared: int
     registers: int = 65536
+    warp: int = WARP
+    reserved: int = RESERVED
+
+    @property
+    def is_nvidia(self) -> bool:
+        """Whether ptxas compiles for it."""
+        return self.capability > 0
 
     def resident(self, registers: int, shared: int, warps: int) -> int:
         """How many programs run on an SM at once; 0 where not one fits.
 
         registers: of a thread.  shared: bytes of a program.  warps: of a program.
         """
-        per_warp = -(-max(1, registers) // REGISTER_STEP) * REGISTER_STEP * WARP
+        per_warp = -(-max(1, registers) // REGISTER_STEP) * REGISTER_STEP * self.warp
         by_registers = self.registers // SCHEDULERS // per_warp * SCHEDULERS // warps
-        taken = -(-(shared + RESERVED) // SHARED_STEP) * SHARED_STEP
+        taken = max(SHARED_STEP, -(-(shared + self.reserved) // SHARED_STEP) * SHARED_STEP)
         return min(self.programs, self.warps // warps, by_registers, self.shared // taken)
 
 
@@ -54,25 +66,38 @@ class Gpu:
     matmul: float
 
     @property
+    def is_nvidia(self) -> bool:
+        """Whether it is NVIDIA's."""
+        return ARCHS[self.arch].is_nvidia
+
+    @property
     def cycles(self) -> float:
         """Scheduler cycles of the whole GPU in a second."""
         return self.multiprocessors * SCHEDULERS * self.clock * 1e9
 
 
 ARCHS = {arch.name: arch for arch in (
+    Arch("sm_75", 75, warps=32, programs=16, shared=64 << 10, reserved=0),
     Arch("sm_80", 80, warps=64, programs=32, shared=164 << 10),
     Arch("sm_89", 89, warps=48, programs=24, shared=100 << 10),
     Arch("sm_90", 90, warps=64, programs=32, shared=228 << 10),
     Arch("sm_100", 100, warps=64, programs=32, shared=228 << 10),
     Arch("sm_120", 120, warps=48, programs=24, shared=100 << 10),
+    Arch("gfx942", 0, warps=32, programs=32, shared=64 << 10, registers=131072, warp=64, reserved=0),
+    Arch("gfx950", 0, warps=32, programs=32, shared=160 << 10, registers=131072, warp=64, reserved=0),
+    Arch("gfx1201", 0, warps=64, programs=32, shared=128 << 10, registers=196608, reserved=0),
 )}
 GPUS = {gpu.name: gpu for gpu in (
+    Gpu("t4", "T4", "sm_75", 40, 1.59, 320, 65),
     Gpu("a100", "A100 80 GB SXM", "sm_80", 108, 1.41, 2039, 312),
     Gpu("rtx4090", "RTX 4090", "sm_89", 128, 2.52, 1008, 165),
     Gpu("h100", "H100 SXM", "sm_90", 132, 1.98, 3350, 989),
     Gpu("h200", "H200 SXM", "sm_90", 132, 1.98, 4800, 989),
     Gpu("b200", "B200", "sm_100", 148, 1.965, 8000, 2250),
     Gpu("rtx5090", "RTX 5090", "sm_120", 170, 2.407, 1792, 209),
+    Gpu("mi300x", "Instinct MI300X", "gfx942", 304, 2.1, 5300, 1307),
+    Gpu("mi355x", "Instinct MI355X", "gfx950", 256, 2.4, 8000, 2516),
+    Gpu("rx9070xt", "Radeon RX 9070 XT", "gfx1201", 32, 2.97, 640, 195),
 )}
 
 
@@ -86,8 +111,17 @@ def of_device(title: str, capability: tuple[int, int], multiprocessors: int) -> 
         if gpu.name.removeprefix("rtx").upper() in title:
             return gpu if gpu.multiprocessors == multiprocessors else _resized(gpu, multiprocessors)
     number = 10 * capability[0] + capability[1]
-    before = [gpu for gpu in GPUS.values() if ARCHS[gpu.arch].capability <= number] or [GPUS["a100"]]
+    before = [gpu for gpu in GPUS.values() if 0 < ARCHS[gpu.arch].capability <= number] or [GPUS["t4"]]
     return _resized(max(before, key=lambda gpu: ARCHS[gpu.arch].capability), multiprocessors)
+
+
+def of_arch(name: str, multiprocessors: int) -> Gpu:
+    """An AMD GPU, by the name of its architecture ('gfx942') and its number of multiprocessors as its driver reports them.
+
+    One that is not listed counts as a listed one of CDNA (gfx9) or of RDNA, in proportion to its multiprocessors.
+    """
+    exact = next((gpu for gpu in GPUS.values() if gpu.arch == name), None)
+    return _resized(exact or GPUS["mi300x" if name.startswith("gfx9") else "rx9070xt"], multiprocessors)
 
 
 def _resized(gpu: Gpu, multiprocessors: int) -> Gpu:

@@ -14,7 +14,7 @@ from qdsl.runtime.gpu import configure, plan
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.kernels import dequantize as dequantize_kernel
-from qdsl.runtime.gpu.kernels import eight_bit, matvec
+from qdsl.runtime.gpu.kernels import eight_bit, gemm, matvec
 from qdsl.runtime.gpu.scratch import scratch_of
 from qdsl.runtime.gpu.triton import tl
 from qdsl.runtime.weight import eight, streams
@@ -57,7 +57,7 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
         bn, bk = max(1, bn // 2), 2 * bk
     # Contracted multiply-adds would skip a rounding that the formula has.
     yield Call(dequantize_kernel, (read_tensors(packed), out, *packed.shape, size_arguments(packed), rows, units),
-               _constants(packed, bn, bk), (cdiv(rows, bn), cdiv(units, bk)),
+               {**_constants(packed, bn, bk), "EVEN": rows % bn == 0 and units % bk == 0}, (cdiv(rows, bn), cdiv(units, bk)),
                {"num_warps": WARPS, "enable_fp_fusion": False}, weights=_weights(packed, bn, bk))
 
 
@@ -79,11 +79,14 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
     if candidate is None:
         choose = plan.invariant if invariant else plan.fused
         candidate = choose(packed, x.shape[0], x.dtype, x.device, is_aligned(x, packed))
+    if candidate.kind == "gemm":
+        yield _gemm_call(x, packed, bias, out, candidate)
+        return
     if candidate.kind != "matvec":
         yield _lane_call(x, packed, bias, out, candidate.kind, candidate.config)
         return
     bn, bk = candidate.config["BN"], candidate.config["BK"]
-    constants = {**_constants(packed, bn, bk), "DIVIDES": packed.layout.kernels.divides}
+    constants = {**_constants(packed, bn, bk), "DIVIDES": packed.layout.kernels.divides, "EVEN": _is_even(packed, bn, bk)}
     for part, result in _parts(x, out, 1):
         yield Call(matvec, (read_tensors(packed), part, bias, result, *packed.shape, size_arguments(packed), rows, units),
                    constants, (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
@@ -217,6 +220,20 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
     return _few_call(x, packed, bias, out, config)
 
 
+def _gemm_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, candidate: Candidate) -> Call:
+    config, grid = candidate.config, candidate.grid
+    bn, bk, split = config["BN"], config["BK"], config["SPLIT"]
+    rows, units = configure.grid_axes(packed)
+    kernels = packed.layout.kernels
+    scratch = scratch_of(grid[0] * grid[1], split * config["BM"] * kernels.sums * bn, x.device) if split > 1 else ()
+    return Call(gemm, (read_tensors(packed), x, bias, out, *(scratch or (None, None)), x.shape[0], *packed.shape,
+                       size_arguments(packed), rows, units),
+                {**_constants(packed, bn, bk), **config, "DIVIDES": kernels.divides, "EVEN": _is_even(packed, bn, bk),
+                 "F": TYPES[x.dtype]}, grid, {"num_warps": WARPS, "num_stages": 1},
+                weights=_weights(packed, bn, cdiv(cdiv(units, bk), split) * bk),
+                step=_weights(packed, bn, bk), scratch=scratch)
+
+
 def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, config: Mapping[str, int],
               tiles: Tensor | None = None) -> Call:
     """The launch of `skinny`, with or without experts: in both a program of the grid's second axis has up to 8 rows of x."""
@@ -273,6 +290,12 @@ def _parts(x: Tensor, out: Tensor, rows: int) -> list[tuple[Tensor, Tensor]]:
 def _constants(packed: PackedWeight, bn: int, bk: int) -> dict[str, Any]:
     """Constants of a kernel that decodes unit by unit: the storage's function, the tile, and the width of positions."""
     return {**packed.layout.kernels.constants, "BN": bn, "BK": bk, "LARGE": _is_large(packed, bn, bk)}
+
+
+def _is_even(packed: PackedWeight, bn: int, bk: int) -> bool:
+    """Whether tiles of BN rows of tiles and BK units hold no other units than a weight has; rows past the end may be clamped."""
+    rows, units = configure.grid_axes(packed)
+    return units % bk == 0 and (packed.layout.kernels.last == "k" or rows % bn == 0)
 
 
 def _is_large(packed: PackedWeight, bn: int, bk: int) -> bool:

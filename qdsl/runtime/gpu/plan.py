@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 HALVES = (torch.float16, torch.bfloat16)                         # types of x that matrix units multiply here
 ROWS = 4096                                                      # of x: up to these, every number of rows has its own choice
 MATVEC = 4                                                       # rows of x up to which 'matvec' may serve, one by one
+GEMM = 256                                                       # and 'gemm', which decodes the weight for 64 rows anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,8 @@ def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.d
     legal = _stream_candidates(packed, m, dtype, device) if packed.layout.streams else []
     for kind in kinds(packed, m, dtype, device, is_aligned):
         legal += [_lane_candidate(kind, packed, m, config) for config in configure.candidates(kind, packed, m, device)]
+    if 1 < m <= GEMM and not legal and not packed.layout.streams and configure.has_gemm(dtype, device):
+        legal += [gemm(packed, m, config) for config in configure.candidates("gemm", packed, m, device)]
     if m <= MATVEC and not packed.layout.streams:
         legal.append(matvec(packed, m))
     return [*legal, Candidate("decode")]
@@ -168,8 +171,8 @@ def fits_matrix_units(packed: PackedWeight, dtype: torch.dtype, device: torch.de
     kernels = packed.layout.kernels.matrix_unit
     if kernels is None or not is_aligned or dtype not in HALVES or packed.shape[1] % 128 or not packed.shape[1]:
         return False
-    if device.type == "cuda" and configure.target(device).capability < 8:
-        return False                                             # AMD's, and those before bfloat16: the plain kernel serves them
+    if not configure.has_mma(device):
+        return False                                             # kernel `gemm` and the plain one serve them
     if skinny and kernels.skinny is None:
         return False
     return min(kernels.sizes(packed.sizes), default=kernels.least) >= kernels.least and packed.finite
@@ -181,6 +184,13 @@ def matvec(packed: PackedWeight, m: int) -> Candidate:
     rows, units = configure.grid_axes(packed)
     bn, bk = configure.tile(kernels.last, rows, units, kernels.sums)
     return Candidate("matvec", {"BN": bn, "BK": bk}, (cdiv(rows, bn), m))
+
+
+def gemm(packed: PackedWeight, m: int, config: dict[str, int]) -> Candidate:
+    """The kernel that decodes weight by weight and multiplies blocks of rows of x on any GPU's matrix units."""
+    rows, _ = configure.grid_axes(packed)
+    grid = (cdiv(rows, config["BN"]), cdiv(m, config["BM"]))
+    return Candidate("gemm", config, (*grid, config["SPLIT"]) if config["SPLIT"] > 1 else grid)
 
 
 def _lane_candidate(kind: str, packed: PackedWeight, m: int, config: dict[str, int]) -> Candidate:

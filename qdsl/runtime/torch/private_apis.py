@@ -109,18 +109,19 @@ def ignore_in_ddp_(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def compile_kernel(kernel: Any, types: Mapping[str, str], constants: Mapping[tuple[int, ...], Any],
-                   hints: Mapping[tuple[int, ...], list[list[object]]], capability: int, warp: int, options: Mapping[str, Any],
+                   hints: Mapping[tuple[int, ...], list[list[object]]], arch: int | str, warp: int, options: Mapping[str, Any],
                    ) -> Any:
-    """A kernel compiled for an NVIDIA GPU that need not be there.
+    """A kernel compiled for a GPU that need not be there.
 
-    types: of arguments, by name.  constants, hints: values, and known divisors, by place.
+    types: of arguments, by name.  constants, hints: values, and known divisors, by place.  arch: NVIDIA's compute capability
+    times 10, or what AMD calls an architecture ('gfx942').  warp: its threads.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     use_writable_cache()
-    return triton.compile(ASTSource(kernel, types, constants, hints), target=GPUTarget("cuda", capability, warp),
-                          options=dict(options))
+    target = GPUTarget("cuda" if isinstance(arch, int) else "hip", arch, warp)
+    return triton.compile(ASTSource(kernel, types, constants, hints), target=target, options=dict(options))
 
 
 def tool_path(tool: str) -> str:

@@ -4,6 +4,7 @@
 |---|---|---|
 | dequantize | none | every weight in float32, rounded to the dtype of out |
 | matvec | 1 at a time | any format, shape and dtype |
+| gemm | any, in blocks of 16 or 64 | any format, shape and GPU, by the matrix units that it has |
 | gemv | 1 | groups of columns of w in the columns of the matrix instruction |
 | gemv_records | 1 | the same for weights in records, as files store them |
 | skinny | up to 8, or 8 of each expert | rows of x in the columns of the matrix instruction |
@@ -14,7 +15,7 @@ A format's functions are constants of a launch (MatrixUnitKernels in runtime/wei
 of its own:
 
 - decode(tensors, n, u, live, N, K, sizes, use, state): `state` after use(state, k, w, live, row) for each weight of unit u in
-  row n of tiles, for `dequantize` and `matvec`; `row` is left out where it is 0
+  row n of tiles, for `dequantize`, `matvec` and `gemm`; `row` is left out where it is 0
 - words(tensors, row, K, chunk, more): the words that hold 128 columns of two rows; bitplanes.py has them
 - numbers(words, half, i, digit, to, flip, F): the numbers of some of them, as pairs; bitplanes.py has them by type of the codes
 - table(g, N, F): the words of a table that codes are looked up in
@@ -28,6 +29,7 @@ are, as GroupFields (runtime/weight/layout.py), and the family loads them by a `
 """
 
 from qdsl.runtime.gpu.kernels.dequantize import dequantize
+from qdsl.runtime.gpu.kernels.gemm import gemm
 from qdsl.runtime.gpu.kernels.gemv import gemv
 from qdsl.runtime.gpu.kernels.gemv_records import gemv_records
 from qdsl.runtime.gpu.kernels.matvec import matvec
@@ -35,4 +37,4 @@ from qdsl.runtime.gpu.kernels.skinny import skinny
 from qdsl.runtime.gpu.kernels.tile_gemm import tile_gemm
 from qdsl.runtime.gpu.kernels.w8a8 import w8a8
 
-__all__ = ["dequantize", "gemv", "gemv_records", "matvec", "skinny", "tile_gemm", "w8a8"]
+__all__ = ["dequantize", "gemm", "gemv", "gemv_records", "matvec", "skinny", "tile_gemm", "w8a8"]

@@ -47,18 +47,18 @@ def add_product(state, k, w, live, row: tl.constexpr = 0):
 def matvec(
     tensors, x, bias, out, N, K, sizes, tiles, count,
     decode: tl.constexpr, DIVIDES: tl.constexpr, ROWS: tl.constexpr, AXIS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    LARGE: tl.constexpr,
+    EVEN: tl.constexpr, LARGE: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
     DIVIDES: decode divides by what is stored.
     tiles, count: rows of tiles of ROWS rows, and units in each.  AXIS: along which units neighbour, 0 for N, 1 for K.
-    LARGE: positions take 64 bits.
+    EVEN: all units exist, and no load has a mask.  LARGE: positions take 64 bits.
     """
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
     N, K = units.extents(N, K, LARGE)
-    n = units.axis(tl.program_id(0) * BN, BN, BK, 1 - AXIS, LARGE)
+    n = units.rows(tl.program_id(0) * BN, BN, BK, tiles, AXIS, EVEN, LARGE)
     acc = ()
     for _ in tl.static_range(ROWS):
         acc = acc + (tl.zeros(n.shape, tl.float32),)
@@ -66,7 +66,7 @@ def matvec(
         tl.assume(count <= 0x7FFFFFFF - BK)                      # start does not overflow: u // 2 ** i becomes a plain shift
     for start in range(0, count, BK):
         u = units.axis(start, BK, BN, AXIS, LARGE)
-        acc = decode(tensors, n, u, (n < tiles) & (u < count), N, K, sizes, add_product, (x, acc, DIVIDES))[1]
+        acc = decode(tensors, n, u, units.live(n, tiles, u, count, EVEN), N, K, sizes, add_product, (x, acc, DIVIDES))[1]
     n = (tl.program_id(0) * BN + tl.arange(0, BN)) * ROWS
     for row in tl.static_range(ROWS):
         device.store_sums(out, bias, n + row, N, tl.sum(acc[row], AXIS))

@@ -151,6 +151,14 @@ def store_tile(sum, bias, out, n, m, M, N):
 
 
 @triton.jit
+def store_rows(sum, bias, out, m, n, M, N):
+    """Store the sums [rows of x, rows of w]; m [rows of x, 1], n [1, rows of w]: which rows they are."""
+    if bias is not None:
+        sum += tl.load(bias + n, n < N, 0).to(tl.float32)
+    tl.store(out + m.to(tl.int64) * N + n, sum, (m < M) & (n < N))
+
+
+@triton.jit
 def part_of_k(s, chunks, SPLIT: tl.constexpr):
     """The chunks of K that program s of SPLIT has: the first, and one past the last."""
     if SPLIT == 1:

@@ -31,3 +31,21 @@ def row_offset(row: tl.constexpr, K):
         return 0
     else:
         return row * tl.cast(K, tl.int64)
+
+
+@triton.jit
+def rows(first, BN: tl.constexpr, BK: tl.constexpr, tiles, AXIS: tl.constexpr, EVEN: tl.constexpr, LARGE: tl.constexpr):
+    """The rows of tiles of a program; if EVEN those past the end are the last one, whose sums are not stored."""
+    n = axis(first, BN, BK, 1 - AXIS, LARGE)
+    if EVEN and AXIS == 1:                                       # rows that neighbour in memory would not any more
+        n = tl.minimum(n, tiles - 1)
+    return n
+
+
+@triton.jit
+def live(n, tiles, u, count, EVEN: tl.constexpr):
+    """Which places of a tile are units of w; if EVEN all are, and masks fold away."""
+    if EVEN:
+        return tl.full(n.shape, True, tl.int1)
+    else:
+        return (n < tiles) & (u < count)

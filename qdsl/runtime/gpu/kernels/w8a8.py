@@ -16,6 +16,8 @@ is unpacked, so shared memory costs nothing that unpacking would save.
 - int8 is summed in int32, which is exact, and over all of K where nothing varies along it.
 - Hopper's E4M3 sums keep 14 bits.  So a sum ends after 128 columns, and float32 takes over.
 - Where matrix units have no E4M3 (sm_80), codes become float16 by a shift, exactly, and x is float16.
+- With TOKENS, from 128 rows of x on, the drawing is turned by 90 degrees: a thread then has the sums of 2 rows of x, and loads
+  2 of their scales in place of 32.
 - Where scales vary along K, x has one per 128 columns, too: their product meets each sum.  Else both are applied at the end.
 """
 
@@ -40,23 +42,27 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
 def w8a8(
     tensors, w, x, x_scale, x_sum, bias, out, M, N, K,
     scale: tl.constexpr, finish: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, TOKENS: tl.constexpr,
 ):
     """out[m, n] = sum over k of x_scale * x[m, k] * w[n, k], plus bias[n], in float32.
 
     w: [N, K] int8, E4M3, or uint8 that are E4M3 and meet float16.  x: [M, K] codes.  x_scale: [K / 128, M], or [1, M] where
-    nothing varies along K.  x_sum: [1, M], the sums of codes, or None.
+    nothing varies along K.  x_sum: [1, M], the sums of codes, or None.  TOKENS: rows of x are the rows of the sums.
     """
-    n = lanes.within(tl.program_id(0) * BN + tl.arange(0, BN)[:, None], N).to(tl.int64)
-    m = lanes.within(tl.program_id(1) * BM + tl.arange(0, BM)[None, :], M).to(tl.int64)
-    acc = eight_bit.zeros(BN, BM, scale is None and w.dtype.element_ty == tl.int8)
-    x += m * K + tl.arange(0, 128)[:, None]
-    w += n * K + tl.arange(0, 128)[None, :]
+    n, m = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
+    exact: tl.constexpr = scale is None and w.dtype.element_ty == tl.int8
+    columns = tl.arange(0, 128)
+    if TOKENS:                                                   # first @ second: the rows of the sums, and their columns
+        n, m = lanes.within(n, N).to(tl.int64)[None, :], lanes.within(m, M).to(tl.int64)[:, None]
+        first, second, acc = x + m * K + columns[None, :], w + n * K + columns[:, None], eight_bit.zeros(BM, BN, exact)
+    else:
+        n, m = lanes.within(n, N).to(tl.int64)[:, None], lanes.within(m, M).to(tl.int64)[None, :]
+        first, second, acc = w + n * K + columns[None, :], x + m * K + columns[:, None], eight_bit.zeros(BN, BM, exact)
     for chunk in tl.range(0, K // 128, num_stages=STAGES):
         if scale is None:
-            acc = eight_bit.added(acc, tl.load(w + chunk * 128), tl.load(x + chunk * 128))
+            acc = eight_bit.added(acc, tl.load(first + chunk * 128), tl.load(second + chunk * 128))
         else:
-            sum = eight_bit.product(tl.load(w + chunk * 128), tl.load(x + chunk * 128))
+            sum = eight_bit.product(tl.load(first + chunk * 128), tl.load(second + chunk * 128))
             values = group_numbers.values(tensors, FIELDS, (n, m, chunk * 128, K, BN), field)
             acc += sum * scale(values, tl.load(x_scale + (chunk * M + m)), None, 0)
     sum = acc.to(tl.float32)
@@ -67,4 +73,8 @@ def w8a8(
         sum = finish(group_numbers.values(tensors, ROW_FIELDS, (n, m, 0, K, BN), field), sum, ones, 0)
     if scale is None:
         sum *= tl.load(x_scale + m)
-    tile.store_tile(sum, bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
+    if TOKENS:
+        m = tl.program_id(1) * BM + tl.arange(0, BM)[:, None]
+        tile.store_rows(sum, bias, out, m, tl.program_id(0) * BN + tl.arange(0, BN)[None, :], M, N)
+    else:
+        tile.store_tile(sum, bias, out, tl.program_id(0) * BN, tl.program_id(1) * BM, M, N)
