@@ -197,6 +197,7 @@ BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "int_group.marlin-bits4
              *(f"ocp_mxfp6.{storage}-code{code}" for storage in ("compressed_tensors", "planar") for code in ("e2m3", "e3m2")),
              *(f"coreml_lut.coreml-bits{bits}-rows32-level_typef16" for bits in (4, 2, 6)),
              *(f"quanto.quanto-bits{bits}-group128-scale_typef32" for bits in (4, 2)),
+             *(f"fp6_llm.{storage}-scale_typef16" for storage in ("fp6_llm", "planar")),
              "df11.df11", "fix4.fix4", "hlane.hlane", "fp8_channel.fp8_lane-scale_typebf16")
 
 

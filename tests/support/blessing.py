@@ -114,11 +114,11 @@ def neighbours(case: Case, params: Mapping[str, int | str], shape: tuple[int, in
 
 
 def _axes(case: Case, params: Mapping[str, int | str]) -> list[Axis]:
-    """The axes of the fields and of the stored tensors."""
+    """The axes of the fields and of the stored tensors, or those of their sections."""
     variant = case.module.FORMAT.variant(params)
     tensors = variant.storages[case.storage].decoded.tensors.values()
-    return list({axis.text: axis for stored in (*variant.fields.values(), *tensors)
-                 for axis in stored.axes if axis.dim != "1"}.values())
+    return list({term.text: term for stored in (*variant.fields.values(), *tensors)
+                 for axis in stored.axes for term in axis.terms if term.dim != "1"}.values())
 
 
 # -- making -----------------------------------------------------------------------------------------------------------

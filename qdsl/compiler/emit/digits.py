@@ -90,8 +90,8 @@ def cut(part: Slice) -> Cut | None:
         for extent, stride in layout.modes:
             period = 8 // gcd(stride, 8)                         # after so many steps the digit is at a byte again
             inside = min(extent, period)
-            if extent % inside:
-                inside = extent                                  # ten codes of 3 bits in a word: lanes, all of them
+            if extent % inside or stride < 0:
+                inside = extent                                  # ten codes of 3 bits in a word: lanes, all of them; or backwards
             if inside > 1:
                 bits.append(Digit(axis, weight, inside, stride))
             if extent > inside:

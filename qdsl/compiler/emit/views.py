@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
 
 from qdsl.compiler.emit.digits import Cut, Digit
 
@@ -92,11 +94,11 @@ def region(records: Chain, cut: Cut, skip: int, size: int) -> tuple[Chain, tuple
         text = records.text if dense == size else f"{records.text}[..., {first}:{first + dense}]"
         return Chain(text, records.labels), tuple(inner)
     step = outer[-1].stride // 8
-    if len(outer) > 1:
+    if any(slow.stride != fast.stride * fast.extent for slow, fast in pairwise(outer)) or (len(outer) > 1 and dense > 1):
         return None
     if dense == 1:
-        stop = first + (outer[0].extent - 1) * step + 1
-        return Chain(f"{records.text}[..., {first}:{stop}:{step}]", records.labels), (outer[0],)
+        stop = first + (prod(digit.extent for digit in outer) - 1) * step + 1
+        return Chain(f"{records.text}[..., {first}:{stop}:{step}]", records.labels), tuple(outer)
     start = min(first, size - outer[0].extent * step)
     offset = first - start
     if start < 0 or offset + dense > step:

@@ -17,6 +17,7 @@ from qdsl.compiler.ir.program import Add, Axis, Field, Placement, Program, Strea
 from qdsl.compiler.passes.record_lines import RecordReader, Weights, expanded
 from qdsl.compiler.passes.samples import divisor_of, size_axis
 from qdsl.compiler.passes.scope import Scope
+from qdsl.compiler.passes.sections import placed_sections
 from qdsl.compiler.passes.type_fields import AXES, axis_of, group_size, number_of, parameters
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec import model
@@ -43,7 +44,8 @@ def read_records(program: Program, problems: Problems) -> Program:
                 problems.add(item.name.span, f"optional tensor '{item.name}' must store one field, not {', '.join(stored)}")
             elif (value := _value(program, program.field(stored[0]), item.optional, problems)) is not None:
                 defaults[stored[0]] = value
-    return replace(program, tensors=tuple(tensors), where=where, defaults=defaults, domain=_domain(program, tensors))
+    placed = placed_sections(tensors, storage.tensors, problems)
+    return replace(program, tensors=placed, where=where, defaults=defaults, domain=_domain(program, tensors))
 
 
 def _domain(program: Program, tensors: list[Tensor]) -> Domain:
@@ -151,8 +153,8 @@ class _TensorReader:
         kept = tuple(p for p in placements if p is not None)
         kind = item.shape.type.name if item.shape is not None and item.shape.type.name in self.program.params else element.name
         return Tensor(item.name.value, kind, element, variables, axes, lines, bits, kept, self.stored(element, lines),
-                      item.optional is not None, item.omitted, tuple(alias.value for alias in item.aliases), item.name.span,
-                      item.record_text.span, self.stream(element, variables, axes), item.seen)
+                      item.optional is not None, item.omitted, tuple(alias.value for alias in (item.inside or item).aliases),
+                      item.name.span, item.record_text.span, self.stream(element, variables, axes), (item.inside or item).seen)
 
     def stream(self, element: Number, variables: tuple[Var, ...], axes: tuple[Axis, ...]) -> Stream | None:
         """The entropy code of the tensor, which holds bytes [N, K], or [N * K]."""

@@ -32,6 +32,7 @@ from qdsl.compiler.emit.tensors import (
     type_text,
     variables,
 )
+from qdsl.compiler.emit.torch.sections import cut_lines
 from qdsl.compiler.emit.views import BYTES, Chain, Label, region
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
@@ -40,7 +41,7 @@ from qdsl.core.layout import Slice
 
 def unpack_body(program: Program) -> list[str]:
     """Statements that turn the stored tensors into a dict of fields."""
-    lines: list[str] = []
+    lines = cut_lines(program)
     inside: dict[str, list[str]] = {}                            # of tensors that may be missing
     parts: dict[str, list[tuple[int, str]]] = {}
     for tensor in sorted(program.tensors, key=lambda tensor: tensor.optional):
