@@ -32,33 +32,24 @@ def unpack_fp6_llm(packed_floatx_data: Tensor, scale: Tensor, *, N: int, K: int)
     """Fields of packed_floatx_data uint8 [N/64 x K/16 x 256 + N/64 x K/16 x 512]; scale scale_type [N]."""
     high = packed_floatx_data[..., :256 * (N // 64 * (K // 16))].unflatten(-1, (N // 64, K // 16, 256))
     low = packed_floatx_data[..., 256 * (N // 64 * (K // 16)):].unflatten(-1, (N // 64, K // 16, 512))
-    q_high = torch.stack([high[..., 1:256:2].unflatten(-1, (2, 8, 8)) >> 6, high[..., 1:256:2].unflatten(-1, (2, 8, 8))
-        >> 4 & 3, high[..., 0:255:2].unflatten(-1, (2, 8, 8)) >> 6, high[..., 0:255:2].unflatten(-1, (2, 8, 8)) >> 4
-        & 3, high[..., 1:256:2].unflatten(-1, (2, 8, 8)) >> 2 & 3, high[..., 1:256:2].unflatten(-1, (2, 8, 8))
-        & 3, high[..., 0:255:2].unflatten(-1, (2, 8, 8)) >> 2 & 3, high[..., 0:255:2].unflatten(-1, (2, 8, 8)) & 3],
-        -3).unflatten(3, (2, 2, 2)).permute(0, 2, 3, 4, 6, 1, 5, 7).flatten(0, 4).flatten(1)
-    q_low = torch.stack([low[..., 1:512:2].unflatten(-1, (4, 8, 8)) >> 4, low[..., 1:512:2].unflatten(-1, (4, 8, 8))
-        & 15, low[..., 0:511:2].unflatten(-1, (4, 8, 8)) >> 4, low[..., 0:511:2].unflatten(-1, (4, 8, 8)) & 15],
-        -3).unflatten(3, (2, 2)).permute(0, 2, 3, 5, 1, 4, 6).flatten(0, 3).flatten(1)
+    q_bytes = high.unflatten(-1, (2, 8, 8, 2))
+    q_high = torch.stack([q_bytes >> 6, q_bytes >> 4 & 3, q_bytes >> 2 & 3, q_bytes & 3], -4).unflatten(3,
+        (2, 2)).flip(7).permute(0, 2, 3, 7, 5, 1, 4, 6).flatten(0, 4).flatten(1)
+    q_bytes2 = low.unflatten(-1, (4, 8, 8, 2))
+    q_low = torch.stack([q_bytes2 >> 4, q_bytes2 & 15], -3).flip(6).permute(0, 2, 6, 3, 1, 4, 5).flatten(0,
+        3).flatten(1)
     return {"s": scale, "q": q_low | q_high << 4}
 
 
 def pack_fp6_llm(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """packed_floatx_data, scale of the fields; the inverse of unpack_fp6_llm."""
-    high_bytes = torch.zeros(q.shape[0] // 64, q.shape[1] // 16, 256, dtype=torch.uint8, device=q.device)
-    q_split = q.unflatten(-1, (-1, 2, 8)).unflatten(0, (-1, 2, 2, 2, 8))
-    high_bytes[..., 0:255:2] |= ((q_split[:, :, 0, 1, :, :, 0] >> 4) << 6 | (q_split[:, :, 0, 1, :, :, 1] >> 4) << 4
-        | (q_split[:, :, 1, 1, :, :, 0] >> 4) << 2
-        | (q_split[:, :, 1, 1, :, :, 1] >> 4)).permute(0, 3, 1, 2, 4).flatten(2)
-    high_bytes[..., 1:256:2] |= ((q_split[:, :, 0, 0, :, :, 0] >> 4) << 6 | (q_split[:, :, 0, 0, :, :, 1] >> 4) << 4
-        | (q_split[:, :, 1, 0, :, :, 0] >> 4) << 2
-        | (q_split[:, :, 1, 0, :, :, 1] >> 4)).permute(0, 3, 1, 2, 4).flatten(2)
-    low_bytes = torch.zeros(q.shape[0] // 64, q.shape[1] // 16, 512, dtype=torch.uint8, device=q.device)
-    q_split2 = q.unflatten(-1, (-1, 2, 8)).unflatten(0, (-1, 4, 2, 8))
-    low_bytes[..., 0:511:2] |= ((q_split2[:, :, 1, :, :, 0] & 15) << 4
-        | (q_split2[:, :, 1, :, :, 1] & 15)).permute(0, 3, 1, 2, 4).flatten(2)
-    low_bytes[..., 1:512:2] |= ((q_split2[:, :, 0, :, :, 0] & 15) << 4
-        | (q_split2[:, :, 0, :, :, 1] & 15)).permute(0, 3, 1, 2, 4).flatten(2)
+    q_split = q.unflatten(-1, (-1, 2, 8)).unflatten(0, (-1, 2, 2, 2, 8)).flip(3)
+    high_bytes = ((q_split[:, :, 0, :, :, :, 0] >> 4) << 6 | (q_split[:, :, 0, :, :, :, 1] >> 4) << 4
+        | (q_split[:, :, 1, :, :, :, 0] >> 4) << 2
+        | (q_split[:, :, 1, :, :, :, 1] >> 4)).permute(0, 4, 1, 3, 5, 2).flatten(2)
+    q_split2 = q.unflatten(-1, (-1, 2, 8)).unflatten(0, (-1, 4, 2, 8)).flip(2)
+    low_bytes = ((q_split2[:, :, :, :, :, 0] & 15) << 4
+        | (q_split2[:, :, :, :, :, 1] & 15)).permute(0, 4, 1, 3, 5, 2).flatten(2)
     return {"packed_floatx_data": torch.cat([high_bytes.flatten(), low_bytes.flatten()], -1), "scale": s}
 
 

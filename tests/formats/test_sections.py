@@ -1,4 +1,4 @@
-"""Sections of rows and regions of tensors: files of the packages whose layouts they are, and cuts and joins of such weights."""
+"""Sections of rows, regions and planes of tensors: files of the packages whose layouts they are, cuts and joins."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from qdsl.core.shapes import axis
-from qdsl.generated import fbgemm_4bit, fbgemm_8bit, fp6_llm, ik_iq4_ks
+from qdsl.generated import any_precision, fbgemm_4bit, fbgemm_8bit, fp6_llm, ik_iq4_ks
 from qdsl.runtime import FormatError, PackedWeight
 from tests.kernels.test_kernels import DEVICE, dequantized
 from tests.support.formats import ROOT, same_bits
 
-GOLDEN = {"ik_iq4_ks": ik_iq4_ks, "fp6_llm": fp6_llm}
+GOLDEN = {"ik_iq4_ks": ik_iq4_ks, "fp6_llm": fp6_llm, "any_precision": any_precision}
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -76,6 +76,17 @@ def test_regions_mix_all_rows() -> None:
     assert same_bits(fp6_llm.dequantize(packed.shard("N", 64, 128), torch.float32), weight[64:])
     with pytest.raises(FormatError, match="multiple of 64"):
         fp6_llm.quantize(torch.randn(65, 64))
+
+
+def test_planes_are_cut_like_other_tensors() -> None:
+    with np.load(ROOT / "tests" / "data" / "sections" / "any_precision.npz") as file:
+        tensors, weight = ({key: torch.from_numpy(file[key]) for key in ("qweight", "lut4")}, torch.from_numpy(file["expected"]))
+    packed: PackedWeight = any_precision.wrap(tensors)
+    for dim, part in (("N", weight[1:3]), ("K", weight[:, 1024:])):
+        cut = packed.cut(dim, *((1, 3) if dim == "N" else (1024, 2048)))
+        assert same_bits(any_precision.dequantize(cut, torch.float32), part)
+    halves = [packed.cut("K", 0, 1024), packed.cut("K", 1024, 2048)]
+    assert same_bits(PackedWeight.join(halves, "K").tensors["qweight"], packed.tensors["qweight"])
 
 
 def test_axes_of_sections() -> None:

@@ -43,7 +43,7 @@ def grid(case: Case) -> list[tuple[int, int]]:
     most = max(MOST, math.prod(smallest(case)))
     candidates = [shape for shape in shapes(case, ROWS, COLUMNS) if shape[0] * shape[1] <= most]
     empty = [shape for shape in candidates if 0 in shape][:2]
-    filled = sorted((shape for shape in candidates if 0 not in shape), key=lambda s: (s[0] * s[1], s))
+    filled = sorted((shape for shape in candidates if 0 not in shape), key=lambda s: (s[0] * s[1], s)) or [smallest(case)]
     if case not in COVERING:
         return [([shape for shape in filled if shape[1] % 128] or filled)[-1], filled[len(filled) // 2], filled[-1]]
     return list(dict.fromkeys([*empty, *(filled[i * (len(filled) - 1) // 8] for i in range(9))]))

@@ -58,6 +58,9 @@ def stored_axes(tensors: Sequence[Tensor]) -> list[str]:
     if section is None:
         return tensor_axes(tensors[0])
     rows = 1 if section.by_rows else 0
+    if section.is_plane:
+        own = tensor_axes(tensors[0])
+        return [*own[:rows], str(len(tensors)), *own[rows:]]
     inner = [" x ".join(tensor_axes(tensor)[rows:]) or "1" for tensor in tensors]
     return [*tensor_axes(tensors[0])[:rows], " + ".join(inner)]
 

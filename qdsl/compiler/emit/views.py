@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import prod
 
 from qdsl.compiler.emit.digits import Cut, Digit
 
@@ -27,6 +25,11 @@ class Chain:
     def call(self, method: str) -> Chain:
         """The chain with a method called on it, which leaves the axes as they are."""
         return replace(self, text=f"{self.text}.{method}")
+
+    def in_rising_order(self) -> Chain:
+        """Digits whose bytes lie in the order of falling values the other way round; the same again takes that back."""
+        axes = [str(axis) for axis, label in enumerate(self.labels) if isinstance(label, Digit) and label.is_reversed]
+        return self.call(f"flip({', '.join(axes)})") if axes else self
 
     def permute(self, order: Sequence[Label]) -> Chain:
         """The axes in another order; nothing where they are in that order already."""
@@ -94,11 +97,11 @@ def region(records: Chain, cut: Cut, skip: int, size: int) -> tuple[Chain, tuple
         text = records.text if dense == size else f"{records.text}[..., {first}:{first + dense}]"
         return Chain(text, records.labels), tuple(inner)
     step = outer[-1].stride // 8
-    if any(slow.stride != fast.stride * fast.extent for slow, fast in pairwise(outer)) or (len(outer) > 1 and dense > 1):
+    if len(outer) > 1:
         return None
     if dense == 1:
-        stop = first + (prod(digit.extent for digit in outer) - 1) * step + 1
-        return Chain(f"{records.text}[..., {first}:{stop}:{step}]", records.labels), tuple(outer)
+        stop = first + (outer[0].extent - 1) * step + 1
+        return Chain(f"{records.text}[..., {first}:{stop}:{step}]", records.labels), (outer[0],)
     start = min(first, size - outer[0].extent * step)
     offset = first - start
     if start < 0 or offset + dense > step:

@@ -134,12 +134,14 @@ class Section:
     """Where a tensor lies in the stored tensor that holds it: its first element, and how many elements there are.
 
     Both count along a row (by_rows), which then is the first axis of the section too, or through the whole stored tensor.
+    is_plane: sections are alike, and the axis ahead of theirs, or behind that of rows, counts them.
     """
 
     holder: str
     by_rows: bool
     first: Index
     length: Index
+    is_plane: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Where the sections of stored tensors lie: one after the other in every row, or in the whole tensor."""
+"""Where the sections of stored tensors lie: one after the other in every row, or in the whole tensor; planes of bits are some."""
 
 from __future__ import annotations
 
@@ -6,9 +6,40 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from qdsl.compiler.ir.index import Index, product_of
-from qdsl.compiler.ir.program import Section, Tensor
+from qdsl.compiler.ir.program import Program, Section, Tensor
+from qdsl.compiler.passes.scope import Scope
+from qdsl.compiler.passes.type_fields import parameters
+from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec import model
 from qdsl.compiler.spec.source import Problems
+
+MOST_PLANES = 32                                                 # of bits, one tensor each
+
+
+def planes(program: Program, item: model.Tensor, problems: Problems) -> list[tuple[model.Tensor, dict[str, Index]]]:
+    """The tensor of every value of an axis whose variable says which bits are stored, `.at(3 - p):1`, and that value; the tensor
+    itself where no axis does.
+    """
+    axes = item.shape.axes if item.shape is not None else ()
+    digits = [digit for axis in axes for digit in axis.digits if digit is not None]
+    chosen = {word for line in item.record for part in line.fields for word in g.names(part.lo)}
+    loops = [digit for digit in digits if digit.name in chosen]
+    if not loops or item.shape is None:
+        return [(item, {})]
+    place = next((place for place, axis in enumerate(axes[:2]) if axis.digits == (loops[0],)), None)
+    constants = {**parameters(program), **{name: dim for name, dim in program.dims.items() if dim.is_const}}
+    count = Scope(constants, f"the shape of '{item.name}'", Problems()).const(loops[0].extent, "an extent")
+    if place is None or len(loops) > 1 or count is None or not 1 <= count <= MOST_PLANES:
+        problems.add(loops[0].span, f"'{loops[0].name}' chooses bits: it is the first axis of '{item.name}', or the second, with "
+                                    f"a constant extent of up to {MOST_PLANES}")
+        return []
+    if item.inside is not None or item.optional is not None or item.stream is not None:
+        problems.add(item.name.span, f"'{item.name}' has an axis that chooses bits: it is no section, not optional and no stream")
+        return []
+    shape = replace(item.shape, axes=(*axes[:place], *axes[place + 1:]))
+    inside = model.Sectioned(item.name, place == 1, item.aliases, item.seen, is_planes=True)
+    return [(replace(item, name=replace(item.name, value=f"{item.name}_{i}"), shape=shape, inside=inside),
+             {loops[0].name: Index(i)}) for i in range(count)]
 
 
 def placed_sections(tensors: Sequence[Tensor], written: Sequence[model.Tensor], problems: Problems) -> tuple[Tensor, ...]:
@@ -23,7 +54,7 @@ def placed_sections(tensors: Sequence[Tensor], written: Sequence[model.Tensor], 
             continue
         lengths = [_length(other, holder.by_rows) for other in sections]
         before = sections.index(tensor)
-        section = Section(holder.name.value, holder.by_rows, _sum(lengths[:before]), _sum(lengths))
+        section = Section(holder.name.value, holder.by_rows, _sum(lengths[:before]), _sum(lengths), holder.is_planes)
         placed.append(replace(tensor, section=section))
     return tuple(placed)
 

@@ -67,13 +67,14 @@ class Stored:
 class Sectioned:
     """A stored tensor that holds others one after the other: in every row (by_rows), or in the whole tensor.
 
-    seen: the shape that files give it.
+    seen: the shape that files give it.  is_planes: they are alike, and an axis of the tensor counts them.
     """
 
     name: Text
     by_rows: bool
     aliases: tuple[Text, ...]
     seen: tuple[Text, ...]
+    is_planes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,8 @@ def _more_arguments(program: Program, reference: Reference, always: Sequence[str
 def _is_whole(program: Program) -> bool:
     """Whether rows cannot be taken apart: a tensor, or the groups of a field, go through the whole weight."""
     groups = [atom for field in program.fields for index in field.index if (atom := ix.flat_of(index)) and atom.op == "mod"]
-    regions = any(tensor.section is not None and not tensor.section.by_rows for tensor in program.tensors)
+    sections = [tensor.section for tensor in program.tensors if tensor.section is not None]
+    regions = any(not section.by_rows and not section.is_plane for section in sections)
     return bool(groups) or regions or not all(placement.plain or _by_rows(tensor, placement)
                                    for tensor in program.tensors for placement in tensor.placements)
 

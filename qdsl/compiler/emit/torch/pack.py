@@ -90,7 +90,7 @@ def _records(program: Program, tensor: Tensor, lines: list[str]) -> Chain:
     size = tensor.record_bits // 8
     parts = [(placement, part) for placement in tensor.placements for part in placement.slices]
     order = variables(tensor)
-    if len(parts) == 1 and parts[0][1].filled == tensor.record_bits and len(cut_slice(tensor, *parts[0]).skips) == 1:
+    if len(parts) == 1 and parts[0][1].filled == tensor.record_bits:
         placement, part = parts[0]
         field = program.field(placement.field)
         cuts = cut_slice(tensor, placement, part)
@@ -192,6 +192,7 @@ def _split(program: Program, tensor: Tensor, placement: Placement, cuts: Cut, li
     chain = Chain(text, tuple(f"axis {axis}" for axis in range(len(wanted))))
     for axis in reversed(range(len(wanted))):
         chain = chain.unflatten(axis, wanted[axis], _sizes(tensor, wanted[axis]))
+    chain = chain.in_rising_order()
     if len(cuts.lanes) == 1:
         return chain
     return Chain(named(lines, f"{field.name}_split", chain.text, arguments(program)), chain.labels)

@@ -12,16 +12,18 @@ from qdsl.compiler.ir.program import Program, Tensor
 
 def cut_lines(program: Program) -> list[str]:
     """Statements that set every section, in its own axes."""
-    return [f"{tensor.name} = {_cut(tensor, is_last=tensor is sections[-1])}"
-            for sections in program.stored.values() for tensor in sections if tensor.section is not None]
+    return [f"{tensor.name} = {_cut(tensor, place, len(sections))}"
+            for sections in program.stored.values() for place, tensor in enumerate(sections) if tensor.section is not None]
 
 
-def _cut(tensor: Tensor, is_last: bool) -> str:
+def _cut(tensor: Tensor, place: int, count: int) -> str:
     section = tensor.section
     assert section is not None
+    if section.is_plane:
+        return f"{section.holder}[{':, ' if section.by_rows else ''}{place}]"
     extents = _extents(tensor)
     start = "" if section.first == Index(0) else ix.text(section.first)
-    stop = "" if is_last else ix.text(section.first + ix.product_of(extents))
+    stop = "" if place == count - 1 else ix.text(section.first + ix.product_of(extents))
     text = f"{section.holder}[..., {start}:{stop}]"
     if len(extents) == 1:
         return text
@@ -32,8 +34,11 @@ def _cut(tensor: Tensor, is_last: bool) -> str:
 
 def joined(sections: Sequence[Tensor], texts: Sequence[str]) -> str:
     """The stored tensor of the texts of its sections; a tensor without sections as it is."""
-    if sections[0].section is None:
+    section = sections[0].section
+    if section is None:
         return texts[0]
+    if section.is_plane:
+        return f"torch.stack([{', '.join(map(bare, texts))}], {int(section.by_rows)})"
     shown = [_flat(tensor, text) for tensor, text in zip(sections, texts, strict=True)]
     return bare(shown[0]) if len(shown) == 1 else f"torch.cat([{', '.join(map(bare, shown))}], -1)"
 

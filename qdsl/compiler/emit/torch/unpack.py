@@ -158,7 +158,7 @@ def _slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, reco
     else:
         chain = _lanes(field, tensor, cuts, records, lines, taken)
     wanted = element_labels(placement, cuts)
-    chain = chain.permute([label for group in wanted for label in group])
+    chain = chain.in_rising_order().permute([label for group in wanted for label in group])
     if not alone and not placement.plain:
         raise Unsupported(f"the elements of '{field.name}' in '{tensor.name}' lie in ranges, and records between them")
     if not alone and placement.tiles[-1][0]:
