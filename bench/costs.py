@@ -63,7 +63,7 @@ def calls(packed: PackedWeight, arch: str) -> Iterator[tuple[str, Call]]:
             if configure.has_skinny_streams(_x(rows, k), packed):
                 for call in streams.skinny_calls(_x(rows, k), packed, None, _x(rows, n)):
                     yield costs.config_key("skinny", *costs.configuration(call.constants)), call
-        if packed.layout.kernels.lanes is not None and not packed.layout.streams:
+        if packed.layout.kernels.matrix_unit is not None and not packed.layout.streams:
             yield from _matrix_calls(packed)
 
 
@@ -71,7 +71,7 @@ def _matrix_calls(packed: PackedWeight) -> Iterator[tuple[str, Call]]:
     """The launches of kernels for matrix units, in each configuration of `configs`."""
     n, k = packed.shape
     for kind, rows in (("gemv", 1), ("skinny", 8), ("tile_gemm", 16)):
-        for config in configs(packed, kind) if launch.has_lanes(_x(rows, k), packed) else ():
+        for config in configs(packed, kind) if launch.fits_matrix_units(_x(rows, k), packed) else ():
             rows = config.get("BM", rows)
             if kind in plan.kinds(packed, rows, X, torch.device("meta")):
                 candidate = costs.Candidate(kind, config)

@@ -1,4 +1,4 @@
-"""bfloat16 without loss, on one thread, in numpy; MB/s are 1e6 bytes of the bfloat16 weight per second.
+"""bfloat16 without loss, on one thread; MB/s are 1e6 bytes of the bfloat16 weight per second.
 
 df11's encoder is timed beside that of the dfloat11 package, which makes the same bytes, where that is installed (`pip install
 --no-deps dfloat11==0.5.0 dahuffman==0.4.2`); goals are 35 times a rate of it measured elsewhere.  It decodes on GPUs alone.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,16 +17,18 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from bench.figure import Figure, rates, ratios
 from bench.timing import Side, WrongResult, calls
-from bench.weights import BF16_BYTES, SHAPE, floats
+from bench.weights import BF16_BYTES, SHAPE, floats, format_of
 from qdsl.codecs.huffman_windows.reference import THREADS
 from qdsl.jobs.compress import codecs
 
 PACKAGE = 3.4                                                    # MB/s of dfloat11 0.5.0, elsewhere
 TIMES = 35.0
 GOALS = {"df11": (TIMES * PACKAGE, TIMES * PACKAGE), "hlane": (150.0, None), "fix4": (150.0, None)}    # MB/s, encode and decode
+DECODED = {"df11": None, "hlane": 400.0, "fix4": 1500.0}         # MB/s, by `dequantize`
 BITS = {"df11": 10.80, "hlane": 10.79, "fix4": 12.02}            # of a weight whose numbers are normal
 FEW = 3                                                          # rounds of the package, which takes seconds
 
@@ -36,6 +38,11 @@ def figures(rounds: int) -> Iterator[Figure]:
     if _utilities() is not None:
         theirs, mine = calls([Side(package), Side(encode, {"name": "df11"})], min(rounds, FEW))
         yield Figure("encode df11 to dfloat11", "x", ratios(theirs, mine), TIMES, note="same bytes")
+    for name, goal in DECODED.items():
+        for what, side, least in (("quantize", quantize, None), ("dequantize", dequantize, goal), ("linear", product, None)):
+            [seconds] = calls([Side(side, {"name": name})], rounds)
+            note = "of bf16 weight" + (", one row of x" if side is product else "")
+            yield Figure(f"{what} {name}", "MB/s", rates(BF16_BYTES / 1e6, seconds), least, note=note)
     for name, (encoding, decoding) in GOALS.items():
         note = "of bf16 weight" + (f"; dfloat11 {PACKAGE} MB/s, elsewhere" if name == "df11" else "")
         [encode_seconds] = calls([Side(encode, {"name": name})], rounds)
@@ -65,6 +72,28 @@ def decode(name: str) -> Callable[[], NDArray[np.uint16]]:
     bits = weight()
     tensors = codecs.encode(name, [bits], THREADS)
     return lambda: codecs.decode(name, tensors, [bits.shape], THREADS)[0]
+
+
+def quantize(name: str) -> Callable[[], Mapping[str, Tensor]]:
+    """The packed weight's tensors of the numbers, by the format's module."""
+    weight, form = floats(torch.bfloat16), format_of(name)
+    return lambda: form.quantize(weight).tensors
+
+
+def dequantize(name: str) -> Callable[[], Tensor]:
+    """The numbers of the packed weight, which must be the weight's."""
+    weight, form = floats(torch.bfloat16), format_of(name)
+    packed_weight = form.quantize(weight)
+    if not torch.equal(form.dequantize(packed_weight, torch.bfloat16), weight):
+        raise WrongResult(f"{name} decodes to another weight")
+    return lambda: form.dequantize(packed_weight, torch.bfloat16)
+
+
+def product(name: str) -> Callable[[], Tensor]:
+    """A row of x times the packed weight's transpose."""
+    form = format_of(name)
+    packed_weight, x = form.quantize(floats(torch.bfloat16)), torch.ones(1, SHAPE[1], dtype=torch.bfloat16)
+    return lambda: form.linear(x, packed_weight)
 
 
 def package() -> Callable[[], dict[str, Any]]:

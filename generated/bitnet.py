@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import ternary
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, pad,
-        spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
+        as_type, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -135,9 +135,9 @@ VARIANT = Variant(
             "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
             "s": Stored("scale_type", bits=("s[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", divides=True,
-                lanes=Lanes(skinny, tile_gemm=tile_gemm, words=bitplanes.words_2, numbers=bitplanes.u2,
-                    finish=_finish_planar, row_fields=(GroupField("s", 0, 0),), width=2, bits=2, ones=True,
-                    zero=(-1, -129), exact=True, spans=(4,)))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_2,
+                    numbers=bitplanes.u2, finish=_finish_planar, row_fields=(GroupField("s", 0, 0),), width=2, bits=2,
+                    ones=True, zero=(-1, -129), exact=True, spans=(4,)))),
     },
     decode=decode, encode=encode,
 )

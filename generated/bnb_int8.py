@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float,
-        as_type, pad, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8,
+        as_float, as_type, pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -130,16 +130,16 @@ VARIANT = Variant(
             "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
             "SCB": Stored("f32", "N", aliases=("weight.SCB",), bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=_finish_bitsandbytes,
-                    row_fields=(GroupField("SCB", 1, 0),), in_order=True, width=8, bits=8, signed=True,
-                    base=(128, 2304), ones=True, double=True, narrow=Narrow(w8a8, "i8", "weight")))),
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8,
+                    finish=_finish_bitsandbytes, row_fields=(GroupField("SCB", 1, 0),), in_order=True, width=8, bits=8,
+                    signed=True, base=(128, 2304), ones=True, double=True, w8a8=W8A8(w8a8, "i8", "weight")))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("f32", "N", bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.i8,
-                    finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), width=8, bits=8, signed=True,
-                    base=(128, 2304), ones=True, double=True, zero=(-128, -128)))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
+                    numbers=bitplanes.i8, finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), width=8, bits=8,
+                    signed=True, base=(128, 2304), ones=True, double=True, zero=(-128, -128)))),
     },
     decode=decode, encode=encode,
 )

@@ -7,7 +7,7 @@
 
     df11: 10.8 bits per weight where weights are normal
 
-Built from the spec df11 (sha256 457082163f96c176) by qdsl 0.1.0.
+Built from the spec df11 (sha256 89e3f1682d96b077) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -95,8 +95,9 @@ FORMAT = Format(
     name="df11", title="DFloat11, bfloat16 without loss, exponents in a Huffman code of at most 32 bits",
     source="dfloat11 0.5.0 dfloat11_utils.py, encode_weights and get_luts", formula="v",
     variants={(): VARIANT},
-    detect={"parts": "split_positions"},
-    digest="457082163f96c176",
+    detect={"parts": {"begins": "split_positions", "settings": "dfloat11_config", "names": "pattern_dict",
+        "threads": "threads_per_block", "alone": "hlane"}},
+    digest="89e3f1682d96b077",
 )
 SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty,
-        joined, pad, spread, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
+        as_type, empty, joined, pad, spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -151,9 +151,9 @@ VARIANT = Variant(
             "s": Stored("f16", "N", bits=("s[1@0]",)),
             "b": Stored("f16", "N", bits=("b[1@0]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
-                    finish=_finish_planar, row_fields=(GroupField("s", 1, 0), GroupField("b", 1, 0)), ones=True,
-                    sums_in_tile_gemm=True))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.u4, finish=_finish_planar,
+                    row_fields=(GroupField("s", 1, 0), GroupField("b", 1, 0)), ones=True, sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, importance=True,
 )

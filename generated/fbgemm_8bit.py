@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty,
-        pad, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
+        as_type, empty, pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -134,9 +134,10 @@ VARIANT = Variant(
             "s": Stored("f32", "N", bits=("s[1@0]",)),
             "b": Stored("f32", "N", bits=("b[1@0]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.u8,
-                    finish=_finish_planar, row_fields=(GroupField("s", 1, 0), GroupField("b", 1, 0)), width=8, bits=8,
-                    base=(0, 2176), ones=True, double=True, zero=(0, 0), sums_in_tile_gemm=True))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
+                    numbers=bitplanes.u8, finish=_finish_planar,
+                    row_fields=(GroupField("s", 1, 0), GroupField("b", 1, 0)), width=8, bits=8, base=(0, 2176),
+                    ones=True, double=True, zero=(0, 0), sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode,
 )

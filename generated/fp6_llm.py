@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime import Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e3m2
@@ -160,13 +160,14 @@ VARIANT = Variant(
             "q_1": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(4):2[1@0, 2:16 4:4@1 4:4 4:1@1 2:2 16@1]",)),
             "s": Stored("scale_type", "N", bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, tile_gemm=tile_gemm, words=bitplanes.words_6, numbers=bitplanes.e3m2,
-                    finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), width=8, bits=0, unit=(4096.0, 1.0),
-                    base=(0, 0), zero=(0, 0), spans=(0, 2)))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_6,
+                    numbers=bitplanes.e3m2, finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), width=8,
+                    bits=0, unit=(4096.0, 1.0), base=(0, 0), zero=(0, 0), spans=(0, 2)))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
+    scheme="absmax", roles={"code": "q", "scale": "s"},
 )
 
 FORMAT = Format(

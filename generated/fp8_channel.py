@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Stream, Variant, as_type,
-        cdiv, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Stream, Variant, W8A8,
+        as_type, cdiv, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
@@ -199,23 +199,26 @@ VARIANT = Variant(
             "weight_scale": Stored("scale_type", "N", "1", aliases=("weight_scale_inv", "scale", "qscale_weight"),
                 bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=_finish_safetensors,
-                    row_fields=(GroupField("weight_scale", 1, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0),
-                    base=(0, 0), codes="weight", special=127, narrow=Narrow(w8a8, "e4m3", "weight")))),
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3,
+                    finish=_finish_safetensors, row_fields=(GroupField("weight_scale", 1, 0),), in_order=True, width=8,
+                    bits=0, unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127,
+                    w8a8=W8A8(w8a8, "e4m3", "weight")))),
         "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
             "qdata": Stored("e4m3", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("scale_type", "N", "1", aliases=("_weight_scale",), bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=_finish_safetensors,
-                    row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0),
-                    base=(0, 0), codes="qdata", special=127, narrow=Narrow(w8a8, "e4m3", "qdata")))),
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3,
+                    finish=_finish_safetensors, row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8,
+                    bits=0, unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127,
+                    w8a8=W8A8(w8a8, "e4m3", "qdata")))),
         "quanto": Storage(unpack=unpack_quanto, pack=pack_quanto, tensors={
             "data": Stored("e4m3", "N", "K", aliases=("weight._data",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("scale_type", "N", "1", aliases=("weight._scale",), bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=_finish_safetensors,
-                    row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0),
-                    base=(0, 0), codes="data", special=127, narrow=Narrow(w8a8, "e4m3", "data")))),
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3,
+                    finish=_finish_safetensors, row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8,
+                    bits=0, unit=(256.0, 1.0), base=(0, 0), codes="data", special=127,
+                    w8a8=W8A8(w8a8, "e4m3", "data")))),
         "fp8_lane": Storage(unpack=unpack_fp8_lane, pack=pack_fp8_lane, reads=("K",),
                 streams={"exponents": Stream("huffman_lanes", Stored("u8", "N", "K"), words="words", starts="starts",
                     table="table")},
@@ -232,13 +235,14 @@ VARIANT = Variant(
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("scale_type", "N", bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.e4m3,
-                    finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), width=8, bits=0, unit=(256.0, 1.0),
-                    base=(0, 0), zero=(0, 0), codes="q", special=127))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
+                    numbers=bitplanes.e4m3, finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), width=8,
+                    bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
+    scheme="absmax", roles={"code": "q", "scale": "s"},
 )
 
 FORMAT = Format(

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8,
+        as_type, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
@@ -171,29 +172,30 @@ VARIANT = Variant(
             "weight_scale": Stored("scale_type", "1",
                 aliases=("weight_scale_inv", "scale", "qscale_weight", "scale_weight"), optional="s", bits=("s[]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=_finish_safetensors,
-                    row_fields=(GroupField("weight_scale", 0, 0, default=1.0),), in_order=True, width=8, bits=0,
-                    unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127,
-                    narrow=Narrow(w8a8, "e4m3", "weight")))),
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3,
+                    finish=_finish_safetensors, row_fields=(GroupField("weight_scale", 0, 0, default=1.0),),
+                    in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127,
+                    w8a8=W8A8(w8a8, "e4m3", "weight")))),
         "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, always=("s",), tensors={
             "qdata": Stored("e4m3", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("scale_type", "1", "1", aliases=("_weight_scale",), bits=("s[]",)),
         }, kernels=Kernels(_decode_torchao, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=_finish_safetensors,
-                    row_fields=(GroupField("scale", 0, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0),
-                    base=(0, 0), codes="qdata", special=127, narrow=Narrow(w8a8, "e4m3", "qdata")))),
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3,
+                    finish=_finish_safetensors, row_fields=(GroupField("scale", 0, 0),), in_order=True, width=8,
+                    bits=0, unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127,
+                    w8a8=W8A8(w8a8, "e4m3", "qdata")))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("scale_type", optional="s", bits=("s[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.e4m3,
-                    finish=_finish_planar, row_fields=(GroupField("s", 0, 0, default=1.0),), width=8, bits=0,
-                    unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
+                    numbers=bitplanes.e4m3, finish=_finish_planar, row_fields=(GroupField("s", 0, 0, default=1.0),),
+                    width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
-    defaults={"s": 1},
+    scheme="absmax", roles={"code": "q", "scale": "s"}, defaults={"s": 1},
 )
 
 FORMAT = Format(

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float,
-        as_type, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8,
+        as_float, as_type, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -137,21 +137,22 @@ VARIANT = Variant(
             "weight_scale_inv": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", aliases=("weight_scale", "scale"),
                 bits=("s[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, scale=_scale_safetensors,
-                    group_fields=(GroupField("weight_scale_inv", "bn", "bk"),), blocks=("bk",), in_order=True, width=8,
-                    bits=8, signed=True, base=(128, 2304), double=True,
-                    narrow=Narrow(w8a8, "i8", "weight", groups=True)))),
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8,
+                    scale=_scale_safetensors, group_fields=(GroupField("weight_scale_inv", "bn", "bk"),),
+                    blocks=("bk",), in_order=True, width=8, bits=8, signed=True, base=(128, 2304), double=True,
+                    w8a8=W8A8(w8a8, "i8", "weight", groups=True)))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", bits=("s[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.i8,
-                    scale=_scale_planar, group_fields=(GroupField("s", "bn", "bk"),), blocks=("bk",), size=32, width=8,
-                    bits=8, signed=True, base=(128, 2304), double=True, zero=(-128, -128)))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
+                    numbers=bitplanes.i8, scale=_scale_planar, group_fields=(GroupField("s", "bn", "bk"),),
+                    blocks=("bk",), size=32, width=8, bits=8, signed=True, base=(128, 2304), double=True,
+                    zero=(-128, -128)))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
-    cuts=("ceil(N/bn)", "ceil(K/bk)"),
+    scheme="absmax", roles={"code": "q", "scale": "s"}, settings={"divisor": 127}, cuts=("ceil(N/bn)", "ceil(K/bk)"),
 )
 
 FORMAT = Format(

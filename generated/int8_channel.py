@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float,
-        as_type, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8,
+        as_float, as_type, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -235,20 +235,22 @@ VARIANT = Variant(
             "weight_scale": Stored("scale_type", "N", "1", bits=("s[1@0]",)),
             "weight_zero_point": Stored("i8", "N", "1", optional="z", bits=("z[1@0]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=_finish_safetensors,
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8,
+                    finish=_finish_safetensors,
                     row_fields=(GroupField("weight_scale", 1, 0),
                     GroupField("weight_zero_point", 1, 0, 8, default=0.0)), in_order=True, width=8, bits=8,
                     signed=True, base=(128, 2304), ones=True, double=True,
-                    narrow=Narrow(w8a8, "i8", "weight", sums=True)))),
+                    w8a8=W8A8(w8a8, "i8", "weight", sums=True)))),
         "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
             "qdata": Stored("i8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("scale_type", "N", "1", aliases=("_weight_scale",), bits=("s[1@0]",)),
             "zero_point": Stored("i8", "N", "1", aliases=("_weight_zero_point",), optional="z", bits=("z[1@0]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=_finish_safetensors,
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8,
+                    finish=_finish_safetensors,
                     row_fields=(GroupField("scale", 1, 0), GroupField("zero_point", 1, 0, 8, default=0.0)),
                     in_order=True, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
-                    narrow=Narrow(w8a8, "i8", "qdata", sums=True)))),
+                    w8a8=W8A8(w8a8, "i8", "qdata", sums=True)))),
         "quanto": Storage(unpack=unpack_quanto, pack=pack_quanto, where=("z",), options={"divisor": 127}, tensors={
             "data": Stored("i8", "N", "K", aliases=("weight._data",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("scale_type", "N", "1", aliases=("weight._scale",), bits=("s[1@0]",)),
@@ -263,14 +265,14 @@ VARIANT = Variant(
             "s": Stored("scale_type", "N", bits=("s[1@0]",)),
             "z": Stored("i8", "N", optional="z", bits=("z[1@0]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.i8,
-                    finish=_finish_planar, row_fields=(GroupField("s", 1, 0), GroupField("z", 1, 0, 8, default=0.0)),
-                    width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True, zero=(-128, -128),
-                    sums_in_tile_gemm=True))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
+                    numbers=bitplanes.i8, finish=_finish_planar,
+                    row_fields=(GroupField("s", 1, 0), GroupField("z", 1, 0, 8, default=0.0)), width=8, bits=8,
+                    signed=True, base=(128, 2304), ones=True, double=True, zero=(-128, -128), sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
-    defaults={"z": 0},
+    scheme="absmax", roles={"code": "q", "scale": "s"}, settings={"divisor": 127.5}, defaults={"z": 0},
 )
 
 FORMAT = Format(

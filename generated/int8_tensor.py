@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Narrow, Storage, Stored, Variant, as_float,
-        as_type, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8,
+        as_float, as_type, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -174,33 +174,35 @@ VARIANT = Variant(
             "weight_scale": Stored("scale_type", "1", bits=("s[]",)),
             "weight_zero_point": Stored("i8", "1", optional="z", bits=("z[]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=_finish_safetensors,
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8,
+                    finish=_finish_safetensors,
                     row_fields=(GroupField("weight_scale", 0, 0),
                     GroupField("weight_zero_point", 0, 0, 8, default=0.0)), in_order=True, width=8, bits=8,
                     signed=True, base=(128, 2304), ones=True, double=True,
-                    narrow=Narrow(w8a8, "i8", "weight", sums=True)))),
+                    w8a8=W8A8(w8a8, "i8", "weight", sums=True)))),
         "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
             "qdata": Stored("i8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("scale_type", "1", "1", aliases=("_weight_scale",), bits=("s[]",)),
             "zero_point": Stored("i8", "1", "1", aliases=("_weight_zero_point",), optional="z", bits=("z[]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=_finish_safetensors,
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8,
+                    finish=_finish_safetensors,
                     row_fields=(GroupField("scale", 0, 0), GroupField("zero_point", 0, 0, 8, default=0.0)),
                     in_order=True, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
-                    narrow=Narrow(w8a8, "i8", "qdata", sums=True)))),
+                    w8a8=W8A8(w8a8, "i8", "qdata", sums=True)))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("scale_type", bits=("s[]",)),
             "z": Stored("i8", optional="z", bits=("z[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.i8,
-                    finish=_finish_planar, row_fields=(GroupField("s", 0, 0), GroupField("z", 0, 0, 8, default=0.0)),
-                    width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True, zero=(-128, -128),
-                    sums_in_tile_gemm=True))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
+                    numbers=bitplanes.i8, finish=_finish_planar,
+                    row_fields=(GroupField("s", 0, 0), GroupField("z", 0, 0, 8, default=0.0)), width=8, bits=8,
+                    signed=True, base=(128, 2304), ones=True, double=True, zero=(-128, -128), sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
-    defaults={"z": 0},
+    scheme="absmax", roles={"code": "q", "scale": "s"}, settings={"divisor": 127.5}, defaults={"z": 0},
 )
 
 FORMAT = Format(

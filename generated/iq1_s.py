@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_shifts
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant,
-        as_float, as_type, integer, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table,
+        Variant, as_float, as_type, integer, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -318,8 +318,8 @@ VARIANT = Variant(
             "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
             "down": Stored("u8", "N", "K/32", bits=("down[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2, numbers=bitplanes.u2,
-                    scale=_scale_planar,
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2,
+                    numbers=bitplanes.u2, scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 3), GroupField("down", 1, 32, 1)),
                     blocks=("256", "32"), size=32, width=2, bits=2, sums_in_tile_gemm=True, spans=(4,)))),
     },

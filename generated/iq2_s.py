@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant,
-        as_float, as_type, empty, joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table,
+        Variant, as_float, as_type, empty, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -277,8 +277,8 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
             "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k", tables=(LEVELS,),
-                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_3, numbers=bitplanes.entries_of_8,
-                    table=_table_planar, scale=_scale_planar,
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_3,
+                    numbers=bitplanes.entries_of_8, table=_table_planar, scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 4)), blocks=("256", "16"), size=16,
                     width=8, bits=0, base=(43, 171)))),
     },

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant,
-        as_float, as_type, empty, joined, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table,
+        Variant, as_float, as_type, empty, joined, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -206,9 +206,10 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
             "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
-                    scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)),
-                    blocks=("256", "32"), size=32, sums_in_tile_gemm=True))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.u4, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)), blocks=("256", "32"), size=32,
+                    sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, importance=True,
 )

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, RowCodes, Storage, Stored, Table, Variant,
-        as_float, as_type, integer)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table,
+        Variant, as_float, as_type, integer)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -206,7 +206,7 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
             "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.entries_of_16, table=_table_planar, scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)), blocks=("256", "32"), size=32,
                     width=8, bits=0, base=(62, 190), zero=(-62, -190)))),

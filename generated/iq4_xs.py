@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_levels
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty,
-        joined, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
+        as_type, empty, joined, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -180,7 +180,7 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
             "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.wide_entries_of_16, table=_table_planar, scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6)), blocks=("256", "32"), size=32,
                     width=8, bits=0, base=(127, 0), zero=(-127, 0)))),

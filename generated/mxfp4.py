@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty, pad
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
+        as_type, empty, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e8m0h
@@ -136,11 +137,11 @@ VARIANT = Variant(
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
             "e": Stored("e8m0h", "N", "K/32", bits=("e[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.e2m1,
-                    scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0h"),), blocks=("32",), size=32,
-                    width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0), zero=(0, 0)))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.e2m1, scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0h"),),
+                    blocks=("32",), size=32, width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0), zero=(0, 0)))),
     },
-    decode=decode, encode=encode,
+    decode=decode, encode=encode, scheme="absmax_level", roles={"code": "q", "scale": "e"}, settings={"level": LEVEL},
 )
 
 FORMAT = Format(

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, joined,
-        pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
+        as_type, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -149,7 +149,7 @@ VARIANT = Variant(
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
             "s": Stored("f32", "N", "K/block"),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.float_entries_of_16, table=_table_planar, scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "block"),), blocks=("block",), size=32, width=8, bits=0,
                     unit=(2.0, 1.0), base=(0, 0), zero=(0, 0)))),

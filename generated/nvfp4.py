@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Table, Variant, as_type, empty,
-        pad, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
+        as_type, empty, pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import ue4m3
@@ -175,12 +175,13 @@ VARIANT = Variant(
             "e": Stored("ue4m3", "N", "K/16", bits=("e[1@0, 1@1]",)),
             "s": Stored("f32", optional="s", bits=("s[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
-                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1, scale=_scale_planar,
-                    finish=_finish_planar, group_fields=(GroupField("e", 1, 16, "ue4m3"),),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1,
+                    scale=_scale_planar, finish=_finish_planar, group_fields=(GroupField("e", 1, 16, "ue4m3"),),
                     row_fields=(GroupField("s", 0, 0, default=1.0),), blocks=("16",), size=16, width=8, bits=0,
                     unit=(16384.0, 1.0), base=(0, 0)))),
     },
-    decode=decode, encode=encode, defaults={"s": 1},
+    decode=decode, encode=encode, scheme="absmax_level", roles={"code": "q", "scale": "e"},
+    settings={"level": LEVEL, "factor": 0.5}, defaults={"s": 1},
 )
 
 FORMAT = Format(

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nested_absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, joined,
-        pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type,
+        cdiv, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e4m3
@@ -289,8 +289,8 @@ VARIANT = Variant(
             "g": Stored("f32", optional="g", bits=("g[]",)),
             "s": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1, scale=_scale_planar,
-                    finish=_finish_planar, group_fields=(GroupField("s", 1, 16, "e4m3"),),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1,
+                    scale=_scale_planar, finish=_finish_planar, group_fields=(GroupField("s", 1, 16, "e4m3"),),
                     row_fields=(GroupField("g", 0, 0, default=1.0),), blocks=("16",), size=16, width=8, bits=0,
                     unit=(16384.0, 1.0), base=(0, 0)))),
     },

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, joined,
-        pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type,
+        cdiv, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e8m0
@@ -294,13 +294,14 @@ VARIANT = Variant(
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
             "e": Stored("e8m0", "N", "K/32", bits=("e[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.e2m1,
-                    scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",), size=32,
-                    width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0), zero=(0, 0)))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.e2m1, scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0"),),
+                    blocks=("32",), size=32, width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0), zero=(0, 0)))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
+    scheme="absmax", roles={"code": "q", "scale": "e"}, settings={"power": "floor"},
 )
 
 FORMAT = Format(

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import meansign
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty,
-        joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
+        as_type, empty, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -144,9 +144,9 @@ VARIANT = Variant(
             "q": Stored("i32", "N", "16*ceil(K/512)", bits=("q[1@0, 2:16 4:4@1 2:1 2:8 4:1@1 4:2 16@1]",)),
             "d": Stored("f16", "N", "K/128", bits=("d[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/512)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_1, numbers=bitplanes.u1,
-                    scale=_scale_planar, group_fields=(GroupField("d", 1, 128),), blocks=("128",), width=1, bits=1,
-                    sums_in_tile_gemm=True, spans=(2,)))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_1,
+                    numbers=bitplanes.u1, scale=_scale_planar, group_fields=(GroupField("d", 1, 128),),
+                    blocks=("128",), width=1, bits=1, sums_in_tile_gemm=True, spans=(2,)))),
     },
     decode=decode, encode=encode,
 )

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type,
-        workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
+        as_type, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -196,7 +196,8 @@ VARIANT = Variant(
             "dmin": Stored("f16", "N", "K/256", bits=("dmin[1@0, 1@1]",)),
             "mn": Stored("u8", "N", "K/16", bits=("mn[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_2, numbers=bitplanes.u2, scale=_scale_planar,
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_2, numbers=bitplanes.u2,
+                    scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 4), GroupField("dmin", 1, 256),
                     GroupField("mn", 1, 16, 4)), blocks=("256", "16"), size=16, width=2, bits=2))),
     },

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty,
-        pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
+        as_type, empty, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -191,9 +191,9 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
             "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_3, numbers=bitplanes.u3, scale=_scale_planar,
-                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 6)), blocks=("256", "16"), size=16,
-                    width=2, bits=3))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_3, numbers=bitplanes.u3,
+                    scale=_scale_planar, group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 6)),
+                    blocks=("256", "16"), size=16, width=2, bits=3))),
     },
     decode=decode, encode=encode, importance=True,
 )

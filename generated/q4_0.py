@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import signmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty,
-        pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
+        as_type, empty, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -139,12 +139,13 @@ VARIANT = Variant(
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
-                    scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",), size=32,
-                    zero=(-8, -136), exact=True))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.u4, scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",),
+                    size=32, zero=(-8, -136), exact=True))),
     },
     decode=decode, encode=encode, importance=True,
-    options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")},
+    options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")}, scheme="signmax",
+    roles={"code": "q", "scale": "d"}, settings={"divisor": -8, "by": "exact", "ties": "up", "offset": 8},
 )
 
 FORMAT = Format(

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty,
-        pad, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
+        as_type, empty, pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -156,9 +156,10 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
             "m": Stored("f16", "N", "K/32", bits=("m[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
-                    scale=_scale_planar, group_fields=(GroupField("d", 1, 32), GroupField("m", 1, 32)), blocks=("32",),
-                    size=32, sums_in_tile_gemm=True))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.u4, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 32), GroupField("m", 1, 32)), blocks=("32",), size=32,
+                    sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, importance=True,
 )

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Records, Storage, Stored, Variant, as_float,
-        as_type, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Records, Storage, Stored, Variant,
+        as_float, as_type, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, gemv_records, records, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -228,8 +228,9 @@ VARIANT = Variant(
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "144*K/256"),
         }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k",
-                lanes=Lanes(None, gemv=gemv_records, start=_start_gguf, numbers=bitplanes.u4, fields=_fields_gguf,
-                    scale=_scale_gguf, blocks=("256", "32"), records=Records("blocks", size=36, codes=4, head=(0,))))),
+                matrix_unit=MatrixUnitKernels(None, gemv=gemv_records, start=_start_gguf, numbers=bitplanes.u4,
+                    fields=_fields_gguf, scale=_scale_gguf, blocks=("256", "32"),
+                    records=Records("blocks", size=36, codes=4, head=(0,))))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
             "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
@@ -237,8 +238,8 @@ VARIANT = Variant(
             "dmin": Stored("f16", "N", "K/256", bits=("dmin[1@0, 1@1]",)),
             "mn": Stored("u8", "N", "K/32", bits=("mn[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
-                    scale=_scale_planar,
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.u4, scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6), GroupField("dmin", 1, 256),
                     GroupField("mn", 1, 32, 6)), blocks=("256", "32"), size=32, sums_in_tile_gemm=True))),
     },

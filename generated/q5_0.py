@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import signmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty,
-        joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
+        as_type, empty, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -162,12 +162,13 @@ VARIANT = Variant(
             "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5, numbers=bitplanes.u5,
-                    scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",), size=32, width=4,
-                    bits=5, zero=(-16, -144), exact=True, spans=(0, 1)))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5,
+                    numbers=bitplanes.u5, scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",),
+                    size=32, width=4, bits=5, zero=(-16, -144), exact=True, spans=(0, 1)))),
     },
     decode=decode, encode=encode, importance=True,
-    options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")},
+    options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")}, scheme="signmax",
+    roles={"code": "q", "scale": "d"}, settings={"divisor": -16, "by": "exact", "ties": "up", "offset": 16},
 )
 
 FORMAT = Format(

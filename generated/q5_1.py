@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty,
-        joined, pad, spread, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
+        as_type, empty, joined, pad, spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -174,9 +174,10 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
             "m": Stored("f16", "N", "K/32", bits=("m[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5, numbers=bitplanes.u5,
-                    scale=_scale_planar, group_fields=(GroupField("d", 1, 32), GroupField("m", 1, 32)), blocks=("32",),
-                    size=32, width=4, bits=5, sums_in_tile_gemm=True, spans=(0, 1)))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5,
+                    numbers=bitplanes.u5, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 32), GroupField("m", 1, 32)), blocks=("32",), size=32, width=4,
+                    bits=5, sums_in_tile_gemm=True, spans=(0, 1)))),
     },
     decode=decode, encode=encode, importance=True,
 )

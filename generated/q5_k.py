@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, pad,
-        workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
+        as_type, pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -221,8 +221,8 @@ VARIANT = Variant(
             "dmin": Stored("f16", "N", "K/256", bits=("dmin[1@0, 1@1]",)),
             "mn": Stored("u8", "N", "K/32", bits=("mn[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5, numbers=bitplanes.u5,
-                    scale=_scale_planar,
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5,
+                    numbers=bitplanes.u5, scale=_scale_planar,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6), GroupField("dmin", 1, 256),
                     GroupField("mn", 1, 32, 6)), blocks=("256", "32"), size=32, width=4, bits=5,
                     sums_in_tile_gemm=True, spans=(0, 1)))),

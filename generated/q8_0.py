@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty,
-        pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
+        as_type, empty, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -134,12 +134,13 @@ VARIANT = Variant(
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.i8,
-                    scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",), size=32, width=8,
-                    bits=8, signed=True, base=(128, 2304), double=True, zero=(-128, -128)))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
+                    numbers=bitplanes.i8, scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",),
+                    size=32, width=8, bits=8, signed=True, base=(128, 2304), double=True, zero=(-128, -128)))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
+    scheme="absmax", roles={"code": "q", "scale": "d"}, settings={"divisor": 127, "by": "exact", "ties": "away"},
 )
 
 FORMAT = Format(

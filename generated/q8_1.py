@@ -94,6 +94,8 @@ VARIANT = Variant(
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
+    scheme="absmax", roles={"code": "q", "scale": "d", "sums": "s"},
+    settings={"divisor": 127, "by": "exact", "ties": "away"},
 )
 
 FORMAT = Format(

@@ -94,7 +94,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_gguf, rows="N", units="K", last="k")),
     },
     decode=decode, encode=encode,
-    options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")},
+    options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")}, scheme="signmax",
+    roles={"code": "q", "scale": "d", "sums": "bs"}, settings={"divisor": -127, "by": "ratio"},
 )
 
 FORMAT = Format(

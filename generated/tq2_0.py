@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, Format, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, empty
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
+        as_type, empty)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -147,12 +148,14 @@ VARIANT = Variant(
             "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
             "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2, numbers=bitplanes.u2,
-                    scale=_scale_planar, group_fields=(GroupField("d", 1, 256),), blocks=("256",), width=2, bits=2,
-                    zero=(-1, -129), exact=True, spans=(4,)))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2,
+                    numbers=bitplanes.u2, scale=_scale_planar, group_fields=(GroupField("d", 1, 256),),
+                    blocks=("256",), width=2, bits=2, zero=(-1, -129), exact=True, spans=(4,)))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
+    scheme="absmax", roles={"code": "q", "scale": "d"},
+    settings={"divisor": 1, "by": "exact", "ties": "away", "lost": "zero", "offset": 1},
 )
 
 FORMAT = Format(

@@ -191,13 +191,28 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"qdsl.{module}"), attribute)
 
 
+def _further_modules() -> list[Path]:
+    """The folder with the modules of the specs that QDSL_SPECS names, in a list; built into the cache.  [] without any.
+
+    Raises UnknownSpec, SpecError, OSError.
+    """
+    import os
+
+    if not os.environ.get("QDSL_SPECS"):                         # generated modules run without the compiler
+        return []
+    from qdsl.compiler.load import build_together
+    from qdsl.core.places import further
+
+    return [build_together(further())]
+
+
 def _module(spec: str) -> ModuleType:
-    """The module of a spec; of one that ships with qdsl the module that ships too."""
+    """The module of a spec; of one that qdsl knows by name the module that stands for it in checkpoints too."""
     from importlib import import_module
     from pathlib import Path
 
-    from qdsl.core.places import shipped
+    from qdsl.core.places import further, shipped
 
-    if not Path(spec).is_file() and spec in [path.stem for path in shipped()]:
+    if not Path(spec).is_file() and spec in [path.stem for path in (*shipped(), *further())]:
         return import_module(f"qdsl.generated.{spec}")
     return load(spec)

@@ -10,7 +10,7 @@ import torch
 from bench.gpu import regimes
 from bench.gpu.weights import DTYPES, Weight, every, fits
 from bench.weights import format_of
-from qdsl.runtime import Lanes, PackedWeight
+from qdsl.runtime import MatrixUnitKernels, PackedWeight
 from qdsl.runtime.gpu import launch, plan
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
@@ -100,7 +100,7 @@ def cases(quick: bool = False) -> list[Case]:
     all_cases += [_case(weight, ODD, _odd(quick)) for weight in every()]
     if not quick:
         all_cases += [_case(weight, OTHERS, _others()) for weight in others()]
-        lanes = [weight for weight in every() if lanes_of(weight) is not None]
+        lanes = [weight for weight in every() if matrix_unit_of(weight) is not None]
         all_cases += [_case(weight, grid, checks) for grid, checks in ((TALL, _tall()), (WIDE, _wide())) for weight in lanes]
         coded = [weight for weight in every() if format_of(weight.name).storage(weight.storage, weight.chosen)[1].streams]
         all_cases += [_case(weight, grid, _coded()) for grid in CODED for weight in coded]
@@ -129,14 +129,14 @@ def _case(weight: Weight, grid: tuple[tuple[int, ...], tuple[int, ...]], checks:
     if shape is None:
         return None
     kernels = format_of(weight.name).storage(weight.storage, weight.chosen)[1].kernels
-    few = kernels.pairs is not None or (kernels.lanes is not None and kernels.lanes.skinny is not None)
+    few = kernels.pairs is not None or (kernels.matrix_unit is not None and kernels.matrix_unit.skinny is not None)
     kept = tuple(check for check in checks if not check.invariant or (few and shape[1] % 128 == 0))
     return Case(replace(weight, shape=shape), kept)
 
 
-def lanes_of(weight: Weight) -> Lanes | None:
+def matrix_unit_of(weight: Weight) -> MatrixUnitKernels | None:
     """The storage's kernels for matrix units."""
-    return format_of(weight.name).storage(weight.storage, weight.chosen)[1].kernels.lanes
+    return format_of(weight.name).storage(weight.storage, weight.chosen)[1].kernels.matrix_unit
 
 
 def _whole(quick: bool) -> tuple[Check, ...]:

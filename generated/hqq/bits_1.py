@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, pad
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -141,9 +141,9 @@ VARIANT = Variant(
             "s": Stored("scale_type", "N", "K/group"),
             "z": Stored("scale_type", "N", "K/group"),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/512)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_1, numbers=bitplanes.u1, scale=_scale_planar,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
-                    size=16, width=1, bits=1))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_1, numbers=bitplanes.u1,
+                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
+                    blocks=("group",), size=16, width=1, bits=1))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/group)"),
 )

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import (Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, pad, spread,
-        workspace)
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
+        pad, spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -156,9 +156,9 @@ VARIANT = Variant(
             "s": Stored("scale_type", "N", "K/group"),
             "z": Stored("scale_type", "N", "K/group"),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.u4, scale=_scale_planar,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
-                    size=16))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.u4,
+                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
+                    blocks=("group",), size=16))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/group)"),
 )

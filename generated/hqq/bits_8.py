@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, pad
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -126,9 +126,9 @@ VARIANT = Variant(
             "s": Stored("scale_type", "N", "K/group"),
             "z": Stored("scale_type", "N", "K/group"),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, words=bitplanes.words_8, numbers=bitplanes.u8, scale=_scale_planar,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
-                    size=16, width=8, bits=8, base=(0, 2176), double=True))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_8, numbers=bitplanes.u8,
+                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
+                    blocks=("group",), size=16, width=8, bits=8, base=(0, 2176), double=True))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/group)"),
 )

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import (Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, empty,
-        joined, pad, spread, workspace)
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
+        cdiv, empty, joined, pad, spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -435,9 +435,11 @@ VARIANT = Variant(
             "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
             "order": Stored("i32", "K", optional="order"),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
-                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
-                    blocks=("group",), size=32, sums_in_tile_gemm=True))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.u4, scale=_scale_planar,
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
+                    size=32, sums_in_tile_gemm=True))),
     },
-    decode=decode, encode=encode, defaults={"g": None}, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "zero": "z", "scale": "s"},
+    settings={"offset": 8}, defaults={"g": None}, cuts=("N", "ceil(K/group)"),
 )

@@ -21,7 +21,8 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, empty, pad
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, cdiv, empty,
+        pad)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 
 from .scale_type_bf16 import (unpack_cpu_avx512, unpack_cpu_avx2, unpack_cpu_scalar, unpack_cpu_rest, pack_cpu_rest,
@@ -113,9 +114,11 @@ VARIANT = Variant(
             "z": Stored("scale_type", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",)),
             "order": Stored("i32", "K", optional="order"),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
-                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
-                    blocks=("group",), size=32, sums_in_tile_gemm=True))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.u4, scale=_scale_planar,
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
+                    size=32, sums_in_tile_gemm=True))),
     },
-    decode=decode, encode=encode, defaults={"g": None}, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "zero": "z", "scale": "s"},
+    settings={"offset": 8}, defaults={"g": None}, cuts=("N", "ceil(K/group)"),
 )

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, integer,
-        joined, pad, spread)
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
+        cdiv, integer, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -377,8 +377,8 @@ VARIANT = Variant(
             "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
             "order": Stored("i32", "K", optional="order"),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2, numbers=bitplanes.u2,
-                    scale=_scale_planar,
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2,
+                    numbers=bitplanes.u2, scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 2, default=2.0)), point=1,
                     blocks=("group",), size=32, width=2, bits=2, zero=(0, 0), exact=True, spans=(4,)))),
     },

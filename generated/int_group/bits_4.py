@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, cdiv, integer,
-        joined, pad, spread)
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
+        cdiv, integer, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -689,8 +689,8 @@ VARIANT = Variant(
             "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
             "order": Stored("i32", "K", optional="order"),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
-                    scale=_scale_planar,
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.u4, scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 4, default=8.0)), point=1,
                     blocks=("group",), size=32, zero=(0, 0), exact=True))),
     },

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_float, as_type, integer, pad
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
+        integer, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -470,7 +471,8 @@ VARIANT = Variant(
             "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
             "zero_points": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_onnx_matmul_nbits, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, words=bitplanes.words_8, numbers=bitplanes.u8, scale=_scale_onnx_matmul_nbits,
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.u8,
+                    scale=_scale_onnx_matmul_nbits,
                     group_fields=(GroupField("scales", 1, "group"),
                     GroupField("zero_points", 1, "group", 8, default=128.0)), blocks=("group",), in_order=True,
                     width=8, bits=8, base=(0, 2176), double=True))),
@@ -480,8 +482,8 @@ VARIANT = Variant(
             "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
             "order": Stored("i32", "K", optional="order"),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.u8,
-                    scale=_scale_planar,
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
+                    numbers=bitplanes.u8, scale=_scale_planar,
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 8, default=128.0)),
                     blocks=("group",), size=32, width=8, bits=8, base=(0, 2176), double=True, zero=(0, 0),
                     sums_in_tile_gemm=True))),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import edge_affine
-from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, integer, pad
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, integer, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -152,9 +152,11 @@ VARIANT = Variant(
             "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
             "b": Stored("scale_type", "N", "ceil(K/group)", bits=("b[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5, numbers=bitplanes.u5,
-                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")),
-                    blocks=("group",), size=32, width=4, bits=5, sums_in_tile_gemm=True, spans=(0, 1)))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5,
+                    numbers=bitplanes.u5, scale=_scale_planar,
+                    group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",),
+                    size=32, width=4, bits=5, sums_in_tile_gemm=True, spans=(0, 1)))),
     },
-    decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, scheme="edge_affine", roles={"code": "q", "scale": "s", "min": "b"},
+    cuts=("N", "ceil(K/group)"),
 )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import edge_affine
-from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, pad
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, pad
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -120,10 +120,11 @@ VARIANT = Variant(
             "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
             "b": Stored("scale_type", "N", "ceil(K/group)", bits=("b[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.u8,
-                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")),
-                    blocks=("group",), size=32, width=8, bits=8, base=(0, 2176), double=True, zero=(0, 0),
-                    sums_in_tile_gemm=True))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
+                    numbers=bitplanes.u8, scale=_scale_planar,
+                    group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",),
+                    size=32, width=8, bits=8, base=(0, 2176), double=True, zero=(0, 0), sums_in_tile_gemm=True))),
     },
-    decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, scheme="edge_affine", roles={"code": "q", "scale": "s", "min": "b"},
+    cuts=("N", "ceil(K/group)"),
 )

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, integer, pad
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, cdiv,
+        integer, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m3, e8m0
@@ -215,12 +216,13 @@ VARIANT = Variant(
             "q_1": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(4):2[1@0, 2:16 4:4@1 4:4 4:1@1 2:2 16@1]",)),
             "e": Stored("e8m0", "N", "ceil(K/32)", bits=("e[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_6, numbers=bitplanes.e2m3,
-                    scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",), size=32,
-                    width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0), zero=(0, 0), spans=(0, 2)))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_6,
+                    numbers=bitplanes.e2m3, scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0"),),
+                    blocks=("32",), size=32, width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0), zero=(0, 0),
+                    spans=(0, 2)))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
-    cuts=("N", "ceil(K/32)"),
+    scheme="absmax", roles={"code": "q", "scale": "e"}, settings={"power": "floor"}, cuts=("N", "ceil(K/32)"),
 )

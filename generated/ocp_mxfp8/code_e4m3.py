@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import Field, GroupField, Kernels, Lanes, Storage, Stored, Variant, as_type, cdiv, pad
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, cdiv, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3, e8m0
@@ -212,12 +212,13 @@ VARIANT = Variant(
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "e": Stored("e8m0", "N", "ceil(K/32)", bits=("e[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                lanes=Lanes(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.e4m3,
-                    scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0"),), blocks=("32",), size=32,
-                    width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127))),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
+                    numbers=bitplanes.e4m3, scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0"),),
+                    blocks=("32",), size=32, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q",
+                    special=127))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
-    cuts=("N", "ceil(K/32)"),
+    scheme="absmax", roles={"code": "q", "scale": "e"}, settings={"power": "floor"}, cuts=("N", "ceil(K/32)"),
 )

@@ -73,24 +73,24 @@ def _few_programs(candidate: Candidate, gpu: Gpu) -> str:
 
 def _refused(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
     """Kernels of the storage, or that others have, which do not serve the product, and why not."""
-    lanes, (_, k) = packed.layout.kernels.lanes, packed.shape
+    kernels, (_, k) = packed.layout.kernels.matrix_unit, packed.shape
     if rows > 1:
         yield "matvec", "reads and decodes the weight once for every row of x"
     legal = plan.kinds(packed, rows, dtype, META)
     if packed.layout.streams:
         return
-    if lanes is None:
-        better = [name for name, other in packed.variant.storages.items() if other.kernels.lanes is not None]
+    if kernels is None:
+        better = [name for name, other in packed.variant.storages.items() if other.kernels.matrix_unit is not None]
         yield ", ".join(FUSED), f"storage {packed.storage} has none" + (f"; {' and '.join(better)} has" if better else "")
-    elif not plan.has_lanes(packed, dtype, META):
-        why = f"K = {k} is no multiple of 128" if k % 128 else f"blocks of fewer than {lanes.least} columns"
+    elif not plan.fits_matrix_units(packed, dtype, META):
+        why = f"K = {k} is no multiple of 128" if k % 128 else f"blocks of fewer than {kernels.least} columns"
         yield ", ".join(FUSED), why
     else:
-        if lanes.gemv is None or rows > 1:
+        if kernels.gemv is None or rows > 1:
             yield "gemv", "serves one row of x" if rows > 1 else "the storage has none"
-        if lanes.skinny is None:
+        if kernels.skinny is None:
             yield "skinny", "the storage has none"
         if "tile_gemm" not in legal:
-            yield "tile_gemm", ("the storage has none" if lanes.tile_gemm is None else
+            yield "tile_gemm", ("the storage has none" if kernels.tile_gemm is None else
                                 "serves more than 8 rows of x" if rows <= 8 else
                                 "is for Hopper, and for types that take one product for a code")

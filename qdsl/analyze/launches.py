@@ -21,9 +21,9 @@ TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def module(name: str) -> ModuleType:
-    """The generated module of a spec, a file or the name of one that ships.  Raises what qdsl.load raises."""
+    """The generated module of a spec, a file or a name that qdsl knows.  Raises what qdsl.load raises."""
     path = places.find(name)
-    if path.parent.resolve() == places.specs().resolve():
+    if path.resolve() in [spec.resolve() for spec in (*places.shipped(), *places.further())]:
         return importlib.import_module(f"qdsl.generated.{path.stem}")
     return qdsl.load(path)
 

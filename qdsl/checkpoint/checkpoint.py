@@ -17,6 +17,7 @@ from qdsl.checkpoint.files import checksums, components
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.headers import Headers
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
+from qdsl.core.text import counted
 
 if TYPE_CHECKING:
     import torch
@@ -48,9 +49,10 @@ class CheckpointReport:
         return sum(nbytes for _, _, nbytes in self.packed.values()) + sum(self.plain.values())
 
     def __str__(self) -> str:
-        lines = [str(self.path), *(f"  {count} layers {label}: {weights} weights in {nbytes} bytes"
+        lines = [str(self.path), *(f"  {counted(count, 'layer')} {label}: {counted(weights, 'weight')} in {nbytes} bytes"
                                    for label, (count, weights, nbytes) in self.packed.items())]
-        lines += [f"  {len(self.groups)} groups of {sum(map(len, self.groups.values()))} weights"] if self.groups else []
+        in_groups = sum(map(len, self.groups.values()))
+        lines += [f"  {counted(len(self.groups), 'group')} of {counted(in_groups, 'weight')}"] if self.groups else []
         lines += [f"  {len(self.plain)} plain tensors in {sum(self.plain.values())} bytes"] if self.plain else []
         wrong = [*(f"{name}: {why}" for name, why in self.unrecognised.items()), *self.problems]
         lines += [f"  {problem}" for problem in wrong[:SHOWN]]

@@ -9,11 +9,14 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
+
+from qdsl.core.text import counted
 
 
 class Failure(Exception):
@@ -93,7 +96,18 @@ def _version(value: bool) -> None:
 @app.callback()
 def _options(version: Annotated[bool, typer.Option("--version", "-V", callback=_version, is_eager=True,
                                                    help="Print the version.")] = False) -> None:
-    """Options before a command."""
+    """Options before a command.  Specs of QDSL_SPECS that are wrong end it here: nearly every command imports them."""
+    from qdsl.core.places import FOLDER_VARIABLE, UnknownSpec
+
+    if os.environ.get(FOLDER_VARIABLE):
+        from qdsl.compiler.spec.source import SpecError
+
+        try:
+            import_module("qdsl.generated")
+        except (UnknownSpec, OSError) as error:
+            raise Failure(f"{error}", 2, f"error: {FOLDER_VARIABLE}: ") from None
+        except SpecError as error:
+            raise Failure(f"{error}", 1, "") from None
 
 
 def fail(message: str, code: int = 1, head: str = "error: ") -> NoReturn:
@@ -119,12 +133,18 @@ def reported(code: int = 1) -> Iterator[None]:
     except (UnknownSpec, OutputError, ProducerError) as error:
         fail(f"{error}", 2)
     except SpecError as error:
-        count = len(error.problems)
-        fail(f"{error}\n\n{count} problem{'s' if count > 1 else ''}", head="")
+        fail(f"{error}\n\n{counted(len(error.problems), 'problem')}", head="")
     except BrokenPipeError:                                      # of standard output, as when `head` ends
         raise
-    except (CheckpointError, QuantizeError, RewriteError, OSError) as error:
+    except OSError as error:
+        fail(os_message(error), code)
+    except (CheckpointError, QuantizeError, RewriteError) as error:
         fail(f"{error}", code)
+
+
+def os_message(error: OSError) -> str:
+    """The message of an error of files, without its number: 'model.gguf: No such file or directory'."""
+    return f"{error}" if error.filename is None or error.strerror is None else f"{error.filename}: {error.strerror}"
 
 
 def refuse_options(context: typer.Context, heading: str, reason: str) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from qdsl.cli.app import SHOWN, Force, Jobs, Json, app, exit_on_sigterm, fail, input_argument, read_size, reported
 from qdsl.cli.compress import layer_shapes
+from qdsl.core.text import counted
 
 
 @app.command()
@@ -63,7 +64,7 @@ def dequantize(file: Annotated[Path, input_argument("A GGUF file, or the first o
     if as_json:
         typer.echo(json.dumps({"schema": 1, **written}))
     else:
-        typer.echo(f"written  {out}: {written['tensors']} tensors, {written['nbytes']} bytes")
+        typer.echo(f"written  {out}: {counted(written['tensors'], 'tensor')}, {written['nbytes']} bytes")
 
 
 @app.command()
@@ -123,7 +124,7 @@ def _verify_checksums(path: Path, as_json: bool) -> None:
         typer.echo(json.dumps({"schema": 1, "equal": not problems, "problems": problems}))
     else:
         lines = [*problems[:SHOWN], *([f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else [])]
-        typer.echo("\n".join([*lines, f"{len(problems)} problems" if problems else "all tensors fit their checksums"]))
+        typer.echo("\n".join([*lines, counted(len(problems), "problem") if problems else "all tensors fit their checksums"]))
     if problems:
         raise typer.Exit(1)
 
@@ -186,6 +187,6 @@ def _print_differences(differences: list[Any], equal: str, as_json: bool) -> Non
     else:
         lines = [f"{escaped(difference.tensor)}: {difference}" for difference in differences[:SHOWN]]
         lines += [f"... and {len(differences) - SHOWN} more"] if len(differences) > SHOWN else []
-        typer.echo("\n".join([*lines, f"{len(differences)} tensors differ" if differences else equal]))
+        typer.echo("\n".join([*lines, f"differences: {len(differences)}" if differences else equal]))
     if differences:
         raise typer.Exit(1)

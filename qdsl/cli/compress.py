@@ -22,6 +22,7 @@ from qdsl.cli.app import (
     read_part,
     reported,
 )
+from qdsl.core.text import counted
 
 Like = Annotated[str | None, typer.Option("--like", metavar="REF", help="A checkpoint with the same tensors, whose headers state "
                  "shapes where neither the folder nor the model's class does.")]
@@ -140,5 +141,5 @@ def print_restored(report: dict[str, Any], as_json: bool, part: str = "") -> Non
 
 
 def _print_written(report: dict[str, Any], part: str) -> None:
-    files = f": {len(report['shards'])} files of tensors, {report['nbytes']} bytes" if report["shards"] else ""
+    files = f": {counted(len(report['shards']), 'file')} of tensors, {report['nbytes']} bytes" if report["shards"] else ""
     typer.echo(f"written  {part}{report['out']}{files}")

@@ -27,6 +27,7 @@ from qdsl.cli.app import (
     reported,
 )
 from qdsl.cli.compress import layer_shapes, model_shapes, print_compressed, print_restored
+from qdsl.core.text import counted
 
 
 @app.command()
@@ -108,7 +109,7 @@ def print_converted(report: dict[str, Any], as_json: bool, part: str = "") -> No
     for line in left_lines(report):
         typer.echo(line)
     for layers in report["layers"]:
-        typer.echo(f"{layers['count']} layers from {layers['from']} to {layers['to']}")
+        typer.echo(f"{counted(layers['count'], 'layer')} from {layers['from']} to {layers['to']}")
     if report["requantized"]:
         ratios = {name: _ratio(cost["snr_db"]) for name, cost in report["requantized"].items()}
         worst = min(ratios, key=ratios.__getitem__)
@@ -119,7 +120,7 @@ def print_converted(report: dict[str, Any], as_json: bool, part: str = "") -> No
         typer.echo(f"read by{of_model}: {readers}")
         for program, why in report["not_read_by"][model].items():
             typer.echo(f"not read by{of_model} {program}: {why}")
-    typer.echo(f"written  {part}{report['out']}: {len(report['shards'])} files of tensors, {report['nbytes']} bytes")
+    typer.echo(f"written  {part}{report['out']}: {counted(len(report['shards']), 'file')} of tensors, {report['nbytes']} bytes")
 
 
 def _ratio(decibels: float | None) -> float:

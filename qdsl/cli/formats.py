@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from qdsl.cli.app import Force, Json, app, fail, print_table, reported
+from qdsl.cli.app import Force, Json, app, fail, os_message, print_table, reported
+from qdsl.core.text import counted
 
 A_PROCESS = 8                                                    # specs that are worth a process of their own
 Names = Annotated[list[str], typer.Argument(help="Spec files, or names of formats that ship with qdsl.", show_default=False)]
@@ -31,7 +32,7 @@ def check(specs: Names, as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps({"schema": 1, "specs": reports}))
     elif problems:
-        typer.echo(f"\n{problems} problem{'s' if problems > 1 else ''}", err=True)
+        typer.echo(f"\n{counted(problems, 'problem')}", err=True)
     if problems or not all(report["ok"] for report in reports):
         raise typer.Exit(2 if any("error" in report for report in reports) else 1)
 
@@ -52,7 +53,8 @@ def _checked(name: str) -> tuple[dict[str, Any], list[str]]:
                     for p in error.problems]
         return {"spec": name, "ok": False, "problems": problems}, [str(error)]
     except (places.UnknownSpec, OSError) as error:
-        return {"spec": name, "ok": False, "error": str(error)}, [f"error: {error}"]
+        message = os_message(error) if isinstance(error, OSError) else str(error)
+        return {"spec": name, "ok": False, "error": message}, [f"error: {message}"]
     storages = list(dict.fromkeys(program.storage for program in programs))
     reason = why_no_planar(programs)
     report = {"spec": name, "ok": True, "format": programs[0].spec.name.value, "storages": storages}
@@ -90,7 +92,7 @@ def test(spec: Annotated[str, typer.Argument(help="A spec file, or the name of a
     if as_json:
         typer.echo(json.dumps({"schema": 1, "format": format.name, "ok": not failed, "checks": list(map(asdict, checks))}))
     else:
-        typer.echo(f"{len(checks)} checks: {failed} failed, {skipped} skipped")
+        typer.echo(f"{counted(len(checks), 'check')}: {failed} failed, {skipped} skipped")
     if failed:
         raise typer.Exit(1)
 

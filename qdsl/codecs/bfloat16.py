@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qdsl.codecs import exponents
+from qdsl.codecs import exponents, native
 from qdsl.codecs.huffman_lanes import reference as huffman_lanes
 from qdsl.codecs.lookup import StreamError
 from qdsl.codecs.window import reference as window
@@ -38,14 +38,10 @@ class Form:
 
     def encode(self, patterns: NDArray[np.uint16]) -> dict[str, NDArray[Any]]:
         """The tensors of any patterns u16 [N, K]."""
-        symbols, sign_mantissa, counts = exponents.split([patterns.reshape(-1)])
-        stream = self.of(symbols.reshape(patterns.shape), counts)
-        del symbols                                                # half as large as the weight
-        n, k = patterns.shape
-        wide = sign_mantissa.reshape(n, k) if k % 8 == 0 else np.pad(sign_mantissa.reshape(n, k), [(0, 0), (0, -k % 8)])
-        in_quads(wide, wide)
+        symbols, sign_mantissa = split(patterns)
+        stream = self.of(symbols, exponents.count(symbols))
         named = {name: stream[own] for name, own in zip(self.names, self.own, strict=True)}
-        return {**named, "sign_mantissa": wide, "weight_shape": np.array([n, k], np.int64)}
+        return {**named, "sign_mantissa": sign_mantissa, "weight_shape": np.array(patterns.shape, np.int64)}
 
     def decode(self, tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint16]:
         """The patterns u16 [N, K].  Raises StreamError for tensors that do not fit."""
@@ -58,14 +54,40 @@ class Form:
             raise StreamError(f"sign_mantissa is missing, or not {[n, k + -k % 8]} of u1")
         stream = {own: tensors[name] for name, own in zip(self.names, self.own, strict=True) if name in tensors}
         symbols = self.symbols(stream, shape)
-        straight = np.empty_like(sign_mantissa)
-        in_quads(sign_mantissa, straight)
         out = np.empty(shape, np.uint16)
-        exponents.join(symbols.reshape(-1), np.ascontiguousarray(straight[:, :k]).reshape(-1), out.reshape(-1))
+        join(symbols, sign_mantissa, out)
         return out
 
 
-def in_quads(rows: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+def split(patterns: NDArray[np.uint16]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Exponents u8 [N, K] of patterns [N, K], and sign_mantissa u8 [N, 8 * ceil(K / 8)]."""
+    n, k = patterns.shape
+    compiled = native.functions()
+    if compiled is None:
+        symbols, sign_mantissa = exponents.split([patterns.reshape(-1)])
+        wide = sign_mantissa.reshape(n, k) if k % 8 == 0 else np.pad(sign_mantissa.reshape(n, k), [(0, 0), (0, -k % 8)])
+        _in_quads(wide, wide)
+        return symbols.reshape(n, k), wide
+    patterns = np.ascontiguousarray(patterns)
+    symbols, wide = np.empty((n, k), np.uint8), np.empty((n, k + -k % 8), np.uint8)
+    compiled.split(*native.addresses(patterns, symbols, wide), *native.sizes(n, k))
+    return symbols, wide
+
+
+def join(symbols: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
+    """Writes patterns to out [N, K]: the inverse of `split`.  symbols and out are contiguous."""
+    n, k = out.shape
+    compiled = native.functions()
+    sign_mantissa = np.ascontiguousarray(sign_mantissa)
+    if compiled is not None:
+        compiled.join(*native.addresses(symbols, sign_mantissa, out), *native.sizes(n, k))
+        return
+    straight = np.empty_like(sign_mantissa)
+    _in_quads(sign_mantissa, straight)
+    exponents.join(symbols.reshape(-1), np.ascontiguousarray(straight[:, :k]).reshape(-1), out.reshape(-1))
+
+
+def _in_quads(rows: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
     """[N, 8 * q] with the second and third of each four bytes exchanged, which undoes itself; `out` may be the rows."""
     words, target = rows.reshape(-1).view("<u8"), out.reshape(-1).view("<u8")
     for start in range(0, len(words), exponents.BLOCK):

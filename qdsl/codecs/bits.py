@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from qdsl.codecs import native
 from qdsl.codecs.huffman import Code, Words
 
 BLOCK = 1 << 16                                                  # symbols that are written together; their arrays stay in cache
@@ -33,9 +34,17 @@ class Stream:
 def write(symbols: NDArray[np.uint8], counts: NDArray[np.int64], code: Code) -> Stream:
     """The codes of u8 symbols, of which each occurs counts[0..255] times.  Codes have at most 32 bits."""
     bits = int(counts @ code.lengths)
-    words = np.zeros(bits // 64 + 2, np.uint64)
     starts = np.full(bits // WINDOW + 2, len(symbols), np.int64)
     gaps = np.zeros(bits // WINDOW + 2, np.uint8)
+    compiled = native.functions()
+    if compiled is not None:
+        data = np.zeros(4 * (bits // 32 + 1), np.uint8)
+        codes = np.array([code.words.get(symbol, (0, 0)) for symbol in range(256)], np.uint64)
+        table = codes[:, 1] << 8 | codes[:, 0]
+        compiled.windows_encode(*native.addresses(symbols), *native.sizes(len(symbols)),
+                                *native.addresses(table, data, starts, gaps))
+        return Stream(data[:-(-bits // 8)], bits, starts, gaps)
+    words = np.zeros(bits // 64 + 2, np.uint64)
     pairs = Pairs(code)
     start = 0
     for first in range(0, len(symbols), BLOCK):

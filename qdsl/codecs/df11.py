@@ -35,8 +35,8 @@ def encode(parts: Sequence[NDArray[np.uint16]], threads: int = THREADS) -> dict[
     numels = [len(part) for part in parts]
     if not 0 < sum(numels) < 1 << 31:
         raise StreamError(f"a group of {sum(numels)} weights: DF11 holds 1 to 2^31 - 1")
-    symbols, sign_mantissa, counts = exponents.split(parts)
-    stream = huffman_windows.encode(symbols, counts, threads)
+    symbols, sign_mantissa = exponents.split(parts)
+    stream = huffman_windows.encode(symbols, exponents.count(symbols), threads)
     tensors = {STREAM[role]: tensor for role, tensor in stream.items()}
     tensors |= {"sign_mantissa": sign_mantissa, "split_positions": np.cumsum(numels, dtype=np.int64)[:-1]}
     return {name: tensors[name] for name in NAMES}

@@ -7,37 +7,63 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from qdsl.codecs import native
+
 BLOCK = 1 << 16
 
 
-def split(parts: Sequence[NDArray[np.uint16]]) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.int64]]:
-    """Of several u16 [n] in a row: their exponents u8 [sum of n], signs and mantissas u8 (the sign above seven bits), and how
-    often exponents occur.
-    """
+def split(parts: Sequence[NDArray[np.uint16]]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Of several u16 [n] in a row: their exponents u8 [sum of n], signs and mantissas u8 (the sign above seven bits)."""
     total = sum(map(len, parts))
     exponents = np.empty(total, np.uint8)
     sign_mantissa = np.empty(total, np.uint8)
-    pairs = np.zeros(1 << 16, np.int64)
     first = 0
     for patterns in parts:
-        for start in range(0, len(patterns), BLOCK):
-            some = patterns[start:start + BLOCK]
-            place = slice(first + start, first + start + len(some))
-            np.right_shift(some, 7, out=exponents[place], casting="unsafe")
-            np.bitwise_or(some & 0x7F, some >> 8 & 0x80, out=sign_mantissa[place], casting="unsafe")
+        place = slice(first, first + len(patterns))
+        split_into(patterns, exponents[place], sign_mantissa[place])
         first += len(patterns)
-    even = exponents[:len(exponents) & ~1].view("<u2")
+    return exponents, sign_mantissa
+
+
+def split_into(patterns: NDArray[np.uint16], exponents: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8]) -> None:
+    """Writes exponents, and signs with mantissas, of u16 [n]."""
+    compiled = native.functions()
+    if compiled is not None:
+        patterns = np.ascontiguousarray(patterns)
+        compiled.split_flat(*native.addresses(patterns, exponents, sign_mantissa), *native.sizes(len(patterns)))
+        return
+    for start in range(0, len(patterns), BLOCK):
+        part, some = slice(start, start + BLOCK), patterns[start:start + BLOCK]
+        np.right_shift(some, 7, out=exponents[part], casting="unsafe")
+        np.bitwise_or(some & 0x7F, some >> 8 & 0x80, out=sign_mantissa[part], casting="unsafe")
+
+
+def count(symbols: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """How often each of 256 symbols occurs, [256]."""
+    flat = np.ascontiguousarray(symbols).reshape(-1)
+    counts = np.zeros(256, np.int64)
+    compiled = native.functions()
+    if compiled is not None:
+        compiled.count_symbols(*native.addresses(flat, counts), *native.sizes(len(flat)))
+        return counts
+    pairs = np.zeros(1 << 16, np.int64)                          # two at a time, which takes half as long
+    even = flat[:len(flat) & ~1].view("<u2")
     for start in range(0, len(even), 1 << 20):
         pairs += np.bincount(even[start:start + (1 << 20)], minlength=1 << 16)
     square = pairs.reshape(256, 256)
-    counts = square.sum(0) + square.sum(1)
-    if len(exponents) % 2:
-        counts[exponents[-1]] += 1
-    return exponents, sign_mantissa, counts
+    counts += square.sum(0) + square.sum(1)
+    if len(flat) % 2:
+        counts[flat[-1]] += 1
+    return counts
 
 
 def join(exponents: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
-    """The patterns u16 [n] again."""
+    """Writes the patterns to out, u16 [n]: the inverse of `split`."""
+    compiled = native.functions()
+    if compiled is not None:
+        sign_mantissa = np.ascontiguousarray(sign_mantissa)
+        compiled.join_flat(*native.addresses(exponents, sign_mantissa, out), *native.sizes(len(out)))
+        return
     for start in range(0, len(sign_mantissa), BLOCK):
         part = slice(start, start + BLOCK)
         np.left_shift(exponents[part], 7, out=out[part], dtype=np.uint16)

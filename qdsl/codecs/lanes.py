@@ -7,10 +7,12 @@ word outside the stream, and must end exactly where the next one begins.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ctypes import CDLL
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qdsl.codecs import native
 from qdsl.codecs.huffman import END, Code, Words
 from qdsl.codecs.lookup import StreamError
 
@@ -25,9 +27,7 @@ class Lookup:
 
     def __init__(self, code: Code) -> None:
         self.lengths = code.lengths.astype(np.int64)
-        order = sorted(code.words, key=lambda symbol: code.words[symbol][1] << LONG - code.words[symbol][0])
-        self.order = np.array(order)
-        self.first = np.array([code.words[symbol][1] << LONG - code.words[symbol][0] for symbol in order], np.uint64)
+        self.order, self.first = _in_order(code)
         symbol = self.find(np.arange(1 << _BITS, dtype=np.uint64) << LONG - _BITS)
         bits = np.where(symbol == END, 255, self.lengths[symbol])
         self.symbols = np.zeros(1 << _BITS, np.uint64)
@@ -45,24 +45,58 @@ class Lookup:
         return self.order[np.searchsorted(self.first, window, side="right") - 1]
 
 
-def decode(data: NDArray[np.uint8], starts: NDArray[np.int64], lookup: Lookup,
+def _in_order(code: Code) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """Symbols by their codes, which divide all windows of 32 bits between them, and the first window of each."""
+    first = {symbol: value << LONG - bits for symbol, (bits, value) in code.words.items()}
+    order = sorted(first, key=lambda symbol: first[symbol])
+    return np.array(order), np.array([first[symbol] for symbol in order], np.uint64)
+
+
+def decode(data: NDArray[np.uint8], starts: NDArray[np.int64], code: Code, room: int,
            ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
     """The symbols of the lanes, in order, and how many each lane has, some lanes at a time.
 
     data: u8, the stream.  starts: i64, rising: the bit at which each lane begins.  The last lane ends with the data.  What
-    lanes make of bits after the last code is for the caller to cut off.  Raises StreamError where codes of one lane do not end at
-    the start of the next, unless the data end there.
+    lanes make of bits after the last code is for the caller to cut off; no more than `room` symbols are needed.  Raises
+    StreamError where codes of one lane do not end at the start of the next, unless the data end there.
     """
     ends = np.append(starts[1:], 8 * len(data))
+    compiled = native.functions()
+    if compiled is not None:
+        symbols, counts, closed = _decode_natively(compiled, data, starts, ends, code, room)
+        _check_closed(closed, ends, data)
+        yield symbols, counts
+        return
+    lookup = Lookup(code)
     for first in range(0, len(starts), LANES):
         part = slice(first, first + LANES)
         origin = int(starts[first]) & ~31
         symbols, counts, closed = _together(_words(data, origin >> 5, (int(ends[part][-1]) >> 5) + 2), starts[part] - origin,
                                     ends[part] - origin, lookup)
-        wrong = np.flatnonzero((closed + origin != ends[part]) & (closed + origin <= 8 * len(data) - 8))
-        if wrong.size:
-            raise StreamError(f"the code before bit {int(ends[part][wrong[0]])} ends at {int(closed[wrong[0]]) + origin}")
+        _check_closed(closed + origin, ends[part], data)
         yield symbols, counts
+
+
+def _check_closed(closed: NDArray[np.int64], ends: NDArray[np.int64], data: NDArray[np.uint8]) -> None:
+    """Raises StreamError where the last code of a lane ends elsewhere than the lane, and not in the data's last byte."""
+    wrong = np.flatnonzero((closed != ends) & (closed <= 8 * len(data) - 8))
+    if wrong.size:
+        raise StreamError(f"the code before bit {int(ends[wrong[0]])} ends at {int(closed[wrong[0]])}")
+
+
+def _decode_natively(compiled: CDLL, data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64], code: Code,
+                     room: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
+    """Symbols of all lanes, as many as there is room for, how many each lane has, and the bits at which their last codes end."""
+    order, first = _in_order(code)
+    symbols, counts, closed = np.empty(room, np.uint8), np.zeros(len(starts), np.int64), np.zeros(len(starts), np.int64)
+    table = (first.astype(np.uint32), order.astype(np.int16))
+    data, longest = np.ascontiguousarray(data), max(0, int((ends - starts).max()))
+    if not compiled.windows_decode(
+            *native.addresses(data), *native.sizes(len(data)), *native.addresses(starts), *native.sizes(len(starts), longest),
+            *native.addresses(*table), *native.sizes(len(order)), *native.addresses(code.lengths, symbols),
+            *native.sizes(room), *native.addresses(counts, closed)):
+        raise MemoryError("no memory for the windows of a stream")
+    return symbols[:counts.sum()], counts, closed
 
 
 def counted(words: Words, at: NDArray[np.int64], count: int, lookup: Lookup) -> NDArray[np.uint8]:

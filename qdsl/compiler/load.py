@@ -11,11 +11,12 @@ import importlib.util
 import shutil
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
 from qdsl.compiler.emit.module.build import files_of
+from qdsl.core.places import UnknownSpec
 from qdsl.host.files import cache_folder, make_cache_folder, write_text
 
 # No thread gets a module that is still being imported, and none parses while another does, which CPython 3.11 cannot bear.
@@ -26,18 +27,42 @@ def load(spec: Path) -> ModuleType:
     """Build, if need be, and import.  Raises SpecError, OSError."""
     with _lock:
         files = files_of(spec)
-        digest = hashlib.sha256("".join(f"{name}\n{text}" for name, text in sorted(files.items())).encode()).hexdigest()[:16]
         stem = next(iter(files)).split("/")[0].removesuffix(".py")
-        module = f"qdsl_loaded_{digest}_{stem}"
+        folder = _written(files)
+        module = f"qdsl_loaded_{folder.name}_{stem}"
         if module in sys.modules:
             return sys.modules[module]
-        folder = cache_folder() / digest
-        for name, text in files.items():
-            path = folder / name
-            if not path.is_file() or path.read_bytes() != text.encode():
-                make_cache_folder(path.parent)
-                write_text(path, text)
         return _imported(module, folder, stem, files)
+
+
+def build_together(specs: Sequence[Path]) -> Path:
+    """The folder of the cache with the modules of these specs, built if need be, and with their descriptions.
+
+    Raises SpecError, OSError, and UnknownSpec where a format has another name than its file.
+    """
+    files: dict[str, str] = {}
+    for spec in specs:
+        own = files_of(spec)
+        if f"{spec.stem}.json" not in own:
+            name = Path(list(own)[-1]).stem
+            raise UnknownSpec(f"{spec}: a file has the name of its format; rename it to {name}.yaml")
+        files |= own
+    folder = _written(files)
+    for path in (folder, *(folder / spec.stem for spec in specs)):
+        shutil.rmtree(path / "__pycache__", ignore_errors=True)  # the text that was compared is run, and no other's bytecode
+    return folder
+
+
+def _written(files: Mapping[str, str]) -> Path:
+    """The folder of the cache that is named after these files, with the files in it."""
+    digest = hashlib.sha256("".join(f"{name}\n{text}" for name, text in sorted(files.items())).encode()).hexdigest()[:16]
+    folder = cache_folder() / digest
+    for name, text in files.items():
+        path = folder / name
+        if not path.is_file() or path.read_bytes() != text.encode():
+            make_cache_folder(path.parent)
+            write_text(path, text)
+    return folder
 
 
 def _imported(module: str, folder: Path, stem: str, files: Mapping[str, str]) -> ModuleType:

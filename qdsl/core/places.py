@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from difflib import get_close_matches
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = PACKAGE.parent
+FOLDER_VARIABLE = "QDSL_SPECS"                                   # the environment variable of a folder of further specs
 
 
 def specs() -> Path:
@@ -27,15 +29,31 @@ def shipped() -> list[Path]:
 
 
 class UnknownSpec(ValueError):
-    """A name that is neither a file nor a format that ships with qdsl."""
+    """A name that is neither a file nor the name of a format, or a folder of specs that qdsl cannot take."""
+
+
+def further() -> list[Path]:
+    """The specs of the folder that QDSL_SPECS names, in the order of their names; none where it is not set.
+
+    Raises UnknownSpec where it is no folder with specs, and for the name of a format that ships with qdsl.
+    """
+    folder = os.environ.get(FOLDER_VARIABLE, "")
+    paths = sorted(Path(folder).glob("*.yaml")) if folder else []
+    if folder and not paths:
+        raise UnknownSpec(f"{folder} is no folder with .yaml files")
+    names = {path.stem for path in shipped()}
+    if taken := [path for path in paths if path.stem in names]:
+        raise UnknownSpec(f"{taken[0]} has the name of a format that ships with qdsl; rename the file and its format")
+    return paths
 
 
 def find(name: str) -> Path:
-    """A spec by its path, or by the name of one that ships with qdsl.  Raises UnknownSpec."""
-    for path in (Path(name), specs() / f"{name}.yaml"):
+    """A spec by its path, or by the name of one that ships with qdsl or lies in the folder of QDSL_SPECS.  Raises UnknownSpec."""
+    own = further()
+    for path in (Path(name), specs() / f"{name}.yaml", *(path for path in own if path.stem == name)):
         if path.is_file():
             return path
-    names = [path.stem for path in shipped()]
+    names = [path.stem for path in (*shipped(), *own)]
     near = get_close_matches(name.lower().removesuffix(".yaml"), names, n=1)
     raise UnknownSpec(f"no spec '{name}': expected a file, or one of {', '.join(names)}"
                       + (f"; did you mean '{near[0]}'?" if near else ""))

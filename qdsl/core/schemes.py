@@ -45,7 +45,8 @@ class Scheme:
     depends on that field alone.  importance: it takes one.  own: options that belong to the format, which no caller chooses;
     overridable: numbers that a caller may choose too.  which: the argument that says which of `inverts` it is, counted from 0.
     of_integers: the options that codes that are integers need too.
-    across: a block that shares a scale may lie in several rows of the weight.
+    across: a block that shares a scale may lie in several rows of the weight.  kernel: the function of its name in
+    runtime/gpu/kernels/encode.py does the same on a GPU, for rows of a cache.
     """
 
     roles: Mapping[str, str]
@@ -59,6 +60,7 @@ class Scheme:
     which: str = ""
     of_integers: tuple[str, ...] = ()
     across: bool = True
+    kernel: bool = False
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -100,11 +102,11 @@ SCHEMES = {
                      {"divisor": None, "by": _BY, "ties": (*_TIES, "zero"), "lost": ("least", "zero"), "least": None,
                       "power": _POWERS, "zeros": ("signed", "negative", "positive")},
                      "scale = largest magnitude of the block / divisor", "scale * (code - offset)", own=("lost",),
-                     overridable=("divisor", "least"), of_integers=("divisor",)),
+                     overridable=("divisor", "least"), of_integers=("divisor",), kernel=True),
     "signmax": Scheme({"code": "code", "scale": "scale", "sums": "sums"}, ("code", "scale", "divisor"),
                       {"divisor": None, "by": (*_BY, "ratio"), "ties": _TIES},
                       "scale = the value of largest magnitude, sign and all, / divisor", "scale * (code - offset)",
-                      importance=True),
+                      importance=True, kernel=True),
     "nested_absmax": Scheme({"code": "code", "scale": "nested", "super_scale": "whole"},
                             ("code", "scale", "super_scale", "divisor", "empty"),
                             {"divisor": None, "empty": None, "least": None, "amax": None, "by": ("stored", "inverse"),
@@ -116,7 +118,7 @@ SCHEMES = {
                             overridable=("empty", "least", "amax"), which="divided"),
     "absmax_level": Scheme({"code": "count", "scale": "small"}, ("code", "scale"), {},
                            "scale = largest magnitude of the block / largest level; of levels the nearest, of two the first",
-                           "scale * factor * level[code]"),
+                           "scale * factor * level[code]", kernel=True),
     "minmax": Scheme({"code": "code", "zero": "zero", "scale": "scale"}, ("code", "zero", "scale"),
                      {"by": ("stored", "exact"), "symmetric": ("true", "false"), "rounds": ("quotient", "sum"),
                       "span": ("found", "full", "tight")},
@@ -128,7 +130,8 @@ SCHEMES = {
                      "min = the least weight of the block; scale = its range / (2^bits - 1)", "scale * code + min",
                      importance=True),
     "edge_affine": Scheme({"code": "count", "scale": "scale", "min": "minimum"}, ("code", "scale", "min"), {},
-                          "min = the end of the block of larger magnitude; scale = what makes 0 a code", "scale * code + min"),
+                          "min = the end of the block of larger magnitude; scale = what makes 0 a code", "scale * code + min",
+                          kernel=True),
     "meansign": Scheme({"code": "bit", "scale": "scale"}, ("code", "scale"), {},
                        "scale = the mean magnitude of the block; a code says that the weight is not negative",
                        "scale * (2 * code - 1)"),
@@ -176,6 +179,6 @@ SCHEMES = {
                          "(code - zero) * scale"),
     "float_middle": Scheme({"code": "count", "zero": "minimum", "scale": "scale"}, ("code", "zero", "scale"), {},
                            "scale = range of the block / (2^bits - 1); zero = least + offset * scale; codes by both, as stored",
-                           "(code - offset) * scale + zero"),
+                           "(code - offset) * scale + zero", kernel=True),
     "nearest": Scheme({"code": "float"}, ("code",), {}, "each weight is rounded to nearest, ties to even", "code"),
 }

@@ -168,7 +168,7 @@ def float_middle(weight: Tensor, *, code: str, zero: str, scale: str, rows: int,
     As torchao chooses them for tinygemm, in the weight's own dtype where scales are stored in it; no scale is below the
     smallest normal number of its type.
     """
-    blocks = cut_blocks(arithmetic(weight, scale), rows, columns)
+    blocks = cut_blocks(arithmetic(weight, scale), rows, columns, "edge")
     kind = number(code)
     assert kind is not None
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)

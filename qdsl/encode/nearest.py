@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ def nearest(weight: Tensor, *, code: str) -> Tensor:
     Raises UnrepresentableValue for the first weight that is too large for it.
     """
     stored = weight.to(FLOATS[code], copy=True)
+    if stored.element_size() > 1 and math.isfinite(float(stored.sum())):
+        return stored                                            # one fast pass; a sum that overflows is checked again
     bad = torch.nonzero(~torch.isfinite(stored))
     if bad.numel():
         n, k = (int(i) for i in bad[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qdsl.checkpoint.detect.descriptions import descriptions
+from qdsl.checkpoint.detect.groups import group_rules
 from qdsl.checkpoint.detect.ignored import SKIPPED, is_skipped
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.rules import OWN
@@ -27,7 +29,6 @@ from qdsl.runtime.weight import eight
 
 OWN_KEYS = ("quant_method", "method", "format", "ignore", "quantize_x", "gguf_model", "verify")
 AUTO = "auto"                                                    # of quantize_x: where the checkpoint states it
-LOSSLESS = "hlane"                                               # of weights that files code together
 # Names in checkpoints of the parts of a layer, for models that do not state them or, as Qwen3-MoE, state them too late.
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3"),
           "to_qkv": ("to_q", "to_k", "to_v"), "add_kv_proj": ("add_q_proj", "add_k_proj", "add_v_proj")}
@@ -68,6 +69,7 @@ class EngineConfig:
         self.served: set[str] = set()
         self.encoded: set[str] = set()
         self.has_packed_embedding = False
+        self.has_warned = False
 
     def get_name(self) -> str:
         """The name of the quantization method, 'qdsl'."""
@@ -145,7 +147,8 @@ class EngineConfig:
         """A collector of a layer's tensors, which quantizes a plain layer that is to be packed."""
         if layer.name not in self.encoded:
             return Collector(layer, pieces)
-        module = import_module(f"qdsl.generated.{self.format or LOSSLESS}")
+        name = self.format or next(iter(group_rules().values()))["alone"]     # files code these weights together
+        module = import_module(f"qdsl.generated.{name}")
         return Collector(layer, pieces, partial(module.quantize, **self.options))
 
     def narrowed(self, part: Part, collector: Collector) -> Part:
@@ -153,11 +156,20 @@ class EngineConfig:
         'auto' where the checkpoint does.
         """
         if self.quantize_x == AUTO:
-            is_asked = collector.layer.name in self.checkpoint.narrow and not self.batch_invariant
+            is_asked = collector.layer.name in self.checkpoint.quantizing_x and not self.batch_invariant
             is_narrow = is_asked and eight.is_possible(part.weight)
         elif is_narrow := bool(self.quantize_x):
             eight.check(part.weight)
         return replace(part, quantize_x=is_narrow, input_scale=collector.input_scale if is_narrow else None)
+
+    def warn_of_experts(self, prefix: str, layers: Iterable[Layer]) -> None:
+        """Log once that products of experts take x as it is, where settings or the checkpoint want it in 8 bits."""
+        is_automatic = self.quantize_x == AUTO
+        is_asked = any(layer.name in self.checkpoint.quantizing_x for layer in layers) if is_automatic else self.quantize_x
+        if is_asked and not self.has_warned:
+            self.has_warned = True
+            logging.getLogger("qdsl").warning("%s: products of packed experts take x as it is; quantize_x is for linear layers",
+                                              prefix)
 
     def parts(self, prefix: str) -> list[Layer]:
         """The layers of the checkpoint that a module consists of, [] where all are plain.  Raises ShardError."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from qdsl.core.text import counted
 from qdsl.models.plan import Names
 
 
@@ -32,12 +33,13 @@ class LoadReport:
         counts: dict[str, int] = {}
         for label in self.packed.values():
             counts[label] = counts.get(label, 0) + 1
-        lines = [f"{len(self.packed)} layers packed: {', '.join(f'{count} {label}' for label, count in counts.items())}",
+        labels = ", ".join(f"{count} {label}" for label, count in counts.items())
+        lines = [f"{counted(len(self.packed), 'layer')} packed: {labels}",
                  f"{self.bytes_before} bytes of plain numbers are {self.bytes_after} bytes: "
                  + ", ".join(f"{nbytes} on {device}" for device, nbytes in self.device_bytes.items())]
-        lines += [f"{len(self.dense)} layers dense"] if self.dense else []
+        lines += [f"{counted(len(self.dense), 'layer')} dense"] if self.dense else []
         lines += [f"  {name}: {why}" for name, why in self.dense.items()]
-        lines += [f"{len(self.unused)} tensors not used: {', '.join(self.unused)}"] if self.unused else []
+        lines += [f"{counted(len(self.unused), 'tensor')} not used: {', '.join(self.unused)}"] if self.unused else []
         return "\n".join(lines)
 
 

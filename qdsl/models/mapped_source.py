@@ -16,6 +16,7 @@ from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.detect.sources import GgufSource, Shapes, Source
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
 from qdsl.core.stored import OF_X
+from qdsl.core.text import counted
 from qdsl.models.gguf_maps import LATENT, VALUES, GgufMap, TensorRule, are_spans, joined_shape, row_order
 from qdsl.models.plan import LoadError, Names, listed
 from qdsl.runtime.weight.algebra import concatenated
@@ -234,7 +235,8 @@ def gguf_source(path: Path, map: GgufMap, model: nn.Module, config: object) -> M
     rules = {name: rule for name in model.state_dict()
              if (rule := map.rule(name) or map.rule(prefix + name)) is not None}
     unknown = [name for name in tensor_names(file) if not map.is_recorded(name)]
-    problems = [f"{len(unknown)} tensors are in no recorded map of {map.model_type}: {listed(unknown)}"] if unknown else []
+    problems = [f"{counted(len(unknown), 'tensor')} without a place in the recorded map of {map.model_type}: {listed(unknown)}"
+                ] if unknown else []
     try:
         return MappedSource(file, rules, model, config, origin=f"the map of {map.recorded}", problems=problems)
     except Exception:

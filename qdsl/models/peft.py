@@ -17,6 +17,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
+from qdsl.core.text import counted
 from qdsl.models.dense import embeddings
 from qdsl.models.lora import AdapterError as AdapterError
 from qdsl.models.lora import is_packed, register
@@ -51,7 +52,7 @@ class MergeReport:
     def __str__(self) -> str:
         kind = "dense layers" if self.into == "dense" else "layers of the same format"
         worst = sorted(self.errors.items(), key=lambda pair: -pair[1].relative)[:5]
-        lines = [f"{len(self.errors)} packed layers merged into {kind}, and {len(self.dense)} layers that were dense"]
+        lines = [f"{counted(len(self.errors), 'packed layer')} merged into {kind}, and {counted(len(self.dense), 'dense layer')}"]
         lines += [f"  {name}: relative error {error.relative:.3g}, largest {error.largest:.3g}" for name, error in worst]
         return "\n".join([*lines, *self.notes])
 

@@ -59,14 +59,14 @@ class Served:
     """The layers of a checkpoint under the names of engines, read from headers.
 
     packed: by name; weights of groups (DF11) are plain layers here, to be quantized one by one.  plain: other unquantized
-    matrices.  assemblies: how tensors of the files are converted to those of the layers.  narrow: names of layers whose x the
-    checkpoint wants quantized to 8 bits, by its settings or by a static scale.
+    matrices.  assemblies: how tensors of the files are converted to those of the layers.  quantizing_x: names of layers
+    whose x the checkpoint wants quantized to 8 bits, by its settings or by a static scale.
     """
 
     packed: dict[str, Layer] = field(default_factory=dict)
     plain: dict[str, Layer] = field(default_factory=dict)
     assemblies: tuple[Assembly, ...] = ()
-    narrow: frozenset[str] = frozenset()
+    quantizing_x: frozenset[str] = frozenset()
 
     @classmethod
     def of_folder(cls, path: Path) -> Served:
@@ -82,9 +82,9 @@ class Served:
                 members = [plain_layer(name.removesuffix(".weight"), "BF16", shape) for name, shape in own.items()]
                 packed |= {layer.name: layer for layer in members}
             settings = quantizations(folder)
-            narrow = frozenset(name for name, layer in packed.items()
+            quantizing_x = frozenset(name for name, layer in packed.items()
                                if INPUT_SCALE in layer.others or any(own.has_8_bit_inputs(name) for own in settings))
-            return cls(packed, plain_layers(folder), tuple(assemblies), narrow)
+            return cls(packed, plain_layers(folder), tuple(assemblies), quantizing_x)
 
     @classmethod
     def of_gguf(cls, source: MappedSource) -> Served:

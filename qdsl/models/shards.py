@@ -47,8 +47,12 @@ class Part:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The rank's rows and columns as a dense tensor."""
-        dense = self.weight.format.dequantize(self.weight, dtype)
-        return dense.narrow(int(self.span.dim == "K"), self.span.padding[0], self.span.stop - self.span.start)
+        return needed(self.weight.format.dequantize(self.weight, dtype), self.span)
+
+
+def needed(dense: Tensor, span: Span) -> Tensor:
+    """The rows or columns of a dense weight [..., N, K] that are needed of those that are held."""
+    return dense.narrow(-1 if span.dim == "K" else -2, span.padding[0], span.stop - span.start)
 
 
 class Collector:

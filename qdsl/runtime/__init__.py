@@ -5,20 +5,31 @@ from qdsl.runtime.format import Format, Spec
 from qdsl.runtime.torch.layers import QuantizedEmbedding, QuantizedLinear
 from qdsl.runtime.weight.arrays import as_float, as_type, cdiv, empty, integer, joined, pad, rounded, spread, workspace
 from qdsl.runtime.weight.base3 import base3, first_trit
-from qdsl.runtime.weight.layout import Field, GroupField, Kernels, Lanes, Narrow, Pairs, Records, Storage, Stream, Variant
+from qdsl.runtime.weight.layout import (
+           W8A8,
+           Field,
+           GroupField,
+           Kernels,
+           MatrixUnitKernels,
+           Pairs,
+           Records,
+           Storage,
+           Stream,
+           Variant,
+)
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.requantize import Report
 from qdsl.runtime.weight.row_codes import RowCodes
 from qdsl.runtime.weight.tables import Table, entries, lookup
 
 __all__ = [
+           "W8A8",
            "Field",
            "Format",
            "FormatError",
            "GroupField",
            "Kernels",
-           "Lanes",
-           "Narrow",
+           "MatrixUnitKernels",
            "PackedWeight",
            "Pairs",
            "QuantizedEmbedding",

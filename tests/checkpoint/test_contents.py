@@ -93,7 +93,7 @@ def test_what_is_wrong_with_a_tensor_is_listed(tmp_path: Path) -> None:
     path.write_bytes(framed([info(b"good"), info(b"odd", type=77), info(b"late", offset=128)], data=bytes(130)))
     result = run("inspect", path)
     assert result.exit_code == 1
-    assert "1 tensors, 32 weights, 128 B" in result.stdout and "2 tensors cannot be read" in result.stdout
+    assert "1 tensor, 32 weights, 128 B" in result.stdout and "2 tensors cannot be read" in result.stdout
     assert "unknown 77 is no type that can be read" in result.stdout and "its bytes end at 416, the file at 290" in result.stdout
     data = json.loads(run("inspect", path, "--json").stdout)
     assert data["problems"] == 2 and ["problem" in row for row in data["tensors"]] == [False, True, True]

@@ -144,7 +144,7 @@ def test_a_scale_in_a_shard_that_is_missing(tmp_path: Path) -> None:
     with Folder(path, partial=True) as folder:
         detected = layers(folder)
     assert one(detected).why == "'weight_scale_inv' lies in model-00002-of-00002.safetensors, which is missing"
-    assert detected.problems == ["model-00002-of-00002.safetensors is missing, with 1 tensors"]
+    assert detected.problems == ["model-00002-of-00002.safetensors is missing, with 1 tensor"]
 
 
 def test_layers_that_contradict_the_config(tmp_path: Path) -> None:

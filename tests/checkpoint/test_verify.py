@@ -62,7 +62,7 @@ def test_what_differs_is_said(tmp_path: Path) -> None:
         "h: dtype F32 and F16", "none: shape [0, 4] and [4, 0]", "only_a: only in A: F32 [1]",
         "w: 2 of 24 elements differ, the first at [1, 0, 2]: 14.0 (0x41600000) and -1.0 (0xbf800000)",
         "z: 1 of 2 elements differ, the first at [1]: 0.0 (0x00000000) and -0.0 (0x80000000)",
-        "only_b: only in B: F32 [1]", "6 tensors differ"]
+        "only_b: only in B: F32 [1]", "differences: 6"]
     data = json.loads(verify(a, b, "--json").stdout)
     assert not data["equal"] and data["differences"][3] == {
         "tensor": "w", "kind": "values", "a": "14.0 (0x41600000)", "b": "-1.0 (0xbf800000)", "differing": 2, "elements": 24,
@@ -73,7 +73,7 @@ def test_a_long_list_is_cut(tmp_path: Path) -> None:
     for name, value in (("a", 0), ("b", 1)):
         write(tmp_path / f"{name}.safetensors", {f"{i:02d}\n"[:2]: torch.tensor([value]) for i in range(60)})
     lines = verify(tmp_path / "a.safetensors", tmp_path / "b.safetensors").stdout.splitlines()
-    assert len(lines) == 52 and lines[-2:] == ["... and 10 more", "60 tensors differ"]
+    assert len(lines) == 52 and lines[-2:] == ["... and 10 more", "differences: 60"]
 
 
 @settings(deadline=None)

@@ -117,7 +117,7 @@ def test_what_is_missing_or_of_another_shape(tmp_path: Path) -> None:
     b = stored(tmp_path / "b", {"v": gptq(32, 64)}, m=torch.ones(2))
     lines = verify(a, b, "--decoded").stdout.splitlines()
     assert lines == ["n: only in A: F32 [2]", "u.weight: only in A: int_group.gptq_v2 [16, 64]",
-                     "v.weight: shape [16, 64] and [32, 64]", "m: only in B: F32 [2]", "4 tensors differ"]
+                     "v.weight: shape [16, 64] and [32, 64]", "m: only in B: F32 [2]", "differences: 4"]
 
 
 def test_what_has_no_numbers_is_trouble(tmp_path: Path) -> None:

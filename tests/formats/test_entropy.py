@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +21,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from bench import codes
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.codecs import bits, df11
+from qdsl.codecs import bits, df11, native
 from qdsl.codecs.bfloat16 import FIX4, HLANE
 from qdsl.codecs.huffman import END, Code, canonical_code, df11_code
 from qdsl.codecs.huffman_windows import reference as huffman_windows
 from qdsl.codecs.lookup import StreamError, code_of, tables_of
 from qdsl.core.codecs import CODECS
+from qdsl.host import library
 from qdsl.runtime import FormatError
+from qdsl.runtime.weight import bfloat16
 from qdsl.runtime.weight.streams import CODINGS
 from tests.support.paths import ROOT
 
@@ -34,6 +39,7 @@ DATA = ROOT / "tests" / "data"
 CASES = {case["name"]: case for case in json.loads((DATA / "df11" / "manifest.json").read_text())}
 TABLES = json.loads((DATA / "df11" / "code_tables.json").read_text())
 FORMS = {"hlane": HLANE, "fix4": FIX4}
+NUMPY, COMPILED = LOOPS = ("never", "always")                    # with and without a compiler
 
 
 def golden(name: str) -> dict[str, NDArray[Any]]:
@@ -44,6 +50,16 @@ def golden(name: str) -> dict[str, NDArray[Any]]:
 def same(tensors: Mapping[str, NDArray[Any]], wanted: Mapping[str, NDArray[Any]]) -> None:
     for name in df11.NAMES:
         assert tensors[name].dtype == wanted[name].dtype and np.array_equal(tensors[name], wanted[name]), name
+
+
+@contextmanager
+def loops(choice: str) -> Iterator[None]:
+    """Codecs by compiled loops, or by numpy alone."""
+    library.choose(choice)
+    try:
+        yield
+    finally:
+        library.choose("")
 
 
 def normal(n: int, k: int, seed: int = 0) -> NDArray[np.uint16]:
@@ -81,12 +97,15 @@ def test_canonical_codes_are_whole_and_the_shortest_of_their_length(counts: list
 
 # df11
 
+@pytest.mark.parametrize("choice", LOOPS)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["status"] == "ok"])
-def test_groups_are_those_of_the_package(name: str) -> None:
+def test_groups_are_those_of_the_package(name: str, choice: str) -> None:
     case, tensors = CASES[name], golden(name)
-    patterns = df11.decode(tensors)
+    with loops(choice):
+        patterns = df11.decode(tensors)
+        assert np.array_equal(df11.decode(tensors, every=True), patterns)
+        same(df11.encode(np.split(patterns, np.cumsum(case["parts"])[:-1]), case["threads_per_block"]), tensors)
     assert hashlib.sha256(patterns.astype("<u2").tobytes()).hexdigest() == case["sha256_bf16_le"]
-    same(df11.encode(np.split(patterns, np.cumsum(case["parts"])[:-1]), case["threads_per_block"]), tensors)
     assert df11.stream_of(tensors, case["threads_per_block"]).shared_memory == case["max_shared_mem"]
 
 
@@ -136,7 +155,10 @@ def test_any_group_round_trips(count: int, threads: int, kinds: int, seed: int) 
     patterns = (skew << 7 | random.integers(0, 128, count) | random.integers(0, 2, count) << 15).astype(np.uint16)
     cut = int(random.integers(0, count + 1))
     tensors = df11.encode([patterns[:cut], patterns[cut:]], threads)
-    assert np.array_equal(df11.decode(tensors, threads), patterns)
+    for choice in LOOPS:
+        with loops(choice):
+            same(df11.encode([patterns[:cut], patterns[cut:]], threads), tensors)
+            assert np.array_equal(df11.decode(tensors, threads), patterns), choice
     assert tensors["split_positions"].tolist() == [cut]
 
 
@@ -155,9 +177,11 @@ def test_a_gap_is_wrong_where_no_lane_begins() -> None:
     gaps = stream.gaps.copy()
     gaps[1] += 1
     wrong = replace(stream, gaps=gaps)
-    assert np.array_equal(wrong.decode(), symbols) and np.array_equal(stream.decode(every=True), symbols)
-    with pytest.raises(StreamError):
-        wrong.decode(every=True)
+    for choice in LOOPS:
+        with loops(choice):
+            assert np.array_equal(wrong.decode(), symbols) and np.array_equal(stream.decode(every=True), symbols)
+            with pytest.raises(StreamError):
+                wrong.decode(every=True)
 
 
 @pytest.mark.parametrize("more", [1, 2, 20, 40])
@@ -177,16 +201,44 @@ def test_any_weight_round_trips(form: str, data: st.DataObject) -> None:
     seed = data.draw(st.integers(0, 2**32 - 1))
     draw = {"any": lambda: np.random.default_rng(seed).integers(0, 65536, (n, k)).astype(np.uint16),
             "constant": lambda: np.full((n, k), seed % 65536, np.uint16), "normal": lambda: normal(n, k, seed)}
-    patterns = draw[data.draw(st.sampled_from(sorted(draw)))]()
-    tensors = FORMS[form].encode(patterns)
-    assert np.array_equal(FORMS[form].decode(tensors, (n, k)), patterns)
+    round_trips(form, draw[data.draw(st.sampled_from(sorted(draw)))]())
+
+
+def round_trips(form: str, patterns: NDArray[np.uint16]) -> None:
+    """Numpy and compiled loops make the same tensors, and both make the weight of them."""
+    tensors = {}
+    for choice in LOOPS:
+        with loops(choice):
+            tensors[choice] = FORMS[form].encode(patterns)
+            assert np.array_equal(FORMS[form].decode(tensors[NUMPY], patterns.shape), patterns), choice
+    for name, tensor in tensors[NUMPY].items():
+        assert tensors[COMPILED][name].dtype == tensor.dtype and np.array_equal(tensors[COMPILED][name], tensor), name
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [(16, 4096), (3, 8200), (64, 2048), (65536, 1), (1, 270400)])
 def test_every_pattern_in_long_rows(form: str, shape: tuple[int, int]) -> None:
-    patterns = (np.arange(shape[0] * shape[1]) * 40503 % 65536).astype(np.uint16).reshape(shape)
-    assert np.array_equal(FORMS[form].decode(FORMS[form].encode(patterns), shape), patterns)
+    round_trips(form, (np.arange(shape[0] * shape[1]) * 40503 % 65536).astype(np.uint16).reshape(shape))
+
+
+def test_a_compiler_is_used_unless_it_is_forbidden() -> None:
+    with loops(NUMPY):
+        assert native.functions() is None
+    library.compiler()                                           # raises where this machine has none
+    with loops(COMPILED):
+        assert native.functions() is not None
+
+
+@pytest.mark.parametrize("choice", LOOPS)
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_are_those_of_the_weight(form: str, choice: str) -> None:
+    shape, rows = (70, 4104), np.array([0, 3, 17, 69])
+    patterns = normal(*shape)
+    tensors = FORMS[form].encode(patterns)
+    coding = CODINGS[{"hlane": "huffman_lanes", "fix4": "window"}[form]]
+    stream = {own: tensors[name] for name, own in zip(FORMS[form].names, FORMS[form].own, strict=True)}
+    with loops(choice):
+        assert np.array_equal(coding.decode_rows(stream, shape, rows), (patterns >> 7).astype(np.uint8)[rows])
 
 
 def test_bits_per_weight() -> None:
@@ -225,9 +277,14 @@ def bounded(tensors: dict[str, NDArray[Any]], name: str, random: np.random.Gener
     return bad
 
 
-@pytest.mark.parametrize("form", ["df11", *FORMS])
-def test_damaged_tensors_are_refused_or_decoded_within_bounds(form: str) -> None:
+@pytest.mark.parametrize(("form", "choice"), [(form, choice) for form in ["df11", *FORMS] for choice in LOOPS])
+def test_damaged_tensors_are_refused_or_decoded_within_bounds(form: str, choice: str) -> None:
     """Each tensor damaged in 150 ways: an answer of the right size or StreamError, never another error, never a hang."""
+    with loops(choice):
+        damaged_tensors(form)
+
+
+def damaged_tensors(form: str) -> None:
     patterns = normal(24, 200)
     patterns[3, 7:9] = 0x7F80, 0xFFC1
     patterns = patterns if form != "df11" else normal(24, 200)
@@ -317,6 +374,38 @@ def test_a_group_of_the_package_is_a_weight() -> None:
         module.dequantize(module.wrap(tensors, shape=(1, count)))
 
 
+@pytest.mark.parametrize("form", ["df11", *FORMS])
+def test_weights_are_made_in_one_pass_as_unpack_and_pack_make_them(form: str) -> None:
+    """Compiled and by numpy, whole and in tiles; the functions of the generated module are the reference."""
+    module = importlib.import_module(f"qdsl.generated.{form}")
+    for shape in ((40, 328), (5, 4100), (3, 1)):
+        weight = torch.from_numpy(normal(*shape).view(np.int16)).view(torch.bfloat16)
+        layout = module.VARIANT.storages[form]
+        for choice in LOOPS:
+            with loops(choice):
+                packed = module.quantize(weight)
+                plain = packed.decode_streams()
+                stored = [plain.tensors[name] for name in plain.layout.coded]
+                assert torch.equal(layout.unpack(*stored, **{key: plain.extents[key] for key in layout.reads})["v"], weight)
+                assert all(torch.equal(plain.tensors[name], tensor) for name, tensor in layout.pack(v=weight).items())
+                assert torch.equal(module.unpack(packed)["v"], weight)
+                assert torch.equal(module.dequantize(packed, torch.bfloat16), weight)
+                assert torch.equal(module.dequantize(packed, torch.float32), weight.float())
+                strided = torch.empty(shape[1], shape[0], dtype=torch.bfloat16).t()
+                assert torch.equal(module.dequantize(packed, out=strided), weight)
+
+
+def test_other_arrangements_are_left_to_unpack() -> None:
+    """Bits that move elsewhere are not what the codecs make, be it a single one."""
+    for name, arrangement in (("fix4", "quads"), ("hlane", "quads"), ("df11", "flat")):
+        layout = importlib.import_module(f"qdsl.generated.{name}").VARIANT.storages[name]
+        assert bfloat16._arrangement(layout) == arrangement
+        unpack = layout.unpack
+        rolled = replace(layout, unpack=lambda symbols, signs, unpack=unpack, **sizes: unpack(symbols, signs.roll(1), **sizes))
+        less = replace(layout, unpack=lambda symbols, signs, unpack=unpack, **sizes: unpack(symbols & 254, signs, **sizes))
+        assert not bfloat16._arrangement(rolled) and not bfloat16._arrangement(less)
+
+
 def test_a_large_weight_changes_its_stream_as_a_whole() -> None:
     bf16, form, other = (importlib.import_module(f"qdsl.generated.{name}") for name in ("bf16", "hlane", "fix4"))
     patterns = normal(160, 4096)                                 # more than a tile
@@ -324,3 +413,15 @@ def test_a_large_weight_changes_its_stream_as_a_whole() -> None:
     packed = form.convert(bf16.pack({"v": weight}), "hlane")
     assert np.array_equal(packed.tensors["words"].numpy(), HLANE.encode(patterns)["words"])
     assert torch.equal(other.dequantize(other.convert(packed, "fix4")), weight)
+
+
+def test_codes_of_the_study_take_as_many_bits_as_they_can() -> None:
+    """None less than the entropy; longer codes and more states not more; a shipped format what its tensors take."""
+    patterns = normal(256, 2048)
+    bits_of = dict(codes.rows(patterns))
+    entropy = bits_of["entropy of exponents"]
+    for better, worse in itertools.pairwise(["entropy of exponents", "Huffman, at most 32 bits", "Huffman, at most 12 bits",
+                                             "Huffman, at most 8 bits", "Huffman, streams of 2048, tight", "hlane"]):
+        assert bits_of[better] <= bits_of[worse], (better, worse)
+    assert entropy < bits_of["tANS, 1024 states"] < entropy + 0.03 and bits_of["tANS, 1024 states"] < bits_of["tANS, 256 states"]
+    assert bits_of["fix4"] == 8 * sum(tensor.nbytes for tensor in FIX4.encode(patterns).values()) / patterns.size

@@ -15,7 +15,7 @@ import torch
 
 import qdsl
 from qdsl.compiler.emit.module.build import BuildError, build
-from qdsl.compiler.emit.triton.lanes import FUNCTIONS
+from qdsl.compiler.emit.triton.matrix_unit import FUNCTIONS
 from qdsl.compiler.emit.triton.plan import LOCALS
 from qdsl.compiler.spec.schema import RESERVED
 from qdsl.compiler.spec.source import SpecError

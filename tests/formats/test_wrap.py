@@ -127,7 +127,7 @@ def test_parameters_that_mean_several_shapes() -> None:
 
 def test_codes_of_which_a_tensor_holds_some_bits_have_no_kernels_for_matrix_units(tmp_path: Path) -> None:
     storages = qdsl.load(spec(tmp_path, LANES)).FORMAT.variant({}).storages
-    assert storages["plain"].kernels.lanes is not None and storages["coded"].kernels.lanes is None
+    assert storages["plain"].kernels.matrix_unit is not None and storages["coded"].kernels.matrix_unit is None
 
 
 @pytest.mark.parametrize("rows", [64, 8])

@@ -365,7 +365,7 @@ def test_parameters_are_numbers_words_and_truths(sharded: Path, tmp_path: Path, 
 def test_parts_and_their_index_as_commands(sharded: Path, tmp_path: Path) -> None:
     for part in ("1/2", "2/2"):
         result = command("convert", sharded, "--to", "awq", "-o", tmp_path / "out", "--shard", part, "-j", "1")
-        assert result.exit_code == 0 and f"written  part {part} of {tmp_path / 'out'}: 1 files of tensors" in result.stdout
+        assert result.exit_code == 0 and f"written  part {part} of {tmp_path / 'out'}: 1 file of tensors" in result.stdout
     assert command("merge-index", tmp_path / "out").exit_code == 0
     assert len(Folder(tmp_path / "out").names()) == 8
     again = command("merge-index", tmp_path / "out")

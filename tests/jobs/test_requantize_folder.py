@@ -183,6 +183,6 @@ def test_what_was_copied_and_is_stale_is_told(tmp_path: Path) -> None:
     notes = requantized(path, tmp_path / "out", "int8_channel")["notes"]
     assert notes == ["the settings do not say kv_cache_scheme any more", "the settings do not say sparsity_config any more",
                      "the settings do not say version any more",
-                     "1 tensors such as model.up.input_scale scale inputs of the old weights, and were copied",
+                     "1 tensor such as model.up.input_scale scale inputs of the old weights, and were copied",
                      "params.json says quantization of the old weights, and was copied",
                      "pytorch_model.bin holds other weights, and was not copied"]

@@ -27,8 +27,10 @@ TYPES = {"sm_90": torch.bfloat16, "sm_100": torch.float16}
 
 
 def compiled_for(arch: str) -> list[Case]:
-    """Every case for sm_90 in `make test-all`, as sm_90 has kernels that no other has; else those that cover all lines."""
-    return CASES if ALL and arch == "sm_90" else COVERING
+    """Cases that cover all lines, each for one GPU; in `make test-all` every case for sm_90, which has kernels of its own."""
+    if ALL:
+        return CASES if arch == "sm_90" else COVERING
+    return COVERING[list(TYPES).index(arch)::len(TYPES)]
 
 
 def every(arch: str) -> Iterator[dict[str, Any]]:
@@ -37,7 +39,8 @@ def every(arch: str) -> Iterator[dict[str, Any]]:
         for i, case in enumerate(compiled_for(arch)):
             packed = case.module.FORMAT.empty(SHAPE, case.storage, "meta", (), **case.choice)
             served = [x for x in (torch.empty(rows, SHAPE[1], dtype=TYPES[arch], device="meta") for rows in (1, 8, 16))
-                      if launch.has_lanes(x, packed) and (len(x) < 16 or regimes.candidate(x, packed).kind == "tile_gemm")]
+                      if launch.fits_matrix_units(x, packed)
+                      and (len(x) < 16 or regimes.candidate(x, packed).kind == "tile_gemm")]
             for x in served if case in COVERING else served[i % len(served):][:1]:
                 [call] = launch.linear_calls(x, packed, None, torch.empty_like(x), candidate=regimes.candidate(x, packed))
                 row = report(call, arch)

@@ -32,7 +32,7 @@ from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.torch import experts
 from qdsl.runtime.torch.linear import as_stored
 from tests.kernels import test_w8a8
-from tests.kernels.test_lanes import expected, lanes_of, shapes_of
+from tests.kernels.test_lanes import expected, matrix_unit_of, shapes_of
 from tests.support.covering import ALL, covering, kernels
 from tests.support.formats import Case, cases, random_packed, shapes, shuffled_fields, smallest
 from tests.support.only_ptx import stop_at_ptx
@@ -83,7 +83,7 @@ def jobs() -> list[Job]:
 
 
 def shape_of(job: Job) -> tuple[int, int]:
-    if lanes_of(job.case) and job.kind in ("gemv", "skinny", "tile_gemm"):
+    if matrix_unit_of(job.case) and job.kind in ("gemv", "skinny", "tile_gemm"):
         return shapes_of(job.case)[1]
     return [smallest(job.case), *shapes(job.case, (7, 33), (160, 384))][-1]
 

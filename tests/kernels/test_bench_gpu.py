@@ -89,7 +89,7 @@ def test_every_regime_of_rows_is_planned(hopper: None) -> None:
                  if (case.weight.name, case.weight.storage) == (weight.name, weight.storage)
                  and set(weight.params) <= set(case.weight.params)]
         launched = {kernel for _, calls in cases for kernel in kernels(calls)}
-        lanes = case_lanes(weight)
+        lanes = matrix_unit_of(weight)
         streams = weight.meta().layout.streams
         pairs = bool(streams) and weight.meta().layout.kernels.pairs is not None
         wanted = {"dequantize", "symbols" if streams else "matvec", *(["skinny"] if pairs else [])}
@@ -106,8 +106,8 @@ def test_every_regime_of_rows_is_planned(hopper: None) -> None:
             assert {config["BM"] for config in configs} >= {16, 32} and {config["R"] for config in configs} == {1, 2}
 
 
-def case_lanes(weight: Weight) -> Any:
-    return weight.meta().layout.kernels.lanes if fits(weight) else None
+def matrix_unit_of(weight: Weight) -> Any:
+    return weight.meta().layout.kernels.matrix_unit if fits(weight) else None
 
 
 def test_other_parameters_and_missing_tensors_are_planned() -> None:

@@ -126,7 +126,7 @@ def test_every_storage_has_its_kernels() -> None:
         decoded = list(launch.dequantize_calls(packed, torch.empty(packed.shape, dtype=X, device="meta")))
         if any(stream.coding == "huffman_windows" for stream in streams) or len(decoded) > 1:
             continue
-        lanes = None if streams else packed.layout.kernels.lanes
+        lanes = None if streams else packed.layout.kernels.matrix_unit
         wanted = {"dequantize"} if streams else {"matvec", "dequantize"}
         wanted |= {kind for kind in ("skinny", "gemv") if lanes is not None and getattr(lanes, kind) is not None}
         kinds = {key.split()[0] for key in table.get(costs.storage_key(packed), {})}

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from qdsl.generated import bf16, fp8_block, int_group, q4_0, q8_0
+from qdsl.host import library
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.cpu import library, loops
 from qdsl.runtime.cpu import linear as cpu
+from qdsl.runtime.cpu import loops
 from qdsl.runtime.cpu.source import DECODE
 from qdsl.runtime.weight.packed import FormatError
 from tests.support.covering import ALL, covering
@@ -264,7 +265,7 @@ def test_plain_weights_are_multiplied_as_they_are(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_setting_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_setting", "")
+    library.choose("")
     small, large = WEIGHTS["q4_0"](), q4_0.quantize(sample(256, 256))
     for setting, counts in (("never", (0, 0)), ("auto", (0, 1)), ("always", (1, 1))):
         monkeypatch.setenv("QDSL_CPU_COMPILE", setting)
@@ -341,7 +342,7 @@ def test_what_others_can_write_is_not_loaded(cache: Path, attack: str) -> None:
 
 
 def test_processes_at_once_compile_one_library(cache: Path) -> None:
-    code = f"from qdsl.runtime.cpu import library; print(library.load({SOURCE!r}).run())"
+    code = f"from qdsl.host import library; print(library.load({SOURCE!r}).run())"
     processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate()[0] for process in processes] == ["42\n"] * 2
     assert len(list(cache.iterdir())) == 1

@@ -110,7 +110,7 @@ def test_linear(case: Case) -> None:
         wanted = x.double() @ weight.t() + (0 if bias is None else bias.double())
         spread = x.double().abs() @ weight.abs().t() + (0 if bias is None else bias.double().abs())
         kernels = packed.layout.kernels                          # those for matrix units round numbers of tables to x's dtype
-        rounded = torch.finfo(dtype).eps / 2 if kernels.lanes and kernels.rounds(dtype) else 0
+        rounded = torch.finfo(dtype).eps / 2 if kernels.matrix_unit and kernels.rounds(dtype) else 0
         bound = spread * ((shape[1] + 2) * 2.0 ** -24 + rounded) + wanted.abs() * torch.finfo(dtype).eps / 2
         bound += torch.finfo(dtype).tiny
         assert ((product.double() - wanted).abs() <= bound).all(), shape

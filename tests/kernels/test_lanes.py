@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.gpu import regimes
-from qdsl.runtime import Lanes, PackedWeight
+from qdsl.runtime import MatrixUnitKernels, PackedWeight
 from qdsl.runtime.gpu import configure, launch, scratch
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.torch.linear import as_stored
@@ -20,16 +20,16 @@ from tests.support.interpreter import INTERPRETED, guarded, times
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
-def lanes_of(case: Case) -> Lanes:
-    lanes: Lanes = case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.lanes
+def matrix_unit_of(case: Case) -> MatrixUnitKernels:
+    lanes: MatrixUnitKernels = case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.matrix_unit
     return lanes
 
 
-CASES = [case for case in cases() if lanes_of(case)]
-FEW = [case for case in CASES if lanes_of(case).skinny]
-RECORDS = [case for case in CASES if lanes_of(case).records]
+CASES = [case for case in cases() if matrix_unit_of(case)]
+FEW = [case for case in CASES if matrix_unit_of(case).skinny]
+RECORDS = [case for case in CASES if matrix_unit_of(case).records]
 COVERING = covering(CASES, lambda case: kernels(case, "gemv", "skinny", "tile_gemm"))
-TALL = covering([case for case in CASES if lanes_of(case).tall], lambda case: kernels(case, "tile_gemm"))
+TALL = covering([case for case in CASES if matrix_unit_of(case).tall], lambda case: kernels(case, "tile_gemm"))
 # Rows and columns: a last tile of rows that is short; a last span of 256 columns that is half; warps without columns.
 SHAPES = ((20, 256), (33, 384), (16, 1152))
 DTYPES = (torch.float16, torch.bfloat16)
@@ -44,7 +44,7 @@ def shapes_of(case: Case, params: Mapping[str, int | str] | None = None) -> list
 def choices(case: Case) -> Iterator[Mapping[str, int | str]]:
     """The sizes that a format's blocks can have, as far as the kernels serve them."""
     format = case.module.FORMAT
-    lanes = lanes_of(case)
+    lanes = matrix_unit_of(case)
     values = {size: format.params[size] for size in format.size_axes}
     for i in range(max(map(len, values.values()), default=1)):
         params = {size: candidates[min(i, len(candidates) - 1)] for size, candidates in values.items()}
@@ -137,7 +137,7 @@ def test_few_rows(case: Case) -> None:
             check(case, shapes[i % 3], params, (3, 8, 11)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if lanes_of(case).tile_gemm], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if matrix_unit_of(case).tile_gemm], ids=str)
 def test_many_rows(case: Case, hopper: None) -> None:
     for i, params in enumerate(tried(case)):
         shapes = shapes_of(case, params)
@@ -147,7 +147,7 @@ def test_many_rows(case: Case, hopper: None) -> None:
     packed = packed_of(case, shapes_of(case)[0], next(choices(case)))
     assert kernels_of(x_of(9, 256, torch.float16), packed) == {"tile_gemm"}
     assert kernels_of(x_of(8, 256, torch.float16), packed) == {"skinny"}
-    double = packed.layout.kernels.lanes.double                  # two products for a code: they are too many there
+    double = packed.layout.kernels.matrix_unit.double                  # two products for a code: they are too many there
     assert kernels_of(x_of(9, 256, torch.bfloat16), packed) == {"skinny" if double else "tile_gemm"}
 
 
@@ -187,7 +187,7 @@ SPLIT = ("int_group.planar-bits4", "int8_channel.planar", "q4_k.planar")
 def test_programs_that_share_k(case: Case, hopper: None) -> None:
     """Parts of one size and of two, short and whole tiles; the counters are left at 0."""
     for split, shape, rows, dtype in ((2, (20, 512), 20, torch.float16), (4, (64, 1280), 16, torch.float16 if
-            lanes_of(case).double else torch.bfloat16)):
+            matrix_unit_of(case).double else torch.bfloat16)):
         packed = packed_of(case, shape, next(choices(case)))
         config = {**configure.candidates("tile_gemm", packed, rows)[0], "SPLIT": split}
         check(case, shape, {}, rows, dtype, bias=split == 2, packed=packed, candidate=Candidate("tile_gemm", config))
@@ -205,7 +205,7 @@ def test_one_hot_rows_read_the_weight(case: Case, dtype: torch.dtype) -> None:
     packed = packed_of(case, (16, 512), next(choices(case)), seed=3)
     x = torch.eye(512, dtype=dtype, device=DEVICE)
     weight = case.module.dequantize(packed.to("cpu"), torch.float32).t()
-    if lanes_of(case).skinny:
+    if matrix_unit_of(case).skinny:
         x, weight = (x, weight) if ALL else (x[::3].contiguous(), weight[::3])
         products = product(x, packed).float()
     else:
@@ -329,7 +329,7 @@ def test_codes_behind_another_tensor(tmp_path: Path) -> None:
     path = tmp_path / "scale_first.yaml"
     path.write_text(SCALE_FIRST)
     case = Case(path, "rows", ())
-    assert lanes_of(case).words.__name__ == "_words_rows"
+    assert matrix_unit_of(case).words.__name__ == "_words_rows"
     check(case, shapes_of(case)[0], {}, 3, DTYPES[0])
 
 
@@ -360,6 +360,6 @@ def test_records_of_names_and_small_floats(code: str, tmp_path: Path) -> None:
     path = tmp_path / f"records_{code}.yaml"
     path.write_text(RECORD.format(code=code))
     case = Case(path, "rows", ())
-    assert lanes_of(case).records.tensor == "head"
+    assert matrix_unit_of(case).records.tensor == "head"
     for i, dtype in enumerate(DTYPES):
         check(case, shapes_of(case)[i], {}, 1, dtype)

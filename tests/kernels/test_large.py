@@ -106,7 +106,8 @@ def run_last_programs(case: Case, packed: PackedWeight, part: PackedWeight) -> N
 @pytest.mark.parametrize("case", LANES, ids=str)
 def test_last_program_of_matrix_units(case: Case, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With x one-hot, products are weights, which the types of the products can hold."""
-    monkeypatch.setattr(configure, "has_tile_gemm", lambda packed, dtype, device: bool(packed.layout.kernels.lanes.tile_gemm))
+    monkeypatch.setattr(configure, "has_tile_gemm",
+                        lambda packed, dtype, device: bool(packed.layout.kernels.matrix_unit.tile_gemm))
     packed, part = sparse_weight(case, WEIGHTS)
     x, out = torch.zeros(rows, part.shape[1], dtype=torch.float16), sparse((rows, packed.shape[0]), torch.float16)
     x[-1, -1] = 1

@@ -21,8 +21,8 @@ from tests.support.formats import ROOT, Case, cases, random_packed
 from tests.support.interpreter import INTERPRETED, guarded, times
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-CASES = [case for case in cases() if (lanes := case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.lanes)
-         and lanes.narrow]
+CASES = [case for case in cases() if (lanes := case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.matrix_unit)
+         and lanes.w8a8]
 E4M3 = [case for case in CASES if case.path.stem.startswith("fp8")]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # A short last tile of rows; a short last block of rows of a scale; whole tiles, and a row of x more than a tile has.
@@ -41,8 +41,8 @@ def x_of(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> torch.Te
 
 
 def narrow_of(packed: PackedWeight) -> tuple[str, bool]:
-    lanes = packed.layout.kernels.lanes
-    return lanes.narrow.type, lanes.narrow.groups
+    lanes = packed.layout.kernels.matrix_unit
+    return lanes.w8a8.type, lanes.w8a8.groups
 
 
 def exact(x: torch.Tensor, packed: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,7 +201,7 @@ def test_int8_sums_are_exact() -> None:
     packed = int8_tensor.pack({"q": codes, "s": torch.ones(1, dtype=torch.float32)[0]}, scale_type="f32").to(DEVICE)
     x = torch.full((1, k), 127.0, device=DEVICE)
     x[0, 1::2] = -127
-    assert launch.has_narrow(x, packed) and not launch.has_narrow(torch.empty(1, k + 128), packed)
+    assert launch.has_w8a8(x, packed) and not launch.has_w8a8(torch.empty(1, k + 128), packed)
     out = product(x, packed)
     assert out.item() == float(torch.tensor(127 * 255 * (k // 2)).float())
 
@@ -211,7 +211,7 @@ def test_int8_sums_are_exact() -> None:
 def test_tiles(m: int, n: int) -> None:
     """What is launched covers out, and holds no more in shared memory than every device has."""
     for wide in (False, True):
-        config, warps = configure.narrow(m, n, wide, torch.device("cpu"))
+        config, warps = configure.w8a8(m, n, wide, torch.device("cpu"))
         assert config["BN"] % 64 == 0 and config["BM"] % 16 == 0 and config["BN"] * config["BM"] <= 2048 * warps
         bytes_ = config["STAGES"] * 128 * (config["BN"] + config["BM"] * (2 if wide else 1))
         assert bytes_ + 2560 <= 99 * 1024, (config, bytes_)

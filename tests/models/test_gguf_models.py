@@ -205,7 +205,7 @@ def changed(llama: tuple[Path, Any], tmp_path: Path, change: Any) -> Path:
 
 @pytest.mark.parametrize(("change", "sentence"), [
     (lambda tensors: tensors | {"blk.0.attn_extra.weight": torch.zeros(4, 4)},
-     r"1 tensors are in no recorded map of llama: blk\.0\.attn_extra\.weight"),
+     r"1 tensor without a place in the recorded map of llama: blk\.0\.attn_extra\.weight"),
     (lambda tensors: {name: tensor for name, tensor in tensors.items() if name != "blk.1.ffn_up.weight"},
      r"1 parameters have no tensor in the file: model\.layers\.1\.mlp\.up_proj\.weight"),
     (lambda tensors: tensors | {"output_norm.weight": torch.zeros(5)},

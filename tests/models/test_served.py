@@ -117,7 +117,7 @@ def test_layers_that_no_module_takes_are_decoded(tmp_path: Path) -> None:
 def test_layers_whose_inputs_have_8_bits(kind: str, is_narrow: bool, tmp_path: Path) -> None:
     write_folder(tmp_path / "model", kind, "qwen3")
     served = Served.of_folder(tmp_path / "model")
-    assert served.narrow == (served.packed.keys() if is_narrow else frozenset())
+    assert served.quantizing_x == (served.packed.keys() if is_narrow else frozenset())
 
 
 def test_entry_points_are_light() -> None:
@@ -157,3 +157,15 @@ def test_x_in_8_bits_excludes_batch_invariance(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(CheckpointError, match=r'plain: products .* are not batch-invariant; leave "quantize_x" out'):
         EngineConfig({**settings, "quantize_x": True}).plan(plain, "plain")
     EngineConfig({**settings, "quantize_x": "auto"}).plan(plain, "plain")
+
+
+@pytest.mark.parametrize(("setting", "is_warned"), [(True, True), ("auto", True), (False, False)])
+def test_experts_take_x_as_it_is_and_say_so(setting: bool | str, is_warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Once for a model, where settings or the checkpoint want x in 8 bits."""
+    config = EngineConfig({"quant_method": "qdsl", "quantize_x": setting})
+    layer = Layer("model.experts.0.up_proj")
+    config.checkpoint = Served(quantizing_x=frozenset({layer.name}))
+    for _ in range(2):
+        config.warn_of_experts("model.experts", [layer])
+    assert [record.getMessage() for record in caplog.records] == is_warned * [
+        "model.experts: products of packed experts take x as it is; quantize_x is for linear layers"]

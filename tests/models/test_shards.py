@@ -12,9 +12,9 @@ from torch import Tensor
 from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.report.shards import Piece, ShardError, merged_pieces, piece, row_piece, vocabulary_rows
-from qdsl.core.borders import shard_step
+from qdsl.core.borders import Span, shard_step
 from qdsl.generated import fp8_channel, fp8_tensor, int_group, q4_k, q8_0
-from qdsl.models.shards import Collector, Part, joined, linear
+from qdsl.models.shards import Collector, Part, joined, linear, needed
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.weight import algebra
 from tests.support.formats import ROOT, Case, cases, random_fields, same_bits, shapes
@@ -101,6 +101,13 @@ def test_columns_inside_blocks_are_multiplied_with_padded_x() -> None:
     assert row_piece("x", layer_of(packed), 2, 0).how == "cut; 128 columns more than its own"
     total = sum(linear(own, [part]) for own, part in zip(x.chunk(2, 1), parts, strict=True))
     torch.testing.assert_close(total, x @ decoded(packed).T, rtol=0, atol=1e-4)
+
+
+def test_columns_that_a_stack_of_experts_needs() -> None:
+    """Of two experts [2, 32, 512] that hold 128 columns more, as an engine that quantizes again wants them."""
+    stack = torch.arange(2 * 32 * 512).view(2, 32, 512)
+    assert torch.equal(needed(stack, Span("K", 128, 512, 0, 512)), stack[:, :, 128:])
+    assert torch.equal(needed(stack[0], Span("N", 8, 24, 0, 32)), stack[0, 8:24])
 
 
 def test_rows_inside_blocks_are_left_out_of_the_product() -> None:

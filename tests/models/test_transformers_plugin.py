@@ -251,7 +251,9 @@ def test_dequantized(kind: str, model: str, tmp_path: Path) -> None:
     """Plain layers with the decoded weights, which transformers saves and loads without qdsl's part in it."""
     decoded = producer_folders.write_folder(tmp_path / "in", kind, model)
     packed = plugin.from_pretrained(tmp_path / "in", dtype=torch.float32)
+    counts = [packed.num_parameters(exclude_embeddings=exclude) for exclude in (False, True)]
     dense = packed.dequantize()
+    assert counts == [dense.num_parameters(exclude_embeddings=exclude) for exclude in (False, True)]
     assert not any(isinstance(module, QuantizedLinear) for module in dense.modules())
     assert (dense.lm_head.weight is dense.model.embed_tokens.weight) == (model == "tied")
     reference = language_models.logits(language_models.filled(model, decoded, torch.float32))

@@ -34,8 +34,9 @@ def kernels(case: Case, *kinds: str) -> list[Any]:
     """The families of some kinds that serve a case's storage, and the functions that complete them."""
     completes = case.module.FORMAT.variant(case.choice).storages[case.storage].kernels
     plain = [part for kind in kinds if kind in PLAIN for part in (PLAIN[kind], completes.decode)]
-    others = [(kind, kernel) for kind in kinds if completes.lanes and (kernel := getattr(completes.lanes, kind, None))]
-    return [*plain, *(part for kind, kernel in others for part in (kernel, *parts_of(case, completes.lanes, kind)))]
+    matrix_unit = completes.matrix_unit
+    others = [(kind, kernel) for kind in kinds if matrix_unit and (kernel := getattr(matrix_unit, kind, None))]
+    return [*plain, *(part for kind, kernel in others for part in (kernel, *parts_of(case, matrix_unit, kind)))]
 
 
 def parts_of(case: Case, lanes: Any, kind: str) -> list[Any]:

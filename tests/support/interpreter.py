@@ -125,6 +125,8 @@ def _patch() -> None:
             return interpreter.TensorHandle(_round_to_bf16(source.data), tl.bfloat16)
         if source.dtype.scalar == tl.bfloat16 and kind.scalar == tl.float32:
             return interpreter.TensorHandle(_from_bf16(source.data), tl.float32)
+        if source.dtype.scalar.is_int() and kind.scalar == tl.bfloat16:
+            return interpreter.TensorHandle(_round_to_bf16(source.data), tl.bfloat16)
         return cast(self, source, kind)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *args: Any) -> Any:

@@ -40,7 +40,7 @@ def seconds(figure: dict[str, Any], gpu: Gpu) -> float:
         return costs.matmul_seconds(m, n, k, 2, gpu)
     name, _, storage = figure["ours"].partition(".")
     packed = launches.weight(launches.module(name), (n, k), storage, figure["params"])
-    lanes = packed.layout.kernels.lanes
+    lanes = packed.layout.kernels.matrix_unit
     kind = "gemv" if m == 1 and lanes is not None and lanes.gemv is not None else "skinny"
     with configure.assumed(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors):
         config = configure.candidates(kind, packed, m, torch.device("meta"))[0]

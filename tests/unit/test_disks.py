@@ -97,7 +97,8 @@ def test_a_full_disk(job: str, inputs: Path, disk: Path) -> None:
         file.write(bytes(shutil.disk_usage(disk).free - (LEFT if job != "merge-index" else 0)))
     result = command(*arguments)
     filler.unlink()
-    assert result.exit_code == 1 and result.stderr.startswith(f"error: [Errno 28] No space left on device: '{disk}/work/out")
+    assert result.exit_code == 1 and result.stderr.startswith(f"error: {disk}/work/out") and \
+        "No space left on device" in result.stderr
     assert not shown(disk / "work") and not any(name.endswith(".part") for name in files(disk / "work"))
     succeed(*arguments)
     assert shown(disk / "work")
@@ -113,7 +114,8 @@ def test_a_limit_on_the_size_of_files(job: str, inputs: Path, tmp_path: Path) ->
         result = command(*arguments)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert result.exit_code == 1 and result.stderr.startswith(f"error: [Errno 27] File too large: '{tmp_path}/work/out")
+    assert result.exit_code == 1 and result.stderr.startswith(f"error: {tmp_path}/work/out") and \
+        "File too large" in result.stderr
     assert not shown(tmp_path / "work")
     succeed(*arguments)
 
@@ -125,7 +127,8 @@ def test_a_read_only_disk(job: str, inputs: Path, disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     result = command(*arguments)
     subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
-    assert result.exit_code == 1 and result.stderr.startswith(f"error: [Errno 30] Read-only file system: '{disk}/")
+    assert result.exit_code == 1 and result.stderr.startswith(f"error: {disk}/") and \
+        "Read-only file system" in result.stderr
     assert files(disk) == before
 
 
@@ -139,5 +142,5 @@ def test_a_disk_whose_reads_fail(inputs: Path, tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-c", RUN, json.dumps(list(jobs.values()))], env=environment, capture_output=True,
                          check=True)
     for job, (code, message) in zip(jobs, json.loads(run.stdout), strict=True):
-        assert code == 1 and message.startswith(f"error: [Errno 5] Input/output error: '{inputs}/"), (job, message)
+        assert code == 1 and message.startswith(f"error: {inputs}/") and "Input/output error" in message, (job, message)
         assert not shown(tmp_path / job) and not any(name.endswith(".part") for name in files(tmp_path / job)), job

@@ -17,7 +17,6 @@ from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, Entry, shown, torch_name
 from qdsl.core.stored import Description, element_dtype
 
-CONFIG = "dfloat11_config"
 SHARED_MEMORY = 48 << 10                                         # what a CUDA kernel gets without asking for more
 
 
@@ -53,19 +52,22 @@ class Memory:
     fits: int | None
 
 
+def group_rules() -> dict[str, Mapping[str, str]]:
+    """By formats whose weights are coded together: `begins`, `settings`, `names`, `threads` and `alone`, as their specs say."""
+    return {format.name: format.detect["parts"] for format in descriptions() if "parts" in format.detect}
+
+
 def groups(folder: Folder) -> list[Group]:
     """The groups of a checkpoint, in the order of its tensors."""
-    grouping = [spec for spec in descriptions() if "parts" in spec.detect]
+    grouping = [format for format in descriptions() if "parts" in format.detect]
     modules = folder.layers()
-    settings = folder.config.get(CONFIG)
-    settings = settings if isinstance(settings, Mapping) else {}
     recognised, budget = [], Budget(len(modules))
     with budget:
         for name, tensors_of_module in modules.items():
             for format in grouping:
                 tensors = _tensors(format, tensors_of_module)
                 if tensors is not None and all(map(folder.__contains__, tensors.values())):
-                    recognised.append(_group(folder, format, name, tensors, settings, budget))
+                    recognised.append(_group(folder, format, name, tensors, budget))
     return recognised
 
 
@@ -79,7 +81,7 @@ def refuse_groups(folder: Folder, recognised: Sequence[Group] | None = None) -> 
 
 def _tensors(format: Description, names: Mapping[str, str]) -> dict[str, str] | None:
     """Those of the format's one storage and the one that says where weights begin; None where one is missing."""
-    wanted = [*_storage(format), str(format.detect["parts"])]
+    wanted = [*_storage(format), str(format.detect["parts"]["begins"])]
     return {leaf: names[leaf] for leaf in wanted} if all(leaf in names for leaf in wanted) else None
 
 
@@ -87,9 +89,10 @@ def _storage(format: Description) -> Mapping[str, Any]:
     return next(iter(next(iter(format.variants.values())).values()))
 
 
-def _group(folder: Folder, format: Description, name: str, tensors: Mapping[str, str], settings: Mapping[str, Any],
-           budget: Budget) -> Group:
-    storage, problems = _storage(format), []
+def _group(folder: Folder, format: Description, name: str, tensors: Mapping[str, str], budget: Budget) -> Group:
+    storage, problems, rule = _storage(format), [], format.detect["parts"]
+    settings = folder.config.get(rule["settings"])
+    settings = settings if isinstance(settings, Mapping) else {}
     for leaf, stored in storage.items():
         entry = folder.entry(tensors[leaf])
         if torch_name(entry.dtype) != element_dtype(stored.dtype) or len(entry.shape) != len(stored.axes):
@@ -97,21 +100,21 @@ def _group(folder: Folder, format: Description, name: str, tensors: Mapping[str,
     flat = next(leaf for leaf, stored in storage.items() if any(axis.dim == "N*K" for axis in stored.axes))
     count = math.prod(folder.entry(tensors[flat]).shape)
     try:
-        splits = _splits(folder, tensors[str(format.detect["parts"])], count)
+        splits = _splits(folder, tensors[rule["begins"]], count)
     except CheckpointError as error:
         splits = []
         problems.append(str(error))
     sizes = [stop - start for start, stop in zip([0, *splits], [*splits, count], strict=True)]
     unnamed = ""
     try:
-        names = _names(name, len(sizes), settings, budget)
+        names = _names(name, len(sizes), settings.get(rule["names"]), budget)
     except CheckpointError as error:
         names = []
         unnamed = str(error)
     if len(names) != len(sizes):
-        unnamed = unnamed or f"{CONFIG} says {len(names)} weights, and there are {len(sizes)}"
+        unnamed = unnamed or f"{rule['settings']} says {len(names)} weights, and there are {len(sizes)}"
         names = [f"{name}[{number}]" for number in range(len(sizes))]
-    threads = settings.get("threads_per_block")
+    threads = settings.get(rule["threads"])
     first = threads[0] if isinstance(threads, list) and threads else None
     threads_of_blocks = first if type(first) is int and first in [1 << power for power in range(3, 11)] else None
     return Group(name, format.name, tensors, dict(zip(names, sizes, strict=True)), threads_of_blocks, tuple(problems), unnamed)
@@ -134,9 +137,8 @@ def _splits(folder: Folder, name: str, count: int) -> list[int]:
     return splits
 
 
-def _names(name: str, count: int, settings: Mapping[str, Any], budget: Budget) -> list[str]:
+def _names(name: str, count: int, patterns: object, budget: Budget) -> list[str]:
     """What a group's weights are called, by the first pattern that names its module; of a module of its own its weight."""
-    patterns = settings.get("pattern_dict")
     for pattern, attributes in patterns.items() if isinstance(patterns, Mapping) else ():
         budget.charge(COMPILED)
         if expression(pattern).match(name, whole=True) and isinstance(attributes, list):

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qdsl.checkpoint.detect.descriptions import descriptions
-from qdsl.checkpoint.detect.groups import Group
+from qdsl.checkpoint.detect.groups import Group, group_rules
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
@@ -146,17 +146,18 @@ def decoded(folder: Tensors, group: Group) -> dict[str, Tensor]:
     return dict(zip(group.parts, parts, strict=True))
 
 
-def of_group(folder: Folder, group: Group, shapes: Mapping[str, tuple[int, int]], format: str = "hlane",
+def of_group(folder: Folder, group: Group, shapes: Mapping[str, tuple[int, int]], format: str = "",
              ) -> dict[str, PackedWeight]:
     """The weights of a group, by name, every one in its own format.
 
-    shapes: their (N, K), of which the files say the products alone; a model on meta has them.  Needs memory for all of them.
+    shapes: their (N, K), of which the files say the products alone; a model on meta has them.  format: by default that of a
+    weight that leaves its group.  Needs memory for all of them.
     Raises CheckpointError where the group, or a shape, does not fit.
     """
     for name, count in group.parts.items():
         if name not in shapes or math.prod(shapes[name]) != count:
             raise CheckpointError(f"{folder.path}: {shown(name)} has {count} numbers, and not the shape {shapes.get(name)}")
-    quantize = import_module(f"qdsl.generated.{format}").quantize
+    quantize = import_module(f"qdsl.generated.{format or group_rules()[group.format]['alone']}").quantize
     return {name: quantize(part.view(shapes[name])) for name, part in decoded(folder, group).items()}
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from qdsl.checkpoint.detect.descriptions import descriptions
 from qdsl.checkpoint.detect.groups import Group
 from qdsl.checkpoint.detect.judge import brief, needs_no_settings
 from qdsl.checkpoint.detect.layer import Layer, Left
@@ -13,7 +14,9 @@ from qdsl.checkpoint.detect.quantization import Quantization, Scheme
 from qdsl.checkpoint.detect.rules import OWN, same
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import shown
+from qdsl.core.places import FOLDER_VARIABLE
 from qdsl.core.stored import Description
+from qdsl.core.text import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,21 @@ class Report:
         problems = [problem for quantization in self.quantizations for problem in quantization.problems]
         if self.first is not None:
             problems += [*self._without_tensors(self.first, modules), *self._wrong_format(self.first, layers)]
-            if not layers and not (self.groups and self.first.method == OWN):
+            if unknown := self._unknown_format(self.first):
+                problems.append(f"{self.first.source} says {brief(self.first.settings)}, and {unknown}")
+            elif not layers and not (self.groups and self.first.method == OWN):
                 problems.append(f"{self.first.source} says {brief(self.first.settings)}, but no tensor is quantized")
         problems += [problem for other in self.quantizations[1:] for problem in _differing(self.quantizations[0], other)]
         shards = list(self.folder.missing.values())
-        return [*problems, *(f"{shard} is missing, with {shards.count(shard)} tensors" for shard in dict.fromkeys(shards))]
+        return [*problems, *(f"{shard} is missing, with {counted(shards.count(shard), 'tensor')}"
+                             for shard in dict.fromkeys(shards))]
+
+    def _unknown_format(self, first: Quantization) -> str:
+        """What to do about settings of qdsl that name a format which it does not know; '' for others."""
+        name = first.settings.get("format")
+        if first.method != OWN or not isinstance(name, str) or name in [format.name for format in descriptions()]:
+            return ""
+        return f"qdsl has no format {shown(name)}: set {FOLDER_VARIABLE} to the folder of its spec"
 
     def _without_tensors(self, first: Quantization, modules: Collection[str]) -> list[str]:
         """Layers that have settings and no tensor."""

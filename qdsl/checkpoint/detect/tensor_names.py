@@ -13,8 +13,9 @@ WEIGHT = "weight"                                                # what a module
 class TensorNames:
     """The last parts of names by which tensors belong to a module, such as 'weight_scale' or 'weight.absmax'.
 
-    names: all.  heads: the first parts of those that have several.  tails: those that begin with '_', the ends of a last part,
-    but for those of a weight called 'weight', which stand for those of any name that a header has.
+    names: all.  whole: those of storages, without producers' own.  heads: the first parts of those that have several.
+    tails: those that begin with '_', the ends of a last part, but for those of a weight called 'weight', which stand for those of
+    any name that a header has.
 
     Experts in one tensor are a weight with a name of its own, of which those beside it are made: 'down_proj_scale_inv' beside
     'down_proj' is what 'weight_scale_inv' is beside 'weight', and 'down_proj_weight_scale' the 'weight_scale' of others.
@@ -26,6 +27,7 @@ class TensorNames:
         layouts = [layout for format in formats for storages in format.variants.values() for layout in storages.values()]
         self.names = {name for layout in layouts for key, stored in layout.items() for name in (key, *stored.aliases)}
         self.names |= {name for format in formats for name in format.detect.get("tensors", {})}
+        self.whole = {key for layout in layouts for key in layout}
         self.heads = {name.partition(".")[0] for name in self.names if "." in name}
         tails = (name for name in self.names if name.startswith("_") and not name.startswith(PREFIX))
         self.tails = tuple(sorted(tails, key=len, reverse=True))
@@ -71,7 +73,8 @@ class TensorNames:
         module, _, leaf = name.rpartition(".")
         if (cut := self.claims.cut(module, leaf)) is not None:
             return cut
-        is_own = leaf in self.names and leaf.startswith(WEIGHT)    # 'weight_scales' is no tail '_scales' of 'weight'
+        # 'weight_scales' is no tail '_scales' of 'weight', nor are a storage's 'code_scales' those of 'code'.
+        is_own = leaf in self.whole or (leaf in self.names and leaf.startswith(WEIGHT))
         if leaf.endswith(self.tails) and leaf not in self.tails and not is_own:
             tail = next(ending for ending in self.tails if leaf.endswith(ending))
             return name[:-len(tail)], tail

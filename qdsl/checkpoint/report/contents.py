@@ -18,6 +18,7 @@ from qdsl.checkpoint.files.gguf import GgufFile, GgufTensor
 from qdsl.checkpoint.files.gguf_metadata import Value
 from qdsl.checkpoint.files.safetensors import Entry
 from qdsl.checkpoint.report.survey import survey, tables, weights
+from qdsl.core.text import counted
 
 ARRAY_SHOWN = 8                                                  # elements of a metadata array
 TEXT_SHOWN = 100                                                 # characters of a string, in a line of text
@@ -120,8 +121,8 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     total = report["total"]
     kind = f"GGUF {report['version']}" if report["format"] == "gguf" else "safetensors"
     files = f" in {report['files']} files" if report["files"] > 1 else ""
-    head = f"{escaped(report['file'])}: {kind}{files}, {total['tensors']} tensors, {total['weights']} weights, " \
-           f"{_size(total['nbytes'])}, {_bits(total['bits_per_weight'])} bits per weight"
+    head = f"{escaped(report['file'])}: {kind}{files}, {counted(total['tensors'], 'tensor')}, " \
+           f"{counted(total['weights'], 'weight')}, {_size(total['nbytes'])}, {_bits(total['bits_per_weight'])} bits per weight"
     tensors = [] if "layers" in report else [
         [escaped(entry["name"]), entry["type"], _shape(entry), _bits(entry["bits_per_weight"]), _size(entry["nbytes"]),
          entry.get("problem", "")] for entry in report["tensors"]]
@@ -134,7 +135,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     covered = {entry["name"] for entry in report["tensors"]} | {f"{entry['name']}.weight" for entry in report.get("layers", [])}
     metadata = [[escaped(key), value["type"], _value(value)] for key, value in report["metadata"].items() if key not in covered]
     return [head, *(f"note: {escaped(note)}" for note in report["notes"]),
-            *([f"{report['problems']} tensors cannot be read"] if report["problems"] else []),
+            *([f"{counted(report['problems'], 'tensor')} cannot be read"] if report["problems"] else []),
             *_block(["metadata", "type", "value"], metadata, ""),
             *_block(["quantization", "", "settings"], settings, ""), *surveyed,
             *(["", INFER] if report.get("unknown") else []),

@@ -15,13 +15,14 @@ the shortest code follows.  Two turns of 32 words follow the last, so that a lan
 from __future__ import annotations
 
 from collections.abc import Mapping
+from ctypes import CDLL, c_void_p
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qdsl.codecs import bits, lanes
+from qdsl.codecs import bits, lanes, native
 from qdsl.codecs.huffman import Code, Words, canonical, canonical_code
 from qdsl.codecs.lookup import StreamError
 from qdsl.core.codecs import CODECS
@@ -43,20 +44,32 @@ def lanes_of(k: int) -> tuple[int, int]:
 
 def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
     """The tensors of u8 [N, K], of which each symbol occurs counts[0..255] times."""
+    code = canonical_code(counts, LONGEST)
+    compiled = native.functions()
+    words, turns = _streams(symbols, code) if compiled is None else _encode_natively(compiled, symbols, code)
+    return {"words": words.view(np.int32), "starts": (np.cumsum(turns).reshape(turns.shape) - turns).astype(np.int32),
+            "table": _table(code)}
+
+
+def _filler(code: Code) -> int:
+    """The symbol that stands behind the columns: that of the shortest code."""
+    return min(code.words, key=lambda symbol: code.words[symbol], default=0)
+
+
+def _streams(symbols: NDArray[np.uint8], code: Code) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """All words, and how many turns each group of each chunk has: [C, groups]."""
     n, k = symbols.shape
     per_row, chunks = lanes_of(k)
-    code = canonical_code(counts, LONGEST)
     runs = -(-k // (RUN * per_row))                              # of each lane
     bounds = _bounds(runs, chunks)
     pad = [(0, 0), (0, RUN * per_row * runs - k)]
-    filler = min(code.words, key=lambda symbol: code.words[symbol], default=0)
     rows = GROUP // per_row
     step = rows * max(1, bits.BLOCK // max(1, rows * k))         # rows that are worked on together
     pairs = bits.Pairs(code)
     streams: list[list[NDArray[np.uint32]]] = [[] for _ in bounds]
     sizes: list[list[NDArray[np.int64]]] = [[] for _ in bounds]
     for first in range(0, n, step):
-        part = np.pad(symbols[first:first + step], pad, constant_values=filler)
+        part = np.pad(symbols[first:first + step], pad, constant_values=_filler(code))
         lengths, values = _runs(part, pairs)
         for chunk, (start, stop) in enumerate(bounds):
             shape = (len(part), runs, per_row)
@@ -65,8 +78,27 @@ def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> dict[str, N
             sizes[chunk].append(size)
     turns = np.array([size for chunk_parts in sizes for part in chunk_parts for size in part], np.int64)
     words = np.concatenate([*(part for chunk_parts in streams for part in chunk_parts), np.zeros(AHEAD * GROUP, np.uint32)])
-    return {"words": words.view(np.int32), "starts": (np.cumsum(turns) - turns).astype(np.int32).reshape(chunks, -(-n // rows)),
-            "table": _table(code)}
+    return words, turns.reshape(chunks, -(-n // rows))
+
+
+def _encode_natively(compiled: CDLL, symbols: NDArray[np.uint8], code: Code) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """What `_streams` returns."""
+    n, k = symbols.shape
+    per_row, chunks = lanes_of(k)
+    codes = np.zeros(256, np.uint16)                             # 256 * the code + its bits
+    for symbol, (size, value) in code.words.items():
+        codes[symbol] = value << 8 | size
+    turns = np.zeros((chunks, -(-n // (GROUP // per_row))), np.int64)
+    parts = [(chunk, native.sizes(n, k, per_row, start, stop - start))
+             for chunk, (start, stop) in enumerate(_bounds(-(-k // (RUN * per_row)), chunks))]
+    source, table = native.addresses(symbols, codes)
+    for chunk, part in parts:
+        compiled.lanes_turns(source, *part, table, _filler(code), *native.addresses(turns[chunk]))
+    starts = np.cumsum(turns).reshape(turns.shape) - turns
+    words = np.zeros((int(turns.sum()) + AHEAD) * GROUP, np.uint32)
+    for chunk, part in parts:
+        compiled.lanes_encode(source, *part, table, _filler(code), *native.addresses(starts[chunk], words))
+    return words, turns
 
 
 def _bounds(runs: int, chunks: int) -> list[tuple[int, int]]:
@@ -180,20 +212,44 @@ def _decode_groups(tensors: Tensors, shape: tuple[int, int], groups: NDArray[np.
     stops = np.append(starts[1:], len(tensors["words"]) // GROUP - AHEAD)
     words = tensors["words"].view(np.uint32).reshape(-1, GROUP)
     out = np.empty((len(groups) * rows, runs, per_row, RUN), np.uint8)
-    lookup = _lookup(tensors["table"].tobytes())
-    step = lanes.LANES // GROUP
+    compiled = native.functions()
+    step = max(1, len(groups)) if compiled is not None else lanes.LANES // GROUP
     for chunk, (start, stop) in enumerate(_bounds(runs, chunks)):
         for first in range(0, len(groups) if start < stop else 0, step):
             index = chunk * -(-n // rows) + groups[first:first + step]
-            symbols = _ungrouped(words, starts[index], stops[index], RUN * (stop - start), lookup)
             part = out[first * rows:(first + len(index)) * rows, start:stop]
-            part[...] = symbols.reshape(-1, per_row, stop - start, RUN).transpose(0, 2, 1, 3)
+            if compiled is not None:
+                used = _decode_natively(compiled, words, starts[index], stops[index], tensors["table"], part)
+            else:
+                lookup = _lookup(tensors["table"].tobytes())
+                symbols, used = _ungrouped(words, starts[index], stops[index], RUN * (stop - start), lookup)
+                part[...] = symbols.reshape(-1, per_row, stop - start, RUN).transpose(0, 2, 1, 3)
+            _check_used(used, stops[index] - starts[index])
     return out.reshape(len(groups) * rows, -1)
 
 
+def _check_used(used: NDArray[np.int64], turns: NDArray[np.int64]) -> None:
+    """Raises StreamError for a group whose longest lane takes more bits than its words have."""
+    over = np.flatnonzero(used > 32 * turns)
+    if over.size:
+        raise StreamError(f"words: the codes of a lane take {used[over[0]]} bits of {32 * turns[over[0]]}")
+
+
+def _decode_natively(compiled: CDLL, words: NDArray[np.uint32], starts: NDArray[np.int64], stops: NDArray[np.int64],
+                     table: NDArray[np.int16], out: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Writes symbols [rows, runs, R, 8] of groups, a part of longer rows, and returns the bits of their longest lanes."""
+    used = np.zeros(len(starts), np.int64)
+    words, table = np.ascontiguousarray(words), np.ascontiguousarray(table)
+    source, code = native.addresses(words, table)
+    if not compiled.lanes_decode(source, *native.addresses(starts, stops), *native.sizes(len(starts), *out.shape[1:3]), code,
+                                 c_void_p(out.ctypes.data), *native.sizes(out.strides[0]), *native.addresses(used)):
+        raise MemoryError("no memory for the lanes of a group")
+    return used
+
+
 def _ungrouped(words: NDArray[np.uint32], starts: NDArray[np.int64], stops: NDArray[np.int64], count: int,
-               lookup: lanes.Lookup) -> NDArray[np.uint8]:
-    """Symbols [lanes, count] of groups with turns from starts to stops."""
+               lookup: lanes.Lookup) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Symbols [lanes, count] of groups with turns from starts to stops, and the bits that the longest lane of a group takes."""
     turns = stops - starts
     stride = int(turns.max(initial=0)) + 2
     lane_words = np.zeros((len(turns) * GROUP, stride), np.uint64)
@@ -203,7 +259,4 @@ def _ungrouped(words: NDArray[np.uint32], starts: NDArray[np.int64], stops: NDAr
     at = np.arange(len(lane_words), dtype=np.int64) * (32 * stride)
     symbols = lanes.counted(flat[:-1] << 32 | flat[1:], at, count, lookup)
     used = lookup.lengths.astype(np.uint8)[symbols].sum(1, dtype=np.int64).reshape(len(turns), GROUP).max(1, initial=0)
-    over = np.flatnonzero(used > 32 * turns)
-    if over.size:
-        raise StreamError(f"words: the codes of a lane take {used[over[0]]} bits of {32 * turns[over[0]]}")
-    return symbols
+    return symbols, used

@@ -37,7 +37,7 @@ def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64], threads: int =
 
     Raises StreamError for symbols from 240 on and codes of too many rows, which the tables cannot hold.
     """
-    symbols = symbols.reshape(-1)
+    symbols = np.ascontiguousarray(symbols).reshape(-1)
     if not len(symbols):
         return {"tables": np.zeros((1, 256), np.uint8), "data": symbols, "positions": np.zeros(4, np.uint8), "gaps": symbols}
     code = df11_code(counts)
@@ -103,7 +103,7 @@ class Windows:
         symbols = np.empty(self.count, np.uint8)
         counts = []
         at = 0
-        for part, lane_counts in lanes.decode(self.data, starts, lanes.Lookup(self.code)):
+        for part, lane_counts in lanes.decode(self.data, starts, self.code, self.count):
             symbols[at:at + len(part)] = part[:self.count - at]
             at = min(self.count, at + len(part))
             counts.append(lane_counts)

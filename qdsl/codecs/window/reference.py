@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qdsl.codecs import native
 from qdsl.codecs.huffman import Words
 from qdsl.codecs.lookup import StreamError
 from qdsl.core.codecs import CODECS
@@ -36,8 +37,25 @@ def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> dict[str, N
     """The tensors of u8 [N, K], of which each symbol occurs counts[0..255] times."""
     n, k = symbols.shape
     base = int(np.convolve(counts, np.ones(WINDOW, np.int64), "valid").argmax())
+    codes, places, values = _encode_codes(symbols, base, int(counts.sum() - counts[base:base + WINDOW].sum()))
+    block = ROWS * k
+    return {"codes": codes.view(np.int32), "base": np.array([base], np.uint8),
+            "start": np.searchsorted(places, np.arange(-(-n // ROWS) + 1) * block).astype(np.int32),
+            "index": (places % max(1, block)).astype(np.int32), "value": values}
+
+
+def _encode_codes(symbols: NDArray[np.uint8], base: int, patches: int,
+                  ) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint8]]:
+    """The codes [N, ceil(K / 8)], and the flat places and values of the symbols that have none, so many `patches`."""
+    n, k = symbols.shape
     eights = -(-k // 8)
     codes = np.empty((n, eights), np.uint32)
+    compiled = native.functions()
+    if compiled is not None:
+        places, values = np.empty(patches, np.int64), np.empty(patches, np.uint8)
+        source, *targets = native.addresses(symbols, codes, places, values)
+        compiled.window_encode(source, base, *targets, *native.sizes(n, k))
+        return codes, places, values
     index = [np.zeros(0, np.int64)]
     step = max(1, _TILE // max(1, k))
     for start in range(0, n, step):
@@ -48,10 +66,7 @@ def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64]) -> dict[str, N
         index.append(far + start * k)
         codes[rows] = _nibbles(np.pad(code, [(0, 0), (0, 8 * eights - k)]) if k % 8 else code)
     flat = np.concatenate(index)
-    block = ROWS * k
-    return {"codes": codes.view(np.int32), "base": np.array([base], np.uint8),
-            "start": np.searchsorted(flat, np.arange(-(-n // ROWS) + 1) * block).astype(np.int32),
-            "index": (flat % max(1, block)).astype(np.int32), "value": symbols.reshape(-1)[flat]}
+    return codes, flat, symbols.reshape(-1)[flat]
 
 
 def _nibbles(code: NDArray[np.uint8]) -> NDArray[np.uint32]:
@@ -97,11 +112,9 @@ def check(tensors: Tensors, shape: tuple[int, int]) -> None:
 def decode(tensors: Tensors, shape: tuple[int, int]) -> NDArray[np.uint8]:
     """The symbols u8 [N, K].  Raises StreamError where `check` does."""
     check(tensors, shape)
-    n, k = shape
+    k = shape[1]
     out = np.empty(shape, np.uint8)
-    step = max(1, _TILE // max(1, k))
-    for first in range(0, n, step):
-        _decode_codes(tensors["codes"][first:first + step], tensors["base"], out[first:first + step])
+    _decode_codes(tensors["codes"], int(tensors["base"][0]), out)
     start = tensors["start"]
     block = np.repeat(np.arange(len(start) - 1) * (ROWS * k), np.diff(start))
     out.reshape(-1)[block + tensors["index"]] = tensors["value"]
@@ -113,7 +126,7 @@ def decode_rows(tensors: Tensors, shape: tuple[int, int], rows: NDArray[np.int64
     check(tensors, shape)
     k = shape[1]
     out = np.empty((len(rows), k), np.uint8)
-    _decode_codes(tensors["codes"][rows], tensors["base"], out)
+    _decode_codes(tensors["codes"][rows], int(tensors["base"][0]), out)
     for place, row in enumerate(rows.tolist() if k else ()):
         block = slice(*tensors["start"][row // ROWS:row // ROWS + 2].tolist())
         patch_row, column = np.divmod(tensors["index"][block], k)
@@ -122,7 +135,17 @@ def decode_rows(tensors: Tensors, shape: tuple[int, int], rows: NDArray[np.int64
     return out
 
 
-def _decode_codes(codes: NDArray[np.int32], base: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+def _decode_codes(codes: NDArray[np.int32], base: int, out: NDArray[np.uint8]) -> None:
     """The symbols that codes [rows, words] stand for into out [rows, K], without patches."""
-    words = codes.view(np.uint32).astype(np.uint64)
-    np.add((_apart(words) | _apart(words >> 16) << 8).view(np.uint8)[:, :out.shape[1]], base, out=out)
+    rows, k = out.shape
+    compiled = native.functions()
+    if compiled is not None:
+        codes = np.ascontiguousarray(codes)
+        source, target = native.addresses(codes, out)
+        compiled.window_decode(source, base, target, *native.sizes(rows, k))
+        return
+    step = max(1, _TILE // max(1, k))
+    for first in range(0, rows, step):
+        words = codes[first:first + step].view(np.uint32).astype(np.uint64)
+        part = (_apart(words) | _apart(words >> 16) << 8).view(np.uint8)[:, :k]
+        np.add(part, np.uint8(base), out=out[first:first + step])

@@ -288,7 +288,8 @@ class _TensorReader:
     def carried(self, field: str, moves: list[tuple[tuple[str, int], ...]], box: int) -> tuple[tuple[str, ...], int] | None:
         """One variable, whose steps are records, or none."""
         if len(set(moves)) > 1:
-            self.problems.add(self.item.record_text.span, f"items of '{field}' move differently from record to record")
+            self.problems.add(self.item.record_text.span,
+                              f"items of '{field}' must all move by the same step from record to record")
             return None
         return ((moves[0][0][0], ""), moves[0][0][1]) if moves[0] else (("",), box)
 
@@ -299,7 +300,7 @@ class _TensorReader:
         inside = {unit for factors in units for moving, unit in factors.items() if not moving or moving in loops}
         if len({tuple(sorted(terms.items())) for terms in moves}) > 1 or len(inside) > 1 or any(
                 factors.get(var) != units[0].get(var) for factors in units for var in moves[0]):
-            self.problems.add(span, f"items of '{field}' move differently from record to record")
+            self.problems.add(span, f"items of '{field}' must all move by the same step from record to record")
             return None
         left = {var: _product(unit, moves[0][var]) for var, unit in units[0].items() if var in moves[0]}
         between = [var for var, weight in left.items() if weight.is_const and 0 < weight.const < box and not any(inside)]
@@ -317,8 +318,9 @@ class _TensorReader:
             step = next((digit for digit, weight in left.items() if expanded(weight) == expanded(reach)), None)
             if step is None:
                 shown = ", ".join(f"'{digit or 'the record'}' by {weight}" for digit, weight in left.items())
-                self.problems.add(span, f"a subscript of '{field}' has digits that are not as far apart as faster ones reach, "
-                                        f"{reach}: {shown}")
+                self.problems.add(span,
+                                  f"a subscript of '{field}' leaves gaps or overlaps: its faster digits cover {reach}, so the "
+                                  f"next must step by {reach}, and these do not: {shown}")
                 return None
             digits.insert(0, step)
             reach = reach * (next(var.extent for var in variables if var.name == step) if step else Index(box))

@@ -10,9 +10,9 @@ from qdsl.core.schemes import SCHEMES
 
 LANGUAGE = ("n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm", "base3", "round", "planar")
 # What generated modules import from qdsl.runtime and qdsl.runtime.gpu.kernels.
-RUNTIME = ("Field", "Format", "GroupField", "Kernels", "Lanes", "Narrow", "Pairs", "Records", "RowCodes", "Storage", "Stored",
-           "Stream", "Table", "Variant", "as_float", "as_type", "base3", "cdiv", "empty", "entries", "first_trit", "integer",
-           "joined", "lookup", "pad", "rounded", "spread", "workspace")
+RUNTIME = ("Field", "Format", "GroupField", "Kernels", "MatrixUnitKernels", "Pairs", "Records", "RowCodes", "Storage", "Stored",
+           "Stream", "Table", "Variant", "W8A8", "as_float", "as_type", "base3", "cdiv", "empty", "entries", "first_trit",
+           "integer", "joined", "lookup", "pad", "rounded", "spread", "workspace")
 KERNELS = ("bitplanes", "codebook", "device", "gemv", "gemv_records", "lanes", "records", "skinny", "tile_gemm", "w8a8")
 # Other modules, and builtins that generated code calls.
 MODULES = ("torch", "triton", "tl", "qdsl", "Tensor", "Any")

@@ -52,7 +52,7 @@ DETECT_KEYS = {
     "tensors": "small tensors beside a weight that say its parameters and shape",
     "words": "words that tell storages apart which fit alike",
     "spills": "fields that a producer lost, by the words that it wrote then",
-    "parts": "the tensor that says where the later weights of a group begin",
+    "parts": "weights that one code holds together: the tensor that says where they begin, and the keys of their settings",
 }
 TENSOR_KEYS = {
     "tensor": "type and axes, such as 'i32[t<K/8 word, n<N]'",
@@ -109,7 +109,7 @@ class _Reader:
         if node is None:
             return ()
         if not isinstance(node, Mapping):
-            self.problems.add(node.span, f"{what} is a mapping")
+            self.problems.add(node.span, f"{what} must be a mapping, `key: value`")
             return ()
         return self.few(node.items, node.span, what)
 
@@ -458,7 +458,7 @@ class _Reader:
                   if key.value in ("words", "spills")]
         for key, rule in listed:
             if not isinstance(rule, Mapping):
-                self.problems.add(rule.span, f"a rule of '{key}' is a mapping")
+                self.problems.add(rule.span, f"a rule of '{key}' must be a mapping, `key: value`")
                 continue
             for name, value in rule.items:
                 word = value.value if isinstance(value, Text) else ""

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from qdsl.checkpoint.detect.groups import CONFIG, Group
+from qdsl.checkpoint.detect.groups import Group, group_rules
 from qdsl.checkpoint.detect.guard import CLASS, has_own_settings, unguarded
 from qdsl.checkpoint.detect.layer import Layers
 from qdsl.checkpoint.detect.layers import layers
@@ -241,8 +241,9 @@ def _texts(folder: Folder, files: Files, index_name: str) -> dict[str, str]:
     """config.json without the settings of a compression, and the index."""
     if not folder.path.is_dir():
         return {}
+    of_groups = {rule["settings"] for rule in group_rules().values()}
     config = {key: value for key, value in folder.config.items()
-              if key != CONFIG and not (key == "quantization_config" and _is_own(value))}
+              if key not in of_groups and not (key == "quantization_config" and _is_own(value))}
     config = config if has_own_settings(config) else unguarded(config)
     texts = {"config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
     if folder.index or len(files) > 1:

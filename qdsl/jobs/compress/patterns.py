@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from qdsl.checkpoint.detect.groups import CONFIG
+from qdsl.checkpoint.detect.groups import group_rules
 from qdsl.checkpoint.files.folder import CONFIG_LIMIT
 from qdsl.checkpoint.files.safetensors import CheckpointError, open_regular, shown, strict_json
 from qdsl.jobs.compress.model import WEIGHT, Model
@@ -111,8 +111,8 @@ def read(text: str) -> dict[str, list[str]]:
         patterns = strict_json(data, where, depth=64, constants=True)
     except CheckpointError as error:
         raise RewriteError(str(error)) from None
-    patterns = patterns.get(CONFIG, patterns) if isinstance(patterns, dict) else patterns
-    patterns = patterns.get("pattern_dict", patterns) if isinstance(patterns, dict) else patterns
+    for key in [rule[key] for rule in group_rules().values() for key in ("settings", "names")]:
+        patterns = patterns.get(key, patterns) if isinstance(patterns, dict) else patterns
     if not isinstance(patterns, dict) or not all(isinstance(names, list) and all(isinstance(one, str) for one in names)
                                                  for names in patterns.values()):
         raise RewriteError(f"{where}: patterns are a mapping of regular expressions to lists of names")

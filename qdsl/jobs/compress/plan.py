@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qdsl.checkpoint.detect.groups import CONFIG
+from qdsl.checkpoint.detect.groups import group_rules
 from qdsl.checkpoint.detect.guard import guarded
 from qdsl.checkpoint.detect.rules import OWN
 from qdsl.checkpoint.files.components import within
@@ -134,10 +134,10 @@ def _config(model: Model, aim: Aim, patterns: Mapping[str, list[str]]) -> str | 
 
     Settings of other quantized layers stay; compressed tensors are recognised without settings.
     """
-    config = model.config
-    if aim.format == "df11":
-        config[CONFIG] = {"version": DF11_VERSION, "threads_per_block": [aim.threads], "bytes_per_thread": 8,
-                          "pattern_dict": patterns}
+    config, rule = model.config, group_rules().get(aim.format)
+    if rule is not None:
+        config[rule["settings"]] = {"version": DF11_VERSION, rule["threads"]: [aim.threads], "bytes_per_thread": 8,
+                                    rule["names"]: patterns}
         if aim.plain_config:
             return json.dumps(config, indent=2)
     elif not model.path.is_dir():

@@ -21,6 +21,7 @@ from qdsl.checkpoint.detect.rules import OWN, same
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.core.producer import ABOUT_RULE, Refusal
 from qdsl.core.stored import OF_X, Description
+from qdsl.core.text import counted
 from qdsl.jobs.convert.aim import description
 from qdsl.jobs.convert.plain import SUFFIX, is_matrix
 from qdsl.jobs.convert.plan import Plan
@@ -151,7 +152,7 @@ def stale(folder: Folder, plan: Plan) -> list[str]:
     """Notes of what was copied and speaks of the weights as they were."""
     scales = [full for layer in plan.changed for leaf, full in layer.others.items() if leaf.startswith(INPUTS)]
     old_quantization = folder.json(MISTRAL).get("quantization") if plan.changed else None
-    return [*([f"{len(scales)} tensors such as {scales[0]} scale inputs of the old weights, and were copied"]
+    return [*([f"{counted(len(scales), 'tensor')} such as {scales[0]} scale inputs of the old weights, and were copied"]
               if scales else []),
             *([f"{MISTRAL} says quantization of the old weights, and was copied"] if old_quantization else [])]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from qdsl.models.load import fill_model
 from qdsl.models.load_report import LoadReport, bytes_by_device
 from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import origin_in
+from qdsl.models.parameters import num_parameters
 from qdsl.models.plan import LoadError
 from qdsl.models.plugin import check_format, move, open_files, single_device, without_disk
 from qdsl.models.private_apis import float32_modules, has_adapters, hook_of, set_config, uncast_patterns
@@ -110,6 +112,7 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
             raise LoadError(f"{checkpoint.path}: no layer became {config.format}\n{self.report}")
         _drop_variant(model)
         model.enable_layerwise_casting = _refuse_casting
+        model.num_parameters = partial(num_parameters, model)
         return self.report
 
     # -- what the model can do -----------------------------------------------------------------------------------------
@@ -127,7 +130,8 @@ class QdslDiffusersQuantizer(DiffusersQuantizer):
 
     def _dequantize(self, model: Any) -> Any:
         make_dense(model)
-        vars(model).pop("enable_layerwise_casting", None)
+        for name in ("enable_layerwise_casting", "num_parameters"):
+            vars(model).pop(name, None)
         set_config(model, {key: value for key, value in model.config.items() if key != "quantization_config"})
         return model
 

@@ -28,6 +28,7 @@ from qdsl.models.load import fill_model, use_planar
 from qdsl.models.load_report import LoadReport, bytes_by_device
 from qdsl.models.offloaded import onloaded
 from qdsl.models.origin import Origin, origin_in
+from qdsl.models.parameters import num_parameters
 from qdsl.models.plan import LoadError, listed
 from qdsl.models.plugin import check_format, move, open_files, single_device, without_disk
 from qdsl.models.private_apis import TIES, float32_modules, mark_initialized, may_be_missing
@@ -163,6 +164,7 @@ class QdslHfQuantizer(HfQuantizer):
         self.report.bytes_after = sum(self.report.device_bytes.values())
         if any(isinstance(module, PackedModule) for module in embeddings(model)):
             model.resize_token_embeddings = _refuse_resize
+        model.num_parameters = partial(num_parameters, model)
         return model
 
     def _is_edited(self, config: Any, origin: Origin) -> bool:
@@ -204,7 +206,8 @@ class QdslHfQuantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         make_dense(model, dtype)
-        vars(model).pop("resize_token_embeddings", None)
+        for name in ("resize_token_embeddings", "num_parameters"):
+            vars(model).pop(name, None)
         for module in model.modules():
             vars(module).pop(TIES[1], None)
         model.tie_weights()

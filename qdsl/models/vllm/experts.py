@@ -16,7 +16,7 @@ from qdsl.checkpoint.report.shards import ShardError, merged_pieces, row_piece, 
 from qdsl.core.borders import Span
 from qdsl.models.engine import register_counters, remove_counters, take
 from qdsl.models.experts import Experts, routed_sum
-from qdsl.models.shards import Collector, Part
+from qdsl.models.shards import Collector, Part, needed
 from qdsl.runtime.weight.algebra import concatenated
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def experts_method(config: QdslConfig, layer: RoutedExperts, prefix: str) -> Pac
         raise ShardError(f"{prefix}: {problem}")
     if layers and config.batch_invariant:                        # kernels are chosen by the number of rows
         raise ShardError(f"{prefix}: packed experts are not batch-invariant; serve without VLLM_BATCH_INVARIANT")
+    config.warn_of_experts(prefix, layers.values())
     return PackedExpertsMethod(config, layer, layers) if layers else None
 
 
@@ -120,6 +121,11 @@ class PackedExpertsMethod(FusedMoEMethodBase):
             whole = concatenated(weights) or weights
             layer.add_module(name, Experts(whole, layer.local_num_experts, dtype=layer.params_dtype))
         self.loaded = {}
+
+    def dequantize_weight(self, layer: RoutedExperts) -> Any:
+        """The rank's dense weights of gate and up [E, N, K], and of down [E, K, N].  vLLM 0.32 itself requantizes no experts."""
+        assert self.down is not None
+        return layer.qdsl_w13.dequantize(), needed(layer.qdsl_w2.dequantize(), self.down)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None, as vLLM's own kernels of experts are not used."""

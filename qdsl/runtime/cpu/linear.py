@@ -16,24 +16,21 @@ import os
 import torch
 from torch import Tensor
 
+from qdsl.host import library
 from qdsl.runtime.cpu import loops
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.tiles import decode_rows, row_tiles, unpack
 
-SETTING, CHOICES = "QDSL_CPU_COMPILE", ("auto", "always", "never")
 ROUNDING = "QDSL_CPU_INT8"
 SMALL = 1 << 16                                                  # weights below which torch's own calls take less than compiling
 TILE = 1 << 21                                                   # weights decoded at a time: less, and calls cost more than work
 COMPILED_TILE = 1 << 18                                          # a compiled decode is one call, and its tile fits a cache
 
-_setting = ""
-
 
 def compile_products(on: bool = True) -> None:
     """Compile products on a CPU, of small weights too, or none; until it is called, QDSL_CPU_COMPILE decides."""
-    global _setting
-    _setting = "always" if on else "never"
+    library.choose("always" if on else "never")
 
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -53,9 +50,9 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
 
 def _is_compiled(x: Tensor, packed: PackedWeight) -> bool:
     """Whether the product is to be compiled, as the setting and the shapes say."""
-    setting = _setting or os.environ.get(SETTING, CHOICES[0])
-    if setting not in CHOICES:
-        raise FormatError(f"{SETTING} is {', '.join(CHOICES[:-1])} or {CHOICES[-1]}, not {setting!r}")
+    setting = library.setting()
+    if setting not in library.CHOICES:
+        raise FormatError(f"{library.SETTING} is {', '.join(library.CHOICES[:-1])} or {library.CHOICES[-1]}, not {setting!r}")
     n, k = packed.shape
     is_large = n * k >= SMALL or setting == "always"
     return setting != "never" and is_large and x.numel() > 0 and x.dtype != torch.float64 and x.device.type == "cpu" \

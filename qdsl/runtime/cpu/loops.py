@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qdsl.runtime.cpu import integers, library
+from qdsl.host import library
+from qdsl.runtime.cpu import integers
 from qdsl.runtime.cpu.source import DECODE, Reads, Source, source_of
 from qdsl.runtime.cpu.trace import SIZES, Unsupported
 from qdsl.runtime.gpu.configure import grid_axes

@@ -117,7 +117,7 @@ def _gpu(device: torch.device) -> Gpu:
 
 def has_tile_gemm(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether kernel `tile_gemm` is used: a warp group of Hopper multiplies weights from registers."""
-    kernels = packed.layout.kernels.lanes
+    kernels = packed.layout.kernels.matrix_unit
     return kernels is not None and kernels.tile_gemm is not None and target(device).capability == 9 and not (
         kernels.double and dtype == torch.bfloat16)
 
@@ -145,9 +145,9 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
                   for r in (1, 2) for stages in (2, 3, 4)]
         others += [{**rule, "STAGES": 2, "UNROLL": 2}] if is_tall(packed) else []
     else:
-        kernels = packed.layout.kernels.lanes
+        kernels = packed.layout.kernels.matrix_unit
         trip = kernels.trip(packed.sizes) if kernels is not None and kind == "gemv" else TRIP
-        rule = lanes(n, k, device, trip)
+        rule = lane_tiles(n, k, device, trip)
         others = [_split(r, wk, k, trip) for r in (2, 1) for wk in (8, 4, 2, 1) if trip * wk <= k]
     configs = [rule, *(other for other in others if other != rule)]
     if kind != "tile_gemm":
@@ -201,13 +201,13 @@ def _many(m: int, n: int, device: torch.device) -> dict[str, int]:
 
 def most_columns(packed: PackedWeight) -> int:
     """Rows of x that a program of kernel `tile_gemm` may take, the columns of its tile."""
-    kernels = packed.layout.kernels.lanes
+    kernels = packed.layout.kernels.matrix_unit
     return 128 if is_tall(packed) else 64 if kernels is None or min(kernels.sizes(packed.sizes), default=128) >= 128 else 32
 
 
 def is_tall(packed: PackedWeight) -> bool:
     """Whether a program of kernel `tile_gemm` may take 128 rows of x."""
-    kernels = packed.layout.kernels.lanes
+    kernels = packed.layout.kernels.matrix_unit
     return kernels is not None and kernels.tall and min(kernels.sizes(packed.sizes), default=128) >= 128
 
 
@@ -228,7 +228,14 @@ def has_fp8(device: torch.device) -> bool:
     return device.type != "cuda" or bool(torch.version.cuda and torch.cuda.get_device_capability(device) >= (8, 9))
 
 
-def narrow(m: int, n: int, wide: bool, device: torch.device) -> tuple[dict[str, int], int]:
+def converts_fp8(device: torch.device) -> bool:
+    """Whether Triton converts E4M3 by an instruction: from compute capability 8.9 on, of what is assumed from 9 on."""
+    if device.type != "cuda":
+        return _assumed.capability >= 9
+    return bool(torch.version.cuda) and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def w8a8(m: int, n: int, wide: bool, device: torch.device) -> tuple[dict[str, int], int]:
     """BN rows of w and BM rows of x per program, and warps; wide: x's codes have 16 bits.
 
     64 rows of w are the fewest that Hopper's instructions take.  Stages fill what shared memory every device has, 99 KB.
@@ -262,7 +269,7 @@ def power(value: int) -> int:
     return 1 << (max(1, value) - 1).bit_length()
 
 
-def lanes(n: int, k: int, device: torch.device, trip: int = TRIP) -> dict[str, int]:
+def lane_tiles(n: int, k: int, device: torch.device, trip: int = TRIP) -> dict[str, int]:
     """R tiles of 16 rows per warp, and WK warps that share K, for a weight [n, k].
 
     Two tiles share what is made of x, so that fewer than two only pay where programs would not fill the device.  Warps share

@@ -100,9 +100,9 @@ def grouped(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None,
 
 
 def grouped_calls(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
-    """The launch of `grouped`, for tensors on any device, meta too; has_lanes(x, packed, skinny=True) must hold."""
+    """The launch of `grouped`, for tensors on any device, meta too; fits_matrix_units(x, packed, skinny=True) must hold."""
     if out.numel():
-        config = configure.lanes(out.shape[1] * cdiv(x.shape[0], 8), x.shape[1], x.device)
+        config = configure.lane_tiles(out.shape[1] * cdiv(x.shape[0], 8), x.shape[1], x.device)
         yield _few_call(x, packed, bias, out, config, tiles)
 
 
@@ -117,7 +117,7 @@ def quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
 
 def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, scale: float | None = None,
                     ) -> Iterator[Call]:
-    """The launches of `quantized`, for tensors on any device, meta too; has_narrow(x, packed) must hold.
+    """The launches of `quantized`, for tensors on any device, meta too; has_w8a8(x, packed) must hold.
 
     With a static scale torch quantizes x, and every row has that scale.
     """
@@ -125,9 +125,9 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
         for part, result in parts:
             yield from quantized_calls(part, packed, bias, result, scale)
         return
-    lanes = packed.layout.kernels.lanes
-    assert lanes is not None and lanes.narrow is not None
-    w8a8, (m, k), n = lanes.narrow, x.shape, packed.shape[0]
+    kernels = packed.layout.kernels.matrix_unit
+    assert kernels is not None and kernels.w8a8 is not None
+    w8a8, (m, k), n = kernels.w8a8, x.shape, packed.shape[0]
     if not m or not n:
         return
     stored = torch.int8 if w8a8.type == "i8" else torch.float8_e4m3fn if configure.has_fp8(x.device) else torch.float16
@@ -148,32 +148,32 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
                    workspace=(codes, scales) if sums is None else (codes, scales, sums))
     weight = packed.tensors[w8a8.codes].contiguous()
     weight = weight.view(torch.uint8) if stored == torch.float16 else weight
-    config, warps = configure.narrow(m, n, stored == torch.float16, x.device)
+    config, warps = configure.w8a8(m, n, stored == torch.float16, x.device)
     yield Call(w8a8.kernel, (tuple(_tensors(packed)), weight, codes, scales, sums if w8a8.sums else None, bias, out, m, n, k),
-               {**lanes.constants("narrow", False, packed.sizes, packed.layout.coded), **config},
+               {**kernels.constants("w8a8", False, packed.sizes, packed.layout.coded), **config},
                (cdiv(n, config["BN"]), cdiv(m, config["BM"])),
                {"num_warps": warps, "num_stages": config["STAGES"]},
                weights=min(config["BN"], n) * k, step=config["BN"] * eight.CHUNK)
 
 
-def has_narrow(x: Tensor, packed: PackedWeight) -> bool:
+def has_w8a8(x: Tensor, packed: PackedWeight) -> bool:
     """Whether a kernel serves x [M, K] in 8 bits: whole chunks of columns, sums that int32 holds, codes that are numbers."""
-    lanes = packed.layout.kernels.lanes
-    if lanes is None or lanes.narrow is None or x.dtype not in (*TYPES, torch.float32) or not packed.finite:
+    kernels = packed.layout.kernels.matrix_unit
+    if kernels is None or kernels.w8a8 is None or x.dtype not in (*TYPES, torch.float32) or not packed.finite:
         return False
-    if not x.shape[1] or x.shape[1] % eight.CHUNK or (lanes.narrow.type == "i8" and x.shape[1] > SHORT):
+    if not x.shape[1] or x.shape[1] % eight.CHUNK or (kernels.w8a8.type == "i8" and x.shape[1] > SHORT):
         return False
-    return all(size % eight.CHUNK == 0 for size in lanes.sizes(packed.sizes)) and all(
+    return all(size % eight.CHUNK == 0 for size in kernels.sizes(packed.sizes)) and all(
         tensor.is_meta or tensor.data_ptr() % 16 == 0 for tensor in (x, *packed.tensors.values()))
 
 
-def has_lanes(x: Tensor, packed: PackedWeight, skinny: bool = False) -> bool:
+def fits_matrix_units(x: Tensor, packed: PackedWeight, skinny: bool = False) -> bool:
     """Whether a kernel for matrix units serves x [M, K], where it lies.
 
     skinny: only that kernel is wanted, however many rows x has.
     """
     if skinny:
-        return plan.has_lanes(packed, x.dtype, x.device, is_aligned(x, packed), skinny=True)
+        return plan.fits_matrix_units(packed, x.dtype, x.device, is_aligned(x, packed), skinny=True)
     return bool(plan.kinds(packed, x.shape[0], x.dtype, x.device, is_aligned(x, packed)))
 
 
@@ -185,8 +185,9 @@ def is_aligned(x: Tensor, packed: PackedWeight) -> bool:
 
 def _is_words(name: str, tensor: Tensor, packed: PackedWeight) -> bool:
     """Whether a kernel for matrix units reads a tensor of other elements as words: codes of 8 bits, and records."""
-    lanes = packed.layout.kernels.lanes
-    return tensor.shape == packed.shape or (lanes is not None and lanes.records is not None and name == lanes.records.tensor)
+    kernels = packed.layout.kernels.matrix_unit
+    records = None if kernels is None else kernels.records
+    return tensor.shape == packed.shape or (records is not None and name == records.tensor)
 
 
 def _is_aligned(tensor: Tensor) -> bool:
@@ -195,8 +196,8 @@ def _is_aligned(tensor: Tensor) -> bool:
 
 
 def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, which: str, config: Mapping[str, int]) -> Call:
-    lanes = packed.layout.kernels.lanes
-    assert lanes is not None
+    kernels = packed.layout.kernels.matrix_unit
+    assert kernels is not None
     (m, k), n = x.shape, packed.shape[0]
     tensors = _lane_tensors(packed)
     constants = {**_lane_constants(packed, which, x.dtype), **config}
@@ -204,36 +205,36 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
         rows, split = 16 * config["R"] * config["W"], config["SPLIT"]
         grid = (cdiv(n, rows), cdiv(m, config["BM"]))
         scratch = scratch_of(grid[0] * grid[1], split * rows * config["BM"], x.device) if split > 1 else ()
-        return Call(lanes.tile_gemm, (tensors, x, bias, out, *(scratch or (None, None)), m, n, k), constants,
+        return Call(kernels.tile_gemm, (tensors, x, bias, out, *(scratch or (None, None)), m, n, k), constants,
                     (*grid, split) if split > 1 else grid,
                     {"num_warps": config["W"], "num_stages": config["STAGES"], "enable_fp_fusion": True},
                     weights=min(rows, n) * cdiv(k // 128, split) * 128, step=rows * 128 * config["UNROLL"], scratch=scratch)
     if which == "gemv":
         early = _early(tensors)
-        return Call(lanes.gemv, (tensors, x.view(torch.int32), bias, out, n, k, early), constants,
+        return Call(kernels.gemv, (tensors, x.view(torch.int32), bias, out, n, k, early), constants,
                     (cdiv(n, _lane_rows(config)),), _lane_options(config, early),
-                    **_lane_weights(config, n, k, lanes.trip(packed.sizes)))
+                    **_lane_weights(config, n, k, kernels.trip(packed.sizes)))
     return _few_call(x, packed, bias, out, config)
 
 
 def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, config: Mapping[str, int],
               tiles: Tensor | None = None) -> Call:
     """The launch of `skinny`, with or without experts: in both a program of the grid's second axis has up to 8 rows of x."""
-    lanes = packed.layout.kernels.lanes
-    assert lanes is not None
+    kernels = packed.layout.kernels.matrix_unit
+    assert kernels is not None
     (m, k), n = x.shape, out.shape[1]
     tensors = _lane_tensors(packed)
     early = _early(tensors) if tiles is None else None
-    return Call(lanes.skinny, (tensors, x.view(torch.int32), bias, out, m, n, k, tiles, early),
+    return Call(kernels.skinny, (tensors, x.view(torch.int32), bias, out, m, n, k, tiles, early),
                 {**_lane_constants(packed, "skinny", x.dtype), **config},
                 (cdiv(n, _lane_rows(config)), cdiv(m, 8) if tiles is None else tiles.shape[0]), _lane_options(config, early),
                 **_lane_weights(config, n, k, configure.TRIP))
 
 
 def _lane_constants(packed: PackedWeight, which: str, dtype: torch.dtype) -> dict[str, Any]:
-    lanes = packed.layout.kernels.lanes
-    assert lanes is not None
-    return {**lanes.constants(which, dtype == torch.float16, packed.sizes, packed.layout.coded), "F": TYPES[dtype]}
+    kernels = packed.layout.kernels.matrix_unit
+    assert kernels is not None
+    return {**kernels.constants(which, dtype == torch.float16, packed.sizes, packed.layout.coded), "F": TYPES[dtype]}
 
 
 def _lane_tensors(packed: PackedWeight) -> tuple[Tensor | None, ...]:

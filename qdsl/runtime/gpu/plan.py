@@ -133,7 +133,7 @@ def fused(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device
 
 def invariant(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Candidate:
     """The one kernel, in one configuration whatever m is, that gives a row of x the same bits whatever the other rows are."""
-    if not has_lanes(packed, dtype, device, is_aligned, skinny=True):
+    if not fits_matrix_units(packed, dtype, device, is_aligned, skinny=True):
         return matvec(packed, m)
     return _lane_candidate("skinny", packed, m, configure.candidates("skinny", packed, m, device)[0])
 
@@ -151,28 +151,28 @@ def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.d
 
 def kinds(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> list[str]:
     """Kernels for matrix units that serve x [m, K]: 'gemv' one row, 'skinny' any in blocks of 8, 'tile_gemm' more than 8."""
-    lanes = packed.layout.kernels.lanes
-    if lanes is None or packed.layout.streams or not has_lanes(packed, dtype, device, is_aligned):
+    kernels = packed.layout.kernels.matrix_unit
+    if kernels is None or packed.layout.streams or not fits_matrix_units(packed, dtype, device, is_aligned):
         return []
-    legal = ["gemv"] if m == 1 and lanes.gemv is not None else []
-    legal += ["skinny"] if lanes.skinny is not None else []
+    legal = ["gemv"] if m == 1 and kernels.gemv is not None else []
+    legal += ["skinny"] if kernels.skinny is not None else []
     return legal + (["tile_gemm"] if m > 8 and configure.has_tile_gemm(packed, dtype, device) else [])
 
 
-def has_lanes(packed: PackedWeight, dtype: torch.dtype, device: torch.device, is_aligned: bool = True, skinny: bool = False,
-              ) -> bool:
+def fits_matrix_units(packed: PackedWeight, dtype: torch.dtype, device: torch.device, is_aligned: bool = True,
+                      skinny: bool = False) -> bool:
     """Whether a kernel for matrix units serves x of a type: 16-bit floats, whole chunks of columns, codes that are numbers.
 
     skinny: that kernel is the one.
     """
-    lanes = packed.layout.kernels.lanes
-    if lanes is None or not is_aligned or dtype not in HALVES or packed.shape[1] % 128 or not packed.shape[1]:
+    kernels = packed.layout.kernels.matrix_unit
+    if kernels is None or not is_aligned or dtype not in HALVES or packed.shape[1] % 128 or not packed.shape[1]:
         return False
     if device.type == "cuda" and configure.target(device).capability < 8:
         return False                                             # AMD's, and those before bfloat16: the plain kernel serves them
-    if skinny and lanes.skinny is None:
+    if skinny and kernels.skinny is None:
         return False
-    return min(lanes.sizes(packed.sizes), default=lanes.least) >= lanes.least and packed.finite
+    return min(kernels.sizes(packed.sizes), default=kernels.least) >= kernels.least and packed.finite
 
 
 def matvec(packed: PackedWeight, m: int) -> Candidate:

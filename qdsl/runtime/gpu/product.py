@@ -83,7 +83,7 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str, is_
 
 
 def quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, scale: float | None, mode: str) -> Tensor:
-    """The product of x [M, K], contiguous, in 8 bits; launch.has_narrow must hold.  scale: the static one of x, if it has one.
+    """The product of x [M, K], contiguous, in 8 bits; launch.has_w8a8 must hold.  scale: the static one of x, if it has one.
 
     The launches are prepared for the next call in this mode, but for a static scale, with which torch quantizes x.
     """

@@ -8,7 +8,7 @@ from torch import Tensor
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
 from qdsl.runtime.torch.linear import tile_weights
-from qdsl.runtime.weight import fields, order, tiles
+from qdsl.runtime.weight import bfloat16, fields, order, tiles
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import PackedWeight
@@ -25,6 +25,8 @@ def decode_into(packed: PackedWeight, out: Tensor) -> Tensor:
         return out
     packed = packed.decode_streams()
     copied = packed.variant.copies
+    if bfloat16.write(packed, out):
+        return out
     if copied is not None and torch_dtype(str(packed.params.get(copied, packed.variant.fields[copied].type))) == out.dtype:
         for start, stop in tiles.row_tiles(packed):
             out[start:stop].copy_(fields.unpack(packed.cut("N", start, stop))[copied])

@@ -168,7 +168,7 @@ def _by_tiles(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor | N
 def _is_fused(x: Tensor, m: int, packed: PackedWeight, experts: int) -> bool:
     """Whether one launch decodes as it multiplies m rows: few per expert, by the kernels for matrix units."""
     if m > experts * MOST or cdiv(m, ROWS) + experts > launch.SECOND_AXIS or packed.layout.streams or \
-            not launch.has_lanes(x, packed, skinny=True):
+            not launch.fits_matrix_units(x, packed, skinny=True):
         return False
     options = plan.choice(packed, cdiv(m, experts), x.dtype, x.device).options
     return next(option.candidate.kind for option in options if option.candidate.kind in ("skinny", "decode")) == "skinny"

@@ -111,7 +111,7 @@ def _invariant_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> 
 def _narrow_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str) -> Tensor:
     """The product with x quantized to 8 bits: by a kernel, or where there is none with x as it then is, in float32."""
     scale = _static_scale(mode)
-    if not runs_kernels(x.device) or not launch.has_narrow(x, packed):
+    if not runs_kernels(x.device) or not launch.has_w8a8(x, packed):
         return packed_linear(eight.rounded(x, packed, scale), packed, bias).to(x.dtype)
     return quantized(x, packed, bias, scale, mode)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from qdsl.core.text import counted
 from qdsl.runtime.gpu.placement import fastest_storage, may_change
 from qdsl.runtime.torch.layers import QuantizedLinear
 from qdsl.runtime.weight.packed import FormatError
@@ -32,9 +33,9 @@ class Report:
 
     def __str__(self) -> str:
         before, after = (sum(sizes[i] for sizes in self.quantized.values()) for i in (0, 1))
-        lines = [f"{len(self.quantized)} layers {self.done}: {before} bytes of weights are now {after}"]
+        lines = [f"{counted(len(self.quantized), 'layer')} {self.done}: {before} bytes of weights are now {after}"]
         lines += [f"  {name}: {note}" for name, note in self.notes.items()]
-        lines += [f"{len(self.skipped)} layers left as they were"] if self.skipped else []
+        lines += [f"{counted(len(self.skipped), 'layer')} left unchanged"] if self.skipped else []
         return "\n".join([*lines, *(f"  {name}: {why}" for name, why in self.skipped.items())])
 
 

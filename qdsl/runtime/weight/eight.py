@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qdsl.runtime.weight.arrays import cdiv
-from qdsl.runtime.weight.layout import Narrow
+from qdsl.runtime.weight.layout import W8A8
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 CHUNK = 128                                                      # columns of a group
@@ -24,11 +24,11 @@ SMALLEST = 2.0 ** -126                                           # normal, so th
 
 def check(packed: PackedWeight) -> None:
     """Raises FormatError unless the weight can be multiplied with x in 8 bits."""
-    lanes = packed.layout.kernels.lanes
+    kernels = packed.layout.kernels.matrix_unit
     name = f"{packed.format.name}.{packed.storage}"
-    if lanes is None or lanes.narrow is None:
+    if kernels is None or kernels.w8a8 is None:
         raise FormatError(f"quantize_x: {name} does not hold its codes as rows of 8 bits, e4m3 or i8")
-    for text, size in zip(lanes.blocks, lanes.sizes(packed.sizes), strict=True):
+    for text, size in zip(kernels.blocks, kernels.sizes(packed.sizes), strict=True):
         if size % CHUNK and size < packed.shape[1]:
             raise FormatError(f"quantize_x: x is quantized in groups of {CHUNK} columns, and {text} = {size} is no multiple")
 
@@ -66,16 +66,16 @@ def quantized(x: Tensor, kind: str, groups: bool, scale: float | None = None) ->
 
 def rounded(x: Tensor, packed: PackedWeight, scale: float | None = None) -> Tensor:
     """x [M, K], quantized for a weight and dequantized: float32 [M, K], or float64 for x in float64.  scale: a static one."""
-    narrow = _narrow(packed)
+    kernel = _w8a8(packed)
     dtype = torch.promote_types(x.dtype, torch.float32)
     if not x.numel():
         return x.to(dtype)
-    codes, scales = quantized(x, narrow.type, narrow.groups, scale)
-    wide = scales.to(dtype).repeat_interleave(CHUNK if narrow.groups else x.shape[1], 1)[:, :x.shape[1]]
+    codes, scales = quantized(x, kernel.type, kernel.groups, scale)
+    wide = scales.to(dtype).repeat_interleave(CHUNK if kernel.groups else x.shape[1], 1)[:, :x.shape[1]]
     return codes.to(dtype) * wide
 
 
-def _narrow(packed: PackedWeight) -> Narrow:
-    lanes = packed.layout.kernels.lanes
-    assert lanes is not None and lanes.narrow is not None
-    return lanes.narrow
+def _w8a8(packed: PackedWeight) -> W8A8:
+    kernels = packed.layout.kernels.matrix_unit
+    assert kernels is not None and kernels.w8a8 is not None
+    return kernels.w8a8

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from qdsl.core.numbers import number
-from qdsl.runtime.weight import order, streams
+from qdsl.runtime.weight import bfloat16, order, streams
 from qdsl.runtime.weight.assemble import assemble, check_columns, check_shape
 from qdsl.runtime.weight.defaults import default_field, is_default
 from qdsl.runtime.weight.errors import stream_errors
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 def unpack(packed: PackedWeight) -> dict[str, Tensor]:
     """The fields by name: uint8 codes up to 8 bits, int32 above, floats in their own dtype; missing optional ones absent."""
     packed = packed.decode_streams()
-    layout = packed.layout
-    fields = layout.fields_of((packed.tensors.get(name) for name in layout.coded), packed.extents)
+    fields = bfloat16.fields_of(packed, (packed.tensors.get(name) for name in packed.layout.coded))
     if packed.order is None:
         return fields
     fields = _moved(packed.variant, fields, order.places(packed.order))
@@ -64,7 +63,8 @@ def pack(format: Format, fields: Mapping[str, Tensor], storage: str | None, para
     if missing:
         raise FormatError(f"{format.name}: field '{missing[0]}' is missing; given are {', '.join(fields)}")
     check_shape(format, name, layout.decoded, shape, sizes, present)
-    arranged = layout.tensors_of({key: present.get(key) for key in stored}, {**sizes, "N": shape[0], "K": shape[1]})
+    extents = {**sizes, "N": shape[0], "K": shape[1]}
+    arranged = bfloat16.tensors_of(variant, layout, {key: present.get(key) for key in stored}, extents)
     tensors = {key: arranged[key].contiguous() for key in layout.decoded.tensors if key in arranged}
     with stream_errors(format.name):
         tensors = streams.encode(layout, tensors, shape) if layout.streams else tensors

@@ -14,8 +14,8 @@ SIGN = 128
 
 def has_special_codes(packed: PackedWeight) -> bool:
     """Whether a weight's kernels for matrix units cannot take all codes that its tensors can hold."""
-    lanes = packed.layout.kernels.lanes
-    return lanes is not None and lanes.special != 0
+    kernels = packed.layout.kernels.matrix_unit
+    return kernels is not None and kernels.special != 0
 
 
 def are_codes_finite(packed: PackedWeight) -> bool:
@@ -23,9 +23,9 @@ def are_codes_finite(packed: PackedWeight) -> bool:
 
     The bits of `special` are the upper ones below the sign, so a largest code of either sign tells, without a mask per code.
     """
-    lanes = packed.layout.kernels.lanes
-    codes = None if lanes is None else packed.tensors.get(lanes.codes)
-    if lanes is None or not lanes.special or codes is None or codes.is_meta or not codes.numel():
+    kernels = packed.layout.kernels.matrix_unit
+    codes = None if kernels is None else packed.tensors.get(kernels.codes)
+    if kernels is None or not kernels.special or codes is None or codes.is_meta or not codes.numel():
         return True
     stored = codes.detach().contiguous()
-    return int(stored.view(torch.int8).amax()) < lanes.special and int(stored.view(torch.uint8).amax()) < lanes.special + SIGN
+    return int(stored.view(torch.int8).amax()) < kernels.special and int(stored.view(torch.uint8).amax()) < kernels.special + SIGN

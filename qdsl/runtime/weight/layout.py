@@ -37,7 +37,7 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
-class Narrow:
+class W8A8:
     """A kernel that multiplies 8 bits of x with a weight's codes of 8 bits.
 
     type: of both, 'e4m3' or 'i8'.  codes: the tensor of the weight's.  groups: x has a scale per 128 columns, else per row.
@@ -88,7 +88,7 @@ class GroupField:
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
+class MatrixUnitKernels:
     """Kernels for matrix units: `skinny` for up to 8 rows of x, `gemv` for one, `tile_gemm` for more; None where there is none.
 
     These are families (runtime/gpu/kernels), and the storage's functions complete them: words, numbers, table, scale, finish, and
@@ -105,7 +105,7 @@ class Lanes:
     zero: what `tile_gemm` adds to codes, in float16 and bfloat16; exact: it thereby takes off their zero point.
     sums_in_tile_gemm: it needs the sums of x.  spans: by plane, how many bits the second chunk of a span lies higher.
     tall: `tile_gemm` keeps sums of 128 rows of x in registers, where its groups have 128 columns or more; else of 64.
-    narrow: the kernel for x in 8 bits.  records: how they lie where codes and numbers of groups are in records.
+    w8a8: the kernel for x in 8 bits.  records: how they lie where codes and numbers of groups are in records.
     """
 
     skinny: Any
@@ -138,7 +138,7 @@ class Lanes:
     tall: bool = False
     codes: str = ""
     special: int = 0
-    narrow: Narrow | None = None
+    w8a8: W8A8 | None = None
     records: Records | None = None
 
     @property
@@ -147,7 +147,7 @@ class Lanes:
         return CHUNK if self.in_order else 16
 
     def constants(self, kind: str, half: bool, sizes: Mapping[str, int], tensors: Sequence[str]) -> dict[str, Any]:
-        """Constants of kernel `kind` ('skinny', 'gemv', 'tile_gemm', 'narrow'); half: x is float16, not bfloat16.
+        """Constants of kernel `kind` ('skinny', 'gemv', 'tile_gemm', 'w8a8'); half: x is float16, not bfloat16.
 
         tensors: those that the kernel takes, by name.
         """
@@ -160,7 +160,7 @@ class Lanes:
         group_fields, row_fields = (tuple(field.constants(tensors, sizes) for field in fields)
                                     for fields in (self.group_fields, self.row_fields))
         applied = {"scale": self.scale, "finish": self.finish, "FIELDS": group_fields, "ROW_FIELDS": row_fields}
-        if kind == "narrow":
+        if kind == "w8a8":
             return applied
         loaded = {**codes, **applied, "words": self.words, "table": self.table}
         if kind == "gemv":
@@ -213,7 +213,7 @@ class Kernels:
     sums: int = 1
     divides: bool = False
     tables: tuple[Table, ...] = ()
-    lanes: Lanes | None = None
+    matrix_unit: MatrixUnitKernels | None = None
     pairs: Pairs | None = None
 
     @property
@@ -310,6 +310,8 @@ class Variant:
     cuts, '1' where it cannot.  encode takes the weight, and returns the fields it chooses; importance: it takes those of
     columns, too; options: what a caller may choose about it, none listed where that is any positive number.  copies: decode is
     this field unchanged.
+    scheme: what encode calls, where kernels encode rows by it too; roles: the fields that it chooses; settings: its constants
+    and the options of the spec.
     """
 
     fields: Mapping[str, Field]
@@ -321,6 +323,9 @@ class Variant:
     defaults: Mapping[str, int | None] = field(default_factory=dict)
     cuts: tuple[str, str] = ("N", "K")
     copies: str | None = None
+    scheme: str = ""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def index_groups(self) -> Axis | None:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from qdsl.codecs import exponents
 from qdsl.codecs.lookup import StreamError
 from qdsl.core.shapes import Axis, extents
 from qdsl.runtime.gpu.call import Call
@@ -94,9 +95,8 @@ def encode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int
 
 def _encoded(name: str, stream: Stream, tensor: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
     symbols = _array(tensor)
-    counts = np.bincount(symbols.reshape(-1), minlength=256)
     try:
-        arrays = CODINGS[stream.coding].encode(symbols, counts)
+        arrays = CODINGS[stream.coding].encode(symbols, exponents.count(symbols))
     except StreamError as error:
         raise StreamError(f"'{name}' cannot be encoded: {error}") from None
     return {role: torch.from_numpy(array).to(tensor.device) for role, array in arrays.items()}

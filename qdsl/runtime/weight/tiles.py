@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core.shapes import axis, granule
+from qdsl.runtime.weight import bfloat16
 from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.layout import Field, Variant
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, UnrepresentableValue
@@ -132,7 +133,7 @@ def unpack(packed: PackedWeight) -> dict[str, Tensor]:
     layout = packed.layout
     assert packed.order is None, "tiles are decoded with columns as they are stored"
     tensors = [packed.tensors.get(name) if name not in packed.in_order else None for name in layout.coded]
-    return layout.fields_of(tensors, packed.extents)
+    return bfloat16.fields_of(packed, tensors)
 
 
 def _indices(variant: Variant) -> set[str]:

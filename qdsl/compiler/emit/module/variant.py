@@ -14,11 +14,11 @@ from qdsl.compiler.emit.tensors import is_plain
 from qdsl.compiler.emit.torch.decode import Decode
 from qdsl.compiler.emit.torch.reference import Reference
 from qdsl.compiler.emit.triton.kernel import tile
-from qdsl.compiler.emit.triton.lanes import constants
+from qdsl.compiler.emit.triton.matrix_unit import constants
 from qdsl.compiler.emit.triton.pairs import paired
-from qdsl.compiler.emit.triton.plan import lane_plan
+from qdsl.compiler.emit.triton.plan import matrix_unit_plan
 from qdsl.compiler.ir import index as ix
-from qdsl.compiler.ir.program import Placement, Program, Stream, Tensor
+from qdsl.compiler.ir.program import Encode, Placement, Program, Stream, Tensor
 from qdsl.compiler.passes.derive_planar import order_name
 from qdsl.compiler.spec import model
 from qdsl.compiler.spec.tables import is_number
@@ -62,8 +62,19 @@ def _encode(program: Program) -> list[str]:
     assert code is not None
     words = {option: map(literal, SCHEMES[encode.scheme].words(option, code)) for option in encode.open}
     options = ", ".join(f"{quoted(option)}: ({', '.join(allowed)})" for option, allowed in words.items())
-    arguments = ["encode=encode", "importance=True" if encode.importance else "", f"options={{{options}}}" if options else ""]
+    arguments = ["encode=encode", "importance=True" if encode.importance else "", f"options={{{options}}}" if options else "",
+                 *(_scheme(encode) if SCHEMES[encode.scheme].kernel else [])]
     return [argument for argument in arguments if argument]
+
+
+def _scheme(encode: Encode) -> list[str]:
+    """The scheme as data, for kernels that encode."""
+    settings = {key: literal(value) for key, value in encode.options.items()}
+    settings |= {key: constant(value) if isinstance(value, str) else str(value)
+                 for key, value in encode.constants.items() if value}
+    shown = [", ".join(f"{quoted(key)}: {value}" for key, value in pairs.items())
+             for pairs in ({role: quoted(field) for role, field in encode.roles.items()}, settings)]
+    return [f'scheme="{encode.scheme}"', f"roles={{{shown[0]}}}", f"settings={{{shown[1]}}}" if shown[1] else ""]
 
 
 def _defaults(programs: Sequence[Program]) -> dict[str, str]:
@@ -121,8 +132,8 @@ def _kernels(program: Program) -> list[str]:
              f'units="{axis_text(at.unit_count)}"', f'last="{at.last}"', *([f"sums={sums}"] if sums > 1 else [])]
     arguments += ["divides=True"] if _divides(program) else []
     arguments += [f"tables=({', '.join(map(constant, tables(program)))},)"] if tables(program) else []
-    if (plan := lane_plan(program)) is not None:
-        arguments.append(f"lanes=Lanes({', '.join(constants(plan))})")
+    if (plan := matrix_unit_plan(program)) is not None:
+        arguments.append(f"matrix_unit=MatrixUnitKernels({', '.join(constants(plan))})")
     if (two := paired(program)) is not None:
         arguments.append(f'pairs=Pairs(_pairs_{program.storage}, "{two.type}", "{two.stream}", {two.at}, "{two.uncoded}")')
     return arguments

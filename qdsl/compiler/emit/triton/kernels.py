@@ -8,7 +8,7 @@ from qdsl.compiler.emit.literals import bare_tuple
 from qdsl.compiler.emit.templates import render
 from qdsl.compiler.emit.triton.body import Body, guarded, nest
 from qdsl.compiler.emit.triton.kernel import PARAMETERS, Decoder, Tile, arguments, shown, taken_names, tile
-from qdsl.compiler.emit.triton.lanes import lanes
+from qdsl.compiler.emit.triton.matrix_unit import matrix_unit_functions
 from qdsl.compiler.emit.triton.pairs import paired
 from qdsl.compiler.ir.index import Index, substitute
 from qdsl.compiler.ir.program import Program
@@ -17,7 +17,7 @@ from qdsl.compiler.ir.program import Program
 def kernels(program: Program) -> list[str]:
     """The lines of a storage's functions."""
     pairs = paired(program)
-    parts = [_decode(program), *filter(None, (lanes(program),)), *([pairs.lines] if pairs is not None else [])]
+    parts = [_decode(program), *filter(None, (matrix_unit_functions(program),)), *([pairs.lines] if pairs is not None else [])]
     return [line for i, part in enumerate(parts) for line in (*(["", ""] if i else []), *part)]
 
 

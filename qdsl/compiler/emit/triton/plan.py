@@ -1,6 +1,6 @@
 """What the kernels for matrix units need to know of a storage: where codes and numbers of groups lie, and how sums are scaled.
 
-emit/triton/lanes.py prints the functions that a plan asks for.
+emit/triton/matrix_unit.py prints the functions that a plan asks for.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Plan:
         return large and self.integer and self.code.bits == 4 and self.exact_zero is not None and not self.affine.offset
 
     @property
-    def narrow(self) -> str:
+    def w8a8(self) -> str:
         """The type in which 8 bits of x meet codes of 8 bits; '' where there is no such kernel.
 
         Zeros and offsets ask for sums of x, which are made for whole rows.
@@ -237,7 +237,7 @@ def argument(name: str) -> str:
     return f"{name}_" if name in LOCALS or name.endswith("_g") else name
 
 
-def lane_plan(program: Program) -> Plan | None:
+def matrix_unit_plan(program: Program) -> Plan | None:
     """The plan of a storage; None where codes lie otherwise, or groups are not runs of 16, 32, 64 or m * 128 columns.
 
     Besides the planar one that is every storage in which codes of 8 bits and the numbers of groups lie row by row, or codes

@@ -141,11 +141,6 @@ def start_text(record: Record) -> str:
                                    record.starts.offset // 2), "g", RUNS))
 
 
-def head_text(record: Record) -> str:
-    """The words of fields, by fours."""
-    return " + ".join(f"records.four(p, {first})" for first in record.loads)
-
-
 def field_lines(record: Record, field: Field, target: str) -> Iterator[str]:
     """Lines that assign a field's numbers of all runs, [W, 16, 8], from the words `head`; `lane` is c."""
     number = field.number

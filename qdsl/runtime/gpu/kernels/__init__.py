@@ -10,7 +10,8 @@
 | tile_gemm | more | warp groups of Hopper, which take w from registers and x from shared memory |
 | w8a8 | any | x in 8 bits, and codes of 8 bits as files store them |
 
-A format's functions are constants of a launch (runtime/layout.Lanes holds them), so that every format has a kernel of its own:
+A format's functions are constants of a launch (MatrixUnitKernels in runtime/weight/layout.py), so that every format has a kernel
+of its own:
 
 - decode(tensors, n, u, live, N, K, sizes, use, state): `state` after use(state, k, w, live, row) for each weight of unit u in
   row n of tiles, for `dequantize` and `matvec`; `row` is left out where it is 0

@@ -14,16 +14,16 @@ from qdsl.compiler.emit.literals import bare_tuple, tupled
 from qdsl.compiler.emit.templates import render
 from qdsl.compiler.emit.triton import records
 from qdsl.compiler.emit.triton.codebook import Codebook
-from qdsl.compiler.emit.triton.plan import CHUNK, Group, Plan, argument, lane_plan
+from qdsl.compiler.emit.triton.plan import CHUNK, Group, Plan, argument, matrix_unit_plan
 from qdsl.compiler.emit.triton.records import Record
 from qdsl.compiler.ir.program import Affine, Program, Terms
 
 FUNCTIONS = ("words", "table", "start", "fields", "scale", "finish")
 
 
-def lanes(program: Program) -> list[str]:
+def matrix_unit_functions(program: Program) -> list[str]:
     """The lines of a storage's functions for the kernel families; none where it has none."""
-    plan = lane_plan(program)
+    plan = matrix_unit_plan(program)
     if plan is None:
         return []
     if plan.record is not None:
@@ -45,11 +45,6 @@ def _of_record(plan: Plan, record: Record) -> list[str]:
     return render("records", storage=plan.program.storage, line=_line(plan),
                   start=records.start_text(record), fields=[*loads, f"return {bare_tuple(f'{name}_g' for name in names)}"],
                   values=bare_tuple(names), scale=_line_of(plan, []))
-
-
-def _unpacked(program: Program) -> str:
-    """The tensors of a storage, as a tuple is unpacked."""
-    return bare_tuple(argument(tensor.name) for tensor in program.tensors)
 
 
 def constants(plan: Plan) -> list[str]:
@@ -85,9 +80,9 @@ def constants(plan: Plan) -> list[str]:
         arguments += [f"spans={tuple(steps)}"] if any(steps) else []
         arguments += ["tall=True"] if plan.tall else []
     arguments += [f'codes="{plan.stored or plan.affine.code}"', f"special={plan.special}"] if plan.special else []
-    if plan.narrow:
+    if plan.w8a8:
         more = (", groups=True" if not plan.late else "") + (", sums=True" if plan.takes_sums else "")
-        arguments.append(f'narrow=Narrow(w8a8, "{plan.narrow}", "{plan.stored}"{more})')
+        arguments.append(f'w8a8=W8A8(w8a8, "{plan.w8a8}", "{plan.stored}"{more})')
     if plan.record:
         arguments.append(f'records=Records("{plan.record.tensor}", size={plan.record.size}, codes={plan.record.codes}, '
                      f"head={plan.record.loads})")

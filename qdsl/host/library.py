@@ -2,6 +2,9 @@
 
 A library's file is named by a digest of its source, of the compiler and of its options.  Only files that this user alone can
 write are loaded, and only whole ones: their own digest stands behind their last byte.
+
+QDSL_CPU_COMPILE says what is compiled: 'auto', the default, what gains by it; 'always' products of small weights too; 'never'
+nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from qdsl.host.system import processor_flags, replace
 # A contracted multiply-add would skip a rounding that the formula has.
 OPTIONS = ("-std=gnu11", "-O2", "-fno-math-errno", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-fPIC", "-shared",
            "-w")
+SETTING, CHOICES = "QDSL_CPU_COMPILE", ("auto", "always", "never")
 SECONDS = 120                                                    # after which the compiler is stopped
 _compiling = threading.Lock()
 
@@ -35,6 +39,20 @@ class NoCompiler(Exception):
 
 class UnsafeCache(Exception):
     """A file of the cache, or its folder, can be written by others."""
+
+
+_chosen = ""
+
+
+def choose(choice: str) -> None:
+    """Make one of CHOICES the setting of this process, whatever QDSL_CPU_COMPILE says."""
+    global _chosen
+    _chosen = choice
+
+
+def setting() -> str:
+    """What `choose` was last called with, else QDSL_CPU_COMPILE, which may be no choice."""
+    return _chosen or os.environ.get(SETTING, CHOICES[0])
 
 
 @cache

@@ -1,0 +1,78 @@
+"""Instructions of paged attention per cached byte: of the kernel that a format completes, and of one written by hand.
+
+`python -m bench.attention` prints SASS instructions of the loop: of the derived kernel as it is launched, and the fewest of the
+one by hand over several tiles.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+
+from bench.attention_kernel import hand_written
+from qdsl.analyze import sass
+from qdsl.analyze.compile import compiled
+from qdsl.analyze.gpus import arch_of
+from qdsl.kv_cache import CacheFormat, allocate
+from qdsl.kv_cache.launch import attention_calls
+from qdsl.runtime.gpu import configure
+from qdsl.runtime.gpu.call import Call
+
+FORMATS = {"int8": CacheFormat("int8_channel", scale_type="f32", divisor=127),
+           "fp8": CacheFormat("fp8_channel", scale_type="f32")}
+CONFIGS = ((128, 4), (64, 4), (32, 2), (32, 1))                  # tokens of a tile, warps
+BLOCK, D, SEQUENCES, HEADS, GROUP = 128, 128, 8, 8, 4
+
+
+def derived(name: str, dtype: torch.dtype, device: str = "meta") -> Call:
+    """The launch of the derived kernel over 64 blocks of cache for every one of 8 sequences."""
+    cache = allocate(FORMATS[name], blocks=64 * SEQUENCES, block_size=BLOCK, heads=HEADS, head_dim=D, device=device)
+    q = torch.empty(SEQUENCES, HEADS * GROUP, D, dtype=dtype, device=device)
+    tables = torch.empty(SEQUENCES, 64, dtype=torch.int32, device=device)
+    lengths = torch.empty(SEQUENCES, dtype=torch.int32, device=device)
+    return next(attention_calls(q, cache, tables, lengths, torch.empty_like(q), splits=8))
+
+
+def by_hand(call: Call) -> Call:
+    """The launch of the hand-written kernel on what the derived one is launched on."""
+    named = dict(zip(call.kernel.arg_names, call.arguments, strict=False))
+    (k, k_scale, *_), (v, v_scale, *_) = named["keys"], named["values"]
+    arguments = [named["q"], k, k_scale, v, v_scale, *(named[name] for name in (
+        "tables", "lengths", "partial", "weights", "PAGES", "HEADS", "G"))]
+    constants = {name: call.constants[name] for name in ("SCALE", "D", "BLOCK", "BH", "BT")}
+    return replace(call, kernel=hand_written, arguments=tuple(arguments), constants=constants)
+
+
+def with_tile(call: Call, tokens: int, warps: int) -> Call:
+    """The launch with tiles of so many tokens."""
+    return replace(call, constants={**call.constants, "BT": tokens}, options={**call.options, "num_warps": warps})
+
+
+def per_byte(call: Call, arch: str) -> float:
+    """Instructions of the loop that a thread executes, for a byte of keys and values."""
+    kernel = compiled(call, arch_of(arch))
+    code = sass.parse(kernel.text)
+    loop = sass.hot_loop(code)
+    assert loop is not None
+    return len(loop) * kernel.warps * 32 / (2 * int(call.constants["BT"]) * int(call.constants["D"]))
+
+
+def rows(arch: str) -> Iterator[dict[str, Any]]:
+    """Instructions per byte of the derived kernel, and of the one by hand by tile, for both formats and dtypes of q."""
+    with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
+        for name, dtype in product(FORMATS, (torch.float16, torch.bfloat16)):
+            call = derived(name, dtype)
+            yield {"format": name, "q": str(dtype)[6:], "arch": arch, "derived": per_byte(call, arch), "by_hand": {
+                f"{tokens} tokens, {warps} warps": per_byte(with_tile(by_hand(call), tokens, warps), arch)
+                for tokens, warps in CONFIGS}}
+
+
+if __name__ == "__main__":
+    for row in rows(sys.argv[1] if len(sys.argv) > 1 else "sm_90"):
+        print(json.dumps(row))

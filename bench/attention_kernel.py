@@ -1,0 +1,45 @@
+"""A paged decode attention written by hand for one layout, as the yardstick of kernels that are derived from a spec.
+
+int8 or E4M3 codes, [blocks, heads, block, D], with a float32 scale per token and head, [blocks, heads, block].  It is what
+serving engines write: a program per sequence, key head and part of the sequence; the heads of a group share loaded keys; two
+tl.dot; online softmax.  Scales meet scores and probabilities, and E4M3 becomes float16.
+"""
+
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+@triton.jit
+def hand_written(
+    q, k, k_scale, v, v_scale, tables, lengths, partial, weights, PAGES, HEADS, G,
+    SCALE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr,
+):
+    """partial [B, HEADS * G, SPLITS, D] and logarithms of weights [B, HEADS * G, SPLITS] of q [B, HEADS * G, D]."""
+    b, head, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    h, d = tl.arange(0, BH), tl.arange(0, D)
+    query = tl.load(q + ((b * HEADS + head) * G + h[:, None]) * D + d[None, :], h[:, None] < G, 0)
+    scale = tl.full((BH, 1), SCALE, tl.float32)
+    if k.dtype.element_ty != tl.int8:
+        largest = tl.max(tl.abs(query.to(tl.float32)), 1)[:, None]
+        unit = tl.where(largest > 0, largest, 1)
+        query = (query.to(tl.float32) / unit).to(tl.float16)
+        scale *= unit
+    length = tl.load(lengths + b)
+    per = tl.cdiv(tl.cdiv(length, BT), splits) * BT
+    most, weight = tl.full((BH,), float("-inf"), tl.float32), tl.zeros((BH,), tl.float32)
+    acc = tl.zeros((BH, D), tl.float32)
+    for start in range(split * per, tl.minimum(split * per + per, length), BT):
+        page = tl.load(tables + b * PAGES + start // BLOCK).to(tl.int64)
+        t = start + tl.arange(0, BT)
+        row = (page * HEADS + head) * BLOCK + tl.minimum(t, length - 1) % BLOCK
+        keys = tl.load(k + row[:, None] * D + d[None, :]).to(query.dtype)
+        score = tl.dot(query, tl.trans(keys)) * scale * tl.load(k_scale + row)[None, :]
+        score = tl.where((t < length)[None, :], score, float("-inf"))
+        new = tl.maximum(most, tl.max(score, 1))
+        shrink = tl.exp2(most - new)
+        p = tl.exp2(score - new[:, None])
+        weight, most = weight * shrink + tl.sum(p, 1), new
+        values = tl.load(v + row[:, None] * D + d[None, :]).to(query.dtype)
+        acc = tl.dot((p * tl.load(v_scale + row)[None, :]).to(query.dtype), values, acc * shrink[:, None])
+    at = ((b * HEADS + head) * G + h) * splits + split
+    tl.store(partial + at[:, None] * D + d[None, :], acc / tl.where(weight > 0, weight, 1)[:, None], h[:, None] < G)
+    tl.store(weights + at, most + tl.log2(weight), h < G)

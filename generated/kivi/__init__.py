@@ -1,0 +1,37 @@
+"""kivi: KIVI, keys and values of a cache as codes with a scale and a least value per block of tokens or of channels.
+
+    w = q * s + m
+    float32, rounded after each operation
+
+    s      scale_type [ceil(N/gn), ceil(K/gk)]
+    m      scale_type [ceil(N/gn), ceil(K/gk)]
+    q      u{bits}    [N, K]
+
+    rows: 3 bits per weight at bits = 2, 5 at 4, with gn = 1, gk = 32
+    planar: 3 bits per weight at bits = 2, 5 at 4, with gn = 1, gk = 32
+
+Built from the spec kivi (sha256 e650efe38bc40e87) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+from qdsl.runtime import Format
+
+from . import bits_2, bits_4
+
+FORMAT = Format(
+    name="kivi", title="KIVI, keys and values of a cache as codes with a scale and a least value per block of tokens or of channels",
+    source="KIVI quant/new_pack.py triton_quantize_and_pack_along_last_dim; HQQ and quanto caches of transformers are alike",
+    formula="q * s + m",
+    by=("bits",),
+    variants={
+        (2,): bits_2.VARIANT,
+        (4,): bits_4.VARIANT,
+    },
+    params={"bits": (2, 4), "gn": (1, 32), "gk": (32, 64, 1, -1), "scale_type": ("f16", "bf16")},
+    sizes={"gn": "N", "gk": "K"},
+    digest="e650efe38bc40e87",
+)
+SPEC = FORMAT.spec
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -1,0 +1,143 @@
+"""kivi at bits = 4: KIVI, keys and values of a cache as codes with a scale and a least value per block of tokens or of channels.
+
+    w = q * s + m
+    float32, rounded after each operation
+
+    s      scale_type [ceil(N/gn), ceil(K/gk)]
+    m      scale_type [ceil(N/gn), ceil(K/gk)]
+    q      u4         [N, K]
+
+    rows: 5 bits per weight with gn = 1, gk = 32
+    planar: 5 bits per weight with gn = 1, gk = 32
+
+Built from the spec kivi (sha256 e650efe38bc40e87) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+from torch import Tensor
+
+from qdsl.encode import float_middle
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, joined, pad,
+        spread)
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.triton import tl, triton
+
+from .bits_2 import decode, _scale_planar
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_rows(codes: Tensor, scale: Tensor, minimum: Tensor) -> dict[str, Tensor]:
+    """Fields of codes uint8 [N, K/2]; scale scale_type [ceil(N/gn), ceil(K/gk)]; minimum scale_type [ceil(N/gn),
+    ceil(K/gk)].
+    """
+    return {"s": scale, "m": minimum, "q": spread(codes, 4).flatten(1)}
+
+
+def pack_rows(s: Tensor, m: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """codes, scale, minimum of the fields; the inverse of unpack_rows."""
+    q_split = q.unflatten(-1, (-1, 2))
+    r = joined(q_split, 4).squeeze(-1)
+    return {"codes": r, "scale": s, "minimum": m}
+
+
+def unpack_planar(q: Tensor, s: Tensor, m: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; s scale_type [ceil(N/gn), ceil(K/gk)]; m scale_type [ceil(N/gn),
+    ceil(K/gk)].
+    """
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = r.unflatten(-1, (4, 4, 2, 2))
+    return {
+        "s": s,
+        "m": m,
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
+    }
+
+
+def pack_planar(s: Tensor, m: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, s, m of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
+    r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s, "m": m}
+
+
+def encode(weight: Tensor, *, gn: int, gk: int, scale_type: str) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = least + offset * scale;
+    codes by both, as stored.
+    """
+    q, m, s = float_middle(weight, code="u4", scale=scale_type, zero=scale_type, rows=gn, columns=gk, axes=2)
+    return {"q": q, "m": m, "s": s}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _decode_rows(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit t of row n, in float32."""
+    codes, scale, minimum = tensors
+    gn, gk = sizes
+    scale += n // gn * tl.cdiv(K, gk)
+    minimum += n // gn * tl.cdiv(K, gk)
+    codes += n * (K // 2)
+    q_word = tl.load(codes + t, live, 0)
+    for h in tl.static_range(2):
+        s = tl.load(scale + (2 * t + h) // gk, live, 0).to(tl.float32)
+        m = tl.load(minimum + (2 * t + h) // gk, live, 0).to(tl.float32)
+        q = q_word >> 4 * h & 15
+        state = use(state, 2 * t + h, q * s + m, live)
+    return state
+
+
+@triton.jit
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, s, m = tensors
+    gn, gk = sizes
+    s += n // gn * tl.cdiv(K, gk)
+    m += n // gn * tl.cdiv(K, gk)
+    q += 16 * (n * tl.cdiv(K, 128))
+    t = u // 16
+    j = u // 4 % 4
+    c = u % 4
+    live = live & (128 * t + 32 * j + 2 * c < K)
+    q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
+    for h in tl.static_range(4):
+        for i in tl.static_range(2):
+            inside = live & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
+            s1 = tl.load(s + (128 * t + 32 * j + 8 * h + 2 * c + i) // gk, inside, 0).to(tl.float32)
+            m1 = tl.load(m + (128 * t + 32 * j + 8 * h + 2 * c + i) // gk, inside, 0).to(tl.float32)
+            q1 = q_word >> 16 * i + 4 * h & 15
+            state = use(state, 128 * t + 32 * j + 8 * h + 2 * c + i, q1 * s1 + m1, inside)
+    return state
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "s": Field("scale_type", "ceil(N/gn)", "ceil(K/gk)"),
+        "m": Field("scale_type", "ceil(N/gn)", "ceil(K/gk)"),
+        "q": Field("u4", "N", "K"),
+    },
+    storages={
+        "rows": Storage(unpack=unpack_rows, pack=pack_rows, tensors={
+            "codes": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
+            "scale": Stored("scale_type", "ceil(N/gn)", "ceil(K/gk)", bits=("s[1@0, 1@1]",)),
+            "minimum": Stored("scale_type", "ceil(N/gn)", "ceil(K/gk)", bits=("m[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_rows, rows="N", units="K/2", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "s": Stored("scale_type", "ceil(N/gn)", "ceil(K/gk)", bits=("s[1@0, 1@1]",)),
+            "m": Stored("scale_type", "ceil(N/gn)", "ceil(K/gk)", bits=("m[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.u4, scale=_scale_planar,
+                    group_fields=(GroupField("s", "gn", "gk"), GroupField("m", "gn", "gk")), blocks=("gk",), size=32,
+                    sums_in_tile_gemm=True))),
+    },
+    decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "scale": "s", "zero": "m"},
+    cuts=("ceil(N/gn)", "ceil(K/gk)"),
+)

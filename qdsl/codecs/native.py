@@ -1,0 +1,57 @@
+"""The inner loops of codecs in C (native.c), compiled once by this machine's compiler; without one numpy does the same.
+
+`QDSL_CPU_COMPILE=never` leaves them out.  Arrays are contiguous, and callers check their sizes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from qdsl.host import library
+from qdsl.host.system import processor_flags
+
+SOURCE = Path(__file__).with_name("native.c")
+OPTIONS = ("-O3",)                                               # behind library.OPTIONS: loops become vector instructions
+
+
+def functions() -> ctypes.CDLL | None:
+    """The functions of native.c; None without a compiler, and where QDSL_CPU_COMPILE forbids to use it."""
+    return None if library.setting() == "never" else _compiled()
+
+
+@cache
+def _compiled() -> ctypes.CDLL | None:
+    source = SOURCE.read_text(encoding="ascii")                  # a package without it is broken: no reason for numpy
+    for options in ((*OPTIONS, *_machine_options()), OPTIONS):   # an old compiler does not know these processors
+        try:
+            return library.load(source, options)
+        except (library.NoCompiler, library.UnsafeCache, OSError):
+            continue
+    return None
+
+
+def _machine_options() -> tuple[str, ...]:
+    """Options for the vector instructions of this machine's processor."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return ()
+    flags = processor_flags()
+    if flags >= {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}:
+        return ("-march=x86-64-v4",)
+    return ("-march=x86-64-v3",) if flags >= {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"} else ()
+
+
+def addresses(*arrays: NDArray[Any]) -> list[ctypes.c_void_p]:
+    """The addresses of contiguous arrays."""
+    assert all(array.flags.c_contiguous for array in arrays)
+    return [ctypes.c_void_p(array.ctypes.data) for array in arrays]
+
+
+def sizes(*numbers: int) -> list[ctypes.c_int64]:
+    """Numbers as arguments of type int64_t."""
+    return [ctypes.c_int64(number) for number in numbers]

@@ -1,0 +1,179 @@
+"""The launches of store and attention: what kernels are told of a cache's formats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qdsl.core.numbers import number
+from qdsl.core.shapes import axis
+from qdsl.kv_cache import places
+from qdsl.kv_cache.cache import CachedRows, KVCache
+from qdsl.runtime.gpu import configure, launch
+from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.gpu.kernels import encode, paged_attention, store_rows
+from qdsl.runtime.weight.arrays import cdiv
+
+NUMBERS_IN_ORDER, NUMBERS = 1 << 14, 1 << 13                     # of a tile of attention: codes in order, and decoded
+LEAST_TOKENS = 16
+WARPS = 4
+LEAST_UNITS = 16                                                 # columns of an operand of a matrix instruction
+TILE = 2048                                                      # weights of a tile of store, about
+MOST_SPLITS = 32
+HEADS = 16                                                       # rows of a matrix instruction
+
+
+def why_not_store(cache: KVCache) -> str:
+    """Why no kernel encodes for this cache; '' where one does."""
+    return places.why_not(cache.keys) or places.why_not(cache.values)
+
+
+def store_calls(cache: KVCache, k: Tensor, v: Tensor, slots: Tensor, sequences: Tensor | None) -> Iterator[Call]:
+    """The launches of `store`, for tensors on any device, meta too; why_not_store(cache) must be ''."""
+    if slots.numel():
+        yield _store_call(cache, cache.keys, k.contiguous(), slots, sequences)
+        if cache.tail is not None:
+            group, d = cache.keys.group, cache.head_dim
+            yield Call(store_rows.store_tail, (k.contiguous(), slots, cache.tail, sequences, slots.numel(), cache.heads),
+                       {"D": d, "GROUP": group}, (slots.numel(), cache.heads), {"num_warps": 1})
+        yield _store_call(cache, cache.values, v.contiguous(), slots, sequences)
+
+
+def _store_call(cache: KVCache, cached: CachedRows, x: Tensor, slots: Tensor, sequences: Tensor | None) -> Call:
+    """The launch that encodes keys or values."""
+    where = places.places(cached)
+    tokens = max(1, TILE // cache.head_dim) if cached.group == 1 else cached.group
+    grouped = cached.group > 1
+    constants = {"scheme": getattr(encode, cached.packed.variant.scheme), **settings(cached), "STATIC": where.static,
+                 "WHOLE": where.whole, "CODE": where.code, "UNITS": where.units, "BITS": where.bits, "NUMBERS": where.numbers,
+                 "GROUPS": where.of_groups, "D": cache.head_dim, "BLOCK": cache.block_size, "GROUP": cached.group,
+                 "G": where.groups, "U": where.units_of_group, "E": where.codes_of_byte, "BR": tokens}
+    count = slots.numel()
+    return Call(store_rows.store_rows, (x, _tensors(cached), slots, cache.tail if grouped else None,
+                                        sequences if grouped else None, count, cache.heads), constants,
+                (count if grouped else cdiv(count, tokens), cache.heads), {"num_warps": WARPS, "enable_fp_fusion": False})
+
+
+def settings(cached: CachedRows) -> dict[str, Any]:
+    """The constants of a function of kernels/encode.py, FLOAT to TYPE."""
+    chosen, variant = cached.settings, cached.packed.variant
+    kind = number(cached.code_type)
+    assert kind is not None
+    levels: tuple[Any, ...] = ()
+    divisor = chosen.get("divisor", kind.largest if kind.is_float else 1)
+    factor = chosen.get("factor", 1)
+    if "level" in chosen:
+        levels = _borders(chosen["level"].numbers)
+        divisor = max(map(abs, chosen["level"].numbers)) * factor
+    numbers = [field for role, field in variant.roles.items() if role != "code"]
+    types = {str(cached.packed.params.get(variant.fields[name].type, variant.fields[name].type)) for name in numbers}
+    low, high = (0, 0) if kind.is_float else (kind.low, kind.high)
+    return {"FLOAT": kind.is_float, "LOW": low, "HIGH": high, "DIVISOR": float(divisor), "OFFSET": int(chosen.get("offset", 0)),
+            "BY": str(chosen.get("by", "stored")), "TIES": str(chosen.get("ties", "even")), "FACTOR": float(factor),
+            "LEVELS": levels, "TYPE": types.pop()}
+
+
+def _borders(numbers: tuple[float, ...]) -> tuple[Any, ...]:
+    """Of a table of levels the first code, and the borders between neighbours: (border, whether the lower has it, code above)."""
+    first = {level: code for code, level in reversed(list(enumerate(numbers)))}
+    levels = sorted(first)
+    return first[levels[0]], *(((low + high) / 2, first[low] < first[high], first[high])
+                               for low, high in pairwise(levels))
+
+
+def _tensors(cached: CachedRows) -> tuple[Tensor | None, ...]:
+    """A kernel's tensors in storage order: 8-bit floats as bytes, None for what is missing."""
+    return tuple(tensor.view(torch.uint8) if tensor is not None and tensor.dtype.itemsize == 1 and tensor.is_floating_point()
+                 else tensor for tensor in map(cached.packed.tensors.get, cached.packed.layout.coded))
+
+
+# -- attention -----------------------------------------------------------------------------------------------------------
+
+
+def why_not_attend(cache: KVCache, q: Tensor) -> str:
+    """Why no kernel attends over this cache for q [B, query heads, head_dim]; '' where one does."""
+    if q.dtype not in launch.TYPES:
+        return f"q is {str(q.dtype)[6:]}"
+    sizes = {"head_dim": cache.head_dim, "block_size": cache.block_size}
+    if odd := [f"{name} is {size}" for name, size in sizes.items() if size & (size - 1) or size < LEAST_UNITS]:
+        return odd[0]
+    if q.shape[1] // cache.heads > 4 * HEADS:
+        return f"{q.shape[1] // cache.heads} query heads share a key head"
+    for cached in (cache.keys, cache.values):
+        kernels, name = cached.packed.layout.kernels, cached.packed.format.name
+        units = _units(cached)
+        if not _in_order(cached) and (kernels.sums > 1 or cached.packed.layout.streams or cache.head_dim % units
+                                      or units & (units - 1) or units < LEAST_UNITS):
+            return f"a row of {name}.{cached.packed.storage} has {units} units of codes"
+    return ""
+
+
+def attention_calls(q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: Tensor, out: Tensor, scale: float | None = None,
+                    sequences: Tensor | None = None, splits: int | None = None) -> Iterator[Call]:
+    """The launches of `attention`, for tensors on any device, meta too; why_not_attend(cache, q) must be ''.
+
+    splits: parts of a sequence, by default as many as give every multiprocessor two programs.
+    """
+    b, heads, d = q.shape
+    if not b:
+        return
+    in_order = all(map(_in_order, (cache.keys, cache.values)))
+    tokens = max(LEAST_TOKENS, (NUMBERS_IN_ORDER if in_order else NUMBERS) // d)
+    most = max(1, cdiv(block_tables.shape[1] * cache.block_size, tokens))
+    if splits is None:
+        splits = min(most, MOST_SPLITS, cdiv(2 * configure.target(q.device).multiprocessors, b * cache.heads))
+    partial = torch.empty(b, heads, splits, d, dtype=torch.float32, device=q.device)
+    weights = torch.empty(b, heads, splits, dtype=torch.float32, device=q.device)
+    if cache.tail is not None and sequences is None:
+        sequences = torch.arange(b, dtype=torch.int32, device=q.device)
+    keys, values = (_read(cached, q) for cached in (cache.keys, cache.values))
+    group = heads // cache.heads
+    constants = {**{f"{half}_{name}" if name.islower() else f"{half.upper()}_{name}": value
+                    for half, (_, described) in (("key", keys), ("value", values)) for name, value in described.items()},
+                 "SCALE": (scale or d ** -0.5) / math.log(2), "D": d, "BLOCK": cache.block_size, "GROUP": cache.keys.group,
+                 "BH": max(HEADS, configure.power(group)), "BT": tokens}
+    constants.pop("KEY_PARTS")
+    sizes = [launch.size_arguments(cached.packed) for cached in (cache.keys, cache.values)]
+    yield Call(paged_attention.paged_attention,
+               (q, keys[0], values[0], block_tables, seq_lens, cache.tail, sequences if cache.tail is not None else None, partial,
+                weights, cache.keys.packed.shape[0], block_tables.shape[1], cache.heads, group, *sizes), constants,
+               (b, cache.heads, splits), {"num_warps": WARPS, "num_stages": 2})
+    yield Call(paged_attention.combine, (partial, weights, out, splits), {"D": d, "BS": configure.power(splits)}, (b * heads,),
+               {"num_warps": WARPS})
+
+
+def _read(cached: CachedRows, q: Tensor) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+    """The tensors that attention reads of keys or values, and the constants that say how."""
+    kernels = cached.packed.layout.kernels
+    if not _in_order(cached):
+        units = _units(cached)
+        return launch.read_tensors(cached.packed), {"decode": kernels.decode, "finish": None, "CODES": 0, "FIELDS": (),
+                                                    "ADDS": False, "UNITS": units, "PARTS": cached.packed.shape[1] // units}
+    matrix_unit, names = kernels.matrix_unit, cached.packed.layout.coded
+    assert matrix_unit is not None and matrix_unit.w8a8 is not None
+    tensors = list(_tensors(cached))
+    codes = names.index(matrix_unit.w8a8.codes)
+    if configure.converts_fp8(q.device):
+        tensors[codes] = cached.packed.tensors[names[codes]]
+    fields = tuple(field.constants(names, cached.packed.sizes) for field in matrix_unit.row_fields)
+    adds = matrix_unit.ones and not any(tensors[int(field[0])] is None and field[4] == 0 for field in fields)
+    return tuple(tensors), {"decode": None, "finish": matrix_unit.finish, "CODES": codes, "FIELDS": fields, "ADDS": adds,
+                            "UNITS": cached.packed.shape[1], "PARTS": 1}
+
+
+def _in_order(cached: CachedRows) -> bool:
+    """Whether codes are int8 or E4M3 row by row, and numbers those of rows."""
+    matrix_unit = cached.packed.layout.kernels.matrix_unit
+    return matrix_unit is not None and matrix_unit.w8a8 is not None and matrix_unit.scale is None
+
+
+def _units(cached: CachedRows) -> int:
+    """Units of codes in a row."""
+    units = axis(cached.packed.layout.kernels.units).extent(*cached.packed.shape, cached.packed.sizes)
+    assert units is not None
+    return units

@@ -1,0 +1,140 @@
+"""Where the store kernel puts codes and numbers of a row: bytes, by the digits of the layout (runtime/weight/bits.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from qdsl.core.numbers import number
+from qdsl.core.schemes import SCHEMES
+from qdsl.kv_cache.cache import CachedRows
+from qdsl.runtime.weight.bits import Piece, pieces, place
+
+Digit = tuple[int, int, int]                                     # extent, columns of a step, bytes or bits of a step
+KNOWN_SETTINGS = {"divisor", "offset", "by", "ties", "level", "factor"}
+TYPES = ("f32", "f16", "bf16", "ue4m3")
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Constants of store_rows: a place is (tensor, first byte, bytes of a row); of_groups: where numbers of groups lie."""
+
+    static: int | None
+    whole: int | None
+    code: tuple[int, int, int]
+    units: tuple[Digit, ...]
+    bits: tuple[Digit, ...]
+    numbers: tuple[tuple[int, int, int], ...]
+    of_groups: tuple[Digit, ...]
+    groups: int
+    units_of_group: int
+
+    @property
+    def codes_of_byte(self) -> int:
+        """E: how many codes a byte holds."""
+        return prod(extent for extent, _, _ in self.bits)
+
+
+def why_not(cached: CachedRows) -> str:
+    """Why no kernel encodes rows of this half of a cache; '' where one does."""
+    packed, variant = cached.packed, cached.packed.variant
+    if not variant.scheme or "sums" in variant.roles:
+        return f"{packed.format.name}: its scheme has no kernel"
+    if unknown := [name for name in cached.settings if name not in KNOWN_SETTINGS]:
+        return f"{packed.format.name}: kernels do not know '{unknown[0]}'"
+    kind = number(cached.code_type)
+    by = str(cached.settings.get("by", "stored"))
+    if kind is None or (kind.is_float and kind.name != "e4m3") or by not in ("stored", "exact"):
+        return f"{packed.format.name}: kernels do not encode {cached.code_type} so"
+    numbers = [name for role, name in variant.roles.items() if role != "code" and name not in cached.numbers]
+    if any(str(packed.params.get(variant.fields[name].type, variant.fields[name].type)) not in TYPES for name in numbers):
+        return f"{packed.format.name}: kernels do not store its scales"
+    try:
+        places(cached)
+    except ValueError as error:
+        return f"{packed.format.name}.{packed.storage}: {error}"
+    return ""
+
+
+def places(cached: CachedRows) -> Places:
+    """The constants of the store kernel.  Raises ValueError for a layout in which rows, groups or codes are no runs of bytes."""
+    packed, variant = cached.packed, cached.packed.variant
+    k = packed.shape[1]
+    code_field = variant.roles["code"]
+    tensor, start, row, digits = _placed(cached, code_field)
+    units, bits = _cut(digits)
+    numbers = [name for role, name in _ordered(cached) if role != "code" and name not in cached.numbers]
+    columns = {_columns(cached, name) for name in numbers} or {k}
+    if len(columns) > 1:
+        raise ValueError("its numbers have different groups")
+    size = columns.pop()
+    if cached.group == 1 and any(extent * step > size for extent, step, _ in bits):
+        raise ValueError("a byte holds codes of several groups")
+    if cached.group > 1 and size != 1:
+        raise ValueError(f"its tokens share numbers among {size} channels, too")
+    groups = k // size if cached.group == 1 else 1
+    stored = [_placed(cached, name) for name in numbers]
+    steps = {of_groups for *_, of_groups in stored} or {()}
+    if len(steps) > 1 or any(step % 8 for of_groups in steps for _, _, step in of_groups):
+        raise ValueError("its numbers do not lie alike, in bytes")
+    of_groups = tuple((extent, weight, step // 8) for extent, weight, step in steps.pop())
+    shared = {name: _tensor_of(cached, name)[0] for name in cached.numbers}
+    scale = variant.roles.get("scale", "")
+    whole = [place for name, place in shared.items() if name != scale]
+    units_of_group = k // prod(extent for extent, _, _ in bits) // groups
+    return Places(shared.get(scale), whole[0] if whole else None, (tensor, start, row), units, bits,
+                  tuple((at, first, bytes_of_row) for at, first, bytes_of_row, _ in stored), of_groups, groups, units_of_group)
+
+
+def _ordered(cached: CachedRows) -> list[tuple[str, str]]:
+    """Roles and fields, in the order in which the scheme returns them."""
+    variant = cached.packed.variant
+    return [(role, variant.roles[role]) for role in SCHEMES[variant.scheme].roles if role in variant.roles]
+
+
+def _columns(cached: CachedRows, name: str) -> int:
+    """How many columns share a number."""
+    axes = cached.packed.variant.fields[name].axes
+    return axes[1].by(cached.packed.sizes) if len(axes) > 1 else cached.packed.shape[1]
+
+
+def _tensor_of(cached: CachedRows, name: str) -> tuple[int, Piece]:
+    """The tensor that holds a field, and where.  Raises ValueError where that is not one piece."""
+    layout = cached.packed.layout
+    matches = [(at, piece) for at, tensor in enumerate(layout.coded) for piece in pieces(layout.tensors[tensor].bits)
+               if piece.field == name]
+    if len(matches) != 1 or matches[0][1].width or layout.tensors[layout.coded[matches[0][0]]].adds:
+        raise ValueError(f"'{name}' lies in pieces")
+    return matches[0]
+
+
+def _placed(cached: CachedRows, name: str) -> tuple[int, int, int, tuple[Digit, ...]]:
+    """The tensor of a field, its first byte, bytes of a row, and the digits of its columns: (extent, columns, bits)."""
+    packed = cached.packed
+    at, piece = _tensor_of(cached, name)
+    tensor = packed.tensors[packed.layout.coded[at]]
+    extents = [axis.extent(*packed.shape, packed.sizes) or 0 for axis in packed.variant.fields[name].axes]
+    placed = place(piece, tensor.shape, 8 * tensor.element_size(), extents)
+    if placed is None or len(placed.coordinates[0]) != 1 or placed.start % 8 or placed.coordinates[0][0][1] % 8:
+        raise ValueError(f"rows of '{name}' do not lie one by one")
+    digits, weight = [], 1
+    for extent, step in placed.coordinates[1] if len(placed.coordinates) > 1 else ():
+        digits.append((extent, weight, step))
+        weight *= extent
+    return at, placed.start // 8, placed.coordinates[0][0][1] // 8, tuple(digits)
+
+
+def _cut(digits: tuple[Digit, ...]) -> tuple[tuple[Digit, ...], tuple[Digit, ...]]:
+    """Digits of columns as those of bytes, and those of bits in a byte.  Raises ValueError for codes over a byte's end."""
+    units: list[Digit] = []
+    bits: list[Digit] = []
+    for extent, weight, step in digits:
+        inside = min(extent, max(1, 8 // step)) if 8 % step == 0 or step % 8 == 0 else 0
+        if not inside or extent % inside:
+            raise ValueError("codes cross bytes")
+        bits += [(inside, weight, step)] if step < 8 else []
+        if step >= 8:
+            units.append((extent, weight, step // 8))
+        elif extent > inside:
+            units.append((extent // inside, weight * inside, inside * step // 8))
+    return tuple(units), tuple(bits)

@@ -1,0 +1,248 @@
+"""paged_attention: one query token per sequence against keys and values that a paged cache holds packed.
+
+A program takes the G query heads that share a key head, and one of SPLITS parts of a sequence, BT tokens at a time.
+
+         queries             keys, packed              scores          values, packed            sums, float32
+
+           D channels          D channels              BT tokens         D channels               D channels
+         +-----------+      +-----------+             +---------+      +-----------+            +-----------+
+    G    | q         |   t  | k of t    |         G   | q k^T   |   t  | v of t    |       G    | p v       |
+  heads  |           |  t+1 | k of t+1  |   ->  heads | -> p    |  t+1 | v of t+1  |  ->  heads |           |
+         +-----------+      |           |             +---------+      |           |            +-----------+
+                            +-----------+             max and sum      +-----------+
+                            row of token t:           of a head
+                            (table[t // BLOCK] * heads + head) * BLOCK + t % BLOCK
+
+A page holds the tokens of one head next to one another, so that a tile of one page is one piece of memory, codes and scales
+alike, and tokens may share a scale.
+
+The two products are matrix instructions.  Heads are padded to their 16 rows; their scores go to all tokens of a tile at once.
+A format completes the kernel in one of two ways:
+
+- Bytes row by row, with numbers of whole rows (int8, fp8): codes are the operand.  `finish` is what a row adds up to, of its
+  numbers, the sum of codes times q, and the sum of q.  It meets scores, not codes.  It is linear in both sums: for values its
+  factor multiplies p, and what it adds per token is added to all channels.  E4M3 becomes float16, half an instruction per
+  code where bfloat16 takes two; q of a head is then divided by a power of 2, so that float16 holds it.
+- Any other storage: `decode` gives the columns of a unit one part after the other, [tokens, units] in float32.  A part is
+  rounded to the dtype of q, and meets the columns of q that it says.  Sums of values are kept by part, and `decode` says at
+  the end where their columns are.
+
+Softmax is online, in powers of 2, in float32; p is rounded to the dtype of q.  With keys in groups of tokens the last, open
+group of a sequence is in `tail`, as numbers: the first split takes it.
+
+Every split stores its sums as if they were all, and the logarithm of its weight; `combine` adds splits up by these.
+
+Cost: a byte is loaded once.  Of the instructions per byte most are its conversion, and its way through shared memory into the
+layout of the matrix instruction.
+"""
+
+from qdsl.runtime.gpu.kernels import group_numbers
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+@triton.jit
+def row_number(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
+    """A number of the rows `at`: one for all where `rows` is 0, else one for so many."""
+    if rows == 0:
+        return group_numbers.number(tl.load(plane), kind)
+    elif rows == 1:
+        return group_numbers.number(tl.load(plane + at), kind)
+    else:
+        return group_numbers.number(tl.load(plane + at // rows), kind)
+
+
+@triton.jit
+def operand(codes, F: tl.constexpr):
+    """Codes as numbers, exactly: int8 of type F; E4M3 of float16, by the GPU's conversion or, from uint8, by shifts."""
+    if codes.dtype == tl.int8:
+        return codes.to(F)
+    elif codes.dtype == tl.uint8:
+        code = codes.to(tl.int16)
+        value = (((code & 127) << 7) | ((code & 128) << 8)).to(tl.float16, bitcast=True) * 256.0
+        return tl.where((code & 127) == 127, float("nan"), value)
+    else:
+        return codes.to(tl.float16)
+
+
+@triton.jit
+def as_operand(q, codes: tl.constexpr):
+    """q [heads, D] in the type of the operand that codes become, and what it is to be multiplied by, [heads, 1].
+
+    codes: their type; None for a storage of another kind, for which q stays as it is.
+    """
+    one = tl.full((q.shape[0], 1), 1.0, tl.float32)
+    if codes is None or codes == tl.int8:
+        return q, one
+    else:
+        bits = tl.max(tl.abs(q.to(tl.float32)), 1)[:, None].to(tl.int32, bitcast=True) & 0x7F800000
+        unit = tl.where(bits > 0, bits, 0x3F800000).to(tl.float32, bitcast=True)
+        return (q.to(tl.float32) / unit).to(tl.float16), unit
+
+
+@triton.jit
+def add_scores(state, k, w, live, row: tl.constexpr = 0):
+    """Add q[k] times keys w [tokens, units] to the scores; state: (q of a column 0 [heads, 1], scores [heads, tokens])."""
+    q, sums = state
+    return q, tl.dot(tl.load(q + k), tl.trans(w.to(q.dtype.element_ty)), sums)
+
+
+@triton.jit
+def add_values(state, k, w, live, row: tl.constexpr = 0):
+    """Add p times values w [tokens, units] to the sums of the next part; state: (p, sums before, sums that are done)."""
+    p, sums, new = state
+    return p, sums, new + (tl.dot(p, w.to(p.dtype), sums[len(new)]),)
+
+
+@triton.jit
+def store_part(state, k, w, live, row: tl.constexpr = 0):
+    """Store the sums of the next part in its columns; state: (out of a column 0 [heads, 1], which heads, sums, columns done)."""
+    out, heads, sums, done = state
+    tl.store(out + k, sums[len(done)], heads)
+    return out, heads, sums, done + (k,)
+
+
+@triton.jit
+def scores(
+    tensors, q, tile, total, n, N, D: tl.constexpr, sizes,
+    decode: tl.constexpr, finish: tl.constexpr, CODES: tl.constexpr, FIELDS: tl.constexpr, ADDS: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """q times the keys in rows n: [heads, tokens].
+
+    q: pointers to column 0, [heads, 1].  tile: q as an operand.  total: its sums, [heads, 1].
+    """
+    H: tl.constexpr = q.shape[0]
+    T: tl.constexpr = n.shape[0]
+    if decode is None:
+        codes = tl.load(tensors[CODES] + (n[:, None] * D + tl.arange(0, D)[None, :]))
+        sums = tl.dot(tile, tl.trans(operand(codes, tile.dtype)))
+        if finish is not None:
+            sums = finish(group_numbers.values(tensors, FIELDS, n[None, :], row_number), sums, total if ADDS else 0.0, 0)
+        return sums
+    else:
+        live = tl.full((1, 1), 1, tl.int1)
+        u = tl.arange(0, UNITS)[None, :]
+        return decode(tensors, n[:, None], u, live, N, D, sizes, add_scores, (q, tl.zeros((H, T), tl.float32)))[1]
+
+
+@triton.jit
+def add_tile(
+    tensors, p, sums, n, N, D: tl.constexpr, sizes, F: tl.constexpr,
+    decode: tl.constexpr, finish: tl.constexpr, CODES: tl.constexpr, FIELDS: tl.constexpr, ADDS: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """sums + p times the values in rows n: a tuple of [heads, columns of a part].  p: float32 [heads, tokens]."""
+    if decode is None:
+        codes = tl.load(tensors[CODES] + (n[:, None] * D + tl.arange(0, D)[None, :]))
+        total = sums[0]
+        if finish is not None:
+            fields = group_numbers.values(tensors, FIELDS, n[None, :], row_number)
+            one, zero = tl.full((1, 1), 1.0, tl.float32), tl.zeros((1, 1), tl.float32)
+            if ADDS:                                             # something for every token
+                total += tl.sum(p * finish(fields, zero, one, 0), 1)[:, None]
+            p = p * finish(fields, one, zero, 0)
+        v = operand(codes, F)
+        return (tl.dot(p.to(v.dtype), v, total),)
+    else:
+        live = tl.full((1, 1), 1, tl.int1)
+        u = tl.arange(0, UNITS)[None, :]
+        return decode(tensors, n[:, None], u, live, N, D, sizes, add_values, (p.to(F), sums, ()))[2]
+
+
+@triton.jit
+def softmax(score, live, most, weight):
+    """p of a tile, the new maxima and weights of heads, and by how much sums shrink; scores are in powers of 2."""
+    score = tl.where(live, score, float("-inf"))
+    new = tl.maximum(most, tl.max(score, 1))
+    shrink = tl.exp2(most - new)
+    p = tl.exp2(score - new[:, None])
+    return p, new, weight * shrink + tl.sum(p, 1), shrink
+
+
+@triton.jit
+def shrunk(sums, factor):
+    """All parts of the sums, times a factor per head."""
+    new = ()
+    for i in tl.static_range(len(sums)):
+        new = new + (sums[i] * factor[:, None],)
+    return new
+
+
+@triton.jit
+def rows_of(tables, t, head, HEADS, BLOCK: tl.constexpr, BT: tl.constexpr):
+    """The rows of tokens t, which begin at a multiple of BT, of a head: int64."""
+    if BLOCK % BT == 0:                                          # one page holds them all
+        page = tl.load(tables + tl.min(t, 0) // BLOCK).to(tl.int64)
+    else:
+        page = tl.load(tables + t // BLOCK).to(tl.int64)
+    return (page * HEADS + head) * BLOCK + t % BLOCK
+
+
+@triton.jit
+def paged_attention(
+    q, keys, values, tables, lengths, tail, sequences, partial, weights, N, PAGES, HEADS, G, key_sizes, value_sizes,
+    key_decode: tl.constexpr, key_finish: tl.constexpr, KEY_CODES: tl.constexpr, KEY_FIELDS: tl.constexpr,
+    KEY_ADDS: tl.constexpr, KEY_UNITS: tl.constexpr,
+    value_decode: tl.constexpr, value_finish: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_FIELDS: tl.constexpr,
+    VALUE_ADDS: tl.constexpr, VALUE_UNITS: tl.constexpr, VALUE_PARTS: tl.constexpr,
+    SCALE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr,
+):
+    """partial [B, HEADS * G, SPLITS, D] and weights [B, HEADS * G, SPLITS], logarithms of base 2, of q [B, HEADS * G, D].
+
+    keys, values: tensors of N rows of D columns.  tables: int32 [B, PAGES], the blocks of a sequence; lengths: int32 [B].
+    tail: [S, HEADS, GROUP, D], the open groups of S sequences, where keys share numbers among GROUP tokens; else GROUP is 1.
+    sequences: int32 [B], which of the S a query is of.  SCALE: of scores, times log2(e).
+    """
+    b, head, split, SPLITS = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    F: tl.constexpr = q.dtype.element_ty
+    g = tl.arange(0, BH)[:, None]
+    q += ((b * HEADS + head) * G + tl.minimum(g, G - 1)).to(tl.int64) * D
+    whole = tl.load(q + tl.arange(0, D)[None, :])
+    tile, unit = as_operand(whole, keys[KEY_CODES].dtype.element_ty if key_decode is None else None)
+    total = tl.sum(tile.to(tl.float32), 1)[:, None]
+    length = tl.load(lengths + b)
+    full = length // GROUP * GROUP
+    per = tl.cdiv(tl.cdiv(full, BT), SPLITS) * BT
+    tables += b.to(tl.int64) * PAGES
+    most, weight = tl.full((BH,), float("-inf"), tl.float32), tl.zeros((BH,), tl.float32)
+    sums = ()
+    for _ in tl.static_range(VALUE_PARTS):
+        sums = sums + (tl.zeros((BH, D // VALUE_PARTS), tl.float32),)
+    for start in range(split * per, tl.minimum(split * per + per, full), BT):
+        t = start + tl.arange(0, BT)
+        n = rows_of(tables, tl.minimum(t, full - 1), head, HEADS, BLOCK, BT)   # past the end the last token, whose p is 0
+        score = scores(keys, q, tile, total, n, N, D, key_sizes, key_decode, key_finish, KEY_CODES, KEY_FIELDS, KEY_ADDS,
+                       KEY_UNITS)
+        p, most, weight, shrink = softmax(score * (unit * SCALE), (t < full)[None, :], most, weight)
+        sums = add_tile(values, p, shrunk(sums, shrink), n, N, D, value_sizes, F, value_decode, value_finish, VALUE_CODES,
+                        VALUE_FIELDS, VALUE_ADDS, VALUE_UNITS)
+    if GROUP > 1:
+        tail += (tl.load(sequences + b).to(tl.int64) * HEADS + head) * (GROUP * D)
+        for start in range(full, tl.where(split == 0, length, full), GROUP):
+            t = start + tl.arange(0, GROUP)
+            n = rows_of(tables, tl.minimum(t, length - 1), head, HEADS, BLOCK, GROUP)
+            k = tl.load(tail + (tl.arange(0, GROUP)[:, None] * D + tl.arange(0, D)[None, :]), (t < length)[:, None], 0)
+            p, most, weight, shrink = softmax(tl.dot(whole, tl.trans(k.to(F))) * SCALE, (t < length)[None, :], most, weight)
+            sums = add_tile(values, p, shrunk(sums, shrink), n, N, D, value_sizes, F, value_decode, value_finish, VALUE_CODES,
+                            VALUE_FIELDS, VALUE_ADDS, VALUE_UNITS)
+    at = ((b * HEADS + head) * G + g).to(tl.int64) * SPLITS + split
+    sums = shrunk(sums, 1 / tl.where(weight > 0, weight, 1))
+    if value_decode is None:
+        tl.store(partial + (at * D + tl.arange(0, D)[None, :]), sums[0], g < G)
+    else:                                                        # its columns alone are asked for: nothing of row 0 is loaded
+        u = tl.arange(0, VALUE_UNITS)[None, :]
+        value_decode(values, tl.zeros((1, 1), tl.int64), u, tl.full((1, 1), 1, tl.int1), N, D, value_sizes, store_part,
+                     (partial + at * D, g < G, sums, ()))
+    tl.store(weights + at, (most + tl.log2(weight))[:, None], g < G)
+
+
+@triton.jit
+def combine(partial, weights, out, SPLITS, D: tl.constexpr, BS: tl.constexpr):
+    """out [M, D] of partial [M, SPLITS, D] and the logarithms of base 2 of their weights [M, SPLITS]; 0 for no tokens."""
+    m = tl.program_id(0).to(tl.int64)
+    split, d = tl.arange(0, BS)[:, None], tl.arange(0, D)[None, :]
+    weight = tl.load(weights + m * SPLITS + split, split < SPLITS, float("-inf"))
+    weight = tl.exp2(weight - tl.maximum(tl.max(weight, 0)[None, :], -3e38))
+    part = tl.load(partial + (m * SPLITS + split) * D + d, split < SPLITS, 0)
+    total = tl.sum(weight, 0)
+    tl.store(out + m * D + tl.arange(0, D), tl.sum(part * weight, 0) / tl.where(total > 0, total, 1))
