@@ -56,6 +56,10 @@ EQUAL: dict[str, dict[str, str]] = {
         "levels.codes: u8[n<N, t<K / 8 word] -> u8[n<N, t<ceil(K / 8) word]": ALSO_ELSEWHERE,
         "levels.tables: u8[a<N, b<K / 8, word] -> u8[a<N, b<ceil(K / 8), word]": ALSO_ELSEWHERE,
     },
+    "fp6_llm": {
+        **{f"fp6_llm.{plane}: u8[r<N / 64, j<K / 16, word] -> u8[{axes}, word]": ALSO_ELSEWHERE
+           for plane in ("high", "low") for axes in ("r<ceil(N / 64), j<K / 16", "r<N / 64, j<ceil(K / 16)")},
+    },
     "int8_channel": {"eetq.weight.stored: q = q - 128 -> q = q + 128": "modulo 256"},
     "quanto": {
         "quanto.scale: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,

@@ -85,7 +85,8 @@ def piece_step(format: Description, params: Params, shape: tuple[int, int], dim:
     old, sizes = format.numbers(params, shape), format.numbers(new, shape)
     stored = format.variants[format.key(new)].get(storage, {})
     blocks = [axis for axes in fields.values() for axis in axes if not spans_all(axis, new)]
-    exact = [axis for tensor in stored.values() for axis in tensor.axes if axis.exact and not spans_all(axis, new)]
+    exact = [term for tensor in stored.values() for axis in tensor.axes for term in axis.terms
+             if term.exact and not spans_all(term, new)]
     if any(axis.by(old) % axis.by(sizes) and (axis.extent(*shape, old) or 0) > 1 for axis in blocks):
         return whole                                             # smaller blocks that are not parts of the larger ones
     if any(dim == "K" and axis.dim == "N*K" and shape[1] % axis.by(sizes) for axis in blocks):

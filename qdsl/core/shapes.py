@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from math import gcd, lcm, prod
 
 _AXIS = re.compile(r"(?:(?P<words>\d+)\*)?(?P<ceil>ceil\((?:(?P<some>\d+)\*)?)?(?P<dim>N\*K|N|K|1|\?|[a-z][a-z0-9_]*)"
                    r"(?:/(?P<by>[a-z0-9_*]+))?(?(ceil)\)(?:/(?P<over>[a-z0-9_*]+))?)\Z")
+
+NEVER = 1 << 60                                                  # a step at whose multiples no weight can be cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,8 @@ class Axis:
     `dim` is 'N', 'K', 'N*K', '1' or a size parameter, or '?' for an extent that these do not decide; `step` is a product of
     integers and size parameters.  short: not the quotient but the whole is rounded up, as 'ceil(3*K/32)': the last step has no
     more words than it needs.  over: what these elements are divided by, exactly, as '1024*ceil(K/1024)/group', where a step is
-    longer than what an element stands for.
+    longer than what an element stands for.  sections: of an axis along which sections follow one another, as 'K + 8', the axes
+    whose product each has; its `dim` is '+'.
     """
 
     dim: str
@@ -29,6 +33,17 @@ class Axis:
     text: str
     short: bool = False
     over: tuple[int | str, ...] = ()
+    sections: tuple[tuple[Axis, ...], ...] = ()
+
+    @property
+    def terms(self) -> tuple[Axis, ...]:
+        """The axis itself, or those of its sections."""
+        return tuple(term for section in self.sections for term in section) or (self,)
+
+    @property
+    def solved_dim(self) -> str:
+        """The dim that an extent decides, if any: of sections the only one that they have."""
+        return "".join({term.dim for term in self.terms} - {"1"}) if self.sections else self.dim
 
     def by(self, sizes: Mapping[str, int]) -> int:
         """The step, as a number."""
@@ -38,6 +53,9 @@ class Axis:
         """How many elements the axis has; None where an exact step does not divide, and where N and K do not decide it."""
         if self.dim == "?":
             return None
+        if self.sections:
+            lengths = [extents(section, n, k, sizes) for section in self.sections]
+            return None if None in lengths else sum(prod(length) for length in lengths if length is not None)
         whole = self.whole(n, k, sizes)
         by = self.by(sizes)
         left = whole % by if self.exact else -(-whole // by) * self.words % _product(self.over, sizes)
@@ -45,6 +63,8 @@ class Axis:
 
     def wrong(self, n: int, k: int, sizes: Mapping[str, int]) -> str:
         """Why there is no such number of elements."""
+        if self.sections:
+            return next(term for term in self.terms if term.extent(n, k, sizes) is None).wrong(n, k, sizes)
         if self.exact:
             return f"{self.dim} = {self.whole(n, k, sizes)} must be a multiple of {self.by(sizes)}"
         divisors = {name: sizes[name] for name in self.over if isinstance(name, str)}
@@ -53,6 +73,8 @@ class Axis:
 
     def rounded(self, n: int, k: int, sizes: Mapping[str, int]) -> int:
         """How many elements the axis has where the last step may be short."""
+        if self.sections:
+            return sum(prod(term.rounded(n, k, sizes) for term in section) for section in self.sections)
         return self.elements(self.whole(n, k, sizes), sizes)
 
     def elements(self, whole: int, sizes: Mapping[str, int]) -> int:
@@ -66,15 +88,31 @@ class Axis:
 
     def solve(self, extent: int, sizes: Mapping[str, int] | None = None) -> int | None:
         """The dim that an extent means, where it can mean only one.  sizes: the block lengths that are fixed."""
+        if self.sections:
+            return self._solve_sections(extent, sizes or {})
         if not self.exact or self.dim not in ("N", "K", "N*K", "1") or extent % self.words or any(
                 isinstance(part, str) and part not in (sizes or {}) for part in self.step):
             return None
         return extent // self.words * self.by(sizes or {})
 
+    def _solve_sections(self, extent: int, sizes: Mapping[str, int]) -> int | None:
+        """The only dim of sections that all have one axis and divide, from their length."""
+        if any(len(section) > 1 or section[0].solve(section[0].words, sizes) is None for section in self.sections):
+            return None
+        per_dim = sum(Fraction(term.words, term.by(sizes)) for term in self.terms if term.dim != "1")
+        dim = (extent - sum(term.words for term in self.terms if term.dim == "1")) / per_dim if per_dim else Fraction(-1)
+        return int(dim) if dim >= 0 and dim.denominator == 1 and self.solved_dim in ("N", "K") else None
+
 
 @cache
 def axis(text: str) -> Axis:
-    """The axis that a text describes: 'N', '18*K/32', 'ceil(K/group)', 'ceil(3*K/32)', '1024*ceil(K/1024)/group' or '256'."""
+    """The axis that a text describes: 'N', '18*K/32', 'ceil(K/group)', 'ceil(3*K/32)', '1024*ceil(K/1024)/group' or '256'.
+
+    'K + 8' is an axis of two sections, 'N/4 x 12*K + N' one whose first section has two axes in turn.
+    """
+    if " + " in text or " x " in text:
+        sections = tuple(tuple(map(axis, section.split(" x "))) for section in text.split(" + "))
+        return Axis("+", (), 1, False, text, sections=sections)
     match = _AXIS.match(f"{text}*1" if text.isdecimal() else text)
     if match is None:
         raise ValueError(f"not an axis: {text!r}")
@@ -94,7 +132,7 @@ def _product(factors: tuple[int | str, ...], sizes: Mapping[str, int]) -> int:
 
 
 def is_axis(text: str) -> bool:
-    """Whether a text describes an axis."""
+    """Whether a text describes an axis without sections."""
     return _AXIS.match(text) is not None
 
 
@@ -118,10 +156,12 @@ def seen_shape(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], c
 def granule(axes: Sequence[Axis], dim: str, sizes: Mapping[str, int], other: int) -> int:
     """The number of rows (dim 'N') or columns ('K') at whose multiples all these axes can be cut.
 
-    A flat axis (N*K) can be cut between rows only; `other` is K.
+    A flat axis (N*K) can be cut between rows only; `other` is K.  Sections that have the dim cannot be cut at all.
     """
     step = 1
     for axis in axes:
+        if axis.sections and any(dim in term.dim for term in axis.terms):
+            return NEVER
         if axis.dim == dim:
             step = lcm(step, axis.by(sizes))
         elif axis.dim == "N*K" and dim == "N":

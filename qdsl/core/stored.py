@@ -314,12 +314,13 @@ def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Tens
         shown = layout[name].seen if len(layout[name].seen) == len(tensor.shape) else layout[name].axes
         for own, extent in zip(shown, tensor.shape, strict=False) if len(shown) == len(tensor.shape) else ():
             value = own.solve(extent, sizes)
-            if value is None or own.dim not in ("N", "K"):
+            dim = own.solved_dim
+            if value is None or dim not in ("N", "K"):
                 continue
-            expected, by = dims.setdefault(own.dim, (value, name))
+            expected, by = dims.setdefault(dim, (value, name))
             if expected != value:
-                raise LayoutMismatch(2, f"{label}: '{by}' {list(tensors[by].shape)} says {own.dim} = {expected}, but '{name}' "
-                                f"{list(tensor.shape)} is [{', '.join(axis.text for axis in shown)}], so {own.dim} = {value}")
+                raise LayoutMismatch(2, f"{label}: '{by}' {list(tensors[by].shape)} says {dim} = {expected}, but '{name}' "
+                                f"{list(tensor.shape)} is [{', '.join(axis.text for axis in shown)}], so {dim} = {value}")
     solved = {dim: value for dim, (value, _) in dims.items()}
     for name, tensor in tensors.items() if len(solved) == 1 else ():
         solved |= _counted(layout[name].axes, prod(tensor.shape), solved, sizes)
@@ -334,7 +335,7 @@ def _counted(axes: Sequence[Axis], count: int, dims: Mapping[str, int], sizes: M
     missing = "K" if "N" in dims else "N"
     elements, step, missing_axes = 1, 1, 0
     for own in axes:
-        if (by := own.solve(own.words, sizes)) is None:
+        if own.sections or (by := own.solve(own.words, sizes)) is None:
             return {}
         elements, step = elements * own.words, step * by
         for dim in own.dim.split("*"):

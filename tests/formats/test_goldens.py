@@ -40,7 +40,7 @@ from tests.support.interpreter import INTERPRETED, guarded
 
 DATA = ROOT / "tests" / "data"
 CHECKPOINTS = sorted(path for path in (DATA / "ckpt").glob("*.npz") if not path.name.startswith(("ct_pack_oldnew", "ao_int4")))
-GGUF = {path.stem: module(path) for path in SHIPPED if "run: k" in path.read_text()}
+GGUF = {path.stem: module(path) for path in SHIPPED if "\n  gguf:\n" in path.read_text()}
 BY_NAME = (("gptq", int_group), ("autogptq", int_group), ("awq", int_group), ("ct_pack", int_group),
            ("modelopt_int4awq", int_group), ("ct_int8_tensor", int8_tensor),
            ("ct_int8", int8_channel), ("ct_fp8_block", fp8_block), ("ds_fp8_block", fp8_block), ("hf_fp8_block", fp8_block),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +55,22 @@ def drawn(seed: int) -> Drawn:
     params = "params: {group: [32, 7, -1]}\n" if any("group" in i for _, index in fields.values() for i in index) else ""
     shown = "".join(f"  {name}: {kind}[{', '.join(index)}]\n" for name, (kind, index) in fields.items())
     text = f"format: drawn\nweight: [N, K]\n{params}fields:\n{shown}decode: {decode}\nstorage:\n  p:\n{tensors}"
-    return Drawn(text, fields, decode)
+    return Drawn(joined(text, random.Random(seed)), fields, decode)
+
+
+def joined(text: str, draw: random.Random) -> str:
+    """The spec with tensors of one element type as sections of rows, or regions, of one tensor, where there are several."""
+    head, *tensors = re.split(r"(?m)^(?=    \w)", text)
+    kinds = {chunk: chunk.partition("tensor: ")[2].partition("[")[0] for chunk in tensors}
+    alike = [chunk for chunk in tensors if list(kinds.values()).count(kinds[chunk]) > 1 and "p<" not in chunk]
+    alike = [chunk for chunk in alike if kinds[chunk] == kinds[alike[0]]]
+    if not alike:
+        return text
+    rows = {chunk.partition("[")[2].partition(",")[0].partition("]")[0] for chunk in alike}
+    by_rows = all(row.endswith("<N") and " " not in row for row in rows) and draw.random() < 0.7
+    inside = "".join("    " + line for chunk in draw.sample(alike, len(alike)) for line in chunk.splitlines(keepends=True))
+    others = "".join(chunk for chunk in tensors if chunk not in alike)
+    return f"{head}    held:\n      {'sections' if by_rows else 'regions'}:\n{inside}{others}"
 
 
 def subscripts(draw: random.Random) -> tuple[str, ...]:
@@ -87,6 +103,9 @@ def codes(draw: random.Random, bits: int) -> str:
             return tensor("codes", "u8", ["n<N", "k<K"], padded("q[n, k]", before, 8 - bits - before))
         case "planes":
             extent = draw.choice(("K/8", "ceil(K/8)"))
+            if bits > 1 and width > 8:                           # an axis that chooses the bit, ahead of rows or behind them
+                axes = [f"p<{bits}", "n<N"][::-1 if width == 16 else 1]
+                return tensor("planes", "u8", [*axes, f"j<{extent}"], f"i<8: q[n, 8*j + i].at({bits - 1} - p):1")
             part = ".at({}):1" if bits > 1 else ""
             return "".join(tensor(f"plane{b}", "u8", ["n<N", f"j<{extent}"], f"i<8: q[n, 8*j + i]{part.format(b)}")
                            for b in range(bits))

@@ -44,7 +44,7 @@ def grid(case: Case) -> list[tuple[int, int]]:
     most = max(MOST, math.prod(smallest(case)))
     candidates = [shape for shape in shapes(case, ROWS, COLUMNS) if shape[0] * shape[1] <= most]
     empty = [shape for shape in candidates if 0 in shape][:2]
-    filled = sorted((shape for shape in candidates if 0 not in shape), key=lambda s: (s[0] * s[1], s))
+    filled = sorted((shape for shape in candidates if 0 not in shape), key=lambda s: (s[0] * s[1], s)) or [smallest(case)]
     if case not in COVERING:
         return [([shape for shape in filled if shape[1] % 128] or filled)[-1], filled[len(filled) // 2], filled[-1]]
     return list(dict.fromkeys([*empty, *(filled[i * (len(filled) - 1) // 8] for i in range(9))]))
@@ -200,6 +200,7 @@ BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "int_group.marlin-bits4
              *(f"ocp_mxfp6.{storage}-code{code}" for storage in ("compressed_tensors", "planar") for code in ("e2m3", "e3m2")),
              *(f"coreml_lut.coreml-bits{bits}-rows32-level_typef16" for bits in (4, 2, 6)),
              *(f"quanto.quanto-bits{bits}-group128-scale_typef32" for bits in (4, 2)),
+             *(f"fp6_llm.{storage}-scale_typef16" for storage in ("fp6_llm", "planar")),
              "df11.df11", "fix4.fix4", "hlane.hlane", "fp8_channel.fp8_lane-scale_typebf16")
 
 

@@ -101,7 +101,7 @@ def smallest(case: Case, params: Mapping[str, int | str]) -> tuple[int, int]:
         return all(axis.extent(n, k, sizes) is not None and whole > by and not (
             ragged and by > 1 and not axis.exact and whole % by == 0) for whole, by, axis in steps)
 
-    grid = [(n, k) for k in (*range(32, 1025), 1088) for n in range(4, 257)]
+    grid = [(n, k) for k in (*range(32, 1025), 1088, 2048) for n in range(4, 257)]
     return next(shape for ragged in (True, False) for shape in grid if fits(*shape, ragged))
 
 
@@ -114,11 +114,11 @@ def neighbours(case: Case, params: Mapping[str, int | str], shape: tuple[int, in
 
 
 def _axes(case: Case, params: Mapping[str, int | str]) -> list[Axis]:
-    """The axes of the fields and of the stored tensors."""
+    """The axes of the fields and of the stored tensors, or those of their sections."""
     variant = case.module.FORMAT.variant(params)
     tensors = variant.storages[case.storage].decoded.tensors.values()
-    return list({axis.text: axis for stored in (*variant.fields.values(), *tensors)
-                 for axis in stored.axes if axis.dim != "1"}.values())
+    return list({term.text: term for stored in (*variant.fields.values(), *tensors)
+                 for axis in stored.axes for term in axis.terms if term.dim != "1"}.values())
 
 
 # -- making -----------------------------------------------------------------------------------------------------------

@@ -225,7 +225,9 @@ def _own(node: Any, place: str, spec: Spec) -> Iterator[Change]:
                             for fewer in _dropped(values))
             yield from (("option", replace(node, options=options)) for options in _dropped(node.options))
             yield from [("where", replace(node, shape=None))] if node.shape else []
-            yield from (("tensor-order", replace(node, tensors=tensors)) for tensors in _exchanged(node.tensors))
+            holders = [tensor.inside for tensor in node.tensors]
+            yield from (("tensor-order", replace(node, tensors=tensors)) for tensors in _exchanged(node.tensors)
+                        if holders == [tensor.inside for tensor in tensors])
         case Param():
             yield from (("values", replace(node, values=values)) for values in (*_exchanged(node.values), *_dropped(node.values)))
             yield from (("values", replace(node, values=tuple(new if v == value else v for v in node.values)))

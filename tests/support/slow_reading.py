@@ -43,7 +43,7 @@ class Reading:
     @property
     def tensors(self) -> dict[str, Tensor]:
         storage = next(s for s in self.spec.storages if s.name.value == self.storage)
-        return {tensor.name.value: tensor for tensor in storage.tensors}
+        return {tensor.stored_name.value: tensor for tensor in storage.tensors}
 
     def kind(self, field: str) -> str:
         """The field's type with parameters written in."""

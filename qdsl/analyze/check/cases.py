@@ -64,7 +64,7 @@ class Case:
         """A shape with two blocks or tiles along both axes, so that strides show; the smallest where the storage has none."""
         assert self.smallest is not None
         sizes = self.format.sizes(self.params, self.smallest)
-        axes = [axis for stored in self.layout.tensors.values() for axis in stored.axes]
+        axes = [term for stored in self.layout.tensors.values() for axis in stored.axes for term in axis.terms]
         rows, columns = self.smallest
         n, k = (size * (max(size, *(axis.by(sizes) for axis in axes if axis.dim == dim), 1) // size + 1)
                 for size, dim in zip(self.smallest, "NK", strict=True))

@@ -72,7 +72,7 @@ def bits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[s
          ) -> Iterator[tuple[str, tuple[int, ...], int, Bit]]:
     """(tensor, element of the tensor, bit of that element, the field's bit) for every stored bit but padding and digits."""
     for tensor in storage.tensors:
-        yield from (stored[:4] for stored in _tensor(spec, tensor, env, params) if stored[4] < 0)
+        yield from (stored[:4] for stored in _placed(spec, storage, tensor, env, params) if stored[4] < 0)
 
 
 def digits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
@@ -83,7 +83,7 @@ def digits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping
     """
     digits_of: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, tuple[int, ...]]]] = {}
     for tensor in storage.tensors:
-        for name, element, bit, (field, index, _), place in _tensor(spec, tensor, env, params):
+        for name, element, bit, (field, index, _), place in _placed(spec, storage, tensor, env, params):
             if place >= 0:
                 digits_of.setdefault((name, element, bit), {})[place] = field, index
     return {key: [elements.get(place) for place in range(1 + max(elements))] for key, elements in digits_of.items()}
@@ -94,6 +94,35 @@ def digit_fields(spec: Spec) -> set[str]:
     return {part.field.name for storage in spec.storages for tensor in storage.tensors for line in tensor.record
             for item in line.items if isinstance(item, g.Digits) for part in item.line.items
             if isinstance(part, g.Item) and part.field is not None}
+
+
+def _placed(spec: Spec, storage: Storage, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str],
+            ) -> Iterator[Stored]:
+    """The bits of a tensor; of a section at the elements of the tensor that holds it."""
+    inside = tensor.inside
+    if inside is None:
+        yield from _tensor(spec, tensor, env, params)
+        return
+    rows = 1 if inside.by_rows else 0
+    before = [other for other in storage.tensors[:storage.tensors.index(tensor)] if other.inside is inside]
+    first = sum(prod(axes_of(spec, other, env, params)[rows:]) for other in before)
+    own = axes_of(spec, tensor, env, params)
+    for _, element, bit, what, place in _tensor(spec, tensor, env, params):
+        position = 0
+        for index, extent in list(zip(element, own, strict=True))[rows:]:
+            position = position * extent + index
+        yield inside.name.value, (*element[:rows], first + position), bit, what, place
+
+
+def axes_of(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> list[int]:
+    """The extents of a tensor's axes."""
+    if tensor.shape is None:
+        run, size = _run_size(spec, tensor, env, params)
+        return [env["N"], env["K"] // run * size]
+    loops = {digit.name: 0 for axis in tensor.shape.axes for digit in axis.digits if digit is not None}
+    width = sum(width for *_, width, _ in _record(spec, tensor, {**env, **loops}, params))
+    words = -(-width // element_bits(spec, tensor, params))
+    return [prod(words if digit is None else evaluate(digit.extent, env) for digit in axis.digits) for axis in tensor.shape.axes]
 
 
 def _tensor(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Stored]:
@@ -193,15 +222,27 @@ def shape_of(spec: Spec, field: Field, env: Mapping[str, int]) -> tuple[int, ...
     return (*shape, *(evaluate(expr, env) for expr in extents))
 
 
+def _run_size(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> tuple[int, int]:
+    """Columns and bytes of a record along k."""
+    pieces = list(_record(spec, tensor, env, params))
+    shared = _shared(spec, env, pieces)
+    return max((1 + (index[0] if index else 0)) * shared[name] for name, index, *_ in pieces if name), \
+        sum(width for *_, width, _ in pieces) // 8
+
+
+def _shared(spec: Spec, env: Mapping[str, int], pieces: list[Part]) -> dict[str, int]:
+    """How many columns share a value of each field of a record."""
+    names = {name for name, *_ in pieces}
+    fields = {f.name.value: f for f in spec.fields if f.name.value in names}
+    return {name: 1 if isinstance(f.typed.index[1], g.Name) else evaluate(f.typed.index[1].right, env)  # type: ignore[union-attr]
+            for name, f in fields.items()}
+
+
 def _run(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Stored]:
     """Bytes in records along k, with local subscripts."""
     pieces = list(_record(spec, tensor, env, params))
-    names = {name for name, *_ in pieces}
-    fields = {f.name.value: f for f in spec.fields if f.name.value in names}
-    shared = {name: 1 if isinstance(f.typed.index[1], g.Name) else evaluate(f.typed.index[1].right, env)  # type: ignore[union-attr]
-              for name, f in fields.items()}
-    run = max((1 + (index[0] if index else 0)) * shared[name] for name, index, *_ in pieces if name)
-    size = sum(width for *_, width, _ in pieces) // 8
+    shared = _shared(spec, env, pieces)
+    run, size = _run_size(spec, tensor, env, params)
     for n in range(env["N"]):
         for t in range(env["K"] // run):
             at = 0

@@ -128,7 +128,8 @@ def _step(layer: Layer, dim: str, start: int, stop: int) -> tuple[int, str]:
         return whole, "whole"
     if layer.act_order and dim == "K":
         sizes = format.numbers(layer.params, layer.shape)
-        steps = [axis.by(sizes) for tensor in stored for axis in tensor.axes if axis.dim == "K" and axis.exact]
+        terms = [term for tensor in stored for axis in tensor.axes for term in axis.terms]
+        steps = [term.by(sizes) for term in terms if term.dim == "K" and term.exact]
         return math.lcm(*steps), "packed again, with all groups"
     for storage, params in targets(format, layer.storage, layer.params, layer.shape):
         step = piece_step(format, layer.params, layer.shape, dim, storage, params)

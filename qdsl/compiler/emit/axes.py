@@ -52,6 +52,19 @@ def tensor_axes(tensor: Tensor) -> list[str]:
     return texts
 
 
+def stored_axes(tensors: Sequence[Tensor]) -> list[str]:
+    """The axes of a tensor in files, from its sections where it has several."""
+    section = tensors[0].section
+    if section is None:
+        return tensor_axes(tensors[0])
+    rows = 1 if section.by_rows else 0
+    if section.is_plane:
+        own = tensor_axes(tensors[0])
+        return [*own[:rows], str(len(tensors)), *own[rows:]]
+    inner = [" x ".join(tensor_axes(tensor)[rows:]) or "1" for tensor in tensors]
+    return [*tensor_axes(tensors[0])[:rows], " + ".join(inner)]
+
+
 def field_axes(programs: Sequence[Program], field: Field) -> list[str]:
     """The axes of a field, exact where every storage makes its blocks whole."""
     texts: list[str] = []

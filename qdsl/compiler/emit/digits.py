@@ -17,12 +17,16 @@ from qdsl.core.layout import Slice, refine
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """A digit of coordinate `axis`; `weight` is its weight there, `stride` its step in bits of the record."""
+    """A digit of coordinate `axis`; `weight` is its weight there, `stride` its step in bits of the record.
+
+    is_reversed: its bytes lie in the order of falling values, `stride` bits apart.
+    """
 
     axis: int
     weight: int
     extent: int
     stride: int
+    is_reversed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +99,12 @@ def cut(part: Slice) -> Cut | None:
             if inside > 1:
                 bits.append(Digit(axis, weight, inside, stride))
             if extent > inside:
-                bytes_.append(Digit(axis, weight * inside, extent // inside, stride * inside))
+                bytes_.append(Digit(axis, weight * inside, extent // inside, abs(stride) * inside, stride < 0))
             weight *= extent
+    offset = part.offset - sum((digit.extent - 1) * digit.stride for digit in bytes_ if digit.is_reversed)
     bits.sort(key=lambda d: (d.axis, -d.weight))
-    low = part.offset + sum((d.extent - 1) * d.stride for d in bits if d.stride < 0)
-    at = {values: part.offset - low // 8 * 8 + sum(v * d.stride for v, d in zip(values, bits, strict=True))
+    low = offset + sum((d.extent - 1) * d.stride for d in bits if d.stride < 0)
+    at = {values: offset - low // 8 * 8 + sum(v * d.stride for v, d in zip(values, bits, strict=True))
           for values in product(*(range(d.extent) for d in bits))}
     one = all(bit % 8 + part.width <= 8 for bit in at.values())
     container = 1 if one else -(-(max(at.values()) + part.width) // 8)

@@ -93,7 +93,7 @@ def type_of(program: Program, value: Value, dialect: Dialect) -> str:
     if value.name not in program.params:
         return f"{'tl' if dialect is TRITON else 'torch'}.{TORCH_FLOATS[value.name]}"
     if dialect is TRITON:
-        return next(f"{tensor.name}.dtype.element_ty" for tensor in program.tensors
+        return next(f"{tensor.stored_name}.dtype.element_ty" for tensor in program.tensors
                     if tensor.kind == value.name and not tensor.optional)
     return value.name
 

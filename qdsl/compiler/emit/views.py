@@ -26,6 +26,11 @@ class Chain:
         """The chain with a method called on it, which leaves the axes as they are."""
         return replace(self, text=f"{self.text}.{method}")
 
+    def in_rising_order(self) -> Chain:
+        """Digits whose bytes lie in the order of falling values the other way round; the same again takes that back."""
+        axes = [str(axis) for axis, label in enumerate(self.labels) if isinstance(label, Digit) and label.is_reversed]
+        return self.call(f"flip({', '.join(axes)})") if axes else self
+
     def permute(self, order: Sequence[Label]) -> Chain:
         """The axes in another order; nothing where they are in that order already."""
         if tuple(order) == self.labels:

@@ -7,7 +7,7 @@ mixed radix number fall out of `//` and `%`, which is what turns addresses deriv
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -122,6 +122,14 @@ def multiply(left: Index, right: Index) -> Index:
         atom, coefficient = right.terms[0]
         return combine([(multiply(left, Index(0, ((atom, 1),))), coefficient)])
     return Index(0, ((Atom("mul", args=(left, right)), 1),))
+
+
+def product_of(factors: Iterable[Index]) -> Index:
+    """The product of any number of factors."""
+    result = Index(1)
+    for factor in factors:
+        result = result * factor
+    return result
 
 
 def div(top: Index, bottom: Index | int, domain: Domain = Domain()) -> Index:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from qdsl.compiler.ir.index import Domain, Index
+from qdsl.compiler.ir.index import Domain, Index, product_of
 from qdsl.compiler.spec.model import Spec
 from qdsl.compiler.spec.source import Span, Text
 from qdsl.core.layout import Line, Slice
@@ -130,11 +130,27 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
+class Section:
+    """Where a tensor lies in the stored tensor that holds it: its first element, and how many elements there are.
+
+    Both count along a row (by_rows), which then is the first axis of the section too, or through the whole stored tensor.
+    is_plane: sections are alike, and the axis ahead of theirs, or behind that of rows, counts them.
+    """
+
+    holder: str
+    by_rows: bool
+    first: Index
+    length: Index
+    is_plane: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Tensor:
     """A stored tensor: records of `record_bits`, each along the word digit of an axis, in elements of `element`.
 
     `kind` is the element type as the spec names it.  omitted: it is left out where its field has the value of a missing one.
-    seen: the axes that files give it, where they are others.
+    seen: the axes that files give it, where they are others.  section: of a tensor that another one holds, where; `aliases` and
+    `seen` are then those of the holder.
     """
 
     name: str
@@ -153,6 +169,12 @@ class Tensor:
     record_span: Span
     stream: Stream | None = None
     seen: tuple[Text, ...] = ()
+    section: Section | None = None
+
+    @property
+    def stored_name(self) -> str:
+        """What files call the tensor, or the one that holds it."""
+        return self.section.holder if self.section is not None else self.name
 
     @property
     def words(self) -> int:
@@ -162,6 +184,11 @@ class Tensor:
     def var(self, name: str) -> Var:
         """The variable of a name."""
         return next(var for var in self.vars if var.name == name)
+
+    def axis_extent(self, axis: Axis) -> Index:
+        """How many elements an axis has."""
+        digits = [self.var(digit).extent if digit else Index(self.words) for digit in axis.digits]
+        return product_of(digits) if axis.extent is None else axis.extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +345,14 @@ class Program:
         columns = self.field(value.name).table[-1]
         return "n" if f"n // {columns}" in map(str, self.field(self.values[value.args[0]].name).index) else "k"
 
+    @property
+    def stored(self) -> Mapping[str, tuple[Tensor, ...]]:
+        """The tensors that files have: by name the tensor itself, or its sections in their order."""
+        holders: dict[str, tuple[Tensor, ...]] = {}
+        for tensor in self.tensors:
+            holders[tensor.stored_name] = (*holders.get(tensor.stored_name, ()), tensor)
+        return holders
+
     def tensor(self, name: str) -> Tensor:
-        """The stored tensor of a name."""
+        """The stored tensor, or the section, of a name."""
         return next(tensor for tensor in self.tensors if tensor.name == name)

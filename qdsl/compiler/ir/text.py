@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qdsl.compiler.ir.index import Index
-from qdsl.compiler.ir.program import Placement, Program, Tensor, Value
+from qdsl.compiler.ir.program import Placement, Program, Section, Tensor, Value
 
 
 def text(program: Program) -> str:
@@ -56,8 +56,13 @@ def _tensor(tensor: Tensor) -> Iterator[str]:
     notes = [f"{tensor.record_bits} bits"]
     notes += ["optional"] if tensor.optional else []
     notes += [_stored(tensor)] if tensor.stored else []
+    notes += [_section(tensor.section)] if tensor.section else []
     yield f"  {tensor.name} {tensor.element.name} [{', '.join(axes)}]  {', '.join(notes)}"
     yield from (line for placement in tensor.placements for line in _placement(placement))
+
+
+def _section(section: Section) -> str:
+    return f"from {section.first} of {section.length} in {'rows of ' if section.by_rows else ''}{section.holder}"
 
 
 def _stored(tensor: Tensor) -> str:

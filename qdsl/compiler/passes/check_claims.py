@@ -33,12 +33,12 @@ def check_claims(program: Program, problems: Problems) -> Program:
 def _check_seen(program: Program, problems: Problems) -> None:
     """A tensor has as many elements in the shape that files give it as in its own."""
     defined = [var.extent for tensor in program.tensors for var in tensor.vars]
-    for tensor in program.tensors:
-        if seen := tensor.seen:
+    for name, tensors in program.stored.items():
+        if seen := tensors[0].seen:
             for sample in samples(program, defined):
-                own = prod(var.extent(sample) for var in tensor.vars) * tensor.words
+                own = sum(prod(var.extent(sample) for var in tensor.vars) * tensor.words for tensor in tensors)
                 if seen_shape([axis(extent.value) for extent in seen], sample["N"], sample["K"], sample, own) is None:
-                    problems.add(seen[0].span, f"'{tensor.name}' has {own} elements for N = {sample['N']}, K = {sample['K']}, "
+                    problems.add(seen[0].span, f"'{name}' has {own} elements for N = {sample['N']}, K = {sample['K']}, "
                                                "which have no such shape")
                     break
 

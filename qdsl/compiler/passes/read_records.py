@@ -17,6 +17,7 @@ from qdsl.compiler.ir.program import Add, Axis, Field, Placement, Program, Strea
 from qdsl.compiler.passes.record_lines import RecordReader, Weights, expanded
 from qdsl.compiler.passes.samples import divisor_of, size_axis
 from qdsl.compiler.passes.scope import Scope
+from qdsl.compiler.passes.sections import placed_sections, planes
 from qdsl.compiler.passes.type_fields import AXES, axis_of, group_size, number_of, parameters
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec import model
@@ -32,8 +33,9 @@ def read_records(program: Program, problems: Problems) -> Program:
     where = _fixed_values(program, storage, problems)
     tensors: list[Tensor] = []
     defaults: dict[str, Index] = {}
-    for item in storage.tensors:
-        tensor = _TensorReader(program, item, problems).read()
+    items = [part for item in storage.tensors for part in planes(program, item, problems)]
+    for item, constants in items:
+        tensor = _TensorReader(program, item, problems, constants).read()
         if tensor is None:
             continue
         tensors.append(tensor)
@@ -43,7 +45,8 @@ def read_records(program: Program, problems: Problems) -> Program:
                 problems.add(item.name.span, f"optional tensor '{item.name}' must store one field, not {', '.join(stored)}")
             elif (value := _value(program, program.field(stored[0]), item.optional, problems)) is not None:
                 defaults[stored[0]] = value
-    return replace(program, tensors=tuple(tensors), where=where, defaults=defaults, domain=_domain(program, tensors))
+    placed = placed_sections(tensors, [item for item, _ in items], problems)
+    return replace(program, tensors=placed, where=where, defaults=defaults, domain=_domain(program, tensors))
 
 
 def _domain(program: Program, tensors: list[Tensor]) -> Domain:
@@ -118,13 +121,13 @@ ELEMENTS = ("u8", "i8", "u16", "i16", "u32", "i32")              # integers that
 
 
 class _TensorReader:
-    """Reads one tensor of a storage; `records` reads the lines of its record."""
+    """Reads one tensor of a storage; `records` reads the lines of its record.  constants: values of variables, of a plane."""
 
-    def __init__(self, program: Program, item: model.Tensor, problems: Problems) -> None:
+    def __init__(self, program: Program, item: model.Tensor, problems: Problems, constants: Mapping[str, Index]) -> None:
         self.program = program
         self.item = item
         self.problems = problems
-        self.records = RecordReader(program, item, problems)
+        self.records = RecordReader(program, item, problems, constants)
         self.fields = self.records.fields
         self.constants = self.records.constants
 
@@ -151,8 +154,8 @@ class _TensorReader:
         kept = tuple(p for p in placements if p is not None)
         kind = item.shape.type.name if item.shape is not None and item.shape.type.name in self.program.params else element.name
         return Tensor(item.name.value, kind, element, variables, axes, lines, bits, kept, self.stored(element, lines),
-                      item.optional is not None, item.omitted, tuple(alias.value for alias in item.aliases), item.name.span,
-                      item.record_text.span, self.stream(element, variables, axes), item.seen)
+                      item.optional is not None, item.omitted, tuple(alias.value for alias in (item.inside or item).aliases),
+                      item.name.span, item.record_text.span, self.stream(element, variables, axes), (item.inside or item).seen)
 
     def stream(self, element: Number, variables: tuple[Var, ...], axes: tuple[Axis, ...]) -> Stream | None:
         """The entropy code of the tensor, which holds bytes [N, K], or [N * K]."""

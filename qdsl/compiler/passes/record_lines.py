@@ -30,12 +30,12 @@ class RecordReader:
     used: the subscripts of each field, one for each item.  weights: what the variables in them are multiplied by.
     """
 
-    def __init__(self, program: Program, item: model.Tensor, problems: Problems) -> None:
+    def __init__(self, program: Program, item: model.Tensor, problems: Problems, constants: Mapping[str, Index]) -> None:
         self.program = program
         self.item = item
         self.problems = problems
         self.fields = {field.name: field for field in program.fields}
-        self.constants = {**parameters(program), **{d: i for d, i in program.dims.items() if i.is_const}}
+        self.constants = {**parameters(program), **{d: i for d, i in program.dims.items() if i.is_const}, **constants}
         self.extents = {"N": name("N"), "K": name("K"), **program.dims}
         self.used: dict[str, list[tuple[Affine, ...]]] = {}
         self.weights: dict[str, list[tuple[Weights, ...]]] = {}

@@ -64,10 +64,25 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Sectioned:
+    """A stored tensor that holds others one after the other: in every row (by_rows), or in the whole tensor.
+
+    seen: the shape that files give it.  is_planes: they are alike, and an axis of the tensor counts them.
+    """
+
+    name: Text
+    by_rows: bool
+    aliases: tuple[Text, ...]
+    seen: tuple[Text, ...]
+    is_planes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Tensor:
     """One tensor of a storage.  `run` is the shorthand of record tensors: a record holds consecutive elements of that axis.
 
     `stream` is the entropy code that holds its elements, in tensors of its own.  seen: the shape that files give it.
+    inside: the stored tensor of which it is a section.
     """
 
     name: Text
@@ -81,6 +96,12 @@ class Tensor:
     stream: Apply | None = None
     omitted: bool = False
     seen: tuple[Text, ...] = ()
+    inside: Sectioned | None = None
+
+    @property
+    def stored_name(self) -> Text:
+        """What files call the tensor, or the one that holds it."""
+        return self.inside.name if self.inside is not None else self.name
 
 
 @dataclass(frozen=True, slots=True)

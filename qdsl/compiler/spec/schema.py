@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from qdsl.compiler.spec import grammar, marked
 from qdsl.compiler.spec.marked import Mapping, Node, Sequence
-from qdsl.compiler.spec.model import Claim, Data, Dim, Field, Param, Spec, Storage, Stored, Table, Tensor
+from qdsl.compiler.spec.model import Claim, Data, Dim, Field, Param, Sectioned, Spec, Storage, Stored, Table, Tensor
 from qdsl.compiler.spec.reserved import RESERVED
 from qdsl.compiler.spec.source import Problem, Problems, Source, Span, SpecError, Text, did_you_mean
 from qdsl.compiler.spec.tables import MAX_TABLE, computed, from_file, is_number, numbers
@@ -64,7 +64,10 @@ TENSOR_KEYS = {
     "seen": "the shape that files give the tensor, where it is not that of its axes",
     "stored": "a reversible operation between what the record packs and what the file holds",
     "stream": "the entropy code that holds the tensor's elements, and what its tensors are called",
+    "sections": "in place of a record: what every row holds one after the other, each with its own type, axes and record",
+    "regions": "the same for what the whole tensor holds one after the other",
 }
+SECTION_KEYS = ("tensor", "run", "record")
 
 
 def load(path: Path | str, name: str | None = None) -> Spec:
@@ -237,7 +240,8 @@ class _Reader:
         """Parameters and tables are arguments of generated functions beside tensors; parameters also of `encode`, beside the
         weight and options; a table is a constant of the generated module.
         """
-        tensors = {tensor.name.value: tensor.name.span for storage in storages for tensor in storage.tensors}
+        tensors = {name.value: name.span for storage in storages for tensor in storage.tensors
+                   for name in (tensor.name, tensor.stored_name)}
         encode_arguments = ("weight", "importance", "options")
         reserved: list[tuple[Text, str, tuple[str, ...]]] = [(param.name, "parameter", encode_arguments) for param in params]
         reserved += [(table.name, "table", ("format", "spec", "variant")) for table in tables]
@@ -314,11 +318,12 @@ class _Reader:
             if key.value in ("where", "least", "encode") or (key.value in ("transient", "order") and isinstance(value, Text)):
                 settings[key.value] = value
             elif self.name(key, "tensor", _ANY_CASE):
-                tensor = self.tensor(key, value)
-                if self.says_shape(tensor):
+                read = self.sectioned(key, value)
+                read = [self.tensor(key, value)] if read is None else read
+                if read and self.says_shape(read[0]):
                     shapes.append(key)
                 else:
-                    tensors.append(tensor)
+                    tensors += read
         if not tensors:
             self.problems.add(name.span, f"storage '{name}' has no tensors")
         for other in shapes[1:]:
@@ -326,7 +331,8 @@ class _Reader:
         where, only = self.where(settings.get("where"))
         order = self.text(settings.get("order"), "order")
         order = order if order is not None and self.name(order, "tensor", _ANY_CASE) else None
-        self.unique([*(tensor.name for tensor in tensors), *shapes, *([order] if order else [])])
+        holders = {tensor.inside.name.value: tensor.inside.name for tensor in tensors if tensor.inside is not None}
+        self.unique([*(tensor.name for tensor in tensors), *holders.values(), *shapes, *([order] if order else [])])
         return Storage(name, where, tuple(tensors), only, shapes[0] if shapes else None,
                        self.encode_options(settings.get("encode")), self.least(settings.get("least")),
                        self.is_transient(settings.get("transient")), order)
@@ -359,25 +365,47 @@ class _Reader:
             self.problems.add(transient.span, "transient is true, for a storage that no file has")
         return transient is not None
 
-    def tensor(self, name: Text, node: Node) -> Tensor:
+    def sectioned(self, name: Text, node: Node) -> list[Tensor] | None:
+        """The sections of a tensor that has some; None of another one."""
+        keys = {key.value for key, _ in node.items} if isinstance(node, Mapping) else set()
+        by_rows = "sections" in keys
+        if not by_rows and "regions" not in keys:
+            return None
         what = f"tensor '{name}'"
-        parts = self.keys(node, TENSOR_KEYS, what)
+        parts = self.keys(node, ("sections" if by_rows else "regions", "aliases", "seen"), f"{what}, which holds others")
+        inside = Sectioned(name, by_rows, self.aliases(parts.get("aliases")), self.seen(parts.get("seen")))
+        listed = self.named(parts["sections" if by_rows else "regions"], "tensor")
+        if not listed:
+            self.problems.add(name.span, f"{what} has no {'sections' if by_rows else 'regions'}")
+        return [self.tensor(key, value, inside) for key, value in listed]
+
+    def aliases(self, node: Node | None) -> tuple[Text, ...]:
+        """Other names of a tensor."""
+        aliases = self.texts(node, "aliases")
+        for alias in aliases:
+            if not _ALIAS.match(alias.value):
+                self.problems.add(alias.span, f"alias {alias.value!r} is not a name of letters, digits, '_' and '.'")
+        return aliases
+
+    def seen(self, node: Node | None) -> tuple[Text, ...]:
+        """The extents that files give a tensor."""
+        seen = self.texts(node, "seen")
+        for extent in seen:
+            if not is_axis(extent.value):
+                self.problems.add(extent.span, f"{extent.value!r} is no extent such as 16*ceil(K/128)")
+        for extent in [extent for extent in seen if extent.value == "?"][1:]:
+            self.problems.add(extent.span, "one extent alone is '?', what the others leave")
+        return seen
+
+    def tensor(self, name: Text, node: Node, inside: Sectioned | None = None) -> Tensor:
+        what = f"tensor '{name}'"
+        parts = self.keys(node, TENSOR_KEYS if inside is None else SECTION_KEYS, what)
         if "record" not in parts:
             self.problems.add(name.span, f"{what} has no record: {TENSOR_KEYS['record']}")
         if ("tensor" in parts) == ("run" in parts):
             self.problems.add(name.span, f"{what} needs either 'tensor' or 'run'")
         record_text = self.text(parts.get("record"), "a record") or name
         record = self.parsed(grammar.record, record_text) if "record" in parts else ()
-        aliases = self.texts(parts.get("aliases"), "aliases")
-        for alias in aliases:
-            if not _ALIAS.match(alias.value):
-                self.problems.add(alias.span, f"alias {alias.value!r} is not a name of letters, digits, '_' and '.'")
-        seen = self.texts(parts.get("seen"), "seen")
-        for extent in seen:
-            if not is_axis(extent.value):
-                self.problems.add(extent.span, f"{extent.value!r} is no extent such as 16*ceil(K/128)")
-        for extent in [extent for extent in seen if extent.value == "?"][1:]:
-            self.problems.add(extent.span, "one extent alone is '?', what the others leave")
         omit = self.text(parts.get("omit"), "omit")
         if omit is not None and (omit.value != "true" or "optional" not in parts):
             self.problems.add(omit.span, "omit is true, for an optional tensor")
@@ -386,8 +414,10 @@ class _Reader:
         return Tensor(name, self.parsed(grammar.shape, self.text(parts.get("tensor"), "tensor")),
                       self.text(parts.get("run"), "run"), record or (), record_text,
                       self.parsed(grammar.expression, self.text(parts.get("optional"), "optional")),
-                      aliases, tuple(rule for item in rules if (rule := self.stored(item)) is not None),
-                      self.parsed(grammar.call, self.text(parts.get("stream"), "stream")), omit is not None, seen)
+                      self.aliases(parts.get("aliases")),
+                      tuple(rule for item in rules if (rule := self.stored(item)) is not None),
+                      self.parsed(grammar.call, self.text(parts.get("stream"), "stream")), omit is not None,
+                      self.seen(parts.get("seen")), inside)
 
     def counted(self, text: Text) -> bool:
         if not _INTEGER.match(text.value) or int(text.value) < 1:
@@ -422,7 +452,7 @@ class _Reader:
         """Rules of `words` and `spills` are mappings, and speak of storages, parameters and tensors that there are."""
         names = [storage.name.value for storage in storages]
         params = list(params)
-        tensors = {tensor.name.value for storage in storages for tensor in storage.tensors}
+        tensors = {tensor.stored_name.value for storage in storages for tensor in storage.tensors}
         listed = [(key.value, rule) for key, value in (node.items if isinstance(node, Mapping) else ())
                   for rule in (value.items if isinstance(value, Sequence) else (value,))
                   if key.value in ("words", "spills")]

@@ -274,6 +274,8 @@ class PackedWeight:
             if name not in self.in_order and not self.tensors[name].is_meta:     # on meta columns are taken to be in order
                 return whole, f"'{name}' puts columns into groups all over K (act-order); only rows can be cut"
         axes = [axis for name in self.tensors for axis in self.layout.tensors[name].axes]
+        if dim == "K" and any(axis.sections for axis in axes):
+            return whole, "its rows have sections, so only rows can be cut"
         fields = [axis for field in self.variant.fields.values() for axis in field.axes]
         step = granule([*axes, *fields], dim, self.sizes, self.shape[1])
         return step, f"its blocks and words have {step} {UNITS[dim]}"

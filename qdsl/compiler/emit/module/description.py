@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from struct import pack, unpack
 from typing import Any
 
-from qdsl.compiler.emit.axes import field_axes, tensor_axes
+from qdsl.compiler.emit.axes import field_axes, stored_axes
 from qdsl.compiler.emit.show.page import summary
 from qdsl.compiler.emit.tensors import is_plain
 from qdsl.compiler.ir import index as ix
@@ -86,8 +86,9 @@ def _fields(programs: Sequence[Program]) -> dict[str, Any]:
 
 def _tensors(program: Program) -> dict[str, dict[str, Any]]:
     tensors: dict[str, dict[str, Any]] = {}
-    for tensor in program.tensors:
-        tensors |= _coded(tensor.stream) if tensor.stream else {tensor.name: _tensor(program, tensor)}
+    for name, sections in program.stored.items():
+        stream = sections[0].stream
+        tensors |= _coded(stream) if stream else {name: _tensor(program, sections)}
     if order := _authored(program).order:
         tensors[order.value] = {"dtype": "i32", "axes": ["K"], "optional": order.value}
     shape = _authored(program).shape
@@ -98,10 +99,12 @@ def _authored(program: Program) -> Storage:
     return next(storage for storage in program.spec.storages if storage.name.value == program.storage)
 
 
-def _tensor(program: Program, tensor: Tensor) -> dict[str, Any]:
+def _tensor(program: Program, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """tensors: one, or its sections."""
+    tensor = tensors[0]
     field = tensor.placements[0].field
     is_index = is_plain(program, tensor) and program.field(field).number is None
-    return {"dtype": "index" if is_index else tensor.kind, "axes": tensor_axes(tensor),
+    return {"dtype": "index" if is_index else tensor.kind, "axes": stored_axes(tensors),
             **({"aliases": list(tensor.aliases)} if tensor.aliases else {}), **({"optional": field} if tensor.optional else {}),
             **({"padding": padding} if (padding := _padding(tensor)) else {}),
             **({"seen": [extent.value for extent in tensor.seen]} if tensor.seen else {})}
@@ -110,7 +113,7 @@ def _tensor(program: Program, tensor: Tensor) -> dict[str, Any]:
 def _padding(tensor: Tensor) -> int:
     """The bits of every element that hold nothing, where an element is a record."""
     pieces = list(walk(tensor.lines))
-    if tensor.words > 1 or tensor.stored is not None or any(piece.place is not None for piece in pieces):
+    if tensor.words > 1 or tensor.stored or tensor.section or any(piece.place is not None for piece in pieces):
         return 0
     used = sum((1 << piece.width) - 1 << piece.at for piece in pieces if piece.field is not None)
     return (1 << tensor.record_bits) - 1 - used

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from qdsl.compiler.emit.axes import axis_text, field_axes, tensor_axes
+from qdsl.compiler.emit.axes import axis_text, field_axes, stored_axes
 from qdsl.compiler.emit.formula import constant, tables
 from qdsl.compiler.emit.lines import indent, wrapped
 from qdsl.compiler.emit.literals import literal, quoted, tupled
@@ -93,16 +93,19 @@ def _storage(program: Program, reference: Reference, several: bool, always: Sequ
     name = program.storage
     arguments = [f"unpack=unpack_{name}", f"pack=pack_{name}", *_more_arguments(program, reference, always), "tensors={"]
     lines = wrapped(f'"{name}": Storage(', arguments, "", level=2)
-    for tensor in program.tensors:
-        lines += _coded(tensor.stream) if tensor.stream else [f'    "{tensor.name}": {_stored(program, tensor, several)},']
+    for name_in_files, tensors in program.stored.items():
+        stream = tensors[0].stream
+        lines += _coded(stream) if stream else [f'    "{name_in_files}": {_stored(program, tensors, several)},']
     order, shape = order_name(program), _authored(program).shape
     lines += [f'    "{order}": Stored("i32", "K", optional="{order}"),'] if order else []
     lines += [f'    "{shape}": Stored("shape", "2"),'] if shape else []
     return [*lines, *wrapped("}, kernels=Kernels(", _kernels(program), ")),", level=2)]
 
 
-def _stored(program: Program, tensor: Tensor, several: bool) -> str:
-    kind, axes = _typed(program, tensor)
+def _stored(program: Program, tensors: Sequence[Tensor], several: bool) -> str:
+    """tensors: one, or its sections."""
+    tensor = tensors[0]
+    kind, axes = _typed(program, tensors)
     arguments = [quoted(kind), *map(quoted, axes)]
     arguments += [f"aliases={tupled(tensor.aliases)}"] if tensor.aliases else []
     arguments += [f'optional="{tensor.placements[0].field}"'] if tensor.optional else []
@@ -114,10 +117,11 @@ def _stored(program: Program, tensor: Tensor, several: bool) -> str:
     return f"Stored({', '.join(arguments)})"
 
 
-def _typed(program: Program, tensor: Tensor) -> tuple[str, list[str]]:
-    """A tensor's type, 'index' where it holds places of groups, and its axes."""
+def _typed(program: Program, tensors: Sequence[Tensor]) -> tuple[str, list[str]]:
+    """A tensor's type, 'index' where it holds places of groups, and its axes.  tensors: one, or its sections."""
+    tensor = tensors[0]
     index = is_plain(program, tensor) and program.field(tensor.placements[0].field).number is None
-    return "index" if index else tensor.kind, tensor_axes(tensor)
+    return "index" if index else tensor.kind, stored_axes(tensors)
 
 
 def _kernels(program: Program) -> list[str]:
@@ -173,7 +177,9 @@ def _more_arguments(program: Program, reference: Reference, always: Sequence[str
 def _is_whole(program: Program) -> bool:
     """Whether rows cannot be taken apart: a tensor, or the groups of a field, go through the whole weight."""
     groups = [atom for field in program.fields for index in field.index if (atom := ix.flat_of(index)) and atom.op == "mod"]
-    return bool(groups) or not all(placement.plain or _by_rows(tensor, placement)
+    sections = [tensor.section for tensor in program.tensors if tensor.section is not None]
+    regions = any(not section.by_rows and not section.is_plane for section in sections)
+    return bool(groups) or regions or not all(placement.plain or _by_rows(tensor, placement)
                                    for tensor in program.tensors for placement in tensor.placements)
 
 
@@ -185,7 +191,7 @@ def _by_rows(tensor: Tensor, placement: Placement) -> bool:
 
 def _stream(program: Program, tensor: Tensor, stream: Stream) -> str:
     """What an entropy code holds, and its tensors by role."""
-    kind, axes = _typed(program, tensor)
+    kind, axes = _typed(program, [tensor])
     stored = ", ".join(map(quoted, (kind, *axes)))
     named = "".join(f', {role}="{name}"' for role, name in stream.tensors.items())
     return f'Stream("{stream.coding}", Stored({stored}){named})'

@@ -56,7 +56,8 @@ def terminal(programs: Sequence[Program]) -> list[str]:
     for program in distinct(programs):
         lines += ["", f"{title(program)}: {bits_text(program)}"]
         for tensor in program.tensors:
-            lines.append(f"  {tensor.name} {tensor.kind} [{', '.join(tensor_axes(tensor))}]")
+            inside = f", a section of {tensor.stored_name}" if tensor.section is not None else ""
+            lines.append(f"  {tensor.name} {tensor.kind} [{', '.join(tensor_axes(tensor))}]{inside}")
             for placement in tensor.placements:
                 for part in placement.slices:
                     cut = "" if part.width == program.field(placement.field).bits else \
@@ -91,6 +92,7 @@ def data(programs: Sequence[Program]) -> dict[str, Any]:
             "tensors": {tensor.name: {
                 "type": tensor.kind, "axes": tensor_axes(tensor), "record_bits": tensor.record_bits,
                 "optional": tensor.optional, "aliases": list(tensor.aliases),
+                **({"section_of": tensor.stored_name} if tensor.section is not None else {}),
                 "fields": {placement.field: [
                     {"lo": part.lo, "width": part.width, "layout": str(part)} for part in placement.slices]
                     for placement in tensor.placements},

@@ -26,6 +26,7 @@ from qdsl.compiler.emit.tensors import (
     type_text,
     variables,
 )
+from qdsl.compiler.emit.torch.sections import joined
 from qdsl.compiler.emit.views import BYTES, Chain, Label, region
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Index
@@ -36,7 +37,7 @@ from qdsl.core.layout import Slice
 def pack_body(program: Program) -> list[str]:
     """Statements that turn fields into a dict of stored tensors."""
     lines = codes_lines(program)
-    entries: list[str] = []
+    entries: dict[str, list[str]] = {}
     optional: list[str] = []
     for tensor in sorted(program.tensors, key=lambda tensor: tensor.optional):
         before = len(lines)
@@ -48,10 +49,11 @@ def pack_body(program: Program) -> list[str]:
                          f'    tensors["{tensor.name}"] = {text}']
             del lines[before:]
         else:
-            entries.append(f'"{tensor.name}": {text},')
+            entries.setdefault(tensor.stored_name, []).append(text)
+    shown = [f'"{name}": {joined(program.stored[name], texts)},' for name, texts in entries.items()]
     if not optional:
-        return [*lines, *mapping("return ", entries)]
-    return [*lines, *mapping("tensors = ", entries), *optional, "return tensors"]
+        return [*lines, *mapping("return ", shown)]
+    return [*lines, *mapping("tensors = ", shown), *optional, "return tensors"]
 
 
 def _stacked(program: Program, tensor: Tensor) -> Chain:
@@ -190,6 +192,7 @@ def _split(program: Program, tensor: Tensor, placement: Placement, cuts: Cut, li
     chain = Chain(text, tuple(f"axis {axis}" for axis in range(len(wanted))))
     for axis in reversed(range(len(wanted))):
         chain = chain.unflatten(axis, wanted[axis], _sizes(tensor, wanted[axis]))
+    chain = chain.in_rising_order()
     if len(cuts.lanes) == 1:
         return chain
     return Chain(named(lines, f"{field.name}_split", chain.text, arguments(program)), chain.labels)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qdsl.compiler.emit.axes import field_axes, tensor_axes
+from qdsl.compiler.emit.axes import field_axes, stored_axes
 from qdsl.compiler.emit.formula import constant
 from qdsl.compiler.emit.lines import indent, names_read, wrapped
 from qdsl.compiler.emit.literals import literal, quoted
@@ -48,10 +48,10 @@ def _extents(program: Program, body: list[str]) -> list[str]:
 
 def _unpack_function(program: Program, body: list[str], extents: list[str]) -> list[str]:
     optional = {tensor.name for tensor in program.tensors if tensor.optional}
-    arguments = [f"{t.name}: Tensor{' | None' if t.name in optional else ''}" for t in program.tensors]
+    arguments = [f"{name}: Tensor{' | None' if name in optional else ''}" for name in program.stored]
     arguments += ["*", *(f"{word}: int" for word in extents)] if extents else []
-    stored = "; ".join(f"{t.name} {t.kind if t.kind in program.params else tensor_dtype(t)} [{', '.join(tensor_axes(t))}]"
-                       for t in program.tensors)
+    stored = "; ".join(f"{name} {t.kind if t.kind in program.params else tensor_dtype(t)} [{', '.join(stored_axes(tensors))}]"
+                       for name, tensors in program.stored.items() for t in tensors[:1])
     return [*wrapped(f"def unpack_{program.storage}(", arguments, ") -> dict[str, Tensor]:"),
             *indent([*_doc(f"Fields of {stored}."), *body])]
 
@@ -64,7 +64,7 @@ def _pack_function(program: Program, body: list[str], extents: list[str]) -> lis
     optional = set(program.defaults)
     arguments = [f"{field}: Tensor{' | None' if field in optional else ''}" for field in stored]
     arguments += ["*", *(f"{word}: int" for word in extents)] if extents else []
-    names = ", ".join(tensor.name for tensor in program.tensors)
+    names = ", ".join(program.stored)
     return [*wrapped(f"def pack_{program.storage}(", arguments, ") -> dict[str, Tensor]:"),
             *indent([*_doc(f"{names} of the fields; the inverse of unpack_{program.storage}."), *body])]
 

@@ -32,6 +32,7 @@ from qdsl.compiler.emit.tensors import (
     type_text,
     variables,
 )
+from qdsl.compiler.emit.torch.sections import cut_lines
 from qdsl.compiler.emit.views import BYTES, Chain, Label, region
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
@@ -40,7 +41,7 @@ from qdsl.core.layout import Slice
 
 def unpack_body(program: Program) -> list[str]:
     """Statements that turn the stored tensors into a dict of fields."""
-    lines: list[str] = []
+    lines = cut_lines(program)
     inside: dict[str, list[str]] = {}                            # of tensors that may be missing
     parts: dict[str, list[tuple[int, str]]] = {}
     for tensor in sorted(program.tensors, key=lambda tensor: tensor.optional):
@@ -157,7 +158,7 @@ def _slice(field: Field, tensor: Tensor, placement: Placement, part: Slice, reco
     else:
         chain = _lanes(field, tensor, cuts, records, lines, taken)
     wanted = element_labels(placement, cuts)
-    chain = chain.permute([label for group in wanted for label in group])
+    chain = chain.in_rising_order().permute([label for group in wanted for label in group])
     if not alone and not placement.plain:
         raise Unsupported(f"the elements of '{field.name}' in '{tensor.name}' lie in ranges, and records between them")
     if not alone and placement.tiles[-1][0]:

@@ -14,6 +14,7 @@ from math import prod
 
 from qdsl.compiler.emit.formula import TRITON, formula, integer_fields, step_name, tables
 from qdsl.compiler.emit.tensors import is_read_by_dtype
+from qdsl.compiler.emit.triton.addresses import address, digits, is_aligned, pointer, word_step
 from qdsl.compiler.emit.triton.body import Body, both
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Domain, Index, name
@@ -44,7 +45,7 @@ class Tile:
 def tile(program: Program) -> Tile:
     """Names and coordinates of a program's kernels."""
     units = program.units or _weight_by_weight()
-    taken = {*PARAMETERS, "n", "k", "inside", *program.sizes, *arguments(program), *(f.name for f in program.fields)}
+    taken = {*PARAMETERS, "n", "k", "inside", *program.sizes, *taken_names(program), *(f.name for f in program.fields)}
     fresh = _fresh(taken)
     lanes = tuple(replace(lane, name=next(fresh)) for lane in units.lanes)
     rows_lanes = [lane for lane in lanes if lane.axis == "n"]
@@ -76,7 +77,12 @@ def tile(program: Program) -> Tile:
 
 def arguments(program: Program) -> list[str]:
     """What a kernel reads weights from: the storage's tensors, and the tables that decode looks up."""
-    return [*(tensor.name for tensor in program.tensors), *tables(program)]
+    return [*program.stored, *tables(program)]
+
+
+def taken_names(program: Program) -> list[str]:
+    """The same, and what pointers to regions of tensors are called."""
+    return list(dict.fromkeys([*arguments(program), *map(pointer, program.tensors)]))
 
 
 def _weight_by_weight() -> Units:
@@ -293,10 +299,10 @@ class Decoder:
         domain = self.tile.domain
         records: dict[str, Index] = {}
         local: list[Index] = []
-        for i, digits, size in zip(index, placement.digits, placement.extents, strict=True):
-            positions = _digits(i, [tensor.var(digit).extent if digit else Index(size) for digit in digits], domain)
-            records |= {digit: position for digit, position in zip(digits, positions, strict=True) if digit}
-            local.append(positions[digits.index("")])
+        for i, words, size in zip(index, placement.digits, placement.extents, strict=True):
+            positions = digits(i, [tensor.var(word).extent if word else Index(size) for word in words], domain)
+            records |= {word: position for word, position in zip(words, positions, strict=True) if word}
+            local.append(positions[words.index("")])
         if not ranges[0].places:
             return self.cut_bits(field, tensor, ranges, records, local, guard)
         whole = [replace(part, width=part.room, places=()) for part in ranges]
@@ -324,7 +330,7 @@ class Decoder:
         bits = tensor.element.bits
         if number is not None and number.name in TRITON_FLOATS and part.width == number.bits > bits and len(ranges) == 1:
             whole = split(part, part.width)
-            if whole is not None and whole[0].offset == 0 and tensor.words % (part.width // bits) == 0:
+            if whole is not None and whole[0].offset == 0 and is_aligned(tensor, part.width // bits):
                 return self.typed_load(tensor, whole[1], records, local, number.name, guard)
         cut = [pair for part in ranges if (pair := split(part, bits)) is not None]
         if len(cut) < len(ranges):
@@ -378,12 +384,13 @@ class Decoder:
         """A float that fills several elements of the tensor and is aligned to its size: a load through its own pointer."""
         size = words.width // tensor.element.bits
         step = self.bit(words, local)
-        pointer = f"{tensor.name}_{kind}"
+        typed = f"{pointer(tensor)}_{kind}"
         self.base(tensor, records)
-        self.ahead(tensor, f"{pointer} = {tensor.name}.to(tl.pointer_type(tl.{TRITON_FLOATS[kind]}))")
+        self.ahead(tensor, f"{typed} = {pointer(tensor)}.to(tl.pointer_type(tl.{TRITON_FLOATS[kind]}))")
         level = self.level(*records.values(), step, guard=guard)
         offset = self.offset(tensor, records, step, size)
-        return level, f"tl.load({pointer} + {shown(offset)}, {self.mask(level)}, 0)"
+        place = f"{typed} + {shown(offset)}" if offset != Index(0) else typed
+        return level, f"tl.load({place}, {self.mask(level)}, 0)"
 
     def straddling(self, field: Field, tensor: Tensor, part: Slice, records: Mapping[str, Index], bit: Index,
                    guard: str) -> tuple[int, str]:
@@ -398,8 +405,8 @@ class Decoder:
         self.base(tensor, records)
         level = self.level(*records.values(), bit, guard=guard)
         start = self.offset(tensor, records, Index(0), 1)
-        step = self.stride(tensor)
-        text = (f"device.stream({tensor.name} + {shown(start)}, {shown(step)}, {shown(bit)}, {part.width}, "
+        step = word_step(tensor)
+        text = (f"device.stream({pointer(tensor)} + {shown(start)}, {shown(step)}, {shown(bit)}, {part.width}, "
                 f"{tensor.element.bits}, {self.mask(level)})")
         return level, self.stored_field(tensor, field, text)
 
@@ -417,9 +424,9 @@ class Decoder:
         self.base(tensor, records)
         offset = self.offset(tensor, records, step, 1)
         level = self.level(*records.values(), step, guard=guard)
-        place = f"{tensor.name} + {shown(offset)}" if offset != Index(0) else tensor.name
+        place = f"{pointer(tensor)} + {shown(offset)}" if offset != Index(0) else pointer(tensor)
         if not tensor.vars:
-            return f"tl.load({tensor.name})"
+            return f"tl.load({place})"
         return f"tl.load({place}, {self.mask(level)}{self.end(tensor, records, step)}, 0)"
 
     def end(self, tensor: Tensor, records: Mapping[str, Index], step: Index) -> str:
@@ -429,24 +436,13 @@ class Decoder:
             return ""
         return f" & ({shown(records[cut.digits[0]] * tensor.words + step)} < {shown(cut.extent)})"
 
-    def address(self, tensor: Tensor, records: Mapping[str, Index], step: Index) -> Index:
-        """The element's position in the tensor."""
-        total = Index(0)
-        for axis in tensor.axes:
-            place = Index(0)
-            length = Index(1)
-            for digit in axis.digits:
-                extent = tensor.var(digit).extent if digit else Index(tensor.words)
-                place = _times(place, extent) + (records[digit] if digit else step)
-                length = length * extent
-            total = _times(total, length if axis.extent is None else axis.extent) + place
-        return total
-
     def base(self, tensor: Tensor, records: Mapping[str, Index]) -> None:
-        """Advance the tensor's pointer to its rows once, ahead of the loop."""
-        rows = self.rows_part(self.address(tensor, records, Index(0)))
+        """Advance the tensor's pointer to its rows once, ahead of the loop; that of a region begins as its holder's."""
+        if (name_here := pointer(tensor)) != tensor.stored_name:
+            self.ahead(tensor, f"{name_here} = {tensor.stored_name}")
+        rows = self.rows_part(address(tensor, records, Index(0)))
         if rows != Index(0):
-            self.ahead(tensor, f"{tensor.name} += {shown(rows)}")
+            self.ahead(tensor, f"{name_here} += {shown(rows)}")
 
     def ahead(self, tensor: Tensor, line: str) -> None:
         """A line ahead of the units, once, where the tensor is there at all."""
@@ -454,46 +450,20 @@ class Decoder:
         if entry not in self.body.levels[0]:
             self.body.levels[0].append(entry)
 
-    def rows_part(self, address: Index) -> Index:
+    def rows_part(self, position: Index) -> Index:
         """The terms that move with the rows of the tile alone."""
         rows = {self.tile.rows}
         fixed = {"N", "K", *self.program.sizes}
-        return Index(0, tuple((atom, c) for atom, c in address.terms
+        return Index(0, tuple((atom, c) for atom, c in position.terms
                               if rows <= (read := Index(0, ((atom, 1),)).names()) and read <= rows | fixed))
 
     def offset(self, tensor: Tensor, records: Mapping[str, Index], step: Index, size: int) -> Index:
         """The rest of the address, in elements of `size` elements of the tensor."""
-        start = self.rows_part(self.address(tensor, records, Index(0)))
-        address = self.address(tensor, records, step * size) - start
-        return ix.exact(address, size) if size > 1 else address
-
-    def stride(self, tensor: Tensor) -> Index:
-        """How far a record's words are apart."""
-        first, second = (self.address(tensor, {var.name: Index(0) for var in tensor.vars}, Index(i)) for i in (0, 1))
-        return second - first
-
-
-def _digits(index: Index, extents: Sequence[Index], domain: Domain) -> list[Index]:
-    """The digits of a number, slowest first, that have these extents; the slowest has no other bound than its own."""
-    digits: list[Index] = []
-    for extent in reversed(extents[1:]):
-        high = Index(0, tuple((atom, c) for atom, c in index.terms if atom.op == "mul" and extent in atom.args))
-        if high.terms and not extent.is_const:                   # a multiple of the extent, and what is below it
-            digits.insert(0, index - high)
-            index = ix.combine([(other, c) for atom, c in high.terms for other in [atom.args[1 - atom.args.index(extent)]]])
-        else:
-            digits.insert(0, ix.mod(index, extent, domain))
-            index = ix.div(index, extent, domain)
-    return [index, *digits]
+        left = address(tensor, records, step * size) - self.rows_part(address(tensor, records, Index(0)))
+        return ix.exact(left, size) if size > 1 else left
 
 
 def _is_in_integer(field: Field, tensor: Tensor) -> bool:
     """Whether a float that Triton has lies in elements that are integers, of its size or larger."""
     number = field.number
     return number is not None and number.name in TRITON_FLOATS and not tensor.element.is_float
-
-
-def _times(index: Index, extent: Index) -> Index:
-    """The product, multiplied out."""
-    terms = [(Index(0, ((atom, 1),)) * extent, coefficient) for atom, coefficient in index.terms]
-    return ix.combine([*terms, (extent, index.const)])

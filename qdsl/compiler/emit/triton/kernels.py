@@ -7,7 +7,7 @@ from math import prod
 from qdsl.compiler.emit.literals import bare_tuple
 from qdsl.compiler.emit.templates import render
 from qdsl.compiler.emit.triton.body import Body, guarded, nest
-from qdsl.compiler.emit.triton.kernel import PARAMETERS, Decoder, Tile, arguments, shown, tile
+from qdsl.compiler.emit.triton.kernel import PARAMETERS, Decoder, Tile, arguments, shown, taken_names, tile
 from qdsl.compiler.emit.triton.matrix_unit import matrix_unit_functions
 from qdsl.compiler.emit.triton.pairs import paired
 from qdsl.compiler.ir.index import Index, substitute
@@ -25,7 +25,7 @@ def _decode(program: Program) -> list[str]:
     """The function that hands every weight of a unit on, for the kernels `dequantize` and `matvec`."""
     at = tile(program)
     body = Body(levels=[[] for _ in range(len(at.lanes) + 2)],
-                arguments=frozenset({*PARAMETERS, at.rows, at.unit, *arguments(program), *program.sizes}))
+                arguments=frozenset({*PARAMETERS, at.rows, at.unit, *taken_names(program), *program.sizes}))
     body.levels[1] += [("", f"{digit} = {text}") for digit, text in at.digits]
     _masks(at, body)
     decoder = Decoder(program, at, body)

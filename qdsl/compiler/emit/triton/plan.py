@@ -283,7 +283,7 @@ def _tensor_holding_only(program: Program, name: str) -> str | None:
         order = [digit for axis in tensor.axes for digit in axis.digits]
         names = list(tensor.placements[0].vars) if tensor.placements else []
         if [p.field for p in tensor.placements] == [name] and tensor.words == 1 and [d for d in order if d in names] == names \
-                and tensor.stored is None and all(tile == 1 for tile in tensor.placements[0].extents) \
+                and tensor.stored is None and tensor.section is None and all(tile == 1 for tile in tensor.placements[0].extents) \
                 and not tensor.placements[0].flat and sum(part.width for part in tensor.placements[0].slices) == bits \
                 and _is_by_rows(program, tensor, field):
             return tensor.name

@@ -84,7 +84,7 @@ def record(program: Program) -> Record | None:
 
 def _holds_rows(tensor: Tensor) -> bool:
     """Whether it is bytes or words as they are, a row's records one after the other, at addresses that 16 divides."""
-    return tensor.record_bits % (FOUR * WORD) == 0 and tensor.stored is None and not tensor.optional \
+    return tensor.record_bits % (FOUR * WORD) == 0 and not (tensor.stored or tensor.section or tensor.optional) \
         and not tensor.element.is_float and all(var.exact for var in tensor.vars) \
         and [len(axis.digits) for axis in tensor.axes] == [1, 2] and tensor.axes[1].digits[1] == ""
 

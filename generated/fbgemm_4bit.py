@@ -1,0 +1,171 @@
+"""fbgemm_4bit: FBGEMM fused rows of 4 bits, the codes of a row and behind them its scale and bias in float16.
+
+    w = s * q + b
+    float32, rounded after each operation
+
+    s      f16 [N]
+    b      f16 [N]
+    q      u4  [N, K]
+
+    fbgemm: 4.00098 bits per weight
+    planar: 4.00195 bits per weight
+
+Built from the spec fbgemm_4bit (sha256 0ca6cbc558782c8c) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+from torch import Tensor
+
+from qdsl.encode import affine
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
+        as_type, empty, joined, pad, spread, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_fbgemm(weight: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of weight uint8 [N, K/2 + 4]."""
+    codes = weight[..., :K // 2]
+    tail = weight[..., K // 2:]
+    return {
+        "s": as_type(tail, torch.float16)[:, 0],
+        "b": as_type(tail, torch.float16)[:, 1],
+        "q": spread(codes, 4).flatten(1),
+    }
+
+
+def pack_fbgemm(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """weight of the fields; the inverse of unpack_fbgemm."""
+    q_split = q.unflatten(-1, (-1, 2))
+    codes_bytes = joined(q_split, 4).squeeze(-1)
+    tail_bytes = empty((s.shape[0], 4), torch.uint8, s.device)
+    tail_bytes[..., 0:2] = as_type(s.unsqueeze(-1), torch.uint8)
+    tail_bytes[..., 2:4] = as_type(b.unsqueeze(-1), torch.uint8)
+    return {"weight": torch.cat([codes_bytes, tail_bytes], -1)}
+
+
+def unpack_planar(q: Tensor, s: Tensor, b: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; s float16 [N]; b float16 [N]."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = r.unflatten(-1, (4, 4, 2, 2))
+    return {
+        "s": s,
+        "b": b,
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
+    }
+
+
+def pack_planar(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, s, b of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
+    r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s, "b": b}
+
+
+def decode(s: Tensor, b: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = s * q + b.  s [N], b [N], q [N, K]."""
+    s = s.float().unsqueeze(-1)
+    b = b.float().unsqueeze(-1)
+    space = workspace(out)
+    w = torch.mul(s, as_float(q, out), out=space)
+    return torch.add(w, b, out=out)
+
+
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: min = the least weight of the block; scale = its range / (2^bits - 1).
+    importance: float32 [K].
+    """
+    q, s, b = affine(weight, code="u4", scale="f16", min="f16", rows=1, columns=weight.shape[1], axes=1,
+            importance=importance)
+    return {"q": q, "s": s, "b": b}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _decode_fbgemm(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit t of row n, in float32."""
+    weight, = tensors
+    weight += n * (K // 2 + 4)
+    s = (device.stream(weight + K // 2, 1, 0, 16, 8, n < N)).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    b = (device.stream(weight + K // 2, 1, 16, 16, 8, n < N)).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    q_word = tl.load(weight + t, live, 0)
+    for h in tl.static_range(2):
+        q = q_word >> 4 * h & 15
+        state = use(state, 2 * t + h, s * q + b, live)
+    return state
+
+
+@triton.jit
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, s, b = tensors
+    s += n
+    s1 = tl.load(s, n < N, 0).to(tl.float32)
+    b += n
+    b1 = tl.load(b, n < N, 0).to(tl.float32)
+    q += 16 * (n * tl.cdiv(K, 128))
+    t = u // 16
+    j = u // 4 % 4
+    c = u % 4
+    live = live & (128 * t + 32 * j + 2 * c < K)
+    q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
+    for h in tl.static_range(4):
+        for i in tl.static_range(2):
+            inside = live & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
+            q1 = q_word >> 16 * i + 4 * h & 15
+            state = use(state, 128 * t + 32 * j + 8 * h + 2 * c + i, s1 * q1 + b1, inside)
+    return state
+
+
+@triton.jit
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a row adds up to, with w = s * q + b."""
+    s, b = fields
+    if BASE != 0:
+        sum -= BASE * ones
+    sum *= s
+    sum += ones * b
+    return sum
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "s": Field("f16", "N"),
+        "b": Field("f16", "N"),
+        "q": Field("u4", "N", "K"),
+    },
+    storages={
+        "fbgemm": Storage(unpack=unpack_fbgemm, pack=pack_fbgemm, reads=("K",), tensors={
+            "weight": Stored("u8", "N", "K/2 + 4"),
+        }, kernels=Kernels(_decode_fbgemm, rows="N", units="K/2", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "s": Stored("f16", "N", bits=("s[1@0]",)),
+            "b": Stored("f16", "N", bits=("b[1@0]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.u4, finish=_finish_planar,
+                    row_fields=(GroupField("s", 1, 0), GroupField("b", 1, 0)), ones=True, sums_in_tile_gemm=True))),
+    },
+    decode=decode, encode=encode, importance=True,
+)
+
+FORMAT = Format(
+    name="fbgemm_4bit", title="FBGEMM fused rows of 4 bits, the codes of a row and behind them its scale and bias in float16",
+    source="torch.ops.quantized.embedding_bag_4bit_prepack, fbgemm QuantUtils.h FusedNBitRowwiseQuantizedSBHalf",
+    formula="s * q + b",
+    variants={(): VARIANT},
+    digest="0ca6cbc558782c8c",
+)
+SPEC = FORMAT.spec
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

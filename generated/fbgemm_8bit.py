@@ -1,0 +1,155 @@
+"""fbgemm_8bit: FBGEMM fused rows of 8 bits, the codes of a row and behind them its scale and bias in float32.
+
+    w = s * q + b
+    float32, rounded after each operation
+
+    s      f32 [N]
+    b      f32 [N]
+    q      u8  [N, K]
+
+    fbgemm: 8.00391 bits per weight
+    planar: 8.00391 bits per weight
+
+Built from the spec fbgemm_8bit (sha256 6a9e6e1a680595c9) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+from torch import Tensor
+
+from qdsl.encode import affine
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
+        as_type, empty, pad, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+def unpack_fbgemm(weight: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of weight uint8 [N, K + 8]."""
+    codes = weight[..., :K]
+    tail = weight[..., K:]
+    return {"s": as_type(tail, torch.float32)[:, 0], "b": as_type(tail, torch.float32)[:, 1], "q": codes}
+
+
+def pack_fbgemm(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """weight of the fields; the inverse of unpack_fbgemm."""
+    r = empty((s.shape[0], 8), torch.uint8, s.device)
+    r[..., 0:4] = as_type(s.unsqueeze(-1), torch.uint8)
+    r[..., 4:8] = as_type(b.unsqueeze(-1), torch.uint8)
+    return {"weight": torch.cat([q, r], -1)}
+
+
+def unpack_planar(q: Tensor, s: Tensor, b: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 32*ceil(K/128)]; s float32 [N]; b float32 [N]."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
+    return {"s": s, "b": b, "q": r.unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K]}
+
+
+def pack_planar(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, s, b of the fields; the inverse of unpack_planar."""
+    r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s, "b": b}
+
+
+def decode(s: Tensor, b: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = s * q + b.  s [N], b [N], q [N, K]."""
+    s = s.unsqueeze(-1)
+    b = b.unsqueeze(-1)
+    space = workspace(out)
+    w = torch.mul(s, as_float(q, out), out=space)
+    return torch.add(w, b, out=out)
+
+
+def encode(weight: Tensor) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: min = the least weight of the block; scale = its range / (2^bits - 1)."""
+    q, s, b = affine(weight, code="u8", scale="f32", min="f32", rows=1, columns=weight.shape[1], axes=1)
+    return {"q": q, "s": s, "b": b}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _decode_fbgemm(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    weight, = tensors
+    weight += n * (K + 8)
+    s = (device.stream(weight + K, 1, 0, 32, 8, n < N)).to(tl.uint32).to(tl.float32, bitcast=True)
+    b = (device.stream(weight + K, 1, 32, 32, 8, n < N)).to(tl.uint32).to(tl.float32, bitcast=True)
+    q = tl.load(weight + k, live, 0)
+    state = use(state, k, s * q + b, live)
+    return state
+
+
+@triton.jit
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit u of row n, in float32."""
+    q, s, b = tensors
+    s += n
+    s1 = tl.load(s, n < N, 0)
+    b += n
+    b1 = tl.load(b, n < N, 0)
+    q += 32 * (n * tl.cdiv(K, 128))
+    t = u // 32
+    j = u // 8 % 4
+    c = u % 8
+    live = live & (128 * t + 32 * j + 2 * c < K)
+    q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
+    for h in tl.static_range(2):
+        for i in tl.static_range(2):
+            inside = live & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
+            q1 = q_word >> 16 * i + 8 * h & 255
+            state = use(state, 128 * t + 32 * j + 16 * h + 2 * c + i, s1 * q1 + b1, inside)
+    return state
+
+
+@triton.jit
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a row adds up to, with w = s * q + b."""
+    s, b = fields
+    if BASE != 0:
+        sum -= BASE * ones
+    sum *= s
+    sum += ones * b
+    return sum
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "s": Field("f32", "N"),
+        "b": Field("f32", "N"),
+        "q": Field("u8", "N", "K"),
+    },
+    storages={
+        "fbgemm": Storage(unpack=unpack_fbgemm, pack=pack_fbgemm, reads=("K",), tensors={
+            "weight": Stored("u8", "N", "K + 8"),
+        }, kernels=Kernels(_decode_fbgemm, rows="N", units="K", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
+            "s": Stored("f32", "N", bits=("s[1@0]",)),
+            "b": Stored("f32", "N", bits=("b[1@0]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
+                    numbers=bitplanes.u8, finish=_finish_planar,
+                    row_fields=(GroupField("s", 1, 0), GroupField("b", 1, 0)), width=8, bits=8, base=(0, 2176),
+                    ones=True, double=True, zero=(0, 0), sums_in_tile_gemm=True))),
+    },
+    decode=decode, encode=encode,
+)
+
+FORMAT = Format(
+    name="fbgemm_8bit", title="FBGEMM fused rows of 8 bits, the codes of a row and behind them its scale and bias in float32",
+    source="torch.ops.quantized.embedding_bag_byte_prepack, fbgemm QuantUtils.h Fused8BitRowwiseQuantizedSBFloat",
+    formula="s * q + b",
+    variants={(): VARIANT},
+    digest="6a9e6e1a680595c9",
+)
+SPEC = FORMAT.spec
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding
