@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.codecs import df11, exponents
-from qdsl.codecs.bfloat16 import FIX4, HLANE, split
+from qdsl.codecs.bfloat16 import FIX4, HLANE
 from qdsl.codecs.huffman import canonical_code
 
 Matrix = NDArray[np.uint16]                                      # patterns [N, K]
@@ -33,7 +33,7 @@ THREE = f"3 bits from a base, and patches of {PATCH} bits"
 
 def rows(patterns: Matrix) -> Iterator[tuple[str, float]]:
     """What a code does, and the bits per weight that it takes, signs and mantissas counted in."""
-    symbols, sign_mantissa = split(patterns)
+    symbols, sign_mantissa = exponents.split_rows(patterns)
     counts = exponents.count(symbols)
     pairs = np.bincount(symbols.reshape(-1)[1:].astype(np.int64) * 256 + symbols.reshape(-1)[:-1], minlength=1 << 16)
     yield "entropy of exponents", 8 + _entropy(counts)

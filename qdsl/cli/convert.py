@@ -58,7 +58,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
 
     part = None if shard is None else read_part(shard)
     if (to is None) == (requantize is None) or (param and to):
-        fail("give --to, or --requantize and perhaps --param", 2)
+        fail("give --to STORAGE, or --requantize FORMAT with its --param", 2)
     patterns = read_patterns(ignore)
     with reported(2):
         aim = aimed(to or requantize or "", requantize is not None, dict(map(read_param, param or [])), skip=patterns,

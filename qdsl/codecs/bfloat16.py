@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qdsl.codecs import exponents, native
+from qdsl.codecs import exponents
 from qdsl.codecs.huffman_lanes import reference as huffman_lanes
 from qdsl.codecs.lookup import StreamError
 from qdsl.codecs.window import reference as window
@@ -38,7 +38,7 @@ class Form:
 
     def encode(self, patterns: NDArray[np.uint16]) -> dict[str, NDArray[Any]]:
         """The tensors of any patterns u16 [N, K]."""
-        symbols, sign_mantissa = split(patterns)
+        symbols, sign_mantissa = exponents.split_rows(patterns)
         stream = self.of(symbols, exponents.count(symbols))
         named = {name: stream[own] for name, own in zip(self.names, self.own, strict=True)}
         return {**named, "sign_mantissa": sign_mantissa, "weight_shape": np.array(patterns.shape, np.int64)}
@@ -55,45 +55,8 @@ class Form:
         stream = {own: tensors[name] for name, own in zip(self.names, self.own, strict=True) if name in tensors}
         symbols = self.symbols(stream, shape)
         out = np.empty(shape, np.uint16)
-        join(symbols, sign_mantissa, out)
+        exponents.join_rows(symbols, sign_mantissa, out)
         return out
-
-
-def split(patterns: NDArray[np.uint16]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Exponents u8 [N, K] of patterns [N, K], and sign_mantissa u8 [N, 8 * ceil(K / 8)]."""
-    n, k = patterns.shape
-    compiled = native.functions()
-    if compiled is None:
-        symbols, sign_mantissa = exponents.split([patterns.reshape(-1)])
-        wide = sign_mantissa.reshape(n, k) if k % 8 == 0 else np.pad(sign_mantissa.reshape(n, k), [(0, 0), (0, -k % 8)])
-        _in_quads(wide, wide)
-        return symbols.reshape(n, k), wide
-    patterns = np.ascontiguousarray(patterns)
-    symbols, wide = np.empty((n, k), np.uint8), np.empty((n, k + -k % 8), np.uint8)
-    compiled.split(*native.addresses(patterns, symbols, wide), *native.sizes(n, k))
-    return symbols, wide
-
-
-def join(symbols: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
-    """Writes patterns to out [N, K]: the inverse of `split`.  symbols and out are contiguous."""
-    n, k = out.shape
-    compiled = native.functions()
-    sign_mantissa = np.ascontiguousarray(sign_mantissa)
-    if compiled is not None:
-        compiled.join(*native.addresses(symbols, sign_mantissa, out), *native.sizes(n, k))
-        return
-    straight = np.empty_like(sign_mantissa)
-    _in_quads(sign_mantissa, straight)
-    exponents.join(symbols.reshape(-1), np.ascontiguousarray(straight[:, :k]).reshape(-1), out.reshape(-1))
-
-
-def _in_quads(rows: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
-    """[N, 8 * q] with the second and third of each four bytes exchanged, which undoes itself; `out` may be the rows."""
-    words, target = rows.reshape(-1).view("<u8"), out.reshape(-1).view("<u8")
-    for start in range(0, len(words), exponents.BLOCK):
-        part = words[start:start + exponents.BLOCK]
-        target[start:start + exponents.BLOCK] = part & 0xFF0000FFFF0000FF | part >> 8 & 0x0000FF000000FF00 \
-            | part << 8 & 0x00FF000000FF0000
 
 
 HLANE = Form(("words", "starts", "table"), huffman_lanes.NAMES, huffman_lanes.encode, huffman_lanes.decode)

@@ -70,3 +70,40 @@ def join(exponents: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], out: ND
         wide = sign_mantissa[part].astype(np.uint16)
         out[part] |= wide & 0x7F
         out[part] |= (wide & 0x80) << 8
+
+
+def split_rows(patterns: NDArray[np.uint16]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Exponents u8 [N, K] of patterns [N, K], and sign_mantissa u8 [N, 8 * ceil(K / 8)] as in bfloat16.py."""
+    n, k = patterns.shape
+    compiled = native.functions()
+    if compiled is None:
+        symbols, sign_mantissa = split([patterns.reshape(-1)])
+        wide = sign_mantissa.reshape(n, k) if k % 8 == 0 else np.pad(sign_mantissa.reshape(n, k), [(0, 0), (0, -k % 8)])
+        _in_quads(wide, wide)
+        return symbols.reshape(n, k), wide
+    patterns = np.ascontiguousarray(patterns)
+    symbols, wide = np.empty((n, k), np.uint8), np.empty((n, k + -k % 8), np.uint8)
+    compiled.split(*native.addresses(patterns, symbols, wide), *native.sizes(n, k))
+    return symbols, wide
+
+
+def join_rows(symbols: NDArray[np.uint8], sign_mantissa: NDArray[np.uint8], out: NDArray[np.uint16]) -> None:
+    """Writes patterns to out [N, K]: the inverse of `split_rows`.  symbols and out are contiguous."""
+    n, k = out.shape
+    compiled = native.functions()
+    sign_mantissa = np.ascontiguousarray(sign_mantissa)
+    if compiled is not None:
+        compiled.join(*native.addresses(symbols, sign_mantissa, out), *native.sizes(n, k))
+        return
+    straight = np.empty_like(sign_mantissa)
+    _in_quads(sign_mantissa, straight)
+    join(symbols.reshape(-1), np.ascontiguousarray(straight[:, :k]).reshape(-1), out.reshape(-1))
+
+
+def _in_quads(rows: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+    """[N, 8 * q] with the second and third of each four bytes exchanged, which undoes itself; `out` may be the rows."""
+    words, target = rows.reshape(-1).view("<u8"), out.reshape(-1).view("<u8")
+    for start in range(0, len(words), BLOCK):
+        part = words[start:start + BLOCK]
+        target[start:start + BLOCK] = part & 0xFF0000FFFF0000FF | part >> 8 & 0x0000FF000000FF00 \
+            | part << 8 & 0x00FF000000FF0000

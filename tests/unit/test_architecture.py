@@ -207,12 +207,14 @@ def files_of(module: str) -> list[Path]:
 # The PTX machine was planned with 1,800; instructions alone take 1,000: 70 names, most with types and modifiers whose results
 # differ.  900 are memory, threads and checkers, each with a mistake that a test makes; 440 read PTX and its operands; 50 are
 # docstrings of what had none.
-BUDGET = {"analyze/execute": 2_750}
+# The package was planned with 30,000 lines and has 1.7 times that, for features that were not planned then: models, engines,
+# infer, test, caches of keys and values, products on a CPU.  Generated modules were planned with 17,000.
+BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 51_000, "generated": 17_000}
 
 
 @pytest.mark.parametrize("folder", BUDGET)
 def test_a_folder_stays_within_its_lines(folder: str) -> None:
-    lines = [line for path in (PACKAGE / folder).rglob("*.py") for line in path.read_text().splitlines() if line.strip()]
+    lines = [line for path in (ROOT / folder).rglob("*.py") for line in path.read_text().splitlines() if line.strip()]
     assert len(lines) <= BUDGET[folder]
 
 
@@ -339,8 +341,8 @@ def test_undocumented_names_of_torch_and_triton_are_in_one_module() -> None:
 # Modules of readers and writers that name formats, and how often: recommendations, the demo, and the entropy codes that ship.
 # A number may only fall.
 FORMATS_IN_CODE = {
-    "checkpoint/detect/layer_weights.py": 1, "cli/compress.py": 1, "jobs/compress/codecs.py": 5, "jobs/compress/plan.py": 4,
-    "jobs/compress/units.py": 5, "jobs/convert/capacity.py": 8, "jobs/demo.py": 6, "models/engine.py": 1,
+    "cli/compress.py": 1, "jobs/compress/codecs.py": 5, "jobs/compress/plan.py": 3,
+    "jobs/compress/units.py": 5, "jobs/convert/capacity.py": 8, "jobs/demo.py": 6,
 }
 
 

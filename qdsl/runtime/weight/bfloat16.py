@@ -1,6 +1,6 @@
 """bfloat16 weights of exponents and other bits, and back: what a storage's unpack and pack do, in one pass on a CPU.
 
-Storages of entropy-coded exponents have them.  Loops of the codecs do the work (qdsl/codecs/bfloat16.py, exponents.py).
+Storages of entropy-coded exponents have them.  Loops of the codecs do the work (qdsl/codecs/exponents.py).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qdsl.codecs import bfloat16, exponents
+from qdsl.codecs import exponents
 from qdsl.runtime.torch.private_apis import is_batched, is_in_torch_dispatch_mode
 from qdsl.runtime.weight.layout import Storage, Variant
 
 if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight
 
-ROWS, COLUMNS = 128, 8                                           # a row for each bit of eight columns
+EIGHT = 8                                                        # columns whose bits lie together
 Unpack = Callable[..., dict[str, Tensor]]
 
 
@@ -33,8 +33,12 @@ def write(packed: PackedWeight, out: Tensor) -> bool:
     if not arrangement or not _is_plain(out, *packed.tensors.values()):
         return False
     symbols, uncoded = (packed.tensors[name].detach().contiguous().numpy() for name in packed.layout.coded)
+    n, k = out.shape
+    shapes = ((n, k), (n, k + -k % EIGHT)) if arrangement == "quads" else ((n * k,), (n * k,))
+    if (symbols.shape, uncoded.shape) != shapes:
+        return False
     if arrangement == "quads":
-        bfloat16.join(symbols, uncoded, _patterns(out))
+        exponents.join_rows(symbols, uncoded, _patterns(out))
     else:
         exponents.join(symbols, uncoded, _patterns(out).reshape(-1))
     return True
@@ -57,7 +61,7 @@ def tensors_of(variant: Variant, layout: Storage, fields: Mapping[str, Tensor | 
     if weight is None or not arrangement or not _is_plain(weight):
         return layout.tensors_of(fields, extents)
     patterns = _patterns(weight.detach().contiguous())
-    parts = bfloat16.split(patterns) if arrangement == "quads" else exponents.split([patterns.reshape(-1)])
+    parts = exponents.split_rows(patterns) if arrangement == "quads" else exponents.split([patterns.reshape(-1)])
     return dict(zip(_decoded(layout).coded, map(torch.from_numpy, parts), strict=True))
 
 
@@ -80,7 +84,7 @@ def _decoded(layout: Storage) -> Storage:
 
 
 def _arrangement(layout: Storage) -> str:
-    """'quads' or 'flat' where two tensors of bytes are what the codecs' `split` makes, in rows or all in one; else ''."""
+    """'quads' or 'flat' where two tensors of bytes are what `split_rows` or `split` of the codecs make; else ''."""
     decoded = _decoded(layout)
     stored = [decoded.tensors[name] for name in decoded.coded]
     if [one.dtype for one in stored] != ["u8", "u8"] or not set(layout.reads) <= {"N", "K"}:
@@ -91,15 +95,15 @@ def _arrangement(layout: Storage) -> str:
 @lru_cache(maxsize=64)
 def _proven(unpack: Unpack, is_flat: bool, reads: Sequence[str]) -> str:
     """The arrangement of an unpack function.  It and the codecs only move bits, so that single bits tell."""
-    single = np.packbits(np.eye(ROWS, dtype=np.uint8), axis=1)
-    symbols, uncoded = (np.ascontiguousarray(half) for half in np.split(single, [COLUMNS], axis=1))
+    single = np.packbits(np.eye(16 * EIGHT, dtype=np.uint8), axis=1)
+    symbols, uncoded = (np.ascontiguousarray(half) for half in np.split(single, [EIGHT], axis=1))
     weights = np.empty(symbols.shape, np.uint16)
     if is_flat:
         symbols, uncoded = symbols.reshape(-1), uncoded.reshape(-1)
         exponents.join(symbols, uncoded, weights.reshape(-1))
     else:
-        bfloat16.join(symbols, uncoded, weights)
-    extents = {"N": ROWS, "K": COLUMNS}
+        exponents.join_rows(symbols, uncoded, weights)
+    extents = {"N": len(single), "K": EIGHT}
     fields = unpack(torch.from_numpy(symbols), torch.from_numpy(uncoded), **{name: extents[name] for name in reads})
     is_same = all(field.dtype == torch.bfloat16 and np.array_equal(_patterns(field.contiguous()), weights)
                   for field in fields.values())

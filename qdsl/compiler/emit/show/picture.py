@@ -11,6 +11,7 @@ from html import escape
 
 from qdsl.compiler.ir.program import Program, Tensor
 from qdsl.core.layout import BASE, RecordBit, spread
+from qdsl.core.text import counted
 
 Elements = tuple[tuple[int, ...], ...]
 MOST_ROWS, MOST_CELLS = 10, 32                                   # rows of bytes that are drawn; elements in a line of a grid
@@ -18,6 +19,7 @@ LIGHT, DARK = "--paper:#ffffff;--ink:#1f2328", "--paper:#0d1117;--ink:#e6edf3"
 STYLE = (f".qdsl-bits{{{LIGHT}}}.qdsl-bits .paper{{fill:var(--paper,#ffffff)}}.qdsl-bits text{{fill:var(--ink,#1f2328)}}"
          f"@media (prefers-color-scheme:dark){{.qdsl-bits{{{DARK}}}}}"
          f"[data-md-color-scheme=default] .qdsl-bits{{{LIGHT}}}[data-md-color-scheme=slate] .qdsl-bits{{{DARK}}}")
+WIDTH = 900                                                      # of a picture
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#9c755f")
 
 
@@ -126,7 +128,8 @@ def describe(tensor: Tensor) -> str:
         for extent in placement.extents:
             count *= extent
         counts.append(f"{count} {placement.field}")
-    return f"{tensor.record_bits // 8} bytes hold {', '.join(counts)}"
+    nbytes = tensor.record_bits // 8
+    return f"{counted(nbytes, 'byte')} hold{'s' if nbytes == 1 else ''} {', '.join(counts)}"
 
 
 def terminal(program: Program) -> list[str]:
@@ -167,10 +170,10 @@ def svg(programs: Sequence[Program]) -> str:
         for tensor in program.tensors:
             body.append(_text(20, y, f"{program.storage}.{tensor.name}: {describe(tensor)}", 14, bold=True))
             y = _draw_record(program, tensor, colours, body, y + 10) + 30
-    head = [f'<svg xmlns="http://www.w3.org/2000/svg" class="qdsl-bits" viewBox="0 0 900 {y}" width="900" height="{y}" '
+    head = [f'<svg xmlns="http://www.w3.org/2000/svg" class="qdsl-bits" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}" '
             'font-family="monospace">', f"<title>{escape(spec.name.value)}</title>", f"<style>{STYLE}</style>",
-            f'<rect class="paper" width="900" height="{y}"/>',
-            _text(20, 24, f"{spec.name}: {spec.title}", 16, bold=True), _text(20, 44, f"w = {spec.decode_text}", 14)]
+            f'<rect class="paper" width="{WIDTH}" height="{y}"/>',
+            _heading(24, f"{spec.name}: {spec.title}", 16, bold=True), _heading(44, f"w = {spec.decode_text}", 14)]
     return "\n".join([*head, *body, "</svg>"]) + "\n"
 
 
@@ -297,6 +300,11 @@ def _draw_row(program: Program, row: Row, colours: dict[str, str], y: int) -> li
 
 def _box(x: int, y: int, width: int, height: int, fill: str, opacity: str) -> str:
     return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{fill}" fill-opacity="{opacity}" stroke="{fill}"/>'
+
+
+def _heading(y: int, text: str, size: int, bold: bool = False) -> str:
+    """A line of text, in smaller letters where it would be wider than the picture; a letter is 0.61 of its size wide."""
+    return _text(20, y, text, min(size, int((WIDTH - 40) / 0.61 / max(1, len(text)))), bold=bold)
 
 
 def _text(x: int, y: int, text: str, size: int, anchor: str = "start", bold: bool = False) -> str:
