@@ -16,6 +16,7 @@ from bench import (
     effort,
     execute,
     families,
+    ggml,
     launch,
     linear,
     loading,
@@ -30,7 +31,7 @@ from bench.figure import Figure
 from bench.timing import WrongResult
 
 GROUPS = {"command_line": command_line, "effort": effort, "dequantize": dequantize, "pack": pack, "convert": convert,
-          "quantize": quantize, "lossless": lossless, "families": families, "linear": linear, "launch": launch,
+          "quantize": quantize, "lossless": lossless, "families": families, "linear": linear, "ggml": ggml, "launch": launch,
           "dispatch": dispatch, "execute": execute, "sharding": sharding, "loading": loading, "pretrained": pretrained}
 ROUNDS, QUICK = 15, 3
 

@@ -22,6 +22,7 @@ WHOLE = ("q8_0", "q4_0")                                         # measured at e
 OTHERS = ("q4_k", "q6_k", "fp8_block", "int8_channel", "int_group bits=4 gptq_v2", "int_group bits=4 awq")    # at 1 and 32
 RATE_GOALS = {"q8_0": 15.0, "q4_0": 12.0}                        # GB/s at M = 1, compiled
 TIME_GOALS = {"q8_0": 2.5, "q4_0": 4.0}                          # times the time of F.linear on the dense weight, at M = 32
+THREADS_GOAL = 1.7                                               # of two threads, as a multiple of the speed of one
 CACHE = 96 << 20                                                 # bytes that the copies of a weight have together, at least
 
 
@@ -45,6 +46,10 @@ def figures(rounds: int) -> Iterator[Figure]:
             times = [[seconds / count for seconds in side]
                      for side, count in zip(calls(sides, rounds, same=False), counts, strict=False)]
             yield from _figures(what, rows, nbytes, *times)
+    for name in WHOLE:
+        arguments = {"name": name, "storage": "gguf", "params": {}, "rows": 1, "compiled": True}
+        one, two = calls([Side(ours, {**arguments, "threads": threads}) for threads in (1, THREADS)], rounds)
+        yield Figure(f"linear {name}, M = 1, compiled, two threads to one", "x", ratios(one, two), THREADS_GOAL)
     for rows in (1, 32):
         yield from _fused_figures(rows, rounds)
     sides = [Side(act_order, {"linear": linear}) for linear in (True, False)]
@@ -106,11 +111,12 @@ def act_order(linear: bool) -> Callable[[], Tensor]:
     return lambda: torch.cat([torch.ops.aten._weight_int4pack_mm_for_cpu(moved, *triple) for triple in arguments])
 
 
-def ours(name: str, storage: str, params: dict[str, Any], rows: int, compiled: bool) -> Callable[[], Tensor]:
+def ours(name: str, storage: str, params: dict[str, Any], rows: int, compiled: bool, threads: int = THREADS,
+         ) -> Callable[[], Tensor]:
     """This project's linear."""
     from qdsl.runtime.cpu import linear as cpu
 
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(threads)
     cpu.compile_products(compiled)
     form, weight, x = format_of(name), packed(name, storage, **params), _x(rows)
     layers = [weight.apply(torch.clone) for _ in range(_copies(weight.nbytes))]

@@ -27,8 +27,10 @@ TYPES = {"sm_90": torch.bfloat16, "sm_100": torch.float16}
 
 
 def compiled_for(arch: str) -> list[Case]:
-    """Every case for sm_90 in `make test-all`, as sm_90 has kernels that no other has; else those that cover all lines."""
-    return CASES if ALL and arch == "sm_90" else COVERING
+    """Cases that cover all lines, each for one of the GPUs; for sm_90, which has kernels of its own, every case in `make test-all`."""
+    if ALL:
+        return CASES if arch == "sm_90" else COVERING
+    return COVERING[list(TYPES).index(arch)::len(TYPES)]
 
 
 def every(arch: str) -> Iterator[dict[str, Any]]:
