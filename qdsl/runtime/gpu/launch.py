@@ -225,14 +225,17 @@ def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
     tensors = _lane_tensors(packed)
     early = _early(tensors) if tiles is None else None
     return Call(lanes.skinny, (tensors, x.view(torch.int32), bias, out, m, n, k, tiles, early),
-                {**_lane_constants(packed, "skinny", x.dtype), **config, "FENCE": _has_fence(lanes.skinny, x)},
+                {**_lane_constants(packed, "skinny", x.dtype), **config, "FENCE": _has_fence(packed, x)},
                 (cdiv(n, _lane_rows(config)), cdiv(m, 8) if tiles is None else tiles.shape[0]), _lane_options(config, early),
                 **_lane_weights(config, n, k, configure.TRIP))
 
 
-def _has_fence(kernel: Any, x: Tensor) -> bool:
-    """Whether a kernel is compiled for NVIDIA's GPUs: not interpreted, nor for Intel's; AMD's run no such kernel."""
-    return is_installed and isinstance(kernel, triton.JITFunction) and x.device.type != "xpu"
+def _has_fence(packed: PackedWeight, x: Tensor) -> bool:
+    """Whether `skinny` keeps loads in order: on NVIDIA's GPUs, not where it is interpreted; rows of bytes would spill."""
+    lanes = packed.layout.kernels.lanes
+    assert lanes is not None
+    compiles = is_installed and isinstance(lanes.skinny, triton.JITFunction)
+    return compiles and x.device.type != "xpu" and not lanes.in_order
 
 
 def _lane_constants(packed: PackedWeight, which: str, dtype: torch.dtype) -> dict[str, Any]:

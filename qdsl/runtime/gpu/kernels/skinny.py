@@ -60,7 +60,8 @@ def skinny(
     first tensor, where the launch may begin before the one before has ended; else None, as with tiles.
 
     SIZE: columns that share a sum.  IN_ORDER: codes are bytes, row by row.  ONES: `finish` takes the sums of x.
-    EVEN: all WK warps have as many spans of columns.  FENCE: the kernel is compiled for NVIDIA's GPUs.
+    EVEN: all WK warps have as many spans of columns.  FENCE: keep loads in
+    order; NVIDIA's GPUs alone, and not IN_ORDER, which would spill.
     """
     w, g, c = lanes.warps(WN * WK)
     m, M, start = lanes.tile(tiles, M, N)
