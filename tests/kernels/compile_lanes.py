@@ -27,7 +27,7 @@ TYPES = {"sm_90": torch.bfloat16, "sm_100": torch.float16}
 
 
 def compiled_for(arch: str) -> list[Case]:
-    """Cases that cover all lines, each for one of the GPUs; in `make test-all` every case for sm_90, which has kernels of its own."""
+    """Cases that cover all lines, each for one of the GPUs; in `make test-all` every case for sm_90, with kernels of its own."""
     if ALL:
         return CASES if arch == "sm_90" else COVERING
     return COVERING[list(TYPES).index(arch)::len(TYPES)]
