@@ -11,7 +11,7 @@ import torch
 from qdsl.analyze.gpus import Gpu, arch_of
 from qdsl.analyze.launches import TYPES
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.gpu import configure, plan
+from qdsl.runtime.gpu import configure, costs, plan
 from qdsl.runtime.gpu.costs import Candidate
 
 META = torch.device("meta")
@@ -25,7 +25,7 @@ WORK = {"gemv": "one row of x, in matrix units", "skinny": "blocks of 8 rows of 
 
 
 def explained(packed: PackedWeight, rows: int, x: str, gpu: Gpu) -> dict[str, Any]:
-    """The choice for so many rows of x of a type ('bf16') on a GPU, as data: chosen, reason, candidates, refused."""
+    """The choice for so many rows of x of a type ('bf16') on a GPU, as data: chosen, reason, counts, candidates, refused."""
     dtype = TYPES[x]
     with configure.assumed(arch_of(gpu.arch).capability // 10, gpu.multiprocessors, gpu):
         choice = plan.choice(packed, rows, dtype, META)
@@ -33,8 +33,8 @@ def explained(packed: PackedWeight, rows: int, x: str, gpu: Gpu) -> dict[str, An
     candidates = [{"kernel": option.candidate.kind, "config": dict(option.candidate.config), "grid": list(option.candidate.grid),
                    "us": float(f"{option.seconds * 1e6:.4g}")} for option in choice.options]
     return {"format": packed.format.name, "storage": packed.storage, "shape": list(packed.shape), "rows": rows, "x": x,
-            "gpu": gpu.title, "chosen": candidates[0], "reason": _reason(choice, gpu), "candidates": candidates,
-            "refused": refused}
+            "gpu": gpu.title, "chosen": candidates[0], "reason": _reason(choice, gpu),
+            "counts": _counted(packed, choice, gpu), "candidates": candidates, "refused": refused}
 
 
 def title(choice: dict[str, Any]) -> str:
@@ -65,6 +65,17 @@ def _reason(choice: plan.Choice, gpu: Gpu) -> str:
     compared = [f"{kind} {option.seconds / chosen.seconds:.3g} times as long{_few_programs(option.candidate, gpu)}"
                 for kind, option in best.items() if option is not chosen and chosen.seconds]
     return f"{WORK[chosen.candidate.kind]}; by the model {', '.join(compared)}"
+
+
+def _counted(packed: PackedWeight, choice: plan.Choice, gpu: Gpu) -> str:
+    """On which architectures the kernels were compiled whose counts the times come from."""
+    counted: dict[str | None, list[str]] = {}
+    for way in dict.fromkeys(option.candidate.kind for option in choice.options):
+        kind = "dequantize" if way == "decode" else way
+        counted.setdefault(costs.counted_on(costs.storage_key(packed), kind, gpu.arch), []).append(kind)
+    described = {arch: f"compiled for {arch}" + ("" if arch == gpu.arch else f", which stand in for {gpu.arch}") if arch else
+                 "of other storages" for arch in counted}
+    return "; ".join(f"{', '.join(names)}: kernels {described[arch]}" for arch, names in counted.items())
 
 
 def _few_programs(candidate: Candidate, gpu: Gpu) -> str:

@@ -96,7 +96,7 @@ def explain(spec: Annotated[str, typer.Argument(help="A spec file, or the name o
         typer.echo(choices.title(choice))
         print_table(choices.HEADS, choices.table(choice))
         others = [f"not {kind}: {why}" for kind, why in choice["refused"].items()]
-        typer.echo("\n".join([f"chosen: {choice['reason']}", *others, ""]))
+        typer.echo("\n".join([f"chosen: {choice['reason']}", *others, f"counts of {choice['counts']}", ""]))
 
 
 def _execute(spec: str, storage: str | None, params: dict[str, int | str], kinds: list[str], rows: int,

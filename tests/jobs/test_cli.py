@@ -446,3 +446,5 @@ def test_explain() -> None:
     shown = run("explain", "q4_0", "--storage", "planar", "--rows", "9", "--shape", "512", "4096", "--gpu", "a100").stdout
     assert "q4_0.planar [512, 4096], 9 rows of x in bf16, A100 80 GB SXM: skinny" in shown
     assert "not tile_gemm: is for Hopper" in shown and "not matvec:" in shown
+    assert "counts of skinny, dequantize: kernels compiled for sm_80\n" in shown
+    assert "which stand in for sm_120" in run("explain", "q4_0", "--storage", "planar", "--gpu", "rtx5090").stdout

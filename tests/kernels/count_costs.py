@@ -1,13 +1,15 @@
 """Kernels of the shipped table counted anew: `python -m tests.kernels.count_costs`; exit code 1 where a count differs.
 
-A pairwise sample: every kind of kernel, configuration and architecture with storages of different families.  Triton must not
-be interpreting.
+A pairwise sample: every kind of kernel, configuration and architecture with storages of different families.  Then what plans
+choose for some products, against the next best ways: all are compiled for GPUs for which other architectures' counts stand in.
+Triton must not be interpreting.
 """
 
 from __future__ import annotations
 
 import sys
 
+from bench import dispatch
 from bench.costs import calls, row, weights
 from qdsl.runtime.gpu import costs
 
@@ -16,6 +18,7 @@ SAMPLE = (
     ("sm_90", "fp8_block.safetensors", ("skinny R=1",)), ("sm_90", "iq2_xxs.gguf", ("matvec",)),
     ("sm_90", "hlane.hlane", ("skinny 1",)), ("sm_80", "q6_k.planar", ("gemv R=2",)),
 )
+CHOSEN = {"q4_k.planar, M = 8, 4096 x 4096, h200": 2, "int_group.awq, M = 1, 4096 x 4096, b200": 2}       # ways that are compared
 
 
 def main() -> int:
@@ -28,6 +31,11 @@ def main() -> int:
             if shipped != counted:
                 differing += 1
                 print(f"{arch} {storage} {key}: the table says {shipped}, the compiler {counted}")
+    products = {str(product): product for product in dispatch.SAMPLE}
+    for name, nearest in CHOSEN.items():
+        if (ratio := dispatch.compiled_ratio(products[name], nearest)) > dispatch.WORST:
+            differing += 1
+            print(f"{name}: what the plan chooses takes {ratio:.2f} times as long as another way")
     return int(differing > 0)
 
 

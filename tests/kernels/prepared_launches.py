@@ -35,7 +35,7 @@ CASES: tuple[tuple[str, tuple[int, ...], torch.dtype, torch.dtype | None, int, s
     ("q4_0.planar", (1, 256), BF16, None, 1, ""), ("q4_0.planar", (5, 256), BF16, None, 0, ""),
     ("q4_0.planar", (16, 256), BF16, None, 0, ""), ("q4_0.planar", (4, 4, 256), BF16, F16, 0, ""),
     ("q4_0.planar", (17, 256), BF16, None, 0, ""), ("q4_0.planar", (18, 256), BF16, None, 0, ""),
-    ("q4_0.large", (64, 2048), BF16, BF16, 0, ""),               # programs share K
+    ("q4_0.large", (96, 2048), BF16, BF16, 0, ""),               # programs share K
     ("q4_0.gguf", (6, 256), F16, F16, 0, ""),
     ("iq4_nl.gguf", (1, 256), BF16, None, 0, ""), ("q4_0.gguf", (4, 256), F16, BF16, 1, ""),
     ("act-order", (1, 256), BF16, None, 0, ""), ("act-order", (2, 2, 256), BF16, BF16, 0, ""),

@@ -96,18 +96,20 @@ USUAL_AMD = {
 }
 
 
-def seconds(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dtype, target: Gpu) -> float:
+def seconds(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dtype, target: Gpu, counts: Cost | None = None,
+            ) -> float:
     """Modelled seconds of x [m, K] @ w.T on a GPU; inf where a program does not fit on its SMs.
 
-    dtype: of x and of the result.  The weight may be on any device.  Counts are of bfloat16 x whatever dtype is.
+    dtype: of x and of the result.  The weight may be on any device.  counts: of the candidate's kernel, of 'decode' those of
+    `dequantize`; by default the table's, which are of bfloat16 x whatever dtype is.
     """
     n, k = packed.shape
     if not n or not k or not m:
         return 0.0
     nbytes = packed.nbytes
     if candidate.kind == "decode":
-        return _decode_seconds(packed, nbytes, m, dtype.itemsize, target)
-    cost = kernel_cost(packed, candidate.kind, candidate.config, target.arch)
+        return _decode_seconds(packed, nbytes, m, dtype.itemsize, target, counts)
+    cost = counts or kernel_cost(packed, candidate.kind, candidate.config, target.arch)
     if candidate.kind == "gemm":                                 # counts may be another GPU's, whose matrix units are faster
         rate = target.matmul * 1e12 / 2 / target.cycles          # multiply-adds of a scheduler's matrix unit in a cycle
         cost = replace(cost, trip=max(cost.trip, candidate.config["BM"] * cost.step / cost.warps / rate))
@@ -213,16 +215,21 @@ def table() -> dict[str, dict[str, dict[str, list[float]]]]:
 @lru_cache(maxsize=4096)
 def _cost(storage: str, kind: str, r: int, columns: int, warps: int, arch: str) -> Cost:
     """The table's entry, with as many warps as the configuration has; that of the nearest number of rows of x."""
-    kernels: dict[str, list[float]] = {}
-    for name in similar_archs(arch):
-        kernels = kernels or table().get(name, {}).get(storage, {})
-    exact = kernels.get(config_key(kind, r, columns))
-    if exact is None:
-        near = [key for key in kernels if key.split()[0] == kind]
-        if not near:
-            return _with_warps((USUAL if ARCHS[arch].is_nvidia else USUAL_AMD)[kind], warps)
-        exact = kernels[min(near, key=lambda key: _distance(key, r, columns))]
+    counted = counted_on(storage, kind, arch)
+    if counted is None:
+        return _with_warps((USUAL if ARCHS[arch].is_nvidia else USUAL_AMD)[kind], warps)
+    kernels = {key: row for key, row in table()[counted][storage].items() if key.split()[0] == kind}
+    exact = kernels.get(config_key(kind, r, columns)) or kernels[min(kernels, key=lambda key: _distance(key, r, columns))]
     return _with_warps(_read(exact), warps)
+
+
+def counted_on(storage: str, kind: str, arch: str) -> str | None:
+    """The architecture whose counts of a kernel serve `arch`: itself, or one that stands in; None where USUAL does.
+
+    storage: by storage_key.
+    """
+    return next((name for name in similar_archs(arch)
+                 if any(key.split()[0] == kind for key in table().get(name, {}).get(storage, ()))), None)
 
 
 def similar_archs(arch: str) -> tuple[str, ...]:
@@ -262,7 +269,7 @@ def _rows(config: Mapping[str, int], n: int, programs: int) -> int:
     return cdiv(n, programs)
 
 
-def _decode_seconds(packed: PackedWeight, nbytes: int, m: int, size: int, target: Gpu) -> float:
+def _decode_seconds(packed: PackedWeight, nbytes: int, m: int, size: int, target: Gpu, counts: Cost | None) -> float:
     """dequantize, then the vendor's matmul, as often as the weight has tiles of DECODED weights; size: bytes of a float.
 
     A weight in an entropy code is one tile.
@@ -270,7 +277,7 @@ def _decode_seconds(packed: PackedWeight, nbytes: int, m: int, size: int, target
     n, k = packed.shape
     tiles = 1 if packed.layout.streams else min(n, cdiv(n * k, DECODED))
     rows = cdiv(n, tiles)
-    cost = kernel_cost(packed, "dequantize", {}, target.arch)
+    cost = counts or kernel_cost(packed, "dequantize", {}, target.arch)
     written = size * rows * k
     per_program = int(cost.rows * k) or cost.step
     decoded = terms(cost, cdiv(rows * k, per_program), cdiv(per_program, cost.step), nbytes // tiles + written, 0, target).seconds

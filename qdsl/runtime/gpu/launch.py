@@ -16,7 +16,7 @@ from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.kernels import dequantize as dequantize_kernel
 from qdsl.runtime.gpu.kernels import eight_bit, gemm, matvec
 from qdsl.runtime.gpu.scratch import scratch_of
-from qdsl.runtime.gpu.triton import tl
+from qdsl.runtime.gpu.triton import is_installed, tl, triton
 from qdsl.runtime.weight import eight, streams
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import PackedWeight
@@ -243,9 +243,17 @@ def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
     tensors = _lane_tensors(packed)
     early = _early(tensors) if tiles is None else None
     return Call(kernels.skinny, (tensors, x.view(torch.int32), bias, out, m, n, k, tiles, early),
-                {**_lane_constants(packed, "skinny", x.dtype), **config},
+                {**_lane_constants(packed, "skinny", x.dtype), **config, "FENCE": _has_fence(packed, x)},
                 (cdiv(n, _lane_rows(config)), cdiv(m, 8) if tiles is None else tiles.shape[0]), _lane_options(config, early),
                 **_lane_weights(config, n, k, configure.TRIP))
+
+
+def _has_fence(packed: PackedWeight, x: Tensor) -> bool:
+    """Whether `skinny` keeps loads in order: on NVIDIA's GPUs, not where it is interpreted; rows of bytes would spill."""
+    kernels = packed.layout.kernels.matrix_unit
+    assert kernels is not None
+    compiles = is_installed and isinstance(kernels.skinny, triton.JITFunction)
+    return compiles and x.device.type != "xpu" and not kernels.in_order
 
 
 def _lane_constants(packed: PackedWeight, which: str, dtype: torch.dtype) -> dict[str, Any]:

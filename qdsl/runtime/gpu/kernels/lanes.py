@@ -95,6 +95,17 @@ def fetch(p):
 
 
 @triton.jit
+def fence(has: tl.constexpr):
+    """Keeps loads in order: those before it come before those after it, though ptxas sees none depend on another.
+
+    It takes a warp's lanes to be together, as they are, so that it becomes no instruction and waits for nothing.
+    has: on NVIDIA's GPUs, whose assembly it is.
+    """
+    if has:
+        tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def half_operand(low, high):
     """w's operand [W, 16, 64] from numbers [8 * W, 16, 2, 2] of i = 0 and i = 1; its K is (u, c, i, e)."""
     W: tl.constexpr = low.shape[0] // 8

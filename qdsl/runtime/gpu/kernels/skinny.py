@@ -22,6 +22,8 @@ What a lane loads is what its matrix instruction takes from it, in w and in x, b
   are one more matrix instruction with a constant for w: cheaper than additions and moves between lanes.
 - num_stages = 1: weights go to registers at once, and other warps hide the wait.  Copies through shared memory cost
   a quarter more instructions.
+- All words and numbers of a trip are loaded before its x, and a fence keeps it so.  ptxas would move loads down to their use:
+  Q4_K with R = 2 then waits for memory 7 times in a trip, with the fence once.
 - With `early` a program may begin before the launch before it has ended (programmatic dependent launch, Hopper and later).
   It fetches its first words into the L2 cache, and waits before it reads or writes anything else.
 
@@ -48,7 +50,8 @@ def skinny(
     words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, scale: tl.constexpr, finish: tl.constexpr,
     FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     SIGNED: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr, ONES: tl.constexpr, IN_ORDER: tl.constexpr,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, FENCE: tl.constexpr,
+    F: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
@@ -57,7 +60,8 @@ def skinny(
     first tensor, where the launch may begin before the one before has ended; else None, as with tiles.
 
     SIZE: columns that share a sum.  IN_ORDER: codes are bytes, row by row.  ONES: `finish` takes the sums of x.
-    EVEN: all WK warps have as many spans of columns.
+    EVEN: all WK warps have as many spans of columns.  FENCE: keep loads in
+    order; NVIDIA's GPUs alone, and not IN_ORDER, which would spill.
     """
     w, g, c = lanes.warps(WN * WK)
     m, M, start = lanes.tile(tiles, M, N)
@@ -71,26 +75,32 @@ def skinny(
     acc = lanes.zeros(R, WN * WK)
     ones = tl.zeros((WN * WK, 16, 8), tl.float32)
     for step in range(0, tl.cdiv(K, 256 * WK)):
+        span, loaded, operands = (step * WK + w % WK) * 2, (), ()
         for j in tl.static_range(2):
-            chunk = (step * WK + w % WK) * 2 + j
+            chunk = lanes.within(span + j, K // 128)
+            for r in tl.static_range(R):
+                row = lanes.rows(first + 16 * r, N, start)
+                codes, values = lanes.by_size(words(tensors, row, K, chunk), SIZE), ()
+                if scale is not None:
+                    for u in tl.static_range(128 // SIZE):
+                        values = values + (group_numbers.values(tensors, FIELDS, (row, chunk, K, u, SIZE), field),)
+                loaded = loaded + ((codes, values),)
+        lanes.fence(FENCE)
+        for j in tl.static_range(2):                             # R tiles share what is made of x
             if IN_ORDER:
-                columns, sums = lanes.tokens_in_order(x, chunk, K // 128, c, UNIT, EVEN, F)
+                operands = operands + (lanes.tokens_in_order(x, span + j, K // 128, c, UNIT, EVEN, F),)
             else:
-                columns, sums = lanes.tokens(x, chunk, K // 128, c, SIZE, UNIT, EVEN, F)
-            chunk = lanes.within(chunk, K // 128)
+                operands = operands + (lanes.tokens(x, span + j, K // 128, c, SIZE, UNIT, EVEN, F),)
+        for j in tl.static_range(2):
+            columns, sums = operands[j]
             if ONES:
                 ones += sums[0]
             new = ()
-            for r in tl.static_range(R):                         # R tiles share what is made of x
-                row = lanes.rows(first + 16 * r, N, start)
-                loaded = lanes.by_size(words(tensors, row, K, chunk), SIZE)
-                values = ()
-                if scale is not None:
-                    for u in tl.static_range(128 // SIZE):       # ahead of the products, which their loads then overlap
-                        values = values + (group_numbers.values(tensors, FIELDS, (row, chunk, K, u, SIZE), field),)
+            for r in tl.static_range(R):
+                codes, values = loaded[j * R + r]
                 total = acc[r]
                 for u in tl.static_range(128 // SIZE):
-                    sum = lanes.part(numbers, loaded, columns, u, j, flip, WIDTH, BITS, SIZE, F)
+                    sum = lanes.part(numbers, codes, columns, u, j, flip, WIDTH, BITS, SIZE, F)
                     if scale is not None:
                         sum = scale(values[u], sum, sums[u], BASE)
                     total += sum

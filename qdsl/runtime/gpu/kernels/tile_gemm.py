@@ -18,6 +18,9 @@ A program multiplies R tiles of 16 * W rows of w with BM rows of x.  A warp grou
 - x is copied STAGES - 1 chunks ahead by cp.async; words of w are copied the same way where that pays, which Triton decides.
 - Every code becomes one number here, in the order of columns that x has: codes at bit 4 are multiplied back, exactly.  Integer
   zero points are taken off the numbers themselves (ZERO, POINT), exact in both types, so that no sums of x are needed.
+- The minimums of Q4_K and its like need the sums of x, which are one more wgmma with a constant for w.  Matrix units have room
+  for it: of 476 cycles of a trip, all of them issue slots, they are busy for 128.  A kernel without any sums has 399.  Additions
+  would take more than these 77: each thread converts and adds 16 numbers of x, and passes them on behind a barrier.
 - A group of 128 columns or more has one sum per chunk, which then meets its scale; groups of 32 and 64 have sums of their own.
 - SPLIT programs may share K, so that few tiles fill the GPU.  Each stores its sums; the last to arrive at a tile adds up the
   parts, in their order along K whoever comes last, so that every run gives the same bits.
