@@ -10,7 +10,7 @@
     fbgemm: 4.00098 bits per weight
     planar: 4.00195 bits per weight
 
-Built from the spec fbgemm_4bit (sha256 0ca6cbc558782c8c) by qdsl 0.1.0.
+Built from the spec fbgemm_4bit (sha256 513fa7f7ebf528e0) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -27,10 +27,10 @@ from qdsl.runtime.gpu.triton import tl, triton
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def unpack_fbgemm(weight: Tensor, *, K: int) -> dict[str, Tensor]:
-    """Fields of weight uint8 [N, K/2 + 4]."""
-    codes = weight[..., :K // 2]
-    tail = weight[..., K // 2:]
+def unpack_fbgemm(rows: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of rows uint8 [N, K/2 + 4]."""
+    codes = rows[..., :K // 2]
+    tail = rows[..., K // 2:]
     return {
         "s": as_type(tail, torch.float16)[:, 0],
         "b": as_type(tail, torch.float16)[:, 1],
@@ -39,13 +39,13 @@ def unpack_fbgemm(weight: Tensor, *, K: int) -> dict[str, Tensor]:
 
 
 def pack_fbgemm(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
-    """weight of the fields; the inverse of unpack_fbgemm."""
+    """rows of the fields; the inverse of unpack_fbgemm."""
     q_split = q.unflatten(-1, (-1, 2))
     codes_bytes = joined(q_split, 4).squeeze(-1)
     tail_bytes = empty((s.shape[0], 4), torch.uint8, s.device)
     tail_bytes[..., 0:2] = as_type(s.unsqueeze(-1), torch.uint8)
     tail_bytes[..., 2:4] = as_type(b.unsqueeze(-1), torch.uint8)
-    return {"weight": torch.cat([codes_bytes, tail_bytes], -1)}
+    return {"rows": torch.cat([codes_bytes, tail_bytes], -1)}
 
 
 def unpack_planar(q: Tensor, s: Tensor, b: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -90,11 +90,11 @@ def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Ten
 @triton.jit
 def _decode_fbgemm(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
     """The 2 weights of unit t of row n, in float32."""
-    weight, = tensors
-    weight += n * (K // 2 + 4)
-    s = (device.stream(weight + K // 2, 1, 0, 16, 8, n < N)).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    b = (device.stream(weight + K // 2, 1, 16, 16, 8, n < N)).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    q_word = tl.load(weight + t, live, 0)
+    rows, = tensors
+    rows += n * (K // 2 + 4)
+    s = (device.stream(rows + K // 2, 1, 0, 16, 8, n < N)).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    b = (device.stream(rows + K // 2, 1, 16, 16, 8, n < N)).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    q_word = tl.load(rows + t, live, 0)
     for h in tl.static_range(2):
         q = q_word >> 4 * h & 15
         state = use(state, 2 * t + h, s * q + b, live)
@@ -144,7 +144,7 @@ VARIANT = Variant(
     },
     storages={
         "fbgemm": Storage(unpack=unpack_fbgemm, pack=pack_fbgemm, reads=("K",), tensors={
-            "weight": Stored("u8", "N", "K/2 + 4"),
+            "rows": Stored("u8", "N", "K/2 + 4"),
         }, kernels=Kernels(_decode_fbgemm, rows="N", units="K/2", last="k")),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
@@ -163,7 +163,7 @@ FORMAT = Format(
     source="torch.ops.quantized.embedding_bag_4bit_prepack, fbgemm QuantUtils.h FusedNBitRowwiseQuantizedSBHalf",
     formula="s * q + b",
     variants={(): VARIANT},
-    digest="0ca6cbc558782c8c",
+    digest="513fa7f7ebf528e0",
 )
 SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize

@@ -10,7 +10,7 @@
     fbgemm: 8.00391 bits per weight
     planar: 8.00391 bits per weight
 
-Built from the spec fbgemm_8bit (sha256 6a9e6e1a680595c9) by qdsl 0.1.0.
+Built from the spec fbgemm_8bit (sha256 fb75fb53a722bf24) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -27,19 +27,19 @@ from qdsl.runtime.gpu.triton import tl, triton
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def unpack_fbgemm(weight: Tensor, *, K: int) -> dict[str, Tensor]:
-    """Fields of weight uint8 [N, K + 8]."""
-    codes = weight[..., :K]
-    tail = weight[..., K:]
+def unpack_fbgemm(rows: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of rows uint8 [N, K + 8]."""
+    codes = rows[..., :K]
+    tail = rows[..., K:]
     return {"s": as_type(tail, torch.float32)[:, 0], "b": as_type(tail, torch.float32)[:, 1], "q": codes}
 
 
 def pack_fbgemm(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
-    """weight of the fields; the inverse of unpack_fbgemm."""
+    """rows of the fields; the inverse of unpack_fbgemm."""
     r = empty((s.shape[0], 8), torch.uint8, s.device)
     r[..., 0:4] = as_type(s.unsqueeze(-1), torch.uint8)
     r[..., 4:8] = as_type(b.unsqueeze(-1), torch.uint8)
-    return {"weight": torch.cat([q, r], -1)}
+    return {"rows": torch.cat([q, r], -1)}
 
 
 def unpack_planar(q: Tensor, s: Tensor, b: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -75,11 +75,11 @@ def encode(weight: Tensor) -> dict[str, Tensor]:
 @triton.jit
 def _decode_fbgemm(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     """The weight in column k of row n, in float32."""
-    weight, = tensors
-    weight += n * (K + 8)
-    s = (device.stream(weight + K, 1, 0, 32, 8, n < N)).to(tl.uint32).to(tl.float32, bitcast=True)
-    b = (device.stream(weight + K, 1, 32, 32, 8, n < N)).to(tl.uint32).to(tl.float32, bitcast=True)
-    q = tl.load(weight + k, live, 0)
+    rows, = tensors
+    rows += n * (K + 8)
+    s = (device.stream(rows + K, 1, 0, 32, 8, n < N)).to(tl.uint32).to(tl.float32, bitcast=True)
+    b = (device.stream(rows + K, 1, 32, 32, 8, n < N)).to(tl.uint32).to(tl.float32, bitcast=True)
+    q = tl.load(rows + k, live, 0)
     state = use(state, k, s * q + b, live)
     return state
 
@@ -127,7 +127,7 @@ VARIANT = Variant(
     },
     storages={
         "fbgemm": Storage(unpack=unpack_fbgemm, pack=pack_fbgemm, reads=("K",), tensors={
-            "weight": Stored("u8", "N", "K + 8"),
+            "rows": Stored("u8", "N", "K + 8"),
         }, kernels=Kernels(_decode_fbgemm, rows="N", units="K", last="k")),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
@@ -147,7 +147,7 @@ FORMAT = Format(
     source="torch.ops.quantized.embedding_bag_byte_prepack, fbgemm QuantUtils.h Fused8BitRowwiseQuantizedSBFloat",
     formula="s * q + b",
     variants={(): VARIANT},
-    digest="6a9e6e1a680595c9",
+    digest="fb75fb53a722bf24",
 )
 SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize

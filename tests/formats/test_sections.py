@@ -39,10 +39,10 @@ def test_rows_of_fbgemm(module: object, word: str, k: int) -> None:
     """torch's rows are read and written byte for byte; it multiplies and adds with one rounding, or with two."""
     weight = torch.randn(5, k, generator=torch.Generator().manual_seed(k))
     stored = getattr(torch.ops.quantized, f"embedding_bag_{word}_prepack")(weight)
-    packed: PackedWeight = module.wrap({"weight": stored})       # type: ignore[attr-defined]
+    packed: PackedWeight = module.wrap({"rows": stored})         # type: ignore[attr-defined]
     assert packed.shape == (5, k)
     fields: dict[str, Tensor] = module.unpack(packed)            # type: ignore[attr-defined]
-    assert same_bits(module.pack(fields).tensors["weight"], stored)      # type: ignore[attr-defined]
+    assert same_bits(module.pack(fields).tensors["rows"], stored)        # type: ignore[attr-defined]
     decoded = module.dequantize(packed, torch.float32)           # type: ignore[attr-defined]
     theirs = getattr(torch.ops.quantized, f"embedding_bag_{word}_unpack")(stored)
     scale, least = fields["s"].double()[:, None], fields["b"].double()[:, None]
@@ -54,15 +54,15 @@ def test_rows_are_cut_and_columns_packed_again() -> None:
     packed = fbgemm_8bit.quantize(torch.randn(6, 40, generator=torch.Generator().manual_seed(1)))
     weight = fbgemm_8bit.dequantize(packed, torch.float32)
     rows = packed.cut("N", 2, 5)
-    assert rows.tensors["weight"].data_ptr() == packed.tensors["weight"][2].data_ptr()
+    assert rows.tensors["rows"].data_ptr() == packed.tensors["rows"][2].data_ptr()
     assert same_bits(fbgemm_8bit.dequantize(rows, torch.float32), weight[2:5])
     with pytest.raises(FormatError, match="its rows have sections"):
         packed.cut("K", 8, 16)
     columns = packed.shard("K", 8, 16)
-    assert columns.storage == "fbgemm" and list(columns.tensors["weight"].shape) == [6, 16]
+    assert columns.storage == "fbgemm" and list(columns.tensors["rows"].shape) == [6, 16]
     assert same_bits(fbgemm_8bit.dequantize(columns, torch.float32), weight[:, 8:16])
     joined = PackedWeight.join([packed.shard("K", 0, 8), packed.shard("K", 8, 40)], "K")
-    assert same_bits(joined.tensors["weight"], packed.tensors["weight"])
+    assert same_bits(joined.tensors["rows"], packed.tensors["rows"])
     both = PackedWeight.join([rows, packed])
     assert same_bits(fbgemm_8bit.dequantize(both, torch.float32), torch.cat([weight[2:5], weight]))
 

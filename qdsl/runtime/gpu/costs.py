@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -106,27 +107,38 @@ def seconds(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dty
     n, k = packed.shape
     if not n or not k or not m:
         return 0.0
-    nbytes = packed.nbytes
     if candidate.kind == "decode":
-        return _decode_seconds(packed, nbytes, m, dtype.itemsize, target, counts)
+        return _decode_seconds(packed, packed.nbytes, m, dtype.itemsize, target, counts)
+    taken = launch_terms(packed, candidate, m, dtype, target, counts).seconds
+    split = candidate.config.get("SPLIT", 1)
+    if split == 1:
+        return taken
+    tiles = prod(candidate.grid[:2])
+    return taken + merge_seconds(split, _part_bytes(candidate, n), tiles, target)
+
+
+def launch_terms(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dtype, target: Gpu, counts: Cost | None = None,
+                 ) -> Terms:
+    """What the time of a kernel's launch consists of; arguments as `seconds` has them, and a candidate that is no 'decode'."""
+    n, k = packed.shape
+    nbytes = packed.nbytes
     cost = counts or kernel_cost(packed, candidate.kind, candidate.config, target.arch)
     if candidate.kind == "gemm":                                 # counts may be another GPU's, whose matrix units are faster
         rate = target.matmul * 1e12 / 2 / target.cycles          # multiply-adds of a scheduler's matrix unit in a cycle
         cost = replace(cost, trip=max(cost.trip, candidate.config["BM"] * cost.step / cost.warps / rate))
-    programs = 1
-    for extent in candidate.grid:
-        programs *= extent
     passes = candidate.grid[1] if len(candidate.grid) > 1 else 1
     split = candidate.config.get("SPLIT", 1)
     rows = _rows(candidate.config, n, candidate.grid[0])
-    moved, trips = nbytes + dtype.itemsize * m * (n + k), cdiv(rows * k, cost.step)
-    if split == 1:
-        return terms(cost, programs, trips, moved, passes * nbytes, target).seconds
-    part = 4 * rows * candidate.config["BM"]
-    sums = programs * part                                       # bytes of all parts: stored, and loaded again
-    taken = terms(cost, programs, cdiv(rows * cdiv(k // 128, split) * 128, cost.step), moved + sums, passes * nbytes + 2 * sums,
-                  target)
-    return taken.seconds + merge_seconds(split, part, cdiv(programs, split), target)
+    columns = k if split == 1 else cdiv(k // 128, split) * 128
+    programs = prod(candidate.grid)
+    sums = 0 if split == 1 else programs * _part_bytes(candidate, n)    # bytes of all parts: stored, and loaded again
+    moved = nbytes + dtype.itemsize * m * (n + k) + sums
+    return terms(cost, programs, cdiv(rows * columns, cost.step), moved, passes * nbytes + 2 * sums, target)
+
+
+def _part_bytes(candidate: Candidate, n: int) -> int:
+    """Bytes of the sums of a program that shares K with others."""
+    return 4 * _rows(candidate.config, n, candidate.grid[0]) * candidate.config["BM"]
 
 
 def merge_seconds(split: int, part: int, tiles: int, target: Gpu) -> float:
