@@ -199,7 +199,7 @@ def drawn(seed: int) -> tuple[str, str, int]:
     if "z" in numbers:
         decode = draw.choice(("q * s + z", "q * s - z"))
     fields = "".join(f"  {name}: f16[n, k // {size}]\n" for name in numbers)
-    tensors = next(text for _ in range(99) if "plane0" not in (text := codes(draw, bits)))   # one tensor holds all bits
+    tensors = next(text for _ in range(99) if "plane" not in (text := codes(draw, bits)))    # one tensor holds all bits
     for name in numbers:
         axes = ", ".join(draw.sample(["x<N", f"y<K/{size}"], 2))
         tensors += f"    t_{name}:\n      tensor: f16[{axes}]\n      record: {name}[x, y]\n"
