@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from bench.bandwidth import REACHED, reaches
 from qdsl.compiler.emit.show.page import summary
 from qdsl.compiler.passes import PASSES, choose_variants, compile_spec
 from qdsl.compiler.passes.derive_planar import why_no_planar
@@ -20,6 +21,7 @@ from qdsl.core.numbers import FLOATS
 from qdsl.core.schemes import SCHEMES
 from qdsl.models.gguf_maps import FOLDER as MAPS
 from qdsl.models.gguf_maps import GgufMap, model_types
+from qdsl.runtime.gpu.devices import GPUS
 from tests.support import public_figures
 from tests.support.compatibility import lines as pair_lines
 
@@ -212,6 +214,14 @@ def public() -> list[str]:
     return rows(public_figures.HEADS, public_figures.lines())
 
 
+def bandwidth() -> list[str]:
+    """What every format reaches of an H200's bandwidth, as modelled; those that miss the goal with what bounds them."""
+    lines = [[f"`{reach.format}`", reach.storage, reach.kernel, f"{100 * reach.part:.0f}",
+              "" if reach.part >= REACHED else reach.bound] for reach in reaches(GPUS["h200"])]
+    return rows(["format", "best storage", "kernel", "% of the bandwidth", "missed: what bounds it"],
+                sorted(lines, key=lambda line: (-int(line[3]), line[0])))
+
+
 def matrix() -> list[str]:
     return rows(["Python", "torch", "Triton", "numpy", "core tests", "CPU seconds"], (
         [row.get(key, "") for key in ("python", "torch", "triton", "numpy", "result", "seconds")]
@@ -221,4 +231,4 @@ def matrix() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     function.__name__: function for function in (
         keys, tensor_keys, floats, schemes, streams, limits, reserved, passes, formats, no_planar, figures, missed, speeds,
-        gguf_maps, quality, compatibility, public, matrix)}
+        gguf_maps, quality, compatibility, public, bandwidth, matrix)}
