@@ -19,7 +19,7 @@ from qdsl.runtime.weight.tiles import row_tiles
 
 INVARIANT = (1, 3, 8)                                            # rows of x that the kernel for few must not tell apart
 # Candidates for N and K; the first pair that a storage can hold is taken.  Tall ones reach tiles of two and eight warps along K.
-WHOLE = (64, 96), (512,)
+WHOLE = (64, 96), (512, 1024)                                    # the second K is for records of 1024 columns
 RAGGED = (40, 33, 56, 72, 24, 96), (384,)                        # N no multiple of 16, K one of 128 but not of 256
 RECORDS = RAGGED[0], (768,)                                      # where K is a multiple of 256: N alone is ragged
 ODD = (33, 40, 24, 32), (320, 288, 352)                          # K no multiple of 128

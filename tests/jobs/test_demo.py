@@ -18,11 +18,11 @@ from tests.support.formats import SHIPPED
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, list[str]]:  # type: ignore[type-arg]
-    """Of 128 x 512 weights of the widest matrix in the repository's weights, and of a bias."""
+    """Of 128 x 1024 weights of the widest matrix in the repository's weights, and of a bias."""
     folder = tmp_path_factory.mktemp("demo")
     matrices, others = demo.read(None, lambda line: None)
     name = max(matrices, key=lambda name: matrices[name].shape[1])
-    safetensors.write(folder / "own.safetensors", {name: matrices[name][:128, :512].clone(), **others})
+    safetensors.write(folder / "own.safetensors", {name: matrices[name][:128, :1024].clone(), **others})
     lines: list[str] = []
     return folder / "fp8", demo.run(folder / "own.safetensors", folder / "fp8", lines.append), lines
 

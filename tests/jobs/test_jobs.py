@@ -292,7 +292,7 @@ def test_a_folder_is_verified_by_its_checksums(job: str, inputs: Path, tmp_path:
         data[place] ^= 1
         path.write_bytes(data)
         result = command("verify", out)
-        assert result.exit_code == 1 and result.stdout == f"{path}: tensor '{name}' is damaged\n1 problems\n"
+        assert result.exit_code == 1 and result.stdout == f"{path}: tensor '{name}' is damaged\n1 problem\n"
         data[place] ^= 1
         path.write_bytes(data)
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -316,7 +316,7 @@ def test_a_file_is_verified_by_its_checksums(job: str, inputs: Path, tmp_path: P
     qdsl.open(out, verify=True).close()
     data = out.read_bytes()
     out.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
-    assert re.fullmatch(rf"{out}: tensor '[\w.]+' is damaged\n1 problems\n", command("verify", out).stdout)
+    assert re.fullmatch(rf"{out}: tensor '[\w.]+' is damaged\n1 problem\n", command("verify", out).stdout)
     with pytest.raises(CheckpointError, match="is damaged"):
         qdsl.open(out, verify=True)
     out.write_bytes(data[:-32])
