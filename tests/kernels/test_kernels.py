@@ -212,7 +212,7 @@ TILE_ROWS = {"cpu_avx512": 64, "cpu_avx2": 32, "cpu_scalar": 32}      # of a who
 def test_a_word_of_codes_is_loaded_once(case: Case) -> None:
     """Elements of a tensor that hold nothing but values of single weights: loaded once, never once per weight."""
     least = smallest(case)                                       # one weight says nothing of what others load
-    n, k = (3, 512) if case.storage == PLANAR else smallest(case, 8 if least == (1, 1) else 1)
+    n, k = (4, 512) if case.storage == PLANAR else smallest(case, 8 if least == (1, 1) else 1)
     packed = random_packed(case, (TILE_ROWS.get(case.storage, n), k)).decode_streams()
     x, product, out = torch.ones(1, packed.shape[1]), torch.empty(1, packed.shape[0]), torch.empty(packed.shape)
     with guarded(packed, out) as dequantize:
