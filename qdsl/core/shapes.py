@@ -167,3 +167,8 @@ def granule(axes: Sequence[Axis], dim: str, sizes: Mapping[str, int], other: int
         elif axis.dim == "N*K" and dim == "N":
             step = lcm(step, axis.by(sizes) // gcd(axis.by(sizes), other or 1))
     return step
+
+
+def shared_blocks(step: int) -> str:
+    """What experts do whose rows are no multiple of a granule, for messages."""
+    return "all lie in the same regions" if step == NEVER else f"share blocks, which begin every {step} rows"

@@ -229,7 +229,7 @@ def test_a_static_scale_of_activations_is_held_and_used(tmp_path: Path, shape: t
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"dtype": "bfloat16"}, "a torch dtype of floats, not 'bfloat16'"), ({"skip": "lm_head"}, r"give \['lm_head'\]"),
-    ({"skip": ["("]}, "not a regular expression"), ({"format": "q4_zero"}, "no format 'q4_zero'; there are aqlm"),
+    ({"skip": ["("]}, "not a regular expression"), ({"format": "q4_zero"}, "no format 'q4_zero'; there are any_precision"),
     ({"device": "nowhere"}, "device 'nowhere' cannot be used"), ({"device": "cuda:7"}, "device 'cuda:7' cannot be used")])
 def test_arguments_that_are_wrong(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(LoadError, match=message):

@@ -81,6 +81,7 @@ def plain_tensors(n: int, k: int) -> dict[str, Tensor]:
 
 IN_FILES = {(format.name, storage) for format in descriptions() for storages in format.variants.values() for storage in storages
             if not {"safetensors", "parts"} & format.detect.keys()}
+IN_FILES -= {("fp6_llm", "fp6_llm")}                              # experts in one tensor would all lie in each of its regions
 ALL_CASES = [case for case in formats.cases() if (case.path.stem, case.storage) in IN_FILES]
 CASES = ALL_CASES if ALL else list({(case.path.stem, case.storage): case for case in ALL_CASES}.values())   # one of all widths
 
@@ -88,7 +89,7 @@ CASES = ALL_CASES if ALL else list({(case.path.stem, case.storage): case for cas
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_place_of_a_model_holds_every_storage(case: formats.Case, tmp_path: Path) -> None:
     """Linear, Embedding, tied head, experts as modules and stacked: loaded, run, saved as the same bytes."""
-    n, k = next(shape for shape in formats.shapes(case, (64, 128, 80), (256, 512, 64))
+    n, k = next(shape for shape in formats.shapes(case, (64, 128, 80), (256, 512, 64, 1024))
                 if case.storage != "hqq_3bit" or shape[0] % 5 == 0)         # experts that begin inside a block are none
     names = ("embed", "up", "experts.0", "experts.1")
     weights = {name: formats.random_packed(case, (n, k), seed) for seed, name in enumerate(names)}

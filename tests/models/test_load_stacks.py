@@ -65,7 +65,7 @@ def check_stack(stack: qdsl.Experts, dense: Tensor) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_storage_fills_a_stack(case: formats.Case, tmp_path: Path) -> None:
     """Two layers an expert, joined or apart: the same numbers, and the same files again."""
-    n, k = next(formats.shapes(case, (64, 128, 80), (256, 512, 64)))
+    n, k = next(formats.shapes(case, (64, 128, 80), (256, 512, 64, 1024)))
     weights = {f"experts.{expert}.{piece}": formats.random_packed(case, (n, k), seed=2 * expert + seed)
                for expert in range(E) for seed, piece in enumerate(("gate_proj", "up_proj"))}
     first = next(iter(weights.values()))

@@ -99,7 +99,7 @@ def test_part_of_a_state_dict(name: str) -> None:
 def test_the_weight_has_the_compute_dtype(name: str) -> None:
     """Of every format; the stored tensors keep their names and dtypes, and another layer may be tied to them."""
     module = module_of(name)
-    layer = module.Linear.empty((256, 512), dtype=torch.bfloat16, device="cpu")
+    layer = module.Linear.empty((256, 1024), dtype=torch.bfloat16, device="cpu")
     stored = {key: tensor.dtype for key, tensor in layer.state_dict().items()}
     assert layer.weight.dtype == torch.bfloat16 and layer.half().weight.dtype == torch.float16
     assert {key: p.dtype for key, p in layer.named_parameters()} == stored
@@ -107,11 +107,11 @@ def test_the_weight_has_the_compute_dtype(name: str) -> None:
     if "weight" in stored:
         assert layer._parameters["weight"].data_ptr() == layer.weight.data_ptr()
         assert layer.get_parameter("weight").shape == layer._parameters["weight"].shape
-        other = module.Linear.empty((256, 512), device="cpu")
+        other = module.Linear.empty((256, 1024), device="cpu")
         other.weight = layer.weight
         assert other._parameters["weight"] is layer._parameters["weight"]
     else:
-        assert layer.weight.shape == (256, 512)
+        assert layer.weight.shape == (256, 1024)
 
 
 class Casts(nn.Module):

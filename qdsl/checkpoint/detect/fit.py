@@ -14,7 +14,7 @@ from typing import Any
 
 from qdsl.checkpoint.detect.header_claims import flat
 from qdsl.checkpoint.detect.rules import EXPERTS, EXTENTS, Reading, from_tensors, is_block, readings
-from qdsl.core.shapes import granule
+from qdsl.core.shapes import granule, shared_blocks
 from qdsl.core.stored import OF_X, Description, Fit, LayoutMismatch, TensorInfo, element_dtype, fits, named
 
 CLAIMED = 100                                                    # LayoutMismatch.reached where a tensor itself names the format
@@ -277,8 +277,7 @@ def _through_experts(format: Description, entries: Mapping[str, TensorInfo], sha
         axes = [axis for stored in format.layout(fit.storage, fit.params).values() for axis in stored.axes]
         step = granule(axes, "N", format.numbers(fit.params, shape), shape[1])
         if shape[0] % step:
-            raise LayoutMismatch(CLAIMED + 1, f"{format.name}.{fit.storage}: experts of {shape[0]} rows share blocks, which "
-                                              f"begin every {step} rows")
+            raise LayoutMismatch(CLAIMED + 1, f"{format.name}.{fit.storage}: experts of {shape[0]} rows {shared_blocks(step)}")
     return [Candidate(format, fit, experts) for fit in matches]
 
 

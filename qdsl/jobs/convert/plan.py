@@ -23,7 +23,7 @@ from qdsl.checkpoint.detect.tensor_names import WEIGHT
 from qdsl.checkpoint.files.components import within
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import Entry, TensorFile, laid_out, shown, torch_dtypes
-from qdsl.core.shapes import granule
+from qdsl.core.shapes import granule, shared_blocks
 from qdsl.core.stored import Description
 from qdsl.host.files import digest, identity
 from qdsl.jobs.convert import encoded, header
@@ -314,7 +314,7 @@ def _check_flat(layer: Layer, other: PackedWeight, numbers: Sequence[str]) -> No
     axes += [axis for kind in other.variant.fields.values() for axis in kind.axes]
     step = granule(axes, "N", other.sizes, layer.shape[1])       # of all experts; other.step is that of one
     if layer.shape[0] % step:
-        raise RewriteError(f"experts of {layer.shape[0]} rows would share blocks, which begin every {step} rows")
+        raise RewriteError(f"experts of {layer.shape[0]} rows would {shared_blocks(step)}")
 
 
 def producer(format: str, storage: str, method: str = "") -> str:
