@@ -19,7 +19,7 @@ from qdsl.core.numbers import FLOATS, number, round_to_f32
 from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.weight import numbers as runtime
 from tests.support.paths import ROOT
-from tests.support.quick import examples
+from tests.support.quick import QUICK, examples
 
 PROPERTY = settings(max_examples=examples(200), deadline=None, derandomize=True)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -152,7 +152,7 @@ def rounded(name: str, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("halves_of", ["f16", "bf16"])
 @pytest.mark.parametrize("name", SMALL)
 def test_python_rounds_every_half_to_the_nearest_code(name: str, halves_of: str) -> None:
-    x = halves(halves_of)
+    x = halves(halves_of)[::7 if QUICK else 1]                   # of all signs, exponents and ends of mantissas
     codes = np.array([FLOATS[name].encode(value) for value in x.tolist()])
     wrong = (codes != rounded(name, x)).nonzero()[0]
     assert not len(wrong), [(x[i], codes[i], rounded(name, x[i:i + 1])[0]) for i in wrong[:4]]
