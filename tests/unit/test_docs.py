@@ -365,6 +365,12 @@ def test_every_format_has_a_family() -> None:
     assert sorted(families) == sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))
 
 
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md"])
+def test_the_number_of_formats(page: str) -> None:
+    counts = re.findall(r"(\d+) formats\b", (ROOT / page).read_text())
+    assert counts[:1] == [str(len(list((ROOT / "specs").glob("*.yaml"))))]
+
+
 def test_every_page_with_python_runs() -> None:
     """A page runs in the test above, or in one of its own that reads it by its name."""
     tests = Path(__file__).read_text()
