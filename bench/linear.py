@@ -6,6 +6,7 @@ together are larger than a cache, as the layers of a model are; a figure is the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -117,6 +118,8 @@ def ours(name: str, storage: str, params: dict[str, Any], rows: int, compiled: b
     from qdsl.runtime.cpu import linear as cpu
 
     torch.set_num_threads(threads)
+    if hasattr(os, "sched_setaffinity"):                         # OpenMP has bound this thread, and those of loops begin as it is
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
     cpu.compile_products(compiled)
     form, weight, x = format_of(name), packed(name, storage, **params), _x(rows)
     layers = [weight.apply(torch.clone) for _ in range(_copies(weight.nbytes))]
