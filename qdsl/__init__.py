@@ -55,7 +55,7 @@ def quantize_(model: nn.Module, format: ModuleType | Path | str, filter: Callabl
 def planar_(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None, larger: bool = False) -> Report:
     """Store the weights of a model's qdsl layers as GPU kernels read them fastest, in place, one at a time; exact and reversible.
 
-    filter: whether a layer, given with its name, is looked at; all are without it.  larger: also weights that take more memory
+    filter: whether a layer, given with its name, is considered; all are without it.  larger: also weights that take more memory
     so, by more than 4 %, or 12 % for codes of fewer than 4 bits.  Returns what was stored anew, and what was left and why.
     """
     from qdsl.runtime.torch.model import planar_model

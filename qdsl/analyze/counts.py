@@ -174,19 +174,9 @@ def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: in
     def per_weight(counts: Counter[str], taken: int) -> dict[str, float]:
         return {name: count * threads / taken for name, count in counts.items()}
 
-    def pipes_of(instructions: Iterable[Instruction]) -> Counter[str]:
-        return Counter(assembly.pipe_of(instruction) for instruction in instructions)
-
-    def cycles_of(instructions: Iterable[Instruction]) -> dict[str, float]:
-        """Cycles that one warp occupies each pipe."""
-        taken: dict[str, float] = {}
-        for instruction in instructions:
-            for name, cycles in assembly.busy(instruction, arch).items():
-                taken[name] = taken.get(name, 0.0) + cycles
-        return taken
-
-    hot_pipes, whole_pipes = pipes_of(hot), pipes_of(outside)
-    hot_cycles, outside_cycles = cycles_of(hot if loop else []), cycles_of(outside if loop else hot)
+    hot_pipes, whole_pipes = (Counter(map(assembly.pipe_of, part)) for part in (hot, outside))
+    hot_cycles = _cycles(hot if loop else [], assembly, arch)
+    outside_cycles = _cycles(outside if loop else hot, assembly, arch)
     cycles = dict(outside_cycles)
     for name, count in hot_pipes.items():
         whole_pipes[name] += count * trips
@@ -211,6 +201,15 @@ def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: in
         load_widths=dict(sorted(Counter(8 * load.loaded for load in loads).items())),
         tensor=dict(Counter(load.opcode for load in code.instructions if assembly.pipe_of(load) == "tensor").most_common()),
         listing=tuple(load.line for load in hot))
+
+
+def _cycles(instructions: Iterable[Instruction], assembly: Assembly, arch: str) -> dict[str, float]:
+    """Cycles for which one warp occupies each pipe."""
+    taken: dict[str, float] = {}
+    for instruction in instructions:
+        for name, cycles in assembly.busy(instruction, arch).items():
+            taken[name] = taken.get(name, 0.0) + cycles
+    return taken
 
 
 def unrolled(code: Code, loop: range, compiled: Compiled, least: float = 0.0, products: float = 0.0) -> int:

@@ -84,7 +84,7 @@ def test_what_is_wrong_in_a_late_tile_is_said_with_its_row(module: object, monke
     weight[300, 5] = math.nan
     with refused("the weight is nan at row 300, column 5"):
         module.quantize(weight)  # type: ignore[attr-defined]
-    weight[300, 5] = 3e38                                        # finite, though the sum that is looked at first is not
+    weight[300, 5] = 3e38                                        # finite, though their sum, which is checked first, is not
     weight[300, 6] = 3e38
     if module is q4_0:
         with refused(r"the scale .* of block \[300, 0\] does not fit f16"):

@@ -144,7 +144,7 @@ def test_kernels_that_are_interpreted_are_refused() -> None:
 
 
 def test_a_spec_of_ones_own_is_examined_by_its_path(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is built into the cache; here the launch is looked at, not compiled."""
+    """It is built into the cache; this test makes the launch and does not compile it."""
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "mine.yaml"
     path.write_text((ROOT / "specs" / "q4_0.yaml").read_text().replace("format: q4_0", "format: mine"))

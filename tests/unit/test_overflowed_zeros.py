@@ -35,7 +35,7 @@ def test_only_what_was_written_over_is_told(bits: int, data: st.DataObject) -> N
 
 
 def test_three_bits_cross_words() -> None:
-    """Of fields in two words nothing is asked; a run that is cut off is not looked at."""
+    """Fields in two words and runs that are cut off are not checked."""
     packed = sum((field - 1 & 7) << 3 * place for place, field in enumerate([4] * 32))
     clean = packed.to_bytes(12, "little")
     overflowed = (packed | 0xFFFFFFFF & -1 << 6).to_bytes(12, "little")      # field 2 of the first word was 0

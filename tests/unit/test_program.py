@@ -1,4 +1,4 @@
-"""The typed program between spec and text: legal after every pass, readable, and as it was when last looked at."""
+"""The typed program between spec and text: legal after every pass, readable, and equal to the blessed text."""
 
 from __future__ import annotations
 
