@@ -1,13 +1,15 @@
-"""Kernels run in Triton's interpreter where there is no GPU; that is decided before triton is imported."""
+"""Where there is no GPU kernels run in Triton's interpreter.  Torch runs in one thread.  Both are set before their import."""
 
 import os
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 LACKING = Path(__file__).parent / "lacking"
+
+# Two workers of two threads each wait for each other three times as long as they work.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 try:
     import torch
@@ -38,17 +40,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def bless(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--bless"))
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """torch runs in one thread: results do not depend on how threads divide a product, and workers do not wait for each other."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def pytest_report_header() -> str:

@@ -161,6 +161,18 @@ class Allocations(TorchDispatchMode):
         return output
 
 
+def test_bytes_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads share larger tiles; the last one is short."""
+    monkeypatch.setattr(convert, "by_fields", None)
+    monkeypatch.setattr(transpose, "TILE", 1 << 8)
+    monkeypatch.setattr(transpose, "SHARED", 1 << 9)
+    packed, stored = gptq(512, 1024, 4), []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        stored.append(int_group.convert(packed, "awq").tensors)
+    assert all(same_bits(stored[1][name], tensor) for name, tensor in stored[0].items())
+
+
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_codes_are_never_unpacked_and_work_needs_a_tile(bits: int, act_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,6 @@ def test_the_table_has_every_format(result: tuple[Path, dict, list[str]]) -> Non
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.usefixtures("one_thread")
 def test_a_model_answers_in_three_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the package of a trained model a random one does; hlane keeps what Q4_1 decodes to, in more bytes."""
     pytest.importorskip("transformers")

@@ -28,7 +28,7 @@ plugin = pytest.importorskip("qdsl.models.transformers")
 gguf_folder = pytest.importorskip("qdsl.models.gguf_folder")
 gguf_vocabulary = pytest.importorskip("qdsl.models.gguf_vocabulary")
 tiny_models = pytest.importorskip("tests.support.tiny_models")
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("gguf")]
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("gguf")]
 
 MODEL_TYPES = tuple(json.loads(gguf_folder.SETTINGS.read_text())["models"])
 TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}

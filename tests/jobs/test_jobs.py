@@ -29,8 +29,7 @@ from tests.support import folders
 from tests.support.jobs import JOBS, command, files, job_inputs, succeed
 
 ALL = bool(os.environ.get("QDSL_TEST_ALL"))
-pytestmark = [pytest.mark.usefixtures("one_thread"),
-              pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 @pytest.fixture(scope="module")

@@ -440,7 +440,6 @@ def test_errors_of_the_command(tmp_path: Path) -> None:
 # Models that run
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("kind", "to", "params"), [
     ("qwen3", "fp8_block", {"bn": 64, "bk": 64}), ("tied", "q4_0", {}), ("moe", "int_group", {"storage": "gptq_v2", "group": 32}),
     ("qwen3", "fp8_channel", {})])

@@ -19,7 +19,7 @@ images = pytest.importorskip("qdsl.models.diffusers.images")
 models = pytest.importorskip("tests.support.diffusion_models")
 gguf_models = pytest.importorskip("tests.support.gguf_models")
 language_models = pytest.importorskip("tests.support.language_models")
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.filterwarnings("default")
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 

@@ -27,7 +27,7 @@ from tests.support.formats import ROOT, same_bits
 
 transformers = pytest.importorskip("transformers")
 plugin = pytest.importorskip("qdsl.models.transformers")
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("producers")]
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("producers")]
 
 # Loads each folder by the plug-in, saves it again, and writes logits; prints an error, or '', for each.
 LOADER = """

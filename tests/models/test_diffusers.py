@@ -38,7 +38,7 @@ from tests.support import folders, formats, producer_folders
 diffusers = pytest.importorskip("diffusers")
 plugin = pytest.importorskip("qdsl.models.diffusers")
 models = pytest.importorskip("tests.support.diffusion_models")
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.filterwarnings("default")
 QdslConfig = plugin.QdslConfig
 ZIMAGE, FLUX2 = "ZImageTransformer2DModel", "Flux2Transformer2DModel"
 TYPES = {str(form.detect["gguf"]): form.name for form in descriptions() if "gguf" in form.detect}

@@ -25,7 +25,7 @@ plugin = pytest.importorskip("qdsl.models.diffusers")
 pipeline = pytest.importorskip("qdsl.models.diffusers.pipeline")
 models = pytest.importorskip("tests.support.diffusion_models")
 gguf_models = pytest.importorskip("tests.support.gguf_models")
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.fixture(autouse=True, scope="module")

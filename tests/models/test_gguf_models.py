@@ -25,7 +25,7 @@ from tests.support.paths import ROOT
 transformers = pytest.importorskip("transformers")
 plugin = pytest.importorskip("qdsl.models.transformers")
 tiny_models = pytest.importorskip("tests.support.tiny_models")
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 # One model type for each kind of rule; `make test-all` and `make live` take all.
 KINDS = ("llama", "mixtral", "gemma3_text", "gpt_oss", "bloom", "gpt2", "falcon", "deepseek_v2", "mamba2", "qwen3_next",

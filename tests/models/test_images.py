@@ -24,7 +24,7 @@ pipelines = pytest.importorskip("qdsl.models.diffusers.pipeline")
 images = pytest.importorskip("qdsl.models.diffusers.images")
 models = pytest.importorskip("tests.support.diffusion_models")
 image_module = pytest.importorskip("PIL.Image")
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.filterwarnings("default")
 OPTIONS = ("a fox", "--size", "32x48", "--steps", "2", "--guidance", "0", "--seed", "3", "--device", "cpu")
 
 

@@ -16,7 +16,7 @@ from qdsl.cli import app
 from tests.support import language_models, producer_folders
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.filterwarnings("default")
 TEXT = "".join(f"{number} squared is {number * number}. " for number in range(60))
 
 

@@ -23,7 +23,7 @@ from qdsl.models.shapes import model_shapes
 diffusers = pytest.importorskip("diffusers")
 transformers = pytest.importorskip("transformers")
 models = pytest.importorskip("tests.support.diffusion_models")
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.filterwarnings("default")
 TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32,
         "num_attention_heads": 2, "num_key_value_heads": 1}
 

@@ -22,7 +22,7 @@ from tests.support.formats import ROOT, same_bits
 from tests.support.packed_layers import is_unchanged, layer_of, quantized, sample, stored_bits
 
 # peft warns of what is on purpose here.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from tests.support.packed_layers import module_of, sample
 from tests.support.small_models import folder
 
 # peft warns of what is on purpose here.
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 # -- merging -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tests.support.producer_folders import KINDS, MXFP4
 transformers = pytest.importorskip("transformers")
 plugin = pytest.importorskip("qdsl.models.transformers")
 accelerate = pytest.importorskip("accelerate")
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.filterwarnings("default")
 
 MODELS = ("qwen3", "tied", "moe")
 EVERY = [(kind, model) for kind in KINDS for model in MODELS]

@@ -23,7 +23,7 @@ from tests.support import language_models, producer_folders
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 plugin = pytest.importorskip("qdsl.models.transformers")
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.filterwarnings("default")
 Auto = transformers.AutoModelForCausalLM
 QdslConfig = plugin.QdslConfig
 

@@ -17,7 +17,7 @@ from qdsl.jobs.engine import stage
 from tests.support.jobs import JOBS, command, files, job_inputs, succeed
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.skipif(sys.platform != "linux", reason="disks of Linux")]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="disks of Linux")
 SIZE = 8 << 20                                                   # bytes of the disk
 LEFT = 12 << 10                                                  # bytes of it that are free when it is full
 

@@ -196,7 +196,6 @@ def test_python_of_the_page_on_transformers_runs(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.usefixtures("one_thread")
 def test_python_of_the_page_on_diffusers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers")
     monkeypatch.chdir(tmp_path)
@@ -348,7 +347,6 @@ PAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", PAGES)
 def test_blocks_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

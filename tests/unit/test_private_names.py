@@ -17,8 +17,6 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from qdsl.models import private_apis as private
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Small(ModelMixin, ConfigMixin):
     """A model of diffusers."""
