@@ -164,7 +164,10 @@ class Slice:
 
     def bit(self, index: Sequence[int]) -> int:
         """The bit of the record at which the slice of an element begins."""
-        return self.offset + sum(layout(i) for layout, i in zip(self.dims, index, strict=True))
+        position = self.offset
+        for layout, i in zip(self.dims, index, strict=True):
+            position += layout(i)
+        return position
 
     def place(self, index: Sequence[int]) -> int:
         """The place of an element's base-3 digit in its byte."""
@@ -213,7 +216,10 @@ class Affine:
     terms: tuple[tuple[str, int], ...] = ()
 
     def __call__(self, values: Mapping[str, int]) -> int:
-        return self.const + sum(coefficient * values[name] for name, coefficient in self.terms)
+        total = self.const
+        for name, coefficient in self.terms:
+            total += coefficient * values[name]
+        return total
 
     def coefficient(self, name: str) -> int:
         """The coefficient of a variable; 0 where it is in no term."""
@@ -266,7 +272,7 @@ class Piece:
     place: int | None = None
 
 
-@lru_cache(maxsize=32)                                           # every pass walks the records of a program anew
+@lru_cache(maxsize=256)                                          # every pass walks the records of a program anew
 def walk(lines: tuple[Line, ...]) -> tuple[Piece, ...]:
     """The pieces of a record in storage order; a variable that no loop binds (a tile) counts from 0.
 

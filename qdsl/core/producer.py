@@ -287,7 +287,7 @@ def read_yaml(path: Path) -> Any:
     """What a producer's YAML file says, as JSON has it.  Raises ProducerError for YAML that is none, and for a key twice."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # a class that the machine decides
         """YAML without two values for one key."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:

@@ -16,7 +16,7 @@ from qdsl.compiler.ir.index import Index
 from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
 from qdsl.compiler.passes.samples import SampleSizes, sample_sizes, samples_of
 from qdsl.compiler.spec.source import Problems, did_you_mean
-from qdsl.core.layout import Clash, coverage, walk
+from qdsl.core.layout import Clash, Line, coverage, walk
 
 
 def check_coverage(program: Program, problems: Problems) -> Program:
@@ -78,9 +78,14 @@ def _check_tile(program: Program, tensor: Tensor, placement: Placement, stored: 
         problems.add(tensor.span, f"'{tensor.name}' stores '{field.name}', which another tensor stores already")
         return
     stored.setdefault(field.name, set()).update(bits)
-    clash = coverage(pieces, placement.extents, bits)
+    clash = _clash(tensor.lines, field.name, placement.extents, frozenset(bits))
     if clash is not None:
         problems.add(tensor.record_span, _describe(field, placement, clash), *_first_broken_weight(field, placement, clash))
+
+
+@lru_cache(maxsize=256)                                          # choices of parameters share the records of a storage
+def _clash(lines: tuple[Line, ...], field: str, extents: tuple[int, ...], bits: frozenset[int]) -> Clash | None:
+    return coverage([piece for piece in walk(lines) if piece.field == field], extents, bits)
 
 
 def _describe(field: Field, placement: Placement, clash: Clash) -> str:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import lru_cache
 
 from qdsl.compiler.ir.program import Placement, Program, Tensor
 from qdsl.compiler.spec.source import Problems
-from qdsl.core.layout import BYTE, gather, split, walk
+from qdsl.core.layout import BYTE, Line, Slice, gather, split, walk
 
 
 def infer_layouts(program: Program, problems: Problems) -> Program:
@@ -26,7 +27,7 @@ def _infer(tensor: Tensor, problems: Problems) -> Tensor:
         return tensor
     placements: list[Placement] = []
     for placement in tensor.placements:
-        slices = gather([piece for piece in pieces if piece.field == placement.field])
+        slices = _slices(tensor.lines, placement.field)
         if slices is None:
             problems.add(tensor.record_span, f"the bits of '{placement.field}' in '{tensor.name}' are not strided",
                          "each bit of a field lies at offset + sum of digit * stride for digits of its subscripts, of all "
@@ -43,3 +44,8 @@ def _infer(tensor: Tensor, problems: Problems) -> Tensor:
                          "give the change of a field instead")
         placements.append(replace(placement, slices=slices))
     return replace(tensor, placements=tuple(placements))
+
+
+@lru_cache(maxsize=256)                                          # choices of parameters share the records of a storage
+def _slices(lines: tuple[Line, ...], field: str) -> tuple[Slice, ...] | None:
+    return gather([piece for piece in walk(lines) if piece.field == field])
