@@ -8,13 +8,14 @@
 
     any_precision: 4 bits per weight
 
-Built from the spec any_precision (sha256 bedb12bd76daa4e4) by qdsl 0.1.0.
+Built from the spec any_precision (sha256 54ab48888bf9f3c4) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
 from torch import Tensor
 
+from qdsl.encode import kmeans
 from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, lookup
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -65,6 +66,14 @@ def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     return lookup(lut, q) if out is None else out.copy_(lookup(lut, q))
 
 
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: levels of a stored table by k-means of the weights that share it; codes of
+    the nearest levels.  importance: float32 [K].
+    """
+    q, lut = kmeans(weight, code="u4", levels="f16", rows=1, columns=weight.shape[1], axes=1, importance=importance)
+    return {"q": q, "lut": lut}
+
+
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -112,14 +121,14 @@ VARIANT = Variant(
             "lut4": Stored("f16", "N", "16"),
         }, kernels=Kernels(_decode_any_precision, rows="N", units="K/32", last="k")),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(
     name="any_precision", title="any-precision LLM at 4 bits, planes of bits and for every row a table of levels",
     source="any-precision-llm any_precision/quantization/pack.py; columns in whole warps of 1024", formula="lut[n, q]",
     variants={(): VARIANT},
-    digest="bedb12bd76daa4e4",
+    digest="54ab48888bf9f3c4",
 )
 SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize

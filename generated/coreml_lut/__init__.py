@@ -8,7 +8,7 @@
 
     coreml: 4 bits per weight at bits = 4, 2 at 2, 6 at 6, 8.00024 at 8, with rows = 32
 
-Built from the spec coreml_lut (sha256 eb942b8e0927898a) by qdsl 0.1.0.
+Built from the spec coreml_lut (sha256 981ef0cb705716c5) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -29,7 +29,7 @@ FORMAT = Format(
     },
     params={"bits": (4, 2, 6, 8), "rows": (32, 16, -1), "level_type": ("f16", "f32")},
     sizes={"rows": "N"},
-    digest="eb942b8e0927898a",
+    digest="981ef0cb705716c5",
 )
 SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize

@@ -8,13 +8,14 @@
 
     coreml: 4 bits per weight with rows = 32
 
-Built from the spec coreml_lut (sha256 eb942b8e0927898a) by qdsl 0.1.0.
+Built from the spec coreml_lut (sha256 981ef0cb705716c5) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
 from torch import Tensor
 
+from qdsl.encode import kmeans
 from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, joined, lookup, pad, spread
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -42,6 +43,15 @@ def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     q = q.view(torch.int8).unflatten(0, (lut.shape[0], -1))
     lut = lut.float()[:, None, None, :]
     return (lookup(lut, q) if out is None else out.copy_(lookup(lut, q))).flatten(0, 1)
+
+
+def encode(weight: Tensor, *, rows: int, level_type: str, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: levels of a stored table by k-means of the weights that share it; codes of
+    the nearest levels.  importance: float32 [K].
+    """
+    q, lut = kmeans(weight, code="u4", levels=level_type, rows=rows, columns=weight.shape[1], axes=1,
+            importance=importance)
+    return {"q": q, "lut": lut}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -72,5 +82,5 @@ VARIANT = Variant(
             "lut": Stored("level_type", "ceil(N/rows)", "1", "16", "1"),
         }, kernels=Kernels(_decode_coreml, rows="N", units="K", last="k")),
     },
-    decode=decode, cuts=("ceil(N/rows)", "K"),
+    decode=decode, encode=encode, importance=True, cuts=("ceil(N/rows)", "K"),
 )

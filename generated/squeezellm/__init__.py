@@ -8,7 +8,7 @@
 
     squeezellm: 4.00098 bits per weight at bits = 4, 3.00049 at 3
 
-Built from the spec squeezellm (sha256 2585573450928f18) by qdsl 0.1.0.
+Built from the spec squeezellm (sha256 3afa857c625a9b4e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -25,7 +25,7 @@ FORMAT = Format(
         (3,): bits_3.VARIANT,
     },
     params={"bits": (4, 3), "level_type": ("f32", "f16")},
-    digest="2585573450928f18",
+    digest="3afa857c625a9b4e",
 )
 SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize

@@ -8,13 +8,14 @@
 
     squeezellm: 4.00098 bits per weight
 
-Built from the spec squeezellm (sha256 2585573450928f18) by qdsl 0.1.0.
+Built from the spec squeezellm (sha256 3afa857c625a9b4e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
 from torch import Tensor
 
+from qdsl.encode import kmeans
 from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, joined, lookup, spread
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -40,6 +41,15 @@ def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     lut = lut.float()[:, None, :]
     q = q.view(torch.int8)
     return lookup(lut, q) if out is None else out.copy_(lookup(lut, q))
+
+
+def encode(weight: Tensor, *, level_type: str, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: levels of a stored table by k-means of the weights that share it; codes of
+    the nearest levels.  importance: float32 [K].
+    """
+    q, lut = kmeans(weight, code="u4", levels=level_type, rows=1, columns=weight.shape[1], axes=1,
+            importance=importance)
+    return {"q": q, "lut": lut}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -74,5 +84,5 @@ VARIANT = Variant(
             "lookup_table": Stored("level_type", "N", "16"),
         }, kernels=Kernels(_decode_squeezellm, rows="N", units="K/8", last="n")),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )

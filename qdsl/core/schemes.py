@@ -24,6 +24,7 @@ KINDS: dict[str, tuple[str, Callable[[Number], bool]]] = {
     "count": ("expected an unsigned integer of at most 8 bits", lambda number: number.kind == "unsigned" and number.bits <= 8),
     "nested": ("a scale of two levels is e4m3", lambda number: number.name == "e4m3"),
     "whole": ("a super-scale of the whole weight is f32", lambda number: number.name == "f32"),
+    "levels": ("levels are f32, f16 or bf16", lambda number: number.is_float and number.bits >= 16),
     "small": ("a scale of levels is e8m0h or ue4m3", lambda number: number.name in ("e8m0h", "ue4m3")),
     "bit": ("a sign is u1", lambda number: number.kind == "unsigned" and number.bits == 1),
     "row": ("a code of rows is an unsigned integer", lambda number: number.kind == "unsigned"),
@@ -41,10 +42,10 @@ class Scheme:
     options: argument -> allowed words, None: a number.  required: roles and options that a spec must give.  A field of `sums` is
     computed from the codes.
     inverts: the decode expressions that it is the inverse of, over roles, constants that may be missing, and tables:
-    `level[code]` is a number, `levels[code]` one of rising integers, `grid[code, k]` one of a row; `steps(scale)` is whatever
-    depends on that field alone.  importance: it takes one.  own: options that belong to the format, which no caller chooses;
-    overridable: numbers that a caller may choose too.  which: the argument that says which of `inverts` it is, counted from 0.
-    of_integers: the options that codes that are integers need too.
+    `level[code]` is a number, `levels[code]` one of rising integers, or of a stored table where that is a role, `grid[code, k]`
+    one of a row; `steps(scale)` is whatever depends on that field alone.  importance: it takes one.  own: options that belong
+    to the format, which no caller chooses; overridable: numbers that a caller may choose too.  which: the argument that says
+    which of `inverts` it is, counted from 0.  of_integers: the options that codes that are integers need too.
     across: a block that shares a scale may lie in several rows of the weight.  kernel: the function of its name in
     runtime/gpu/kernels/encode.py does the same on a GPU, for rows of a cache.
     """
@@ -180,5 +181,8 @@ SCHEMES = {
     "float_middle": Scheme({"code": "count", "zero": "minimum", "scale": "scale"}, ("code", "zero", "scale"), {},
                            "scale = range of the block / (2^bits - 1); zero = least + offset * scale; codes by both, as stored",
                            "(code - offset) * scale + zero", kernel=True),
+    "kmeans": Scheme({"code": "count", "levels": "levels"}, ("code", "levels"), {},
+                     "levels of a stored table by k-means of the weights that share it; codes of the nearest levels",
+                     "levels[code]", importance=True),
     "nearest": Scheme({"code": "float"}, ("code",), {}, "each weight is rounded to nearest, ties to even", "code"),
 }

@@ -174,7 +174,7 @@ def test_an_importance_that_does_not_fit_is_refused(module: ModuleType) -> None:
 @pytest.mark.parametrize("case", QUANTIZED, ids=str)
 def test_an_importance_changes_what_a_search_finds_and_nothing_else(case: Case) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(next(shapes(case, (64, 128), (512,))), generator=generator)
+    weight = torch.randn(next(shapes(case, (64, 128), (512, 1024))), generator=generator)
     importance = torch.rand(weight.shape[1], generator=generator) ** 4
     plain = case.module.quantize(weight, case.storage, **case.choice)
     weighted = case.module.quantize(weight, case.storage, importance=importance, **case.choice)

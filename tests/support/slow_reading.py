@@ -210,6 +210,8 @@ class Reading:
             return fields
         if self.spec.encode.name == "unit_level_nested":
             return self._nested(weight)
+        if self.spec.encode.name == "kmeans":
+            return self._levels_of_blocks(weight, code, str(arguments["levels"]), arguments.get("importance"))
         if self.spec.encode.name.startswith("grid_"):
             return self._grids(weight, {role: str(name) for role, name in self.arguments.items()}, arguments.get("importance"))
         roles = {role: str(arguments[role]) for role in ("scale", "min", "zero", "super_scale", "super_min") if role in arguments}
@@ -342,6 +344,21 @@ class Reading:
         return {roles["code"]: codes, roles["scale"]: np.array([code for coded, _ in pairs for code in coded]),
                 roles["super_scale"]: np.array([scale for _, scale in pairs]),
                 roles["offset"]: np.array(int(mean.view(np.uint32)))}
+
+    def _levels_of_blocks(self, weight: npt.NDArray[np.float32], code: str, levels: str, importance: Any) -> dict[str, Codes]:
+        """Codes, and the stored table of each block, of which a field's subscripts ahead of its last one tell."""
+        index = next(f for f in self.spec.fields if f.name.value == levels).typed.index[:-1]
+        blocks: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for n, k in np.ndindex(*self.shape):
+            blocks.setdefault(tuple(oracle.evaluate(i, {**self.env, "n": n, "k": k}) for i in index), []).append((n, k))
+        fields = {code: np.zeros(self.shape, np.int64), levels: np.zeros(self.stored_tables[levels], np.int64)}
+        kinds = {"code": self.kind(code), "levels": self.kind(levels)}
+        for block, places in blocks.items():
+            counts = [1.0 if importance is None else float(importance[k]) for _, k in places]
+            chosen, fields[levels][block] = schemes.kmeans([weight[place] for place in places], counts, kinds)
+            for place, own in zip(places, chosen, strict=True):
+                fields[code][place] = own
+        return fields
 
     def _grids(self, weight: npt.NDArray[np.float32], roles: Mapping[str, str], importance: Any) -> dict[str, Codes]:
         """Fields of super-blocks of rows of a grid: `code` says the row, and decode what else there is."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from itertools import pairwise
-from math import ceil, floor, frexp, ldexp, log2
+from math import ceil, floor, frexp, ldexp, log2, sqrt
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,30 @@ def level(x: list[np.float32], scale: str, levels: list[float], factor: float) -
     unit = np.float32(value(scale, code)) * np.float32(factor)
     errors = [[abs(np.float32(level) * unit - v) for level in levels] for v in x]
     return [row.index(min(row)) for row in errors], code
+
+
+def kmeans(x: list[np.float32], counts: list[float], kinds: Mapping[str, str]) -> tuple[list[int], list[int]]:
+    """Codes, and the codes of rising levels: k-means of numbers that count as much each, in float64."""
+    entries = bounds(kinds["code"])[1] + 1
+    pairs = sorted(((float(v) + 0.0, count) for v, count in zip(x, counts, strict=True)), key=lambda pair: pair[0])
+    ordered, sums, totals, gaps = [v for v, _ in pairs], [0.0], [0.0], [0.0]
+    for v, count in pairs:
+        sums.append(sums[-1] + v * count)
+        totals.append(totals[-1] + count)
+    for a, b in pairwise(ordered):
+        gaps.append(gaps[-1] + sqrt(b - a) * sqrt(sqrt(sqrt(b - a))))
+    at = [bisect_left(gaps, (2 * i + 1) * gaps[-1] / (2 * entries)) for i in range(entries)]
+    moved = [ordered[min(i, len(ordered) - 1)] for i in at]
+    for _ in range(100):
+        levels = moved
+        ends = [0, *(bisect_right(ordered, (a + b) / 2) for a, b in pairwise(levels)), len(ordered)]
+        moved = [(sums[end] - sums[start]) / (totals[end] - totals[start]) if totals[end] > totals[start] else level
+                 for (start, end), level in zip(pairwise(ends), levels, strict=True)]
+    if len(set(ordered)) <= entries:
+        moved = [*sorted(set(ordered)), *[ordered[-1]] * entries][:entries]
+    stored = sorted((stored_scale(np.float32(level), kinds["levels"]) for level in moved), key=lambda one: one[1])
+    middles = [(float(a) + float(b)) / 2 for (_, a), (_, b) in pairwise(stored)]
+    return [bisect_left(middles, float(v)) for v in x], [word for word, _ in stored]
 
 
 Parts = list[list[np.float32]]

@@ -171,6 +171,8 @@ def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mappin
     if "sums" in roles:
         _check_sums(program, call, roles, constants, problems)
     _check_levels(program, call, roles, problems)
+    if "levels" in roles:
+        _check_entries(program, call, roles, problems)
     if scheme.across:
         above = program.field(roles["super_scale"]).index if "super_scale" in roles else ()
         if above and flat_of(above[0]) is None:
@@ -192,6 +194,14 @@ def _check_levels(program: Program, call: g.Apply, roles: Mapping[str, str], pro
         for role in present[1:]:
             if program.field(roles[role]).index != program.field(roles[present[0]]).index:
                 problems.add(call.span, f"'{roles[present[0]]}' and '{roles[role]}' belong to different blocks")
+
+
+def _check_entries(program: Program, call: g.Apply, roles: Mapping[str, str], problems: Problems) -> None:
+    """A stored table has a level for every code."""
+    code, levels = (program.field(roles[role]) for role in ("code", "levels"))
+    if levels.table != (1 << code.bits,):
+        problems.add(call.span, f"'{call.name}' needs a level for every code: '{levels.name}' has {levels.table[0]}, and "
+                                f"'{code.name}' is {code.kind}")
 
 
 def _check_sums(program: Program, call: g.Apply, roles: Mapping[str, str], constants: Constants, problems: Problems) -> None:
@@ -261,6 +271,9 @@ def _matched(program: Program, roles: Mapping[str, str], pattern: g.Expr, value:
             return {word: int(number)} if number is not None and number == int(number) else None
         case g.Number(number):
             return {} if value.op == "const" and value.const == number else None
+        case g.Subscript(word, (row,)) if word in roles:
+            is_entry = value.op == "entry" and value.name == roles[word] and len(program.field(value.name).table) == 1
+            return _matched(program, roles, row, program.values[value.args[0]]) if is_entry else None
         case g.Subscript(word, (row, *columns)):
             shape = [table.shape for table in program.spec.tables if value.op == "table" and table.name.value == value.name]
             row_match = _matched(program, roles, row, program.values[value.args[0]]) if shape else None

@@ -122,10 +122,10 @@ def _types(program: Program, encode: Encode) -> list[str]:
 
 def _columns(program: Program, encode: Encode, run: Index | None) -> list[str]:
     """How many rows and columns share values of the fields."""
-    if "scale" not in encode.roles:
-        return []
     roles = {role: program.field(name) for role, name in encode.roles.items()}
-    scale, across = roles["scale"], SCHEMES[encode.scheme].across
+    scale, across = roles.get("scale") or roles.get("levels"), SCHEMES[encode.scheme].across
+    if scale is None:
+        return []
     rows, axes = ("1", 2) if run is not None else (_block(program, scale, "n"), len(scale.index))
     around = across or run is not None
     arguments = [f"rows={rows}"] if around else []
