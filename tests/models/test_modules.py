@@ -34,7 +34,7 @@ import importlib, sys
 import torch
 with torch.device("meta"):
     modules = {name: importlib.import_module(f"qdsl.generated.{name}") for name in sys.argv[1:]}
-weight = torch.randn(64, 256)
+weight = torch.randn(64, 1024)                                     # any_precision takes K by 1024
 for inside in (False, True):
     for name, module in modules.items():
         if next(iter(module.FORMAT.variants.values())).encode is None:
