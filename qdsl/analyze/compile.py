@@ -27,6 +27,7 @@ POINTERS = {
     torch.uint16: "*u16", torch.uint32: "*u32",
     torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
 }
+TENSOR_MEMORY = 512                                              # columns in an SM; kernels that need more are made to trap
 ALIGNED = 16                                                     # what Triton asks of pointers, in bytes, and of integers
 HINT = [["tt.divisibility", ALIGNED]]
 _FOR = re.compile(r"^(?P<indent> *)(?:%[^=]+= )?scf\.for %\S+ = %\S+ to %\S+ step %(?:c(?P<step>\d+)_i\d+)?")
@@ -66,11 +67,14 @@ def build(call: Call, arch: Arch) -> Any:
         raise AnalyzeError("kernels that Triton interprets cannot be compiled: unset TRITON_INTERPRET")
     types, constants, hints = specialised(call)
     try:
-        return compile_kernel(call.kernel, types, constants, hints, arch.capability or arch.name, arch.warp, call.options)
+        kernel = compile_kernel(call.kernel, types, constants, hints, arch.capability or arch.name, arch.warp, call.options)
     except Exception as error:
         message = str(getattr(error, "error_message", None) or error)       # without the source, where Triton shows some
         reason = next((line.strip() for line in message.splitlines() if line.strip()), type(error).__name__)
         raise AnalyzeError(f"{call.kernel.__name__} does not compile for {arch.name}: {reason}") from error
+    if (columns := getattr(kernel.metadata, "tmem_size", None) or 0) > TENSOR_MEMORY:
+        raise AnalyzeError(f"{call.kernel.__name__} needs {columns} columns of tensor memory; an SM has {TENSOR_MEMORY}")
+    return kernel
 
 
 def compiled(call: Call, arch: Arch) -> Compiled:

@@ -34,6 +34,7 @@ MOST_PARTS = 8                                                   # programs that
 SPLIT_PROGRAMS = 4                                               # per multiprocessor, up to which programs share K
 GEMM_PARTS = (1, 2, 4, 8, 16)                                    # programs of `gemm` that share K: its warps wait for their loads
 GEMM = {16: (64, 128), 64: (128, 64)}                            # by rows of x of a program of `gemm`: its tile of w, N x K
+TENSOR_SUMS = 8                                                  # sums of 64 x 128 in the tensor memory of an SM of Blackwell
 UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
 OVERLAP, OVERLAPS = "QDSL_PDL", ("never", "auto")               # the setting of overlaps(), and its values, the default first
 WARPS = 15                                                       # per multiprocessor, to have enough bytes under way (predicted)
@@ -180,9 +181,11 @@ def gemm(packed: PackedWeight, m: int, split: int, device: torch.device) -> dict
 
     None where some of so many programs had no step of K, or all of them too little to do.
     """
-    bm = next((rows for rows in GEMM if m <= rows), max(GEMM))
-    tall, columns = GEMM[bm]
     (rows, units), per_unit = grid_axes(packed), packed.layout.kernels.sums
+    bm = next((rows for rows in GEMM if m <= rows), max(GEMM))
+    if target(device).capability == 10 and packed.shape[1] > TENSOR_SUMS * units:
+        bm = min(GEMM)                                           # Triton keeps the sums of every weight of a unit apart
+    tall, columns = GEMM[bm]
     bn = max(1, tall // per_unit)
     bk = min(128, max(16, power(columns * units // max(1, packed.shape[1]))))
     programs, steps = cdiv(rows, bn) * cdiv(m, bm) * split, cdiv(units, bk)
