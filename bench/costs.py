@@ -1,6 +1,6 @@
 """`python -m bench.costs`: compile the kernels of all formats and count them, for qdsl/runtime/gpu/costs.json.
 
-Nothing is run, and no GPU is needed.  An hour on one core; what the file has already is kept unless --anew.
+Nothing is run, and no GPU is needed.  Two hours on one core; what the file has already is kept unless --anew.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qdsl.runtime.gpu.triton import triton
 from qdsl.runtime.weight import streams
 
 SHAPE = (4096, 8192)                                             # several trips of every loop
-ARCHS = ("sm_90", "sm_80", "gfx942")
+ARCHS = ("sm_90", "sm_80", "sm_100", "sm_120", "gfx942")
 X = torch.bfloat16
 
 
