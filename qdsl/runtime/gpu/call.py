@@ -17,6 +17,9 @@ class Call:
 
     An argument may be a tuple of tensors, None among them.
 
+    options: what else the compiler takes, but for the contraction of a product and a sum, which is on unless they say otherwise.
+    Releases of Triton differ in their own default.
+
     scratch: of a launch whose programs share K, the tensors for their sums and for the counters of those that have arrived.
 
     For `qdsl analyze`: the weights that one program takes, and those of a trip of its loop, 0 without one.
@@ -34,6 +37,9 @@ class Call:
     workspace: tuple[Tensor, ...] = ()
     aligned: tuple[tuple[Tensor, int], ...] = ()
     scratch: tuple[Tensor, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", {"enable_fp_fusion": True, **self.options})
 
     @property
     def tensors(self) -> Iterator[Tensor]:

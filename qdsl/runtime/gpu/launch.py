@@ -210,7 +210,7 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
         scratch = scratch_of(grid[0] * grid[1], split * rows * config["BM"], x.device) if split > 1 else ()
         return Call(kernels.tile_gemm, (tensors, x, bias, out, *(scratch or (None, None)), m, n, k), constants,
                     (*grid, split) if split > 1 else grid,
-                    {"num_warps": config["W"], "num_stages": config["STAGES"], "enable_fp_fusion": True},
+                    {"num_warps": config["W"], "num_stages": config["STAGES"]},
                     weights=min(rows, n) * cdiv(k // 128, split) * 128, step=rows * 128 * config["UNROLL"], scratch=scratch)
     if which == "gemv":
         early = _early(tensors)
@@ -275,7 +275,7 @@ def _lane_rows(config: Mapping[str, int]) -> int:
 
 def _lane_options(config: Mapping[str, int], early: int | None) -> dict[str, Any]:
     overlaps = {} if early is None else {"launch_pdl": True}
-    return {"num_warps": config["WN"] * config["WK"], "num_stages": 1, "enable_fp_fusion": True, **overlaps}
+    return {"num_warps": config["WN"] * config["WK"], "num_stages": 1, **overlaps}
 
 
 def _early(tensors: tuple[Tensor | None, ...]) -> int | None:
