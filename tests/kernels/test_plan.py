@@ -17,8 +17,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import triton
 
 from bench import dispatch
+from bench.launch import StubDriver
 from qdsl.generated import awq_gemv_fast, int_group, iq2_xxs, q4_0, q4_k
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch, plan
@@ -211,8 +213,31 @@ def test_products_of_the_interpreter(kernels: None) -> None:
 # -- what is prepared --------------------------------------------------------------------------------------------------
 
 
-def test_arguments_of_prepared_launches() -> None:
+def test_contraction_does_not_depend_on_the_release_of_triton() -> None:
+    """A product and a sum are contracted wherever that is allowed; where it would skip a rounding of the formula, never."""
+    packed, x = q4_0.FORMAT.empty((64, 256), "gguf"), torch.empty(1, 256, device="meta")
+    [decoding], [multiplying] = launch.dequantize_calls(packed, torch.empty(64, 256, device="meta")), launch.linear_calls(
+        x, packed, None, torch.empty(1, 64, device="meta"), candidate=plan.matvec(packed, 1))
+    assert not decoding.options["enable_fp_fusion"] and multiplying.options["enable_fp_fusion"]
+
+
+class _Watched(torch.autograd.Function):
+    """Prepared launches refuse the gradients of autograd's own vmap, which have the type of plain tensors and no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ready: Prepared, weight: torch.Tensor) -> torch.Tensor:
+        ctx.ready, ctx.weight = ready, weight
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        assert ctx.ready.run(gradients[0], [ctx.weight], None) is None
+        return gradients[0], None, None
+
+
+def test_arguments_of_prepared_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Addresses are filled in, those inside of a tensor and those in tuples too; what nobody passes again is refused."""
+    monkeypatch.setattr(triton.runtime.driver, "_active", StubDriver())
     calls: list[tuple[Any, ...]] = []
     kernel = SimpleNamespace(params=[SimpleNamespace(name=name) for name in ("planes", "x", "m", "function")], pre_run_hooks=[])
     compiled = SimpleNamespace(run=lambda *arguments: calls.append(arguments), function=5, packed_metadata="metadata")
@@ -223,18 +248,25 @@ def test_arguments_of_prepared_launches() -> None:
         return prepare([(call, compiled)], [x, weight, None], out, [table], False)
 
     ready = prepared((weight[16:], None, 3, table))
-    assert ready is not None and not ready.is_decoded and ready.sizes == (4, 64)
+    assert ready is not None and not ready.is_decoded
     memory = torch.zeros(200)
     start = -memory.data_ptr() % 64 // 4
     other, own = memory[start:start + 64], torch.zeros(4, 8)
-    product = ready.run(own, [other], None, 9, (4, 64))
+    product = ready.run(own, [other], None)
     assert product is not None and product.shape == (4, 64)
-    assert calls == [(7, 2, 1, 9, 5, "metadata", None, None, None, (other.data_ptr() + 16 * 8 * 4, None, 3, table),
+    assert calls == [(7, 2, 1, 0, 5, "metadata", None, None, None, (other.data_ptr() + 16 * 8 * 4, None, 3, table),
                       own.data_ptr() + 2 * 8 * 4, 4, len)]
-    assert ready.run(own, [memory[start + 4:start + 68]], None, 9, (4, 64)) is None    # a multiple of 16 bytes, not of 64
-    assert ready.run(own, [other.view(8, 8).t()], None, 9, (4, 64)) is None
+    assert ready.run(own, [memory[start + 4:start + 68]], None) is None    # a multiple of 16 bytes, not of 64
+    assert ready.run(own, [other.view(8, 8).t()], None) is None
+    torch.autograd.grad(_Watched.apply(own.requires_grad_(), ready, other), own, torch.ones(2, 4, 8), is_grads_batched=True)
+    with monkeypatch.context() as patched:                       # as a profiler of launches does, which may be another's
+        patched.setattr(triton.knobs.runtime, "launch_exit_hook", len)
+        assert ready.run(own, [other], None) is None
+    with torch.inference_mode():
+        shaped = ready.reshaped((2, 2, 64)).run(own.detach().view(2, 2, 8), [other], None)
+    assert shaped is not None and shaped.shape == (2, 2, 64) and shaped.is_contiguous() and shaped.is_inference()
     kernel.pre_run_hooks.append(len)
-    assert ready.run(own, [other], None, 9, (4, 64)) is None and len(calls) == 1
+    assert ready.run(own, [other], None) is None and len(calls) == 2
     assert prepared((weight, torch.zeros(8))) is None            # a tensor of this call alone
     assert prepare([], [torch.zeros(9)[1:]], out, [], False) is None  # no multiple of 16 bytes
     call = Call(kernel, ((weight,), x, 4), {"function": len}, (1,), {})

@@ -68,6 +68,18 @@ def test_gradients_in_a_batch_are_seen() -> None:
     assert seen == [(Tensor, True)] and not private.is_batched(torch.ones(2))
 
 
+@pytest.mark.parametrize("is_inferring", [False, True])
+def test_memory_is_allocated_past_the_dispatcher(is_inferring: bool) -> None:
+    allocate = private.allocator("cpu")
+    assert allocate is not None and private.allocator("cuda") is not None and private.allocator("nowhere") is None
+    with torch.inference_mode(is_inferring):
+        tensor = allocate((2, 3), (3, 1), torch.bfloat16)
+        plain = torch.ones(1).new_empty((2, 3), dtype=torch.bfloat16)
+    for name in ("shape", "dtype", "device", "requires_grad"):
+        assert getattr(tensor, name) == getattr(plain, name)
+    assert type(tensor) is Tensor and tensor.is_contiguous() and tensor.is_inference() == is_inferring
+
+
 def test_views_share_a_storage() -> None:
     whole = torch.ones(4)
     assert private.storage_key(whole) == private.storage_key(whole[2:]) != private.storage_key(whole.clone())

@@ -8,38 +8,48 @@ Triton would choose the same kernel.  Every other call goes through `kernel[grid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import linear
 
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.scratch import scratch_of
+from qdsl.runtime.torch.private_apis import allocator, launch_state
 
 ALIGNMENT = 16                                                   # bytes; Triton specialises on pointers that it divides
+Run = Callable[[Tensor, Sequence[Tensor], Tensor | None], Tensor | None]
 
 
-@dataclass(frozen=True, slots=True)
 class Prepared:
     """The launches of a product, for other tensors of the same shapes and types.
 
-    run: from x, the tensors of the weight, the bias, the stream and `sizes`, what the launches write; None for tensors that
-    these launches do not serve.  sizes: of what they write, in the type of x.  is_decoded: that is the weight, which the
-    vendor's matmul then multiplies.
+    run: the product of x, the tensors of the weight and the bias; None for tensors that these launches do not serve.
+    bind: `run` for other sizes and strides of what the launches write.  is_decoded: that is the weight, which the vendor's
+    matmul then multiplies.
     """
 
-    run: Callable[[Tensor, Sequence[Tensor], Tensor | None, int, tuple[int, ...]], Tensor | None]
-    sizes: tuple[int, ...]
-    is_decoded: bool = False
+    __slots__ = ("bind", "is_decoded", "run")
+
+    def __init__(self, bind: Callable[[tuple[int, ...], tuple[int, ...]], Run], sizes: tuple[int, ...], is_decoded: bool) -> None:
+        self.bind = bind
+        self.is_decoded = is_decoded
+        self.run = bind(sizes, _strides(sizes))
+
+    def reshaped(self, sizes: tuple[int, ...]) -> Prepared:
+        """The same for an x of other axes before its last, whose product has these sizes."""
+        return self if self.is_decoded else Prepared(self.bind, sizes, False)
 
 
 def prepare(calls: Iterable[tuple[Call, Any]], tensors: Sequence[Tensor | None], out: Tensor, tables: Sequence[Tensor],
-            is_decoded: bool) -> Prepared | None:
+            is_decoded: bool, is_permuted: bool = False) -> Prepared | None:
     """Calls and the kernels that Triton compiled for them, as launches for other tensors in place of these.
 
     tensors: x, those of the weight and the bias.  out: what the calls write.  tables: other tensors that arguments may be, which
-    live as long as the process.  None where something else is an argument, a tensor begins at an odd place, or Triton interprets.
+    live as long as the process.  is_permuted: `run` takes the order of columns behind the weight's tensors, and brings x into it.
+    None where something else is an argument, a tensor begins at an odd place, or Triton interprets.
     """
     calls = list(calls)
     workspace = [tensor for call, _ in calls for tensor in call.workspace]
@@ -47,36 +57,62 @@ def prepare(calls: Iterable[tuple[Call, Any]], tensors: Sequence[Tensor | None],
     memory = [*tensors, out, *workspace, *(tensor for call in shared for tensor in call.scratch)]
     if len(shared) > 1 or any(tensor is not None and tensor.data_ptr() % ALIGNMENT for tensor in memory):
         return None
-    values: dict[str, Any] = {"scratch_of": scratch_of}
+    values: dict[str, Any] = {"scratch_of": scratch_of, "linear": linear, "dtype": out.dtype, "device": out.get_device()}
     launches = [_launch(call, compiled, memory, tables, values) for call, compiled in calls]
     places = [(_place(tensor, memory), size) for call, _ in calls for tensor, size in call.aligned]
     if None in launches or any(place is None for place, _ in places):
         return None
+    state, is_changed, stream = launch_state(out.get_device())
+    values |= state
     aligned = [f"a{place[0]} & {size - 1}" for place, size in places if place is not None]
-    lines = [*_read(tensors, [*aligned, *(name for name in values if name.startswith("hooks"))], values),
-             "out = x.new_empty(*sizes)", f"a{len(tensors) + 1} = out.data_ptr()",
-             *_allocate(workspace, shared, len(tensors) + 2, values), *map(str, launches), "return out"]
+    refused = [*aligned, *(name for name in values if name.startswith("hooks")), is_changed]
+    lines = [*_read(tensors, is_permuted, refused, values),
+             f"out = {_allocation(out, values)}", f"a{len(tensors) + 1} = out.data_ptr()", f"stream = {stream}",
+             *_allocate(workspace, shared, len(tensors) + 2, values), *map(str, launches), _result(out, tensors[-1], is_decoded)]
     # Python runs this in half the time of loops over tensors and launches.
-    exec("def run(x, tensors, bias, stream, sizes):\n    " + "\n    ".join(lines), values)  # noqa: S102 (text of this module)
-    return Prepared(values["run"], tuple(out.shape), is_decoded)
+    text = "\n        ".join(["def bind(sizes, strides):\n    def run(x, tensors, bias):", *lines]) + "\n    return run"
+    exec(text, values)  # noqa: S102 (text of this module)
+    return Prepared(values["bind"], tuple(out.shape), is_decoded)
 
 
-def _read(tensors: Sequence[Tensor | None], refused: Sequence[str], values: dict[str, Any]) -> list[str]:
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    return tuple(math.prod(sizes[axis + 1:]) for axis in range(len(sizes)))
+
+
+def _allocation(out: Tensor, values: dict[str, Any]) -> str:
+    """The expression that allocates what launches write.  values: what it refers to by name, which is added."""
+    if (allocate := allocator(out.device.type)) is None:
+        return "x.new_empty(sizes)"
+    values["allocate"] = allocate
+    return "allocate(sizes, strides, dtype)"
+
+
+def _result(out: Tensor, bias: Tensor | None, is_decoded: bool) -> str:
+    """The line that returns the product, from what the launches wrote."""
+    if not is_decoded:
+        return "return out"
+    return f"return linear(x, out, {'bias' if bias is None or bias.dtype == out.dtype else 'bias.to(dtype)'})"
+
+
+def _read(tensors: Sequence[Tensor | None], is_permuted: bool, refused: Sequence[str], values: dict[str, Any]) -> list[str]:
     """Lines that set a1 and so on to the addresses of tensors, or return None where tensors lie otherwise.
 
     refused: what else is a reason for None.
     """
     names = ["x", *(f"t{i}" for i in range(2, len(tensors))), "bias"]
     present = [i for i, tensor in enumerate(tensors) if tensor is not None]
-    fits = [f"{names[i]}.is_contiguous()" for i in present]
+    fits = [f"{names[i]}.is_contiguous()" for i in present] + [f"{name}.get_device() == device" for name in names[1:-1][:1]]
     if (bias := tensors[-1]) is not None:
-        values |= {"shape": bias.shape, "device": bias.get_device()}
+        values["shape"] = bias.shape
         fits += ["bias.shape == shape", "bias.get_device() == device"]
     addresses = " | ".join(f"a{i + 1}" for i in present)
-    return [*([f"{', '.join(names[1:-1])}, = tensors"] if names[1:-1] else []),
-            f"if not ({' and '.join(fits)}):", "    return None",
-            *(f"a{i + 1} = {names[i]}.data_ptr()" for i in present),
-            f"if {' or '.join([f'({addresses}) % {ALIGNMENT}', *refused])}:", "    return None"]
+    own = [*names[1:-1], *(["order"] if is_permuted else [])]
+    return [*([f"{', '.join(own)}, = tensors"] if own else []),
+            *(["x = x.index_select(-1, order)"] if is_permuted else []),
+            "try:", *(f"    a{i + 1} = {names[i]}.data_ptr()" for i in present),
+            "except RuntimeError:", "    return None",           # a tensor of autograd's vmap, which has no memory
+            f"if not ({' and '.join(fits)}) or {' or '.join([f'({addresses}) % {ALIGNMENT}', *refused])}:", "    return None"]
 
 
 def _allocate(workspace: Sequence[Tensor], shared: Sequence[Call], first: int, values: dict[str, Any]) -> list[str]:
@@ -121,7 +157,7 @@ def _text(value: Any, memory: Sequence[Tensor | None], tables: Sequence[Tensor],
     names: what expressions refer to by name, which other values are added to.  None for a tensor that is neither in that memory
     nor a table.
     """
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and _has_tensors(value):
         inner = [_text(part, memory, tables, names) for part in value]
         return None if None in inner else f"({''.join(f'{part}, ' for part in inner)})"
     if value is None or type(value) in (int, bool):
@@ -134,6 +170,10 @@ def _text(value: Any, memory: Sequence[Tensor | None], tables: Sequence[Tensor],
         return "0"
     place = _place(value, memory)
     return None if place is None else f"a{place[0]} + {place[1]}" if place[1] else f"a{place[0]}"
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(map(_has_tensors, value)) if isinstance(value, tuple) else isinstance(value, Tensor)
 
 
 def _place(value: Tensor, memory: Sequence[Tensor | None]) -> tuple[int, int] | None:

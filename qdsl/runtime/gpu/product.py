@@ -8,7 +8,6 @@ and by the same weight without the order, whose launches `product` prepares.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Size, Tensor
@@ -21,7 +20,6 @@ from qdsl.runtime.gpu.dense import dense
 from qdsl.runtime.gpu.placement import note
 from qdsl.runtime.gpu.plan import Plan, best, invariant, plan_of
 from qdsl.runtime.gpu.prepared import Prepared, prepare
-from qdsl.runtime.torch.private_apis import launch_stream
 from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.tiles import row_tiles
 
@@ -34,29 +32,21 @@ def quick(x: Tensor, plan: Plan, tensors: Sequence[Tensor], bias: Tensor | None,
     tensors: those of the weight that plan.names says, on the device of x.  Nothing but `product` and `quantized` may fill
     plan.ready, for the same mode.  Shapes and devices are those of a product that was checked, or the answer is None.
     """
-    device = x.get_device()
-    ready = plan.ready.get((x.shape, x.dtype, None if bias is None else bias.dtype, mode, device)) or \
-        _reshaped(x, plan, bias, mode, device)
-    if ready is None or tensors[0].get_device() != device or (stream := launch_stream(device)) is None:
+    kind = x.shape, x.dtype, None if bias is None else bias.dtype, mode, x.get_device()
+    ready = plan.ready.get(kind)
+    if ready is None and (ready := _reshaped(plan, *kind)) is None:
         return None
-    if plan.is_permuted:
-        *tensors, order = tensors
-        x = x.index_select(-1, order)
-    out = ready.run(x, tensors, bias, stream, ready.sizes)
-    if out is None or not ready.is_decoded:
-        return out
-    return linear(x, out, bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype))
+    return ready.run(x, tensors, bias)
 
 
-def _reshaped(x: Tensor, plan: Plan, bias: Tensor | None, mode: str, device: int) -> Prepared | None:
+def _reshaped(plan: Plan, shape: Size, *kind: Any) -> Prepared | None:
     """The prepared launches for the number of rows of x [..., K], cached for this shape too; None if there are none."""
-    (n, k), shape = plan.shape, x.shape
+    n, k = plan.shape
     if len(shape) == 2 or not shape or shape[-1] != k:
         return None
-    kind = (x.dtype, None if bias is None else bias.dtype, mode, device)
-    ready = plan.ready.get((Size((x.numel() // max(1, k), k)), *kind))
+    ready = plan.ready.get((Size((shape.numel() // max(1, k), k)), *kind))
     if ready is not None:
-        ready = ready if ready.is_decoded else replace(ready, sizes=(*shape[:-1], n))
+        ready = ready.reshaped((*shape[:-1], n))
         _keep(plan, (shape, *kind), ready)
     return ready
 
@@ -124,6 +114,6 @@ def _run(calls: Sequence[Call], packed: PackedWeight, x: Tensor, bias: Tensor | 
     names = plan.names[:-1] if plan.is_permuted else plan.names
     tensors = [x, *(packed.tensors[name] for name in names), bias]
     tables = [table.on(packed.device) for table in packed.layout.kernels.tables]
-    ready = prepare(compiled, tensors, out, tables, is_decoded)
+    ready = prepare(compiled, tensors, out, tables, is_decoded, plan.is_permuted)
     if ready is not None:
         _keep(plan, (x.shape, x.dtype, None if bias is None else bias.dtype, mode, x.get_device()), ready)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from qdsl.runtime.gpu.product import quick
 from qdsl.runtime.torch.linear import INVARIANT, QUANTIZE_X, check_bias
@@ -69,7 +69,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """x [..., K] times the weight's transpose, plus the bias: [..., N]."""
-        if not is_compiling():
+        if not is_dynamo_compiling():
             own = self.__dict__                                  # asking nn.Module for each of its attributes costs more
             plan, parameters = own["_packed"].plan, own["_parameters"]
             if plan is not None and "bias" in parameters and own["_x_scale"] is None:

@@ -111,11 +111,11 @@ class PackedModule(nn.Module):
             if type(tensor) is not Parameter or tensor.dtype is not dtypes[name]:
                 return None
             try:
-                version = tensor._version
-            except RuntimeError:                                 # of inference mode, as in _version, at half the time
-                version = 0
-            if getattr(tensor, "_noted", None) != version:
-                return None
+                if tensor._noted != tensor._version:             # type: ignore[attr-defined]
+                    return None
+            except (AttributeError, RuntimeError):               # not noted; of inference mode, which counts no changes
+                if getattr(tensor, "_noted", None) != _version(tensor):
+                    return None
             tensors.append(tensor)
         return tensors
 
