@@ -47,6 +47,8 @@ EQUAL: dict[str, dict[str, str]] = {
         "mlx.biases: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,
     },
     "coreml_lut": {"dims.P: lcm(bits, 8) / bits -> ceil(lcm(bits, 8) / bits)": "bits divides every multiple of itself"},
+    "short_rows": {f"fields.extra: u8[n, 3] -> {kind}[n, 3]": "decode does not read it, and its bytes are as many"
+                   for kind in ("e8m0h", "ue4m3")},
     "half_steps": {
         "bytes.codes: u8[n<N, t<K / 8 word] -> u8[n<N, t<ceil(K / 8) word]": ALSO_ELSEWHERE,
         "bytes.scale: scale_type[n<N, t<K / 8] -> scale_type[n<N, t<ceil(K / 8)]": ALSO_ELSEWHERE,

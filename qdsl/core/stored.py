@@ -95,7 +95,7 @@ class Description:
     sizes: parameters that are block lengths, and the axis each divides.  variants: the tensors by storage, for each choice of
     the parameters named in `by`.  detect: the rules of the spec and of producers for checkpoints.  tables: the numbers that
     small tensors of a weight repeat, as those rules say.  fields: their axes by the same choices, of variants whose blocks are
-    runs of weights.  planar: the choices that have the storage `planar`.
+    runs of weights.  planar: the choices that have the storage `planar`.  fixed: N or K where all weights have the same.
     """
 
     name: str
@@ -107,6 +107,7 @@ class Description:
     tables: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     fields: Mapping[tuple[int | str, ...], Mapping[str, tuple[Axis, ...]]] = field(default_factory=dict)
     planar: frozenset[tuple[int | str, ...]] = frozenset()
+    fixed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def singles(self) -> list[str]:
@@ -229,7 +230,10 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
     present = _rows_of_experts(layout, {name: tensors[key] for name, key in keys.items()})
     chosen, dtypes = _typed(format, layout, label, present, params)
     declared = _declared_shape(layout, label, present, shape) or shape
-    solved = declared or _solved(layout, label, present, _lengths(format, chosen))
+    solved = declared or _solved(layout, label, present, _lengths(format, chosen), format.fixed)
+    for dim, extent in zip("NK", solved, strict=True):
+        if format.fixed.get(dim, extent) != extent:
+            raise LayoutMismatch(2, f"{label} is for weights with {dim} = {format.fixed[dim]}, not {list(solved)}")
     matches: list[Fit] = []
     nearest = LayoutMismatch(0, "")
     for sizes in _open(format, chosen):
@@ -307,8 +311,11 @@ def _declared_shape(layout: Mapping[str, Stored], label: str, tensors: Mapping[s
 
 
 def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, TensorInfo], sizes: Mapping[str, int],
-            ) -> tuple[int, int]:
-    """N and K from the axes that decide them, else from how many elements a tensor has.  sizes: block lengths that are known."""
+            fixed: Mapping[str, int]) -> tuple[int, int]:
+    """N and K from the axes that decide them, else from how many elements a tensor has.  sizes: block lengths that are known.
+
+    fixed: what N or K is where no axis decides it.
+    """
     dims: dict[str, tuple[int, str]] = {}
     for name, tensor in tensors.items():
         shown = layout[name].seen if len(layout[name].seen) == len(tensor.shape) else layout[name].axes
@@ -321,7 +328,7 @@ def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Tens
             if expected != value:
                 raise LayoutMismatch(2, f"{label}: '{by}' {list(tensors[by].shape)} says {dim} = {expected}, but '{name}' "
                                 f"{list(tensor.shape)} is [{', '.join(axis.text for axis in shown)}], so {dim} = {value}")
-    solved = {dim: value for dim, (value, _) in dims.items()}
+    solved = {**fixed, **{dim: value for dim, (value, _) in dims.items()}}
     for name, tensor in tensors.items() if len(solved) == 1 else ():
         solved |= _counted(layout[name].axes, prod(tensor.shape), solved, sizes)
     if missing := [dim for dim in ("N", "K") if dim not in solved]:

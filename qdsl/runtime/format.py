@@ -57,7 +57,8 @@ class Format:
         axes = {key: {name: field.axes for name, field in variant.fields.items()} for key, variant in self.variants.items()
                 if variant.cuts[1] != "1"}
         self.description = Description(name, self.params, self.size_axes, self.by, tensors, fields=axes, planar=frozenset(
-            key for key, storages in tensors.items() if PLANAR in storages))
+            key for key, storages in tensors.items() if PLANAR in storages),
+            fixed=next(iter(next(iter(self.variants.values())).storages.values())).fixed)
         self.storages = tuple(dict.fromkeys(storage for variant in self.variants.values() for storage in variant.storages))
         self.spec = Spec(name, title, source, formula, self.params, self.storages, self.variants, dict(detect or {}))
         written = next(iter(self.variants.values())).decode.__module__

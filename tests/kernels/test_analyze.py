@@ -21,7 +21,7 @@ from qdsl.analyze.strides import missed
 from qdsl.cli import app
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.kernels import dequantize
-from tests.support.formats import Case, cases
+from tests.support.formats import Case, cases, fixed_shape
 
 # A guard that leaps over everything, a loop of nine instructions, two spills, and what the assembler leaves behind the end.
 KERNEL = """
@@ -391,7 +391,7 @@ def test_a_program_that_no_multiprocessor_holds_is_not_run() -> None:
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_launches_say_how_many_weights_a_program_takes(case: Case) -> None:
-    n, k = 1024, 5120 if case.path.stem != "ranges" else 4608   # a multiple of 48 columns
+    n, k = fixed_shape(case, (1024, 5120 if case.path.stem != "ranges" else 4608))   # a multiple of 48 columns
     packed = launches.weight(case.module, (n, k), case.storage, case.choice)
     if any(stream.coding == "huffman_windows" for stream in packed.layout.streams.values()):
         assert not launches.calls(packed, "dequantize", 1, torch.bfloat16)[0].weights        # which is said when it is counted

@@ -18,7 +18,7 @@ from qdsl.runtime import PackedWeight, cdiv
 from qdsl.runtime.gpu import configure, launch
 from qdsl.runtime.gpu.call import Call
 from tests.support.covering import ALL, covering, kernels
-from tests.support.formats import Case, cases, random_packed, smallest
+from tests.support.formats import Case, cases, fixed_shape, random_packed, smallest
 from tests.support.interpreter import INTERPRETED, guarded, run_program
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="one program of a launch, in the interpreter")
@@ -45,8 +45,8 @@ def sparse_weight(case: Case, weights: int) -> tuple[PackedWeight, PackedWeight]
     Where rows do not lie by themselves all is 0.
     """
     n, k = smallest(case)
-    k *= -(-128 // k)
-    part = random_packed(case, (n * -(-128 // n), k)).decode_streams()
+    n, k = fixed_shape(case, (n * -(-128 // n), k * -(-128 // k)))
+    part = random_packed(case, (n, k)).decode_streams()
     rows = weights // k // part.shape[0] * part.shape[0]
     optional = [name for name in part.tensors if part.layout.tensors[name].optional]
     empty = case.module.FORMAT.empty((rows, k), case.storage, optional=optional, **case.choice).decode_streams()

@@ -101,7 +101,8 @@ def smallest(case: Case, params: Mapping[str, int | str]) -> tuple[int, int]:
         return all(axis.extent(n, k, sizes) is not None and whole > by and not (
             ragged and by > 1 and not axis.exact and whole % by == 0) for whole, by, axis in steps)
 
-    grid = [(n, k) for k in (*range(32, 1025), 1088, 2048) for n in range(4, 257)]
+    fixed = case.spec.fixed
+    grid = [(fixed.get("N", n), fixed.get("K", k)) for k in (*range(32, 1025), 1088, 2048) for n in range(4, 257)]
     return next(shape for ragged in (True, False) for shape in grid if fits(*shape, ragged))
 
 

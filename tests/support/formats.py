@@ -23,7 +23,6 @@ from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.compiler.spec.model import Spec
 from qdsl.compiler.spec.schema import load
 from qdsl.core.numbers import number
-from qdsl.core.shapes import axis
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.weight.match import torch_dtype
 from tests.support.paths import ROOT
@@ -125,19 +124,25 @@ def shapes(case: Case, rows: tuple[int, ...], columns: tuple[int, ...], params: 
         for k in columns:
             sizes = format.sizes(chosen, (n, k))
             if all(a.extent(n, k, sizes) is not None for stored in layout.tensors.values() for a in stored.axes) and \
-                    all((axis(text).extent(n, k, sizes) or 0) >= fewest for text, fewest in layout.least.items()):
+                    not layout.why_not((n, k), sizes):
                 yield n, k
+
+
+def fixed_shape(case: Case, shape: tuple[int, int]) -> tuple[int, int]:
+    """A shape with N and K as the format has them where it fixes them."""
+    return case.spec.fixed.get("N", shape[0]), case.spec.fixed.get("K", shape[1])
 
 
 def is_held(case: Case, params: Mapping[str, int | str]) -> bool:
     """Whether the storage has weights of these sizes: some are for several groups, or for whole ones in a step of columns."""
-    return any(shapes(case, (64,), (4096,), params))
+    n, k = fixed_shape(case, (64, 4096))
+    return any(shapes(case, (n,), (k,), params))
 
 
 def smallest(case: Case, tiles: int = 1, params: Mapping[str, int | str] | None = None) -> tuple[int, int]:
     """A small shape with about `tiles` records along each axis."""
     n, k = _least(case, tuple((params or {}).items()))
-    return n * tiles, k * tiles
+    return fixed_shape(case, (n * tiles, k * tiles))
 
 
 @cache

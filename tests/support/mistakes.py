@@ -26,7 +26,7 @@ BYTES = ("ue4m3", "e8m0h")                                       # as elements o
 NOWHERE = Span(Source("mutant", ""), 1, 1)
 # Rotated operands are mistakes of precedence or of the order of roundings; operands of + and * are never exchanged, because
 # IEEE addition and multiplication commute.
-SIGNS = {"+": "-", "-": "+", "*": "+", "//": "%", "%": "//", "/": "*"}
+SIGNS = {"+": "-", "-": "+", "*": "+", "//": "%", "%": "//", "/": "*", "^": "+"}
 LETTERS = {"n": "k", "k": "n", "N": "K", "K": "N"}
 KINDS = {
     "axis": "n for k, N for K, an axis or subscript too few, axes exchanged", "ceil": "ceil left out or added",
@@ -59,7 +59,8 @@ class Mutant:
 
 def listing(spec: Spec) -> list[str]:
     """Everything of a spec that decides what it means, a line for each part; equal listings are the same spec."""
-    rows = [f"params.{p.name}: [{', '.join(map(str, p.values))}]" for p in spec.params]
+    rows = [f"weight: {dict(spec.fixed)}"] if spec.fixed else []
+    rows += [f"params.{p.name}: [{', '.join(map(str, p.values))}]" for p in spec.params]
     rows += [f"dims.{dim.name}: {shown(dim.value)}" for dim in spec.dims]
     rows += [f"tables.{table.name}: {_entries(table)}" for table in spec.tables]
     rows += [f"fields.{field.name}: {shown(field.typed)}" for field in spec.fields]
@@ -233,6 +234,8 @@ def _own(node: Any, place: str, spec: Spec) -> Iterator[Change]:
             yield from (("values", replace(node, values=tuple(new if v == value else v for v in node.values)))
                         for value in node.values if isinstance(value, int) for new in (value + 1, value - 1, 2 * value))
         case Spec():
+            yield from [("where", replace(node, fixed={}))] if node.fixed else []
+            yield from (("where", replace(node, fixed={dim: extent + 1})) for dim, extent in node.fixed.items())
             yield from (("storage-order", replace(node, storages=storages)) for storages in _exchanged(node.storages))
 
 

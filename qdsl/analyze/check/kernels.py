@@ -101,8 +101,9 @@ def _sums_problem(packed: PackedWeight, weight: Tensor, rows: int, dtype: torch.
     got = _linear(x, packed, bias, candidate).double()
     wanted = x.double() @ weight.t() + bias.double()
     spread = x.double().abs() @ weight.abs().t() + bias.double().abs()
-    kernels = packed.layout.kernels                              # those for matrix units round numbers of tables to x's dtype
-    rounded = torch.finfo(dtype).eps / 2 if kernels.matrix_unit and kernels.rounds(dtype) else 0
+    kernels = packed.layout.kernels
+    rounds = candidate.kind == "gemm" or (kernels.matrix_unit and kernels.rounds(dtype))    # weights, or numbers of tables
+    rounded = torch.finfo(dtype).eps / 2 if rounds else 0
     bound = spread * ((packed.shape[1] + 2) * 2.0 ** -24 + rounded) + wanted.abs() * torch.finfo(dtype).eps / 2
     wrong = ~((got - wanted).abs() <= bound + torch.finfo(dtype).tiny)
     if not wrong.any():

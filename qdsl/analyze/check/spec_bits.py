@@ -35,7 +35,7 @@ def evaluate(expr: g.Expr, env: Mapping[str, int]) -> int:
     if expr.op == "/":
         assert a % b == 0, f"{a} / {b}"
     return {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b else 0, "//": a // b if b else 0, "%": a % b if b else 0,
-            "**": a ** b if 0 <= b < 64 else 0}[expr.op]
+            "**": a ** b if 0 <= b < 64 else 0, "^": a ^ b}[expr.op]
 
 
 def environment(spec: Spec, n: int, k: int, params: Mapping[str, int | str], sizes: Mapping[str, int]) -> dict[str, int]:
@@ -44,6 +44,12 @@ def environment(spec: Spec, n: int, k: int, params: Mapping[str, int | str], siz
     for dim in spec.dims:
         env[dim.name.value] = evaluate(dim.value, env)
     return env
+
+
+def has_operations(spec: Spec, storage: str, params: Mapping[str, int | str]) -> bool:
+    """Whether a storage has stored operations that hold for these parameters."""
+    tensors = [tensor for own in spec.storages if own.name.value == storage for tensor in own.tensors]
+    return any(all(params.get(key.value) in values for key, values in rule.when) for tensor in tensors for rule in tensor.stored)
 
 
 def width_of(spec: Spec, field: str, params: Mapping[str, int | str]) -> int:

@@ -63,7 +63,8 @@ def described(data: dict[str, Any]) -> Description:
                        {name: tuple(values) for name, values in data.get("tables", {}).items()},
                        {tuple(variant["key"]): {name: tuple(map(axis, axes)) for name, axes in variant["fields"].items()}
                         for variant in data["variants"] if "fields" in variant},
-                       frozenset(tuple(variant["key"]) for variant in data["variants"] if variant.get("planar")))
+                       frozenset(tuple(variant["key"]) for variant in data["variants"] if variant.get("planar")),
+                       data.get("fixed", {}))
 
 
 def _stored(data: dict[str, Any]) -> Stored:

@@ -173,16 +173,15 @@ def shifted(tensor: Tensor, text: str, sign: int) -> str:
     """What the file holds of what the record packs (sign 1) or the reverse (sign -1), where `stored` speaks of words."""
     if tensor.stored is None or tensor.stored.field is not None:
         return text
-    amount = sign * tensor.stored.amount
-    return f"({text} {'-' if amount < 0 else '+'} {abs(amount):#x})"
+    return f"({tensor.stored.text(text, sign)})"
 
 
 def field_shifted(tensor: Tensor, field: Field, text: str, sign: int) -> str:
     """The same for `stored` on one field."""
     if tensor.stored is None or tensor.stored.field != field.name:
         return text
-    amount = sign * tensor.stored.amount
-    shifted_bits = f"({text} {'-' if amount < 0 else '+'} {abs(amount)} & {(1 << field.bits) - 1})"
+    changed = tensor.stored.text(text, sign, field.bits)
+    shifted_bits = f"({f'({changed})' if tensor.stored.op == '^' else changed} & {(1 << field.bits) - 1})"
     half = 1 << field.bits - 1
     return f"(({shifted_bits} ^ {half}) - {half})" if field.kind.startswith("i") and sign < 0 else shifted_bits
 

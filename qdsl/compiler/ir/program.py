@@ -114,11 +114,25 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
-    """stored = packed + amount modulo 2^bits, on the words of a tensor (`field` None) or on one field; amount is signed."""
+class Change:
+    """stored = packed + amount modulo 2^bits, or packed ^ amount, on the words of a tensor (`field` None) or on one field.
+
+    `op` is '+' or '^'; amount is signed.
+    """
 
     field: str | None
+    op: str
     amount: int
+
+    def text(self, value: str, sign: int, bits: int = 0) -> str:
+        """What the file holds of what the record packs (sign 1) or the reverse (sign -1), for the text of a value.
+
+        bits: the amount is shown as a number of that many bits, of which the caller keeps the lowest; 0 for that of a word.
+        """
+        if self.op == "^":
+            return f"{value} ^ {self.amount % (1 << bits) if bits else hex(self.amount)}"
+        amount = sign * self.amount
+        return f"{value} {'-' if amount < 0 else '+'} {abs(amount) if bits else hex(abs(amount))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +175,7 @@ class Tensor:
     lines: tuple[Line, ...]
     record_bits: int
     placements: tuple[Placement, ...]
-    stored: Add | None
+    stored: Change | None
     optional: bool
     omitted: bool
     aliases: tuple[str, ...]

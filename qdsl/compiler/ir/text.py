@@ -67,7 +67,7 @@ def _section(section: Section) -> str:
 
 def _stored(tensor: Tensor) -> str:
     assert tensor.stored is not None
-    return f"stored = {tensor.stored.field or 'word'} + {tensor.stored.amount}"
+    return f"stored = {tensor.stored.field or 'word'} {tensor.stored.op} {tensor.stored.amount}"
 
 
 def _placement(placement: Placement) -> Iterator[str]:

@@ -64,6 +64,7 @@ def bits_per_weight(program: Program) -> Fraction:
     n, k = (divisor_of(axis, extents) * (1 << 14) for axis in ("N", "K"))
     for value in sizes.values():
         n, k = (n * max(1, int(value)), k * max(1, int(value)))
+    n, k = program.spec.fixed.get("N", n), program.spec.fixed.get("K", k)
     env = {"N": n, "K": k, **{s: (n if size_axis(program, s) == "N" else k) if v == -1 else int(v) for s, v in sizes.items()}}
     bits = 0
     for tensor in program.tensors:

@@ -13,7 +13,7 @@ from math import gcd, lcm, prod
 
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Atom, Domain, Index, name
-from qdsl.compiler.ir.program import Add, Axis, Field, Placement, Program, Stream, Tensor, Var
+from qdsl.compiler.ir.program import Axis, Change, Field, Placement, Program, Stream, Tensor, Var
 from qdsl.compiler.passes.record_lines import RecordReader, Weights, expanded
 from qdsl.compiler.passes.samples import divisor_of, size_axis
 from qdsl.compiler.passes.scope import Scope
@@ -368,9 +368,9 @@ class _TensorReader:
 
     # -- stored operations --------------------------------------------------------------------------------------------
 
-    def stored(self, element: Number, lines: tuple[Line, ...]) -> Add | None:
+    def stored(self, element: Number, lines: tuple[Line, ...]) -> Change | None:
         """The rule of `stored` that holds for this program's parameters."""
-        adds: list[Add] = []
+        changes: list[Change] = []
         for rule in self.item.stored:
             params = self.program.params
             for key, _ in rule.when:
@@ -387,22 +387,25 @@ class _TensorReader:
                 continue
             if not all(params.get(key.value) in values for key, values in rule.when):
                 continue
-            amount = self.amount(rule)
-            if amount is not None:
+            operation = self.operation(rule)
+            if operation is not None:
+                op, amount = operation
                 half = 1 << (element.bits if target == "word" else self.fields[target].bits) - 1
-                adds.append(Add(None if target == "word" else target, (amount + half) % (2 * half) - half))
-        if len(adds) > 1:
+                signed = op == "+" or element.kind == "signed" or target != "word"
+                amount = (amount + half) % (2 * half) - half if signed else amount % (2 * half)
+                changes.append(Change(None if target == "word" else target, op, amount))
+        if len(changes) > 1:
             self.problems.add(self.item.stored[0].target.span, "two rules of 'stored' hold for the same parameters")
-        return adds[0] if adds else None
+        return changes[0] if changes else None
 
-    def amount(self, rule: model.Stored) -> int | None:
-        """The constant of `word - constant`; anything else might not be reversible."""
+    def operation(self, rule: model.Stored) -> tuple[str, int] | None:
+        """'+' or '^' and the constant of `word - constant` or `word ^ constant`; anything else might not be reversible."""
         value = rule.value
-        if isinstance(value, g.Binary) and value.op in ("+", "-") and isinstance(value.left, g.Name) \
+        if isinstance(value, g.Binary) and value.op in ("+", "-", "^") and isinstance(value.left, g.Name) \
                 and value.left.name == rule.target.value:
             amount = Scope(self.constants, "a stored operation", self.problems).const(value.right, "the amount")
-            return None if amount is None else amount if value.op == "+" else -amount
-        self.problems.add(value.span, f"a stored operation must be reversible: {rule.target} plus or minus a constant")
+            return None if amount is None else ("^" if value.op == "^" else "+", -amount if value.op == "-" else amount)
+        self.problems.add(value.span, f"a stored operation must be reversible: {rule.target} plus, minus or ^ a constant")
         return None
 
 

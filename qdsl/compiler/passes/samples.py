@@ -21,20 +21,23 @@ def samples(program: Program, extents: Sequence[Index]) -> tuple[Mapping[str, in
 
 
 def sample_sizes(program: Program) -> SampleSizes:
-    """A program's size parameters: name, axis, values."""
+    """A program's size parameters, and the axes that it fixes: name, axis, values."""
+    fixed = tuple((axis, axis, (extent,)) for axis, extent in program.spec.fixed.items())
     listed = {p.name.value: tuple(v for v in p.values if isinstance(v, int)) for p in program.spec.params}
-    return tuple((size, size_axis(program, size), listed[size]) for size in program.sizes)
+    return fixed + tuple((size, size_axis(program, size), listed[size]) for size in program.sizes)
 
 
 @lru_cache(maxsize=32)                                           # tensors of a program have the same extents
 def samples_of(sizes: SampleSizes, extents: tuple[Index, ...]) -> tuple[Mapping[str, int], ...]:
     """Values for N, K and `sizes` at which every one of `extents` is defined."""
+    fixed = {name: list(values) for name, axis, values in sizes if name == axis}
+    sizes = tuple(size for size in sizes if size[0] not in fixed)
     read = {word for extent in extents for word in extent.names()}
     chosen_samples: list[Mapping[str, int]] = []
     for values in islice(product(*(listed if size in read else listed[:1] for size, _, listed in sizes)), MAX_CHOICES):
         chosen = {size: value for (size, _, _), value in zip(sizes, values, strict=True) if value > 0}
-        fixed = [substitute(extent, {size: Index(value) for size, value in chosen.items()}) for extent in extents]
-        rows, columns = (_candidates(divisor_of(axis, fixed), _large(fixed)) for axis in ("N", "K"))
+        solid = [substitute(extent, {size: Index(value) for size, value in chosen.items()}) for extent in extents]
+        rows, columns = (fixed.get(axis) or _candidates(divisor_of(axis, solid), _large(solid)) for axis in ("N", "K"))
         for n, k in sorted(product(rows, columns), key=lambda shape: shape[0] * shape[1]):
             whole = {size: {"N": n, "K": k}[axis] for size, axis, _ in sizes if size not in chosen}
             sample = {"N": n, "K": k, **chosen, **whole}

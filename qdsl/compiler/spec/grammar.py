@@ -65,7 +65,7 @@ class Negate:
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """`left op right`, op one of + - * / // % **"""
+    """`left op right`, op one of + - * / // % **, and ^ in a stored operation."""
 
     op: str
     left: Expr
@@ -185,6 +185,11 @@ def names(expr: Expr | None) -> Iterator[str]:
 def expression(text: Text) -> Expr:
     """`d * (q - 8)`"""
     return _whole(text, _Parser.expression)
+
+
+def changed(text: Text) -> Expr:
+    """`word - 5` or `word ^ 5`"""
+    return _whole(text, lambda parser: parser.binary(("^",), parser.expression))
 
 
 def call(text: Text) -> Apply:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qdsl.compiler.spec.grammar import Apply, Expr, Line, Shape, Typed
 from qdsl.compiler.spec.source import Source, Span, Text
@@ -134,7 +134,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A spec, checked for its shape alone."""
+    """A spec, checked for its shape alone.  fixed: N or K where all weights have the same."""
 
     source: Source
     name: Text
@@ -150,6 +150,7 @@ class Spec:
     storages: tuple[Storage, ...]
     detect: Mapping[str, Data]
     claims: tuple[Claim, ...]
+    fixed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def span(self) -> Span:

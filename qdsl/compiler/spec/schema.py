@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from qdsl.compiler.spec import grammar, marked
+from qdsl.compiler.spec.detection import check_detection
 from qdsl.compiler.spec.marked import Mapping, Node, Sequence
 from qdsl.compiler.spec.model import Claim, Data, Dim, Field, Param, Sectioned, Spec, Storage, Stored, Table, Tensor
 from qdsl.compiler.spec.reserved import RESERVED
@@ -26,9 +27,9 @@ _NUMBER = re.compile(r"(0|[1-9][0-9]{0,8})(\.[0-9]{1,9})?\Z")
 _LOWER = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 _ANY_CASE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,127}\Z")
-_HEX = re.compile(r"0x[0-9a-f]{8}\Z")
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}
 _ALIAS = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,127}\Z")
+MAX_FIXED = 1 << 20              # of an extent of all weights of a format
 MAX_ENTRIES = 64                # of a mapping or a list: no format comes near it, and every pass stays quick
 
 KEYS = {
@@ -36,7 +37,7 @@ KEYS = {
     "title": "one line that says what it is",
     "source": "where the layout is defined",
     "params": "parameters, each with the finite list of its values, the default first",
-    "weight": "[N, K]: n is the output row, k the input column, the axis that a matmul reduces",
+    "weight": "[N, K]: n is the output row, k the input column, the axis that a matmul reduces; a number where it is fixed",
     "dims": "derived extents and constants",
     "tables": "numbers that decode looks up: listed, read from a file, or computed from other tables",
     "fields": "stored values: a type, and a subscript that says which weights share one",
@@ -193,10 +194,6 @@ class _Reader:
         name = self.text(parts.get("format"), "format")
         if name is not None:
             self.name(name, "format")
-        weight = parts.get("weight")
-        if weight is not None and (texts := self.texts(weight, "weight")) and [text.value for text in texts] != ["N", "K"]:
-            self.problems.add(weight.span, "weight is [N, K], the shape of the decoded matrix; packed tensors have theirs under "
-                                           "'storage'")
         decode_text = self.text(parts.get("decode"), "decode")
         decode = self.parsed(grammar.expression, decode_text)
         params = tuple(self.params(parts.get("params")))
@@ -209,14 +206,30 @@ class _Reader:
         encode = self.parsed(grammar.call, self.text(parts.get("encode"), "encode"))
         claims = tuple(self.claims(parts.get("claims")))
         detect = self.rules(self.keys(parts["detect"], DETECT_KEYS, "detect")) if "detect" in parts else {}
-        self.detection(parts.get("detect"), params, storages)
+        check_detection(self.problems, parts.get("detect"), params, storages)
         self.unique([*(p.name for p in params), *(d.name for d in dims), *(t.name for t in tables), *(f.name for f in fields)])
         self.arguments(params, tables, storages)
+        fixed = self.fixed(parts.get("weight"))
         if name is None or decode is None or decode_text is None:
             return None
         title, origin = (self.text(parts.get(key), key) for key in ("title", "source"))
         return Spec(self.source, name, self.line(title), self.line(origin), params, dims, tables, fields, decode,
-                    " ".join(decode_text.value.split()), encode, storages, detect, claims)
+                    " ".join(decode_text.value.split()), encode, storages, detect, claims, fixed)
+
+    def fixed(self, node: Node | None) -> dict[str, int]:
+        """The extents of the weight that are numbers."""
+        texts = self.texts(node, "weight")
+        words = [text.value for text in texts]
+        if node is not None and texts and (len(words) != 2 or not all(
+                word == dim or _INTEGER.match(word) for dim, word in zip("NK", words, strict=True))):
+            self.problems.add(node.span, "weight is [N, K], the shape of the decoded matrix; packed tensors have theirs under "
+                                         "'storage'")
+            return {}
+        fixed = {dim: int(word) for dim, word in zip("NK", words, strict=False) if word != dim}
+        for dim, extent in fixed.items():
+            if not 1 <= extent <= MAX_FIXED:
+                self.problems.add(texts["NK".index(dim)].span, f"a fixed {dim} is 1 to {MAX_FIXED}, not {extent}")
+        return fixed
 
     def line(self, text: Text | None) -> str:
         """One line of prose for headers; what could end a docstring or a comment is refused."""
@@ -444,41 +457,9 @@ class _Reader:
         if not items:
             return None
         *conditions, (target, node) = items
-        value = self.parsed(grammar.expression, self.text(node, "the stored value"))
+        value = self.parsed(grammar.changed, self.text(node, "the stored value"))
         when = tuple((key, self.values(values, "a condition")) for key, values in conditions)
         return None if value is None else Stored(when, target, value)
-
-    def detection(self, node: Node | None, params: Iterable[Param], storages: Iterable[Storage]) -> None:
-        """Rules of `words` and `spills` are mappings, and speak of storages, parameters and tensors that there are."""
-        names = [storage.name.value for storage in storages]
-        params = list(params)
-        tensors = {tensor.stored_name.value for storage in storages for tensor in storage.tensors}
-        listed = [(key.value, rule) for key, value in (node.items if isinstance(node, Mapping) else ())
-                  for rule in (value.items if isinstance(value, Sequence) else (value,))
-                  if key.value in ("words", "spills")]
-        for key, rule in listed:
-            if not isinstance(rule, Mapping):
-                self.problems.add(rule.span, f"a rule of '{key}' must be a mapping, `key: value`")
-                continue
-            for name, value in rule.items:
-                word = value.value if isinstance(value, Text) else ""
-                if name.value == "storage" and word not in names:
-                    self.problems.add(value.span, f"there is no storage '{word}'{did_you_mean(word, names)}")
-                elif key == "words" and name.value in tensors and not _HEX.match(word):
-                    self.problems.add(value.span, "a word has 32 bits, as 0x88888888")
-                elif key == "spills" and name.value != "storage":
-                    self.overflowed(name, value, params, tensors)
-                elif key == "words" and name.value not in ("storage", *(p.name.value for p in params), *tensors):
-                    near = did_you_mean(name.value, tensors)
-                    self.problems.add(name.span, f"'{name}' is neither a parameter nor a tensor{near}")
-
-    def overflowed(self, name: Text, bits: Node, params: Iterable[Param], tensors: set[str]) -> None:
-        """A tensor, and the parameter that is how many bits its fields have."""
-        if name.value not in tensors:
-            self.problems.add(name.span, f"there is no tensor '{name}'{did_you_mean(name.value, tensors)}")
-        widths = [param.name.value for param in params if all(type(value) is int and 1 <= value <= 32 for value in param.values)]
-        if not isinstance(bits, Text) or bits.value not in widths:
-            self.problems.add(bits.span, "expected the parameter that says how many bits a field has")
 
     def rules(self, items: dict[str, Node]) -> dict[str, Data]:
         return {key: self.plain(value) for key, value in items.items()}

@@ -9,7 +9,7 @@ from qdsl.compiler.spec.source import Problem, Text
 
 MAX_LENGTH = 2000
 _TOKEN = re.compile(r"[ \t]*(?:(?P<float>\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+)|(?P<int>\d+)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)"
-                    r"|(?P<op>\*\*|//|[-+*/%()\[\]{},<:=.;]))")
+                    r"|(?P<op>\*\*|//|[-+*/%^()\[\]{},<:=.;]))")
 
 
 class GrammarError(Exception):

@@ -164,7 +164,7 @@ def _template(packed: PackedWeight, storage: str, params: Mapping[str, int | str
     optional = [name for name, stored in layout.tensors.items() if stored.optional
                 and (stored.optional in fields or (name == layout.order and name in packed.tensors))]
     template = packed.format.empty(shape, storage, "meta", optional, **params)
-    if why := layout.too_small(shape, template.sizes):
+    if why := layout.why_not(shape, template.sizes):
         raise FormatError(f"{packed.format.name}.{storage}: {why}")
     return _labelled(template, packed)
 

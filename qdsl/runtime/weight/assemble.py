@@ -25,7 +25,7 @@ def assemble(format: Format, storage: str, tensors: Mapping[str, Tensor], shape:
     """A weight of tensors in the storage's own shapes and dtypes, with its index tensors range-checked."""
     layout = format.variant(params).storages[storage]
     sizes = format.sizes(params, shape)
-    if why := layout.too_small(shape, sizes):
+    if why := layout.why_not(shape, sizes):
         raise FormatError(f"{format.name}.{storage}: {why}")
     in_order = {name for name, tensor in tensors.items() if (name == layout.order or layout.tensors[name].dtype == "index")
                 and check_columns(format, name, tensor, name == layout.order, shape, params)}
@@ -67,11 +67,13 @@ def check_columns(format: Format, name: str, tensor: Tensor, is_order: bool, sha
 
 def check_shape(format: Format, name: str, layout: Storage, shape: tuple[int, int], sizes: Mapping[str, int],
                 included: Collection[str]) -> None:
-    """Raises FormatError for a shape that does not divide as the tensors need.  included: the optional fields that are stored."""
+    """Raises FormatError for a shape that the storage is not for.  included: the optional fields that are stored."""
     for stored in layout.tensors.values():
         for axis in stored.axes if not stored.optional or stored.optional in included else ():
             if axis.extent(*shape, sizes) is None:
                 raise FormatError(f"{format.name}.{name}: {axis.wrong(*shape, sizes)}")
+    if why := layout.why_not(shape, sizes):
+        raise FormatError(f"{format.name}.{name}: {why}")
 
 
 def whole_shape(format: Format, shape: Sequence[int]) -> tuple[int, int]:

@@ -270,6 +270,7 @@ class Storage:
     shape: str = ""
     options: Mapping[str, str | bool | float] = field(default_factory=dict)
     least: Mapping[str, int] = field(default_factory=dict)
+    fixed: Mapping[str, int] = field(default_factory=dict)
     streams: Mapping[str, Stream] = field(default_factory=dict)
 
     @property
@@ -288,8 +289,11 @@ class Storage:
         """The tensors that pack returns for all fields that it takes, None where one is missing."""
         return self.pack(**fields, **{name: extents[name] for name in self.extents})
 
-    def too_small(self, shape: tuple[int, int], sizes: Mapping[str, int]) -> str:
-        """Why a weight of this shape has too few elements for the storage; '' where it has enough."""
+    def why_not(self, shape: tuple[int, int], sizes: Mapping[str, int]) -> str:
+        """Why the storage is not for weights of this shape, too few elements or another N or K; '' where it is."""
+        for dim, extent in zip("NK", shape, strict=True):
+            if self.fixed.get(dim, extent) != extent:
+                return f"it is for weights with {dim} = {self.fixed[dim]}, not {list(shape)}"
         for text, least in self.least.items():
             if (axis(text).extent(*shape, sizes) or 0) < least:
                 return f"it is for weights with {text} of {least} or more, not {list(shape)}"

@@ -205,7 +205,7 @@ class PackedWeight:
         whole = max(1, self.shape[dim == "K"])
         step, _ = self._granule(dim)
         return next((size for size in range(step, whole, step)
-                     if not self._too_small(dim, size) and not self._too_small(dim, whole % size or size)), whole)
+                     if not self._why_not(dim, size) and not self._why_not(dim, whole % size or size)), whole)
 
     def cut(self, dim: str, start: int, stop: int) -> PackedWeight:
         """Rows (dim 'N') or columns ('K') [start, stop) as a weight of their own, without copying.
@@ -259,7 +259,7 @@ class PackedWeight:
         step, why = self._steps.get(dim) or self._steps.setdefault(dim, self._granule(dim))
         if self.layout.streams or any(border % step and border != whole for border in (start, stop)):
             return why
-        return self._too_small(dim, stop - start) if stop > start else ""
+        return self._why_not(dim, stop - start) if stop > start else ""
 
     def _granule(self, dim: str) -> tuple[int, str]:
         """At which multiples of rows or columns tensors can be cut, all where none, and why not elsewhere."""
@@ -280,10 +280,10 @@ class PackedWeight:
         step = granule([*axes, *fields], dim, self.sizes, self.shape[1])
         return step, f"its blocks and words have {step} {UNITS[dim]}"
 
-    def _too_small(self, dim: str, size: int) -> str:
+    def _why_not(self, dim: str, size: int) -> str:
         """Why the storage has no weight of so many rows or columns; '' where it has."""
         shape = (size, self.shape[1]) if dim == "N" else (self.shape[0], size)
-        return self.layout.too_small(shape, self.format.sizes(self.params, shape)) if self.layout.least else ""
+        return self.layout.why_not(shape, self.format.sizes(self.params, shape)) if self.layout.least or self.layout.fixed else ""
 
     @property
     def _is_flat(self) -> bool:

@@ -10,7 +10,8 @@ Digit = tuple[int, str]                                          # extent, 0 for
 
 def bits_texts(program: Program, tensor: Tensor) -> list[str]:
     """The pieces of a tensor, where all their bits lie at digits of subscripts; else none."""
-    if tensor.section is not None or (tensor.stored is not None and tensor.stored.field is not None):
+    if tensor.section is not None or (
+            tensor.stored is not None and (tensor.stored.field is not None or tensor.stored.op == "^")):
         return []
     if program.row_codes and any(placement.field == program.row_codes.code for placement in tensor.placements):
         return []                                                # what no other storage has

@@ -36,6 +36,7 @@ def description(programs: Sequence[Program]) -> str:
         "params": {param.name.value: list(param.values) for param in first.spec.params},
         "sizes": {size: size_axis(first, size) for size in first.sizes},
         "by": by,
+        **({"fixed": dict(first.spec.fixed)} if first.spec.fixed else {}),
         "variants": [_variant(programs, by, params, storages) for params, storages in variants],
         "detect": first.spec.detect,
         **_tables(first.spec),

@@ -112,7 +112,8 @@ def _stored(program: Program, tensors: Sequence[Tensor], several: bool) -> str:
     arguments += [f"seen={tupled([axis.value for axis in tensor.seen])}"] if tensor.seen else []
     bits = bits_texts(program, tensor) if several else []
     arguments += [f"bits={tupled(bits)}"] if bits else []
-    adds = tensor.stored.amount if several and tensor.stored is not None and tensor.stored.field is None else 0
+    change = tensor.stored
+    adds = change.amount if several and change is not None and change.field is None and change.op == "+" else 0
     arguments += [f"adds={adds:#x}"] if adds else []
     return f"Stored({', '.join(arguments)})"
 
@@ -164,6 +165,7 @@ def _more_arguments(program: Program, reference: Reference, always: Sequence[str
             f"always={tupled(always)}" if always else "",
             f"omits={tupled(omitted)}" if omitted else "",
             f"least={{{', '.join(fewest)}}}" if fewest else "",
+            f"fixed={dict(program.spec.fixed)}".replace("'", '"') if program.spec.fixed else "",
             f"options={{{', '.join(options)}}}" if options else "",
             f"reads={tupled(reads)}" if reads else "",
             f"extents={tupled(extents)}" if extents else "",

@@ -350,7 +350,7 @@ class Decoder:
         text = f"{loaded} >> {shown(shift, 1)}" if shift != Index(0) else loaded
         text = f"{text} & {(1 << part.width) - 1}" if part.width < bits else text
         if tensor.stored is not None and tensor.stored.field == field.name:
-            text = f"({text}) {'-' if tensor.stored.amount > 0 else '+'} {abs(tensor.stored.amount)} & {(1 << field.bits) - 1}"
+            text = self.stored_field(tensor, field, f"({text})")
         if _is_in_integer(field, tensor) and part.width == field.bits:
             text = f"({text}).to(tl.uint{field.bits}).to(tl.{TRITON_FLOATS[field.kind]}, bitcast=True)"
         return max(level, self.level(shift, guard=guard)), text
@@ -376,8 +376,7 @@ class Decoder:
             text = f"{text}.to(tl.int32)"
         if tensor.stored is None or tensor.stored.field is not None:
             return text
-        amount = tensor.stored.amount
-        return f"{text} {'-' if amount > 0 else '+'} {abs(amount):#x}"
+        return tensor.stored.text(text, -1)
 
     def typed_load(self, tensor: Tensor, words: Slice, records: Mapping[str, Index], local: list[Index], kind: str,
                    guard: str) -> tuple[int, str]:
@@ -411,11 +410,11 @@ class Decoder:
         return level, self.stored_field(tensor, field, text)
 
     def stored_field(self, tensor: Tensor, field: Field, text: str) -> str:
-        """A field, from the number that the file stores of it: that may have an offset."""
-        add = tensor.stored
-        if add is None:
+        """A field, from the number that the file stores of it."""
+        if tensor.stored is None or tensor.stored.field != field.name:
             return text
-        return f"{text} {'-' if add.amount > 0 else '+'} {abs(add.amount)} & {(1 << field.bits) - 1}"
+        changed = tensor.stored.text(text, -1, field.bits)
+        return f"({changed}) & {(1 << field.bits) - 1}" if tensor.stored.op == "^" else f"{changed} & {(1 << field.bits) - 1}"
 
     # -- addresses ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,46 @@
+"""Rules under `detect` that name storages, parameters and tensors: whether these exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from qdsl.compiler.spec.marked import Mapping, Node, Sequence
+from qdsl.compiler.spec.model import Param, Storage
+from qdsl.compiler.spec.source import Problems, Text, did_you_mean
+
+_HEX = re.compile(r"0x[0-9a-f]{8}\Z")
+
+
+def check_detection(problems: Problems, node: Node | None, params: Iterable[Param], storages: Iterable[Storage]) -> None:
+    """Rules of `words` and `spills` are mappings, and speak of storages, parameters and tensors that there are."""
+    names = [storage.name.value for storage in storages]
+    params = list(params)
+    tensors = {tensor.stored_name.value for storage in storages for tensor in storage.tensors}
+    listed = [(key.value, rule) for key, value in (node.items if isinstance(node, Mapping) else ())
+              for rule in (value.items if isinstance(value, Sequence) else (value,))
+              if key.value in ("words", "spills")]
+    for key, rule in listed:
+        if not isinstance(rule, Mapping):
+            problems.add(rule.span, f"a rule of '{key}' must be a mapping, `key: value`")
+            continue
+        for name, value in rule.items:
+            word = value.value if isinstance(value, Text) else ""
+            if name.value == "storage" and word not in names:
+                problems.add(value.span, f"there is no storage '{word}'{did_you_mean(word, names)}")
+            elif key == "words" and name.value in tensors and not _HEX.match(word):
+                problems.add(value.span, "a word has 32 bits, as 0x88888888")
+            elif key == "spills" and name.value != "storage":
+                _check_overflowed(problems, name, value, params, tensors)
+            elif key == "words" and name.value not in ("storage", *(p.name.value for p in params), *tensors):
+                near = did_you_mean(name.value, tensors)
+                problems.add(name.span, f"'{name}' is neither a parameter nor a tensor{near}")
+
+
+def _check_overflowed(problems: Problems, name: Text, bits: Node, params: Iterable[Param], tensors: set[str]) -> None:
+    """A tensor, and the parameter that is how many bits its fields have."""
+    if name.value not in tensors:
+        problems.add(name.span, f"there is no tensor '{name}'{did_you_mean(name.value, tensors)}")
+    widths = [param.name.value for param in params if all(type(value) is int and 1 <= value <= 32 for value in param.values)]
+    if not isinstance(bits, Text) or bits.value not in widths:
+        problems.add(bits.span, "expected the parameter that says how many bits a field has")
