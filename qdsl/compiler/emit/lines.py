@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import chain, count
 
 WIDTH = 120
 WORD = re.compile(r"(?<![\w\".])[A-Za-z_]\w*(?![\w\"=])")         # neither a key, an attribute nor the name of an argument
@@ -50,7 +51,7 @@ def named(lines: list[str], name: str, text: str, reserved: Iterable[str] = ()) 
         if line.endswith(f" = {text}") and line.split(" = ", 1)[1] == text:
             return line.split(" = ", 1)[0]
     taken = {line.split(" = ", 1)[0] for line in lines} | set(reserved)
-    free = next(word for word in (name, *(f"{name}{i}" for i in range(2, 99))) if word not in taken)
+    free = next(word for word in chain([name], (f"{name}{i}" for i in count(2))) if word not in taken)
     lines.append(f"{free} = {text}")
     return free
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from math import gcd
 
 
@@ -24,13 +25,31 @@ class Domain:
     blocks: Mapping[str, int] = field(default_factory=dict)
 
 
+class _Hashed:
+    """Keeps the hash of an expression, which is asked for again and again as it becomes part of others."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+    def _of(self, *fields: object) -> int:
+        value = hash(fields)
+        object.__setattr__(self, "_hash", value)
+        return value
+
+
 @dataclass(frozen=True, slots=True)
-class Atom:
+class Atom(_Hashed):
     """`op` is 'name', 'div' (floor), 'mod', 'ceil' (ceiling division), 'exact' (division that must divide) or 'mul'."""
 
     op: str
     name: str = ""
     args: tuple[Index, ...] = ()
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            return self._of(self.op, self.name, self.args)
 
     @property
     def key(self) -> tuple[bool, str, tuple[str, ...]]:
@@ -39,11 +58,17 @@ class Atom:
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class Index(_Hashed):
     """A constant plus integer multiples of atoms, in normal form."""
 
     const: int = 0
     terms: tuple[tuple[Atom, int], ...] = ()
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            return self._of(self.const, self.terms)
 
     def __str__(self) -> str:
         return text(self)
@@ -95,6 +120,7 @@ def as_index(value: Index | int) -> Index:
     return Index(value) if isinstance(value, int) else value
 
 
+@cache
 def name(word: str) -> Index:
     """The index that is a name."""
     return Index(0, ((Atom("name", word), 1),))
@@ -112,10 +138,11 @@ def combine(parts: list[tuple[Index, int]]) -> Index:
         const += factor * part.const
         for atom, coefficient in part.terms:
             terms[atom] = terms.get(atom, 0) + factor * coefficient
-    kept = [(atom, coefficient) for atom, coefficient in terms.items() if coefficient]
-    if len({abs(coefficient) for _, coefficient in kept}) < len(kept):
-        kept.sort(key=lambda term: term[0].key)                  # texts, which only equal coefficients need
-    kept.sort(key=lambda term: -abs(term[1]))
+    kept = [term for term in terms.items() if term[1]]
+    if len(kept) > 1:
+        if len({abs(coefficient) for _, coefficient in kept}) < len(kept):
+            kept.sort(key=lambda term: term[0].key)              # texts, which only equal coefficients need
+        kept.sort(key=lambda term: -abs(term[1]))
     return Index(const, tuple(kept))
 
 

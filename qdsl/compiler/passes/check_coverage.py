@@ -14,7 +14,7 @@ from math import prod
 
 from qdsl.compiler.ir.index import Index
 from qdsl.compiler.ir.program import Field, Placement, Program, Tensor
-from qdsl.compiler.passes.samples import SampleSizes, sample_sizes, samples_of
+from qdsl.compiler.passes.samples import SampleSizes, distinct, sample_sizes, samples_of
 from qdsl.compiler.spec.source import Problems, did_you_mean
 from qdsl.core.layout import Clash, Line, coverage, walk
 
@@ -165,7 +165,8 @@ class Fit:
 def _fit(sizes: SampleSizes, defined: tuple[Index, ...], counts: tuple[Index, ...], tile: int, extent: Index) -> Fit:
     """Compare tile * product of `counts` with `extent`, at samples of sizes for which all of `defined` have values."""
     fit = Fit()
-    for sample in samples_of(sizes, defined):
+    read = set[str]().union(*(index.names() for index in (*counts, extent)))
+    for sample in distinct(samples_of(sizes, defined), sorted(read)):
         numbers, elements = [count(sample) for count in counts], extent(sample)
         records = prod(numbers)
         steps = [_step(count, sample) for count in counts]

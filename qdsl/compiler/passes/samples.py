@@ -32,25 +32,39 @@ def samples_of(sizes: SampleSizes, extents: tuple[Index, ...]) -> tuple[Mapping[
     """Values for N, K and `sizes` at which every one of `extents` is defined."""
     fixed = {name: list(values) for name, axis, values in sizes if name == axis}
     sizes = tuple(size for size in sizes if size[0] not in fixed)
-    read = {word for extent in extents for word in extent.names()}
+    read = set[str]().union(*(extent.names() for extent in extents))
     chosen_samples: list[Mapping[str, int]] = []
     for values in islice(product(*(listed if size in read else listed[:1] for size, _, listed in sizes)), MAX_CHOICES):
         chosen = {size: value for (size, _, _), value in zip(sizes, values, strict=True) if value > 0}
         solid = [substitute(extent, {size: Index(value) for size, value in chosen.items()}) for extent in extents]
-        rows, columns = (fixed.get(axis) or _candidates(divisor_of(axis, solid), _large(solid)) for axis in ("N", "K"))
+        whole = {axis: [axis, *(size for size, own, _ in sizes if own == axis and size not in chosen)] for axis in ("N", "K")}
+        alone = {"N": [extent for extent in extents if extent.names().isdisjoint(whole["K"])],
+                 "K": [extent for extent in extents if extent.names().isdisjoint(whole["N"])]}
+        both = [extent for extent in extents if extent not in alone["N"] and extent not in alone["K"]]
+        rows, columns = ([length for length in fixed.get(axis) or _candidates(divisor_of(axis, solid), _large(solid))
+                          if _are_defined(alone[axis], {**dict.fromkeys(whole[axis], length), **chosen})] for axis in ("N", "K"))
         for n, k in sorted(product(rows, columns), key=lambda shape: shape[0] * shape[1]):
-            whole = {size: {"N": n, "K": k}[axis] for size, axis, _ in sizes if size not in chosen}
-            sample = {"N": n, "K": k, **chosen, **whole}
-            if _defined(extents, sample):
+            lengths = {size: {"N": n, "K": k}[axis] for size, axis, _ in sizes if size not in chosen}
+            sample = {"N": n, "K": k, **chosen, **lengths}
+            if _are_defined(both, sample):
                 chosen_samples.append(sample)
     return tuple(chosen_samples)
 
 
-def _defined(extents: Sequence[Index], sample: Mapping[str, int]) -> bool:
+def _are_defined(extents: Sequence[Index], sample: Mapping[str, int]) -> bool:
+    """Whether extents have values for these of the names that they read."""
     try:
         return all(extent(sample) is not None for extent in extents)
     except ArithmeticError:
         return False
+
+
+def distinct(samples: Sequence[Mapping[str, int]], names: Sequence[str]) -> list[Mapping[str, int]]:
+    """Of samples that give these names the same values, the first."""
+    firsts: dict[tuple[int, ...], Mapping[str, int]] = {}
+    for sample in samples:
+        firsts.setdefault(tuple([sample[name] for name in names]), sample)
+    return list(firsts.values())
 
 
 def divisor_of(axis: str, extents: Sequence[Index]) -> int:

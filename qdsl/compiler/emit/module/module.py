@@ -6,7 +6,6 @@ spec and the compiler alone.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -102,7 +101,7 @@ def _part_name(by: Sequence[str], part: Part) -> str:
 
 def _finish(lines: Sequence[str]) -> str:
     text = "\n".join(row.rstrip() for line in lines for row in folded(line)) + "\n"
-    ast.parse(text)                                              # a generator that writes no Python has a bug
+    compile(text, "", "exec")                                    # a generator that writes no Python has a bug
     return text
 
 

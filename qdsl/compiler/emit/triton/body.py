@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, count, groupby
 
 from qdsl.compiler.emit.lines import indent
 from qdsl.compiler.ir.program import Lane
@@ -25,7 +25,7 @@ class Body:
             if other == guard and line.split(" = ", 1)[1:] == [text]:
                 return line.split(" = ", 1)[0]
         taken = {line.split(" = ", 1)[0] for rows in self.levels for other, line in rows if not _exclude(other, guard)}
-        names = (target, *(f"{target}{i}" for i in range(1, 99)))
+        names = chain([target], (f"{target}{i}" for i in count(1)))
         free = next(word for word in names if word not in taken and word not in self.arguments)
         self.levels[level].append((guard, f"{free} = {text}"))
         self.at[free, guard] = level

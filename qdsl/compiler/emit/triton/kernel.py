@@ -384,10 +384,10 @@ class Decoder:
         size = words.width // tensor.element.bits
         step = self.bit(words, local)
         typed = f"{pointer(tensor)}_{kind}"
-        self.base(tensor, records)
+        rows = self.base(tensor, records)
         self.ahead(tensor, f"{typed} = {pointer(tensor)}.to(tl.pointer_type(tl.{TRITON_FLOATS[kind]}))")
         level = self.level(*records.values(), step, guard=guard)
-        offset = self.offset(tensor, records, step, size)
+        offset = self.offset(tensor, records, step, size, rows)
         place = f"{typed} + {shown(offset)}" if offset != Index(0) else typed
         return level, f"tl.load({place}, {self.mask(level)}, 0)"
 
@@ -401,9 +401,9 @@ class Decoder:
                      for i in range(tensor.words)]
             words_name = self.body.add(level, f"{field.name}_words", f"({', '.join(words)})", guard)
             return self.level(bit), self.stored_field(tensor, field, f"device.bits({words_name}, {shown(bit)}, {part.width})")
-        self.base(tensor, records)
+        rows = self.base(tensor, records)
         level = self.level(*records.values(), bit, guard=guard)
-        start = self.offset(tensor, records, Index(0), 1)
+        start = self.offset(tensor, records, Index(0), 1, rows)
         step = word_step(tensor)
         text = (f"device.stream({pointer(tensor)} + {shown(start)}, {shown(step)}, {shown(bit)}, {part.width}, "
                 f"{tensor.element.bits}, {self.mask(level)})")
@@ -420,8 +420,8 @@ class Decoder:
 
     def load(self, tensor: Tensor, records: Mapping[str, Index], step: Index, guard: str) -> str:
         """The load of an element of a tensor, whose records are at these indices."""
-        self.base(tensor, records)
-        offset = self.offset(tensor, records, step, 1)
+        rows = self.base(tensor, records)
+        offset = self.offset(tensor, records, step, 1, rows)
         level = self.level(*records.values(), step, guard=guard)
         place = f"{pointer(tensor)} + {shown(offset)}" if offset != Index(0) else pointer(tensor)
         if not tensor.vars:
@@ -435,13 +435,17 @@ class Decoder:
             return ""
         return f" & ({shown(records[cut.digits[0]] * tensor.words + step)} < {shown(cut.extent)})"
 
-    def base(self, tensor: Tensor, records: Mapping[str, Index]) -> None:
-        """Advance the tensor's pointer to its rows once, ahead of the loop; that of a region begins as its holder's."""
+    def base(self, tensor: Tensor, records: Mapping[str, Index]) -> Index:
+        """Advance the tensor's pointer to its rows once, ahead of the loop; that of a region begins as its holder's.
+
+        Returns how far that is.
+        """
         if (name_here := pointer(tensor)) != tensor.stored_name:
             self.ahead(tensor, f"{name_here} = {tensor.stored_name}")
         rows = self.rows_part(address(tensor, records, Index(0)))
         if rows != Index(0):
             self.ahead(tensor, f"{name_here} += {shown(rows)}")
+        return rows
 
     def ahead(self, tensor: Tensor, line: str) -> None:
         """A line ahead of the units, once, where the tensor is there at all."""
@@ -456,9 +460,9 @@ class Decoder:
         return Index(0, tuple((atom, c) for atom, c in position.terms
                               if rows <= (read := Index(0, ((atom, 1),)).names()) and read <= rows | fixed))
 
-    def offset(self, tensor: Tensor, records: Mapping[str, Index], step: Index, size: int) -> Index:
-        """The rest of the address, in elements of `size` elements of the tensor."""
-        left = address(tensor, records, step * size) - self.rows_part(address(tensor, records, Index(0)))
+    def offset(self, tensor: Tensor, records: Mapping[str, Index], step: Index, size: int, rows: Index) -> Index:
+        """The rest of the address behind its rows, in elements of `size` elements of the tensor."""
+        left = address(tensor, records, step * size) - rows
         return ix.exact(left, size) if size > 1 else left
 
 
