@@ -10,13 +10,14 @@
 
     ik_llama: 4.25 bits per weight
 
-Built from the spec ik_iq4_ks (sha256 b2af3ad4a7afbf4c) by qdsl 0.1.0.
+Built from the spec ik_iq4_ks (sha256 9c8b207acaac5d6c) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
 from torch import Tensor
 
+from qdsl.encode import least_squares_nested
 from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -65,6 +66,24 @@ def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = Non
     return torch.mul(d * (2 * sc - 127), LEVELS[16 * h + q], out=out).flatten(1)
 
 
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: as least_squares; scales are steps of a super-scale of columns or of the
+    row.  importance: float32 [K].
+    """
+    q, h, sc, d = least_squares_nested(weight, code="u4", choice="u1", scale="u7", super_scale="f32", columns=32,
+            super_axes=1, super_columns=weight.shape[1],
+            steps=(-127, -125, -123, -121, -119, -117, -115, -113, -111, -109, -107, -105, -103, -101, -99, -97, -95,
+                -93, -91, -89, -87, -85, -83, -81, -79, -77, -75, -73, -71, -69, -67, -65, -63, -61, -59, -57, -55,
+                -53, -51, -49, -47, -45, -43, -41, -39, -37, -35, -33, -31, -29, -27, -25, -23, -21, -19, -17, -15,
+                -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37,
+                39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63, 65, 67, 69, 71, 73, 75, 77, 79, 81, 83, 85, 87, 89,
+                91, 93, 95, 97, 99, 101, 103, 105, 107, 109, 111, 113, 115, 117, 119, 121, 123, 125, 127),
+            values=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113, -123, -100, -79, -61,
+                -45, -31, -18, -6, 5, 17, 29, 42, 57, 73, 93, 117),
+            importance=importance)
+    return {"q": q, "h": h, "sc": sc, "d": d}
+
+
 # -- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -101,7 +120,7 @@ VARIANT = Variant(
             "rows": Stored("u8", "N", "4 + 136*K/256"),
         }, kernels=Kernels(_decode_ik_llama, rows="N", units="K/2", last="k", tables=(LEVELS,))),
     },
-    decode=decode,
+    decode=decode, encode=encode, importance=True,
 )
 
 FORMAT = Format(
@@ -109,7 +128,7 @@ FORMAT = Format(
     source="ik_llama.cpp ggml-common.h block_iq4_ks, iqk_quantize.cpp dequantize_row_iq4_ks",
     formula="d * (2 * sc - 127) * levels[16 * h + q]",
     variants={(): VARIANT},
-    digest="b2af3ad4a7afbf4c",
+    digest="9c8b207acaac5d6c",
 )
 SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from qdsl.core.numbers import Number
 
 # Arguments of every scheme's function: which weights share a value, and how many axes a scale has.
-BLOCK_SIZES = ("rows", "columns", "super_columns", "shift_columns", "sums_columns", "axes")
+BLOCK_SIZES = ("rows", "columns", "super_columns", "super_axes", "shift_columns", "sums_columns", "axes")
 # What a field must be to play a role: words for it, and the test.
 KINDS: dict[str, tuple[str, Callable[[Number], bool]]] = {
     "scale": ("a scale is f32, f16 or bf16", lambda number: number.is_float and number.bits >= 16),
@@ -43,10 +43,11 @@ class Scheme:
     computed from the codes.
     inverts: the decode expressions that it is the inverse of, over roles, constants that may be missing, and tables:
     `level[code]` is a number, `levels[code]` one of rising integers, or of a stored table where that is a role, `grid[code, k]`
-    one of a row; `steps(scale)` is whatever depends on that field alone.  importance: it takes one.  own: options that belong
-    to the format, which no caller chooses; overridable: numbers that a caller may choose too.  which: the argument that says
-    which of `inverts` it is, counted from 0.  of_integers: the options that codes that are integers need too.
-    across: a block that shares a scale may lie in several rows of the weight.  kernel: the function of its name in
+    one of a row; `steps(scale)`, `values(sign, code)` are whatever depends on those fields alone.  importance: it takes one.
+    own: options that belong to the format, which no caller chooses; overridable: numbers that a caller may choose too.
+    which: the argument that says which of `inverts` it is, counted from 0.  of_integers: the options that codes that are integers
+    need too.  across: a block that shares a scale may lie in several rows of the weight.  of_rows: its super-scale may be of
+    whole rows.  kernel: the function of its name in
     runtime/gpu/kernels/encode.py does the same on a GPU, for rows of a cache.
     """
 
@@ -61,6 +62,7 @@ class Scheme:
     which: str = ""
     of_integers: tuple[str, ...] = ()
     across: bool = True
+    of_rows: bool = False
     kernel: bool = False
 
     @property
@@ -184,5 +186,17 @@ SCHEMES = {
     "kmeans": Scheme({"code": "count", "levels": "levels"}, ("code", "levels"), {},
                      "levels of a stored table by k-means of the weights that share it; codes of the nearest levels",
                      "levels[code]", importance=True),
+    "least_squares": Scheme({"code": "code", "sign": "bit", "choice": "count", "scale": "power"}, ("code", "scale"), {},
+                            "scale by search for the least squared error; codes of the nearest values, of any table or formula",
+                            ("scale * values(code)", "scale * values(sign, code)", "scale * values(choice, code)",
+                             "scale * values(choice, sign, code)"), importance=True),
+    "least_squares_nested": Scheme({"code": "code", "sign": "bit", "choice": "count", "scale": "integer", "super_scale": "scale"},
+                                   ("code", "scale", "super_scale"), {},
+                                   "as least_squares; scales are steps of a super-scale of columns or of the row",
+                                   ("super_scale * steps(scale) * values(code)",
+                                    "super_scale * steps(scale) * values(sign, code)",
+                                    "super_scale * steps(scale) * values(choice, code)",
+                                    "super_scale * steps(scale) * values(choice, sign, code)"),
+                                   importance=True, across=False, of_rows=True),
     "nearest": Scheme({"code": "float"}, ("code",), {}, "each weight is rounded to nearest, ties to even", "code"),
 }

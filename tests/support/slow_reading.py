@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import product
 from math import ceil, ldexp, prod
 from typing import Any
 
@@ -20,7 +21,7 @@ from qdsl.analyze.check import spec_bits as oracle
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Spec, Tensor
 from qdsl.compiler.spec.tables import is_number
-from tests.support import grids, searches
+from tests.support import grids, searches, slow_search
 from tests.support import slow_schemes as schemes
 from tests.support.slow_numbers import Codes, Scalar, Unread, magnitudes, nearest, value, width
 from tests.support.slow_schemes import bounds, stored_scale
@@ -212,6 +213,9 @@ class Reading:
             return self._nested(weight)
         if self.spec.encode.name == "kmeans":
             return self._levels_of_blocks(weight, code, str(arguments["levels"]), arguments.get("importance"))
+        if self.spec.encode.name.startswith("least_squares"):
+            return self._least_squares(weight, {role: str(name) for role, name in self.arguments.items()},
+                                       arguments.get("importance"))
         if self.spec.encode.name.startswith("grid_"):
             return self._grids(weight, {role: str(name) for role, name in self.arguments.items()}, arguments.get("importance"))
         roles = {role: str(arguments[role]) for role in ("scale", "min", "zero", "super_scale", "super_min") if role in arguments}
@@ -359,6 +363,42 @@ class Reading:
             for place, own in zip(places, chosen, strict=True):
                 fields[code][place] = own
         return fields
+
+    def _least_squares(self, weight: npt.NDArray[np.float32], roles: Mapping[str, str], importance: Any) -> dict[str, Codes]:
+        """Fields of blocks by search over what decode makes of codes, signs and choices, and of scales that are steps."""
+        inner = [roles["scale"]] if "super_scale" in roles else []
+        outer, code, kinds = roles["super_scale" if inner else "scale"], roles["code"], {f: self.kind(f) for f in roles.values()}
+        steps = self._products(inner, bool(inner)) if inner else [1.0]
+        values = self._products([roles[role] for role in ("choice", "sign", "code") if role in roles], not inner)
+        size = len(values) >> (width(kinds[roles["choice"]]) if "choice" in roles else 0)
+        shapes = {f.name.value: oracle.shape_of(self.spec, f, self.env) for f in self.spec.fields}
+        fields = {name: np.zeros(shapes[name], np.int64) for name in roles.values()}
+        elements = {place: at for place, _, at in self.places(fields)}
+        blocks: dict[tuple[int, ...], dict[tuple[int, ...], list[tuple[int, int]]]] = {}
+        for place, at in elements.items():
+            blocks.setdefault(at[outer], {}).setdefault(at[roles["scale"]], []).append(place)
+        for above, parts in blocks.items():
+            x = [[(float(weight[place]), 1.0 if importance is None else float(importance[place[1]])) for place in part]
+                 for part in parts.values()]
+            scale, picked = slow_search.chosen(x, [values[i:i + size] for i in range(0, len(values), size)], steps, kinds[outer])
+            fields[outer][above] = schemes.scale_code(scale, kinds[outer])
+            for part, (step, choice, words) in zip(parts.values(), picked, strict=True):
+                for place, word in zip(part, words, strict=True):
+                    own = {code: schemes.bits_of(word % (1 << width(kinds[code])), kinds[code]), roles.get("choice"): choice,
+                           roles.get("sign"): word >> width(kinds[code]),
+                           **({roles["scale"]: schemes.bits_of(step, kinds[roles["scale"]])} if inner else {})}
+                    for name in own.keys() - {None}:
+                        fields[name][elements[place][name]] = own[name]
+        return fields
+
+    def _products(self, names: list[str], with_numbers: bool) -> list[float]:
+        """The product of the factors of decode that read these fields alone, for all codes, those of the last the fastest."""
+        words = [[value(self.kind(name), schemes.bits_of(place, self.kind(name))) for place in range(1 << width(self.kind(name)))]
+                 for name in names]
+        read = [(part, set(g.names(part)) - {name for name, _ in self.tables}) for part in _factors(self.spec.decode)]
+        parts = [part for part, own in read if own <= set(names) and (own or with_numbers)]
+        return [prod(float(_step(part, dict(zip(names, at, strict=True)), self.tables)) for part in parts)
+                for at in product(*words)]
 
     def _grids(self, weight: npt.NDArray[np.float32], roles: Mapping[str, str], importance: Any) -> dict[str, Codes]:
         """Fields of super-blocks of rows of a grid: `code` says the row, and decode what else there is."""

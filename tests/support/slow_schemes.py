@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tests.support import searches
-from tests.support.slow_numbers import Scalar, magnitudes, nearest, ue4m3, value, whole
+from tests.support.slow_numbers import Scalar, magnitudes, nearest, ue4m3, value, whole, width
 
 
 def _chosen(x: np.float32, kind: str, ties: str, offset: int, zeros: str = "signed") -> int:
@@ -25,6 +25,16 @@ def stored_scale(scale: np.float32, kind: str) -> tuple[int, np.float32]:
     """The scale's code, and the float32 that it is read back as."""
     code = nearest(kind, scale)
     return code, np.float32(value(kind, code))
+
+
+def scale_code(scale: float, kind: str) -> int:
+    """The code of a scale that is one of its type's numbers."""
+    return 126 + frexp(scale)[1] if kind == "e8m0" else stored_scale(np.float32(scale), kind)[0]
+
+
+def bits_of(place: int, kind: str) -> int:
+    """The bits of a code, given its place among the type's codes: integers rise, floats are in the order of their bits."""
+    return place ^ (1 << width(kind) - 1) if kind[0] == "i" and kind[1:].isdigit() else place
 
 
 def bounds(kind: str) -> tuple[int, int]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise, permutations
-from math import prod
+from itertools import pairwise, permutations, product
+from math import isfinite, prod
 
 from qdsl.compiler.ir.index import Index, flat_of
 from qdsl.compiler.ir.program import Constant, Encode, Program, Value
@@ -26,6 +26,7 @@ Options = dict[str, str | int | float]
 _OPERATIONS: dict[str, Callable[..., float]] = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
                                                "//": operator.floordiv, "%": operator.mod, "neg": operator.neg, "float": float}
 LEVELS = (("scale", "min", "zero"), ("super_scale", "super_min"))    # roles of blocks of one size
+ALIKE = (("scale", "choice"), ("code", "sign"))                  # and of schemes of any values
 
 
 def check_encode(program: Program, problems: Problems) -> Program:
@@ -170,7 +171,7 @@ def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mappin
             problems.add(call.span, f"'{call.name}' needs a table of rising integers; '{table.name}' is none")
     if "sums" in roles:
         _check_sums(program, call, roles, constants, problems)
-    _check_levels(program, call, roles, problems)
+    _check_levels(program, call, roles, (*LEVELS, *ALIKE) if "values" in constants else LEVELS, problems)
     if "levels" in roles:
         _check_entries(program, call, roles, problems)
     if scheme.across:
@@ -179,6 +180,8 @@ def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mappin
             problems.add(call.span, f"'{call.name}' needs a super-scale of the whole weight, which has no subscript")
         return
     nested = [role for role in ("code", "shift", "scale", "super_scale")[0 if "grid" in constants else 1:] if role in roles]
+    if scheme.of_rows and [str(i) for i in program.field(roles["super_scale"]).index] == ["n"]:
+        nested.remove("super_scale")
     sizes = [_length(program.field(roles[role]).index) for role in nested]
     whole = [size for size in sizes if size is not None]
     if len(whole) < len(sizes) or any(large % small for small, large in pairwise(whole)):
@@ -187,9 +190,10 @@ def _check_blocks(program: Program, call: g.Apply, scheme: Scheme, roles: Mappin
         _check_rows(program, call, roles, constants, whole, problems)
 
 
-def _check_levels(program: Program, call: g.Apply, roles: Mapping[str, str], problems: Problems) -> None:
+def _check_levels(program: Program, call: g.Apply, roles: Mapping[str, str], levels: Sequence[tuple[str, ...]],
+                  problems: Problems) -> None:
     """Fields of one level have the same subscript."""
-    for level in LEVELS:
+    for level in levels:
         present = [role for role in level if role in roles]
         for role in present[1:]:
             if program.field(roles[role]).index != program.field(roles[present[0]]).index:
@@ -304,9 +308,10 @@ def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value
     wanted, factors = list(_factors_of(pattern)), list(_factors(program, value))
     alone: Constants | None = {}
     for part in wanted:
-        if isinstance(part, g.Apply):
+        if isinstance(part, g.Apply) and alone is not None and set(g.names(part)) <= set(roles):
             mine = [factor for factor in factors if _read(program, factor) <= {roles[role] for role in g.names(part)}]
-            alone = _steps_of(program, roles, part, mine)
+            steps = _steps_of(program, roles, part, mine)
+            alone = None if steps is None else {**alone, **steps}
             factors = [factor for factor in factors if factor not in mine]
     if alone is None:
         return None
@@ -326,26 +331,40 @@ def _products(program: Program, roles: Mapping[str, str], pattern: g.Expr, value
 
 
 def _steps_of(program: Program, roles: Mapping[str, str], pattern: g.Apply, factors: list[Value]) -> Constants | None:
-    """The product of values that depend on one role's field alone, for each of its codes."""
-    [field] = (program.field(roles[role]) for role in g.names(pattern))
-    if {field.name} != {name for factor in factors for name in _read(program, factor)}:
+    """The product of values that depend on these roles' fields alone, for each of their codes, the last role's the fastest."""
+    fields = [program.field(roles[role.name]) for role in pattern.arguments if isinstance(role, g.Name)]
+    if {field.name for field in fields} != {name for factor in factors for name in _read(program, factor)}:
         return None
-    assert field.number is not None
-    codes = range(field.number.low, field.number.high + 1)
-    return {pattern.name: tuple(prod(_at(program, factor, code) for factor in factors) for code in codes)}
+    codes = [_numbers(field.number) for field in fields if field.number is not None]
+    names = [field.name for field in fields]
+    values = tuple(prod(_at(program, factor, dict(zip(names, at, strict=True))) for factor in factors) for at in product(*codes))
+    return {pattern.name: values} if all(map(isfinite, values)) else None
+
+
+def _numbers(number: Number) -> list[float]:
+    """What the codes of a type stand for."""
+    if number.is_float:
+        return [number.decode(code) for code in range(1 << number.bits)]
+    return list(range(number.low, number.high + 1))
 
 
 def _read(program: Program, value: Value) -> set[str]:
-    """The fields and tables that a value is made of, and the types that it is rounded to."""
-    own = {value.name} if value.op in ("field", "table", "entry", "row", "round") else set()
+    """The fields and tables of rows that a value is made of, and the types that it is rounded to."""
+    rows = {table.name.value for table in program.spec.tables if len(table.shape) > 1}
+    is_own = value.op in ("field", "entry", "row", "round") or (value.op == "table" and value.name in rows)
+    own = {value.name} if is_own else set()
     return own.union(*(_read(program, program.values[i]) for i in value.args))
 
 
-def _at(program: Program, value: Value, code: int) -> float:
-    """A value that depends on one field alone, where that field is `code`."""
+def _at(program: Program, value: Value, numbers: Mapping[str, float]) -> float:
+    """A value that depends on fields alone, where those fields are these numbers."""
     if value.op in ("field", "const"):
-        return code if value.op == "field" else value.const
-    return _OPERATIONS[value.op](*(_at(program, program.values[i], code) for i in value.args))
+        return numbers[value.name] if value.op == "field" else value.const
+    arguments = [_at(program, program.values[i], numbers) for i in value.args]
+    if value.op == "table":
+        table = next(table for table in program.spec.tables if table.name.value == value.name)
+        return table.values[int(arguments[0])]
+    return _OPERATIONS[value.op](*arguments)
 
 
 def _is_one(program: Program, roles: Mapping[str, str], value: Value) -> bool:

@@ -133,6 +133,8 @@ def _columns(program: Program, encode: Encode, run: Index | None) -> list[str]:
     arguments += [f"axes={axes}"] if around else []
     more = {"super": "super_scale", "shift": "shift"} if run is not None or not across else {}
     more |= {"sums": "sums"}
+    if SCHEMES[encode.scheme].of_rows:
+        arguments.append(f"super_axes={len(roles['super_scale'].index)}")
     return [*arguments, *(f"{word}_columns={_block(program, roles[role], 'k')}" for word, role in more.items() if role in roles)]
 
 

@@ -1,0 +1,267 @@
+"""Codes of any finite table of values, with scales by search for the least squared error: for what no other scheme is for.
+
+Arrays are [elements, blocks] in float64, and sums add one element after the other, so no result depends on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from qdsl.core.numbers import number
+from qdsl.encode.blocks import join_blocks, shaped, stored_scale
+from qdsl.encode.rows import ELEMENTS, cut
+from qdsl.encode.scheme import scheme
+from qdsl.runtime.weight.layout import FLOATS
+from qdsl.runtime.weight.match import torch_dtype
+
+Doubles = npt.NDArray[np.float64]
+Places = npt.NDArray[np.int64]
+RATIOS = tuple(i / 32 for i in range(36, 15, -1))                # of the scale that puts the extreme weight on the extreme value
+ROUNDS = 2                                                       # of scales of least squares, for the codes of the best so far
+
+
+@scheme
+@np.errstate(all="ignore")
+def least_squares(weight: Tensor, *, code: str, scale: str, rows: int, columns: int, axes: int, values: Sequence[float],
+                  sign: str | None = None, choice: str | None = None, importance: Tensor | None = None) -> tuple[Tensor, ...]:
+    """(codes, signs, choices, scales) of w = scale * values[code], without the fields that the format has not.
+
+    values: for each choice of a block, for each sign, for each code.  A weight has the nearest value, of two the lower one.
+    Scales that put the extreme weight on an extreme value or near it are tried, then those of least squares for the best.
+    importance [K]: what a column's squares of errors count.
+    """
+    columns = min(columns, weight.shape[1])
+    blocks = _Blocks(weight, rows, columns, columns, importance)
+    tables = _tables(values, code, sign, choice)
+    parts = [_search(x, by, tables, lambda exact: _rounded(exact, scale), scale != "e8m0") for x, by in blocks.batches(1)]
+    scales, choices, codes = (np.concatenate(part, -1) for part in zip(*parts, strict=True))
+    stored = shaped(stored_scale(blocks.shared(scales).float(), scale), axes).contiguous()
+    return *_codes(blocks.whole(codes), code, sign), *_choices(blocks, choices, choice, axes), stored.to(weight.device)
+
+
+@scheme
+@np.errstate(all="ignore")
+def least_squares_nested(weight: Tensor, *, code: str, scale: str, super_scale: str, columns: int, super_columns: int,
+                         super_axes: int, steps: Sequence[float], values: Sequence[float], sign: str | None = None,
+                         choice: str | None = None, importance: Tensor | None = None) -> tuple[Tensor, ...]:
+    """(codes, signs, choices, scales, super-scales) of w = super_scale * steps[scale] * values[code]; see `least_squares`.
+
+    The super-scale puts the largest scale that a block would have alone on an end of the steps.  A block then has the step above
+    or below its own scale, whichever has the smaller error, and the super-scale becomes that of least squares.
+    """
+    kind = number(scale)
+    assert kind is not None
+    per = -(-min(super_columns, weight.shape[1]) // columns)
+    blocks = _Blocks(weight, 1, columns, per * columns, importance)
+    tables = _tables(values, code, sign, choice)
+    parts = [_nested(x, by, tables, np.array(steps), per, lambda exact: _rounded(exact, super_scale)) for x, by in
+             blocks.batches(per)]
+    above, scales, choices, codes = (np.concatenate(part, -1) for part in zip(*parts, strict=True))
+    supers = stored_scale(torch.from_numpy(above).float().view(weight.shape[0], 1, -1, 1), super_scale)
+    stored = shaped(blocks.shared(scales + kind.low).to(torch_dtype(scale)), 2).contiguous()
+    return (*_codes(blocks.whole(codes), code, sign), *_choices(blocks, choices, choice, 2), stored.to(weight.device),
+            shaped(supers, super_axes).contiguous().to(weight.device))
+
+
+class _Blocks:
+    """A weight cut into blocks, whole super-blocks of `spread` columns, and what squares of errors count."""
+
+    def __init__(self, weight: Tensor, rows: int, columns: int, spread: int, importance: Tensor | None) -> None:
+        self.rows, self.columns, self.weight = min(rows, weight.shape[0]), columns, weight
+        self.x = cut(weight, spread, self.rows).reshape(-1, self.rows * columns)
+        counts = None if importance is None else importance.float().expand(weight.shape)
+        self.counts = None if counts is None else cut(counts, spread, self.rows).reshape(self.x.shape)
+
+    def batches(self, multiple: int) -> Iterator[tuple[Doubles, Doubles | None]]:
+        """Weights and what they count [elements, blocks], of a multiple of some blocks."""
+        step = max(1, ELEMENTS // (self.x.shape[1] * multiple)) * multiple
+        for start in range(0, len(self.x), step):
+            at = slice(start, start + step)
+            yield _transposed(self.x[at]), None if self.counts is None else _transposed(self.counts[at])
+
+    def shared(self, values: npt.NDArray[np.generic]) -> Tensor:
+        """Values of blocks as [R, 1, C, 1]."""
+        n, k = self.weight.shape
+        whole = torch.from_numpy(values).view(-(-n // self.rows), 1, -1, 1)
+        return whole[:, :, :-(-k // self.columns)]
+
+    def whole(self, codes: Places) -> Tensor:
+        """Values of weights [elements, blocks] as [N, K]."""
+        n, k = self.weight.shape
+        blocks = torch.from_numpy(np.ascontiguousarray(codes.T)).view(-(-n // self.rows), -1, self.rows, self.columns)
+        return join_blocks(blocks.transpose(1, 2), n, k).to(self.weight.device)
+
+
+def _transposed(blocks: npt.NDArray[np.float32]) -> Doubles:
+    return np.ascontiguousarray(blocks.T, np.float64)
+
+
+def _codes(codes: Tensor, code: str, sign: str | None) -> list[Tensor]:
+    """Places among the values of a choice as codes, and as signs where there are any."""
+    kind = number(code)
+    assert kind is not None
+    low = codes & (1 << kind.bits) - 1
+    stored = low.to(torch.uint8) if kind.is_float else (low + kind.low).to(torch_dtype(code))
+    stored = stored.view(torch_dtype(code)) if kind.is_float else stored
+    return [stored, *([] if sign is None else [(codes >> kind.bits).to(torch.uint8)])]
+
+
+def _choices(blocks: _Blocks, choices: Places, choice: str | None, axes: int) -> list[Tensor]:
+    chosen = shaped(blocks.shared(choices), axes).to(torch.uint8).contiguous()
+    return [] if choice is None else [chosen.to(blocks.weight.device)]
+
+
+def _rounded(exact: Doubles, kind: str) -> Doubles:
+    """Scales as they are stored, a power of two from below."""
+    if kind == "e8m0":
+        fraction, exponent = np.frexp(exact)
+        return np.where(exact > 0, np.ldexp(1.0, np.clip(exponent - (fraction == 0.5), -127, 127)), 2.0 ** -127)
+    return torch.from_numpy(exact).float().to(FLOATS[kind]).double().numpy()
+
+
+class _Table:
+    """Rising values, the code of each, and the middles between neighbours."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        order = sorted(range(len(values)), key=lambda code: (values[code], code))
+        first = [place for i, place in enumerate(order) if not i or values[place] != values[order[i - 1]]]
+        self.codes = np.array(first)
+        self.values = np.array([values[code] for code in first], np.float64)
+        self.middles = (self.values[1:] + self.values[:-1]) / 2
+        self.is_symmetric = bool((self.values == -self.values[::-1]).all())
+
+    def nearest(self, x: Doubles, scales: Doubles) -> Places:
+        """Places of the values nearest to weights over their block's scale, or to 0 where that is 0; of two the lower."""
+        units = np.divide(x, scales, out=np.zeros_like(x), where=scales != 0)
+        return np.searchsorted(self.middles, units)
+
+    def error(self, x: Doubles, by: Doubles | None, scales: Doubles) -> Doubles:
+        """The squared error of every block."""
+        return _errors(x, by, scales * self.values[self.nearest(x, scales)])
+
+    def extremes(self, x: Doubles, is_signed: bool) -> Iterator[Doubles]:
+        """The scales by which all weights of a block lie between the ends of the values; with both signs where they differ."""
+        for sign in (1.0, -1.0) if is_signed and not self.is_symmetric else (1.0,):
+            scale = np.zeros(x.shape[1])
+            for end, largest in ((self.values[-1], (sign * x).max(0)), (self.values[0], (sign * x).min(0))):
+                if end and (end > 0) == (end == self.values[-1]):
+                    scale = np.maximum(scale, largest / end)
+            yield sign * (scale + 0.0)                           # without -0.0
+
+
+def _errors(x: Doubles, by: Doubles | None, decoded: Doubles) -> Doubles:
+    """The squared error of every block, given what its codes decode to."""
+    square = (x - decoded) ** 2
+    return _sums(square if by is None else by * square)
+
+
+def _tables(values: Sequence[float], code: str, sign: str | None, choice: str | None) -> list[_Table]:
+    """The table of every choice."""
+    kinds = [number(name) for name in (code, sign) if name is not None]
+    size = 1 << sum(kind.bits for kind in kinds if kind is not None)
+    return [_Table(values[start:start + size]) for start in range(0, len(values), size)]
+
+
+def _sums(values: Doubles) -> Doubles:
+    """The sum of every block, one element after the other."""
+    if values.shape[1] == 1:                                     # numpy sums a column alone in pairs
+        return np.asarray(np.add.accumulate(values, axis=0)[-1])
+    return np.asarray(np.add.reduce(np.ascontiguousarray(values), axis=0))
+
+
+def _search(x: Doubles, by: Doubles | None, tables: Sequence[_Table], rounded: Callable[[Doubles], Doubles],
+            is_signed: bool) -> tuple[Doubles, Places, Places]:
+    """(scales, choices, codes) of the least error of blocks, of equals the first; a scale that overflows where all do."""
+    trials = [_trial(x, by, table, rounded, is_signed) for table in tables]
+    choices = np.stack([error for _, error in trials]).argmin(0)
+    scales = np.take_along_axis(np.stack([scale for scale, _ in trials]), choices[None], 0)[0]
+    return scales, choices, _nearest(x, tables, choices, scales)[0]
+
+
+def _trial(x: Doubles, by: Doubles | None, table: _Table, rounded: Callable[[Doubles], Doubles], is_signed: bool,
+           ) -> tuple[Doubles, Doubles]:
+    """The scales of the least error of blocks with one table, and the error."""
+    scales = rounded(next(table.extremes(x, is_signed)))
+    error = np.where(np.isfinite(scales), np.inf, -np.inf)       # what overflows is refused when it is stored
+
+    def keep_better(exact: Doubles) -> None:
+        candidate = rounded(exact)
+        errors = table.error(x, by, candidate)
+        better = errors < error
+        error[better], scales[better] = errors[better], candidate[better]
+
+    for extreme in table.extremes(x, is_signed):
+        for ratio in RATIOS:
+            keep_better(extreme * ratio)
+    for _ in range(ROUNDS):
+        keep_better(_fit(x, by, table.values[table.nearest(x, scales)]))
+    return scales, error
+
+
+def _fit(x: Doubles, by: Doubles | None, values: Doubles) -> Doubles:
+    """The scales of least squares for values; 0 where all of them are 0."""
+    weighted = values if by is None else by * values
+    square = _sums(weighted * values)
+    return np.divide(_sums(weighted * x), square, out=np.zeros_like(square), where=square > 0)
+
+
+def _nested(x: Doubles, by: Doubles | None, tables: Sequence[_Table], steps: Doubles, per: int,
+            rounded: Callable[[Doubles], Doubles]) -> tuple[Doubles, Places, Places, Places]:
+    """(super-scales, scales, choices, codes) of blocks, `per` of which share a super-scale."""
+    alone = _search(x, by, tables, lambda exact: exact, True)[0]
+    supers = alone.reshape(-1, per)
+    largest = np.take_along_axis(supers, np.abs(supers).argmax(1)[:, None], 1)[:, 0]
+    above = rounded(largest / np.abs(steps).max())
+    best = np.where(np.isfinite(above), np.inf, -np.inf)
+    places, choices = np.zeros(x.shape[1], np.int64), np.zeros(x.shape[1], np.int64)
+    for end in (steps.max(), steps.min()):
+        trial = rounded(largest / end) if end else above
+        new_places, new_choices, errors = _steps(x, by, tables, steps, alone, trial.repeat(per))
+        total = _sums(errors.reshape(-1, per).T)
+        better = total < best
+        best, above = np.where(better, total, best), np.where(better, trial, above)
+        changed = better.repeat(per)
+        places, choices = np.where(changed, new_places, places), np.where(changed, new_choices, choices)
+
+    def joined(blocks: Doubles) -> Doubles:
+        return blocks.T.reshape(len(best), -1).T
+
+    for _ in range(ROUNDS):
+        values = steps[places] * _nearest(x, tables, choices, above.repeat(per) * steps[places])[1]
+        trial = rounded(_fit(joined(x), None if by is None else joined(by), joined(values)))
+        scales = trial.repeat(per) * steps[places]
+        total = _sums(_errors(x, by, scales * _nearest(x, tables, choices, scales)[1]).reshape(-1, per).T)
+        better = total < best
+        best, above = np.where(better, total, best), np.where(better, trial, above)
+    return above, places, choices, _nearest(x, tables, choices, above.repeat(per) * steps[places])[0]
+
+
+def _steps(x: Doubles, by: Doubles | None, tables: Sequence[_Table], steps: Doubles, alone: Doubles, above: Doubles,
+           ) -> tuple[Places, Places, Doubles]:
+    """(scales, choices, errors) of blocks with these super-scales: the step below or above the scale that a block has alone."""
+    order = steps.argsort(kind="stable")
+    near = np.searchsorted(steps[order], np.divide(alone, above, out=np.zeros_like(alone), where=above != 0))
+    error = np.full(x.shape[1], np.inf)
+    places, choices = np.zeros(x.shape[1], np.int64), np.zeros(x.shape[1], np.int64)
+    for choice, table in enumerate(tables):
+        for offset in (-1, 0):
+            place = order[np.clip(near + offset, 0, len(steps) - 1)]
+            errors = table.error(x, by, above * steps[place])
+            better = errors < error
+            error[better], places[better], choices[better] = errors[better], place[better], choice
+    return places, choices, error
+
+
+def _nearest(x: Doubles, tables: Sequence[_Table], choices: Places, scales: Doubles) -> tuple[Places, Doubles]:
+    """(codes, values) nearest to weights, of the table that each block has chosen."""
+    codes, values = np.zeros(x.shape, np.int64), np.zeros(x.shape)
+    for choice, table in enumerate(tables):
+        at = choices == choice
+        place = table.nearest(x[:, at], scales[at])
+        codes[:, at], values[:, at] = table.codes[place], table.values[place]
+    return codes, values
