@@ -170,7 +170,12 @@ def table(codes: Codes, values: Numbers, bits: int) -> Numbers | None:
         return None
     levels[seen] = np.nanmedian(ratios[:, seen], 0)
     levels *= np.sign(levels[seen][-1] - levels[seen][0]) or 1   # rising ones, where the signs of scales do not say
-    for factor in range(1, MOST_LEVEL):                          # integers, if some multiples are
+    return whole_numbers(levels)
+
+
+def whole_numbers(levels: Numbers) -> Numbers:
+    """The least integers that levels are multiples of, up to a factor; without them the levels, the largest magnitude 1."""
+    for factor in range(1, MOST_LEVEL):
         multiples = np.rint(levels * factor)
         if np.abs(multiples).max() < MOST_LEVEL and np.abs(levels * factor - multiples).max() < TOLERANCE * factor:
             return np.asarray(multiples)
@@ -186,21 +191,21 @@ def _by_rows(kind: str, levels: Numbers, blocks: Blocks, shape: tuple[int, int],
     offset = None if offset is None else offset.reshape(count)
     rows = [size for size in (n, 256, 128, 64, 32, 16, 8, 4, 2) if size <= n] if not blocks.apart else []
     for size in rows:
-        scales = _together(scale, size)
-        offsets = None if offset is None else _together(offset, size)
+        scales = _together(scale, size, np.abs(scale))
+        offsets = None if offset is None else _together(offset, size, np.abs(offset) + np.abs(np.nan_to_num(scale)))
         if scales is not None and (offset is None) == (offsets is None):
             return Meaning(kind, levels, replace(blocks, rows=size), scales, offsets)
     return Meaning(kind, levels, blocks, scale, offset)
 
 
-def _together(numbers: Numbers, size: int) -> Numbers | None:
-    """One number for `size` rows, or None where they differ."""
+def _together(numbers: Numbers, size: int, sizes: Numbers) -> Numbers | None:
+    """One number for `size` rows, or None where they differ by more than rounding; sizes: of what was rounded."""
     n, k = numbers.shape
-    padded = np.full((-(-n // size) * size, k), np.nan)
-    padded[:n] = numbers
-    groups = padded.reshape(-1, size, k)
+    padded = np.full((2, -(-n // size) * size, k), np.nan)
+    padded[:, :n] = numbers, sizes
+    groups, largest = padded.reshape(2, -1, size, k)
     low, high = (reduce(groups, axis=1, initial=start, where=~np.isnan(groups))
                  for reduce, start in ((np.min, np.inf), (np.max, -np.inf)))
-    if (high - low > 2 * TOLERANCE * np.abs(high)).any():
+    if (high - low > 2 * TOLERANCE * np.nan_to_num(largest).max(1)).any():
         return None
     return np.where(np.isfinite(low), low, np.nan)

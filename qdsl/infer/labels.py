@@ -7,12 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from qdsl.core.numbers import FLOATS, number
 from qdsl.infer.tiles import Labels
 
 Values = npt.NDArray[np.float32]
 GROUPS = (1 << 14, 4096, 2048, 1024, 512, 256, 128, 96, 64, 48, 32, 16, 8)
 TOLERANCE = 1e-5                                                 # of the largest value of a group: rounding to float32
 FEWEST_KNOWN = 0.02                                              # of the codes, that tell where bits lie
+FEWEST_FLOATS = 0.5                                              # of the groups, that are codes of a float type
 CHUNK = 1 << 20                                                  # values that are sorted at a time
 
 
@@ -27,6 +29,12 @@ def labelings(values: Values, most_bits: float) -> Iterator[Labels]:
             labels = lattice(values, size, affine, int(most_bits))
             if labels is not None:
                 yield labels
+    for size in group_sizes(values.shape[1]):
+        for name, form in FLOATS.items():
+            if form.signed and 2 < form.bits <= min(most_bits, 8):
+                labels = minifloats(values, size, name)
+                if labels is not None:
+                    yield labels
 
 
 def group_sizes(columns: int) -> list[int]:
@@ -83,6 +91,29 @@ def lattice(values: Values, size: int, affine: bool, most_bits: int) -> Labels |
     codes = np.where(flipped, -groups, groups) + middle
     certain = np.broadcast_to(flipped | (low == -middle) | ~flipped.any(), groups.shape)
     return Labels(np.clip(codes, 0, 2 * middle - 1).reshape(n, k).astype(np.int16), bits, certain.reshape(n, k))
+
+
+def minifloats(values: Values, size: int, kind: str) -> Labels | None:
+    """Codes of a float type, where a group's largest magnitude has the type's largest, or None where most groups do not fit."""
+    form = number(kind)
+    assert form is not None
+    levels = np.array([form.decode(code) for code in range(1 << form.bits)])
+    order = np.argsort(levels, kind="stable")[:np.isfinite(levels).sum()]
+    ordered = levels[order]
+
+    def codes(groups: Values) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.bool_]]:
+        largest = np.abs(groups).max(1, keepdims=True)
+        wanted = groups * (form.largest / np.where(largest > 0, largest, 1)).astype(np.float64)
+        place = np.searchsorted((ordered[1:] + ordered[:-1]) / 2, wanted)
+        exact = np.abs(ordered[place] - wanted) <= 2 * TOLERANCE * form.largest
+        return order[place].astype(np.int16), np.broadcast_to(exact.all(1, keepdims=True), exact.shape)
+
+    groups = values.reshape(-1, size)
+    if not codes(groups[::max(1, values.size // CHUNK)])[1].mean() >= FEWEST_FLOATS:
+        return None
+    chosen, certain = (np.concatenate(parts) for parts in zip(*(codes(groups[start:start + max(1, CHUNK // size)]) for start in
+                                                                range(0, len(groups), max(1, CHUNK // size))), strict=True))
+    return Labels(chosen.reshape(values.shape), form.bits, (certain & (groups != 0)).reshape(values.shape))
 
 
 def _steps(groups: npt.NDArray[np.float64], affine: bool, most_bits: int) -> npt.NDArray[np.int32] | None:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from qdsl.infer.elements import Element
 from qdsl.infer.fit import Blocks
 from qdsl.infer.labels import Values
-from qdsl.infer.numbers import Element, Field
+from qdsl.infer.numbers import Field
 from qdsl.infer.tiles import Codes, Labels, Layout, Tile
 
 MOST_BITS = 8                                                    # of a code

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from qdsl.infer.elements import Element
 from qdsl.infer.fit import Blocks, Meaning
 from qdsl.infer.labels import Values
-from qdsl.infer.numbers import Element, Field
+from qdsl.infer.numbers import Field
 from qdsl.infer.tiles import Codes, Layout, Tile
 
 FLOATS = ("f16", "bf16", "f32")

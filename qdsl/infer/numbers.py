@@ -9,22 +9,22 @@ import numpy as np
 import numpy.typing as npt
 
 from qdsl.core.numbers import number
+from qdsl.infer.elements import Element, Section
 from qdsl.infer.fit import Blocks, Numbers
-from qdsl.infer.tiles import Labels, Layout, Stored, Tile, match
+from qdsl.infer.tiles import Layout, Tile
 
 CLOSE = 1e-4                                                     # relative: two numbers of 11 bits differ by more
-WHOLE = 0.02                                                     # how far from an integer a quotient of scales may be
 MOST_TILE = 512                                                  # numbers in a tile
 FITTING = 0.98                                                   # of the tiles, in which a number must be the wanted one
 TILE_ROWS, TILE_COLUMNS = (1, 2, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8, 16)
-SMALL = ("e8m0", "e4m3", "e8m0h", "ue4m3")                       # floats that files have as bytes
 
 
 @dataclass(frozen=True)
 class Field:
     """A field of the spec: its number type, which weights share a value, the tensor that holds it, and where in that.
 
-    zero: what decode takes off its integers.  entries: of a stored table of levels, their number; 0 for numbers.
+    zero: what decode takes off its integers, after `times`.  entries: of a stored table of levels, their number; 0 for numbers.
+    section: the part of the tensor that holds it, where that is not the whole.
     """
 
     name: str
@@ -34,43 +34,14 @@ class Field:
     layout: Layout
     zero: int = 0
     entries: int = 0
+    times: int = 1
+    section: Section | None = None
 
     @property
     def term(self) -> str:
         """The field in decode."""
-        return f"({self.name} {'-' if self.zero > 0 else '+'} {abs(self.zero)})" if self.zero else self.name
-
-
-@dataclass(frozen=True)
-class Element:
-    """A stored tensor, what its elements are ('f16', 'i32'), and of codes also what is not yet accounted for."""
-
-    kind: str
-    stored: Stored
-
-    def kinds(self) -> list[str]:
-        """Number types that the elements may be of."""
-        if self.kind in ("u8", "i8"):
-            return [self.kind, *SMALL]
-        return [self.kind]
-
-    def numbers(self, kind: str) -> Numbers:
-        """The elements as numbers, in order."""
-        return decoded(self.stored.data, kind)
-
-
-def decoded(data: npt.NDArray[np.uint8], kind: str) -> Numbers:
-    """Bytes as numbers of a type of 8, 16 or 32 bits; the last axis of `data` holds the bytes of one, or of several in order."""
-    plain = {"f16": "<f2", "f32": "<f4", "i32": "<i4", "u32": "<u4", "i16": "<i2", "u16": "<u2", "i8": "i1", "u8": "u1"}
-    data = np.ascontiguousarray(data)
-    with np.errstate(invalid="ignore"):
-        if kind in plain:
-            return data.view(plain[kind]).astype(np.float64)
-        if kind == "bf16":
-            return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    form = number(kind)
-    assert form is not None and form.bits == 8
-    return np.array([form.decode(code) for code in range(256)])[data]
+        name = self.name if self.times == 1 else f"{self.times} * {self.name}"
+        return f"({name} {'-' if self.zero > 0 else '+'} {abs(self.zero)})" if self.zero else name
 
 
 def close(numbers: Numbers, wanted: Numbers) -> npt.NDArray[np.bool_]:
@@ -92,12 +63,20 @@ def locate(element: Element, kind: str, wanted: Numbers) -> Layout | None:
         if numbers.size % (first * second) or not tile.size <= size <= MOST_TILE:
             continue
         view = numbers.reshape(first, second, size)
-        places = _places(view.swapaxes(0, 1) if tile.across else view, tile.weights(wanted))
-        if places is not None:
+        view = view.swapaxes(0, 1) if tile.across else view
+        places = _places(view, tile.weights(wanted))
+        if places is not None and close(_read(view, tile, places, wanted.shape), wanted).mean() >= FITTING:
             source = np.full((size, form.bits), -1)
             source[places] = np.arange(tile.size * form.bits).reshape(-1, form.bits)
             return Layout(tile, form.bits, source.reshape(-1))
     return None
+
+
+def _read(view: Numbers, tile: Tile, places: npt.NDArray[np.int64], shape: tuple[int, ...]) -> Numbers:
+    """The numbers at these places of all tiles, short ones at the ends too."""
+    rows, columns = view.shape[:2]
+    tiles = view[:, :, places].reshape(rows, columns, tile.rows, tile.columns)
+    return tiles.transpose(0, 2, 1, 3).reshape(rows * tile.rows, -1)[:shape[0], :shape[1]]
 
 
 def _places(view: Numbers, wanted: Numbers) -> npt.NDArray[np.int64] | None:
@@ -149,99 +128,21 @@ def _regular(fitting: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64] | None:
 
 
 def in_tensors(name: str, wanted: Numbers, blocks: Blocks, tensors: Mapping[str, Element]) -> Iterator[Field]:
-    """The wanted numbers as a field, for every tensor that has them."""
+    """The wanted numbers as a field, for every tensor that has them, alone or ahead of others or behind them."""
     for tensor, element in tensors.items():
         for kind in element.kinds():
-            layout = locate(element, kind, wanted)
-            if layout is not None:
-                yield Field(name, kind, blocks, tensor, layout)
+            for section in (None, *_sections(element, wanted.shape)):
+                layout = locate(element.cut(section, wanted.shape[0]), kind, wanted)
+                if layout is not None:
+                    yield Field(name, kind, blocks, tensor, layout, section=section)
+                    break
 
 
-def in_record(name: str, wanted: Numbers, blocks: Blocks, record: Record) -> list[Field]:
-    """The wanted numbers as a field of the records that hold the codes, or as a number of the record times small integers."""
-    count = record.layout.tile.columns // blocks.columns
-    if count * blocks.columns != record.layout.tile.columns or blocks.rows > 1 or blocks.apart or not record.is_row:
-        return []
-    tile = Tile(1, count)
-    tiles = tile.weights(wanted).reshape(*record.bytes.shape[:2], count)
-    for kind in ("f16", "bf16", "f32", *SMALL):
-        slots = dict(record.slots(kind))
-        places = [next((place for place, values in slots.items() if close(values, tiles[..., i]).mean() >= FITTING), None)
-                  for i in range(count)]
-        if all(place is not None for place in places):
-            return [Field(name, kind, blocks, record.tensor, record.at(tile, kind, [8 * int(place or 0) for place in places]))]
-    if count > 1:
-        for place, values in record.slots("f16"):
-            fields = _products(name, wanted, tiles, blocks, record, place, values)
-            if fields:
-                return fields
-    return []
-
-
-def _products(name: str, wanted: Numbers, tiles: Numbers, blocks: Blocks, record: Record, place: int,
-              values: Numbers) -> list[Field]:
-    """The wanted numbers as products of the number at a place of a record and small integers elsewhere in it."""
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        counts = tiles / values[..., None]
-        wrong = np.abs(counts - np.rint(counts)) > WHOLE
-    counts = np.where(np.isnan(tiles), np.nan, counts)
-    if not np.isfinite(counts[~np.isnan(counts)]).all() or np.nanmax(np.abs(counts)) > 255 or wrong[~np.isnan(counts)].any():
-        return []
-    whole = np.rint(np.nan_to_num(counts)).astype(np.int16).reshape(wanted.shape)
-    bits = int(whole.max()).bit_length() if whole.min() >= 0 else max(int(whole.max()), -int(whole.min()) - 1).bit_length() + 1
-    middle = 1 << bits - 1 if whole.min() < 0 else 0
-    layout = match([(record.stored, Labels(whole + middle, bits, ~np.isnan(wanted)))], [Tile(1, tiles.shape[2])])
-    if layout is None:
-        return []
-    codes = layout.read(record.stored, (wanted.shape[0], wanted.shape[1]))
-    zero = next((offset for offset in (middle, 0) if _is_off_by(codes, whole, wanted, offset)), None)
-    kind = f"i{bits}" if zero is None else f"u{bits}"
-    outer = Blocks(1, record.layout.tile.columns)
-    return [Field(f"super_{name}", "f16", outer, record.tensor, record.at(Tile(1, 1), "f16", [8 * place])),
-            Field(name, kind, blocks, record.tensor, layout, zero or 0)]
-
-
-def _is_off_by(codes: npt.NDArray[np.int16], whole: npt.NDArray[np.int16], wanted: Numbers, offset: int) -> bool:
-    return bool((codes - whole == offset)[~np.isnan(wanted)].all())
-
-
-@dataclass(frozen=True)
-class Record:
-    """The records of codes, and which of their bytes hold something else: bytes [rows, records of a row, bytes]."""
-
-    tensor: str
-    stored: Stored
-    layout: Layout
-    shape: tuple[int, int]
-
-    @property
-    def is_row(self) -> bool:
-        """Whether a record holds neighbouring columns of one row, whole bytes of which are free."""
-        tile = self.layout.tile
-        return tile.rows == tile.parts == 1 and not tile.across and not tile.stacked and self.shape[1] % tile.columns == 0
-
-    @property
-    def bytes(self) -> npt.NDArray[np.uint8]:
-        """All records."""
-        view = self.layout.tile.stored(self.stored, self.shape)
-        assert view is not None
-        return view
-
-    def slots(self, kind: str) -> Iterator[tuple[int, Numbers]]:
-        """Places, in bytes, where a number may lie, and the number there in every record."""
-        form = number(kind)
-        assert form is not None
-        size = form.bits // 8
-        free = [bool((part < 0).all()) for part in self.layout.source.reshape(-1, 8)]
-        for place in range(len(free) - size + 1):
-            if all(free[place:place + size]):
-                yield place, decoded(self.bytes[..., place:place + size], kind).reshape(self.bytes.shape[:2])
-
-    def at(self, tile: Tile, kind: str, places: list[int]) -> Layout:
-        """The layout of numbers at these bits of a record."""
-        form = number(kind)
-        assert form is not None
-        source = np.full(len(self.layout.source), -1)
-        for i, place in enumerate(places):
-            source[place:place + form.bits] = np.arange(form.bits) + i * form.bits
-        return Layout(tile, form.bits, source)
+def _sections(element: Element, shape: tuple[int, ...]) -> Iterator[Section]:
+    """The first and the last part of a tensor, and of its rows, of as many elements as there are numbers."""
+    width, total = element.stored.width, len(element.stored.data)
+    for by_rows in (False, True):
+        rows = shape[0] if by_rows else 1
+        size, whole = width * shape[0] * shape[1] // rows, total // rows
+        if whole * rows == total and size < whole and (not by_rows or element.stored.shape[0] == rows > 1):
+            yield from (Section(by_rows, start, start + size) for start in (0, whole - size))

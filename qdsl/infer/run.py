@@ -14,13 +14,10 @@ import qdsl
 from qdsl.compiler.spec.source import SpecError
 from qdsl.core.numbers import TORCH_FLOATS
 from qdsl.core.stored import INTEGERS
-from qdsl.infer.fit import Blocks, fit
-from qdsl.infer.labels import Values, labelings
-from qdsl.infer.lookup import stored_tables
-from qdsl.infer.numbers import Element, Field, Record
-from qdsl.infer.solve import Solution, solve
-from qdsl.infer.text import looked_up, spec_text, stored_name
-from qdsl.infer.tiles import Stored, match
+from qdsl.infer.elements import Element
+from qdsl.infer.search import search
+from qdsl.infer.text import spec_text, stored_name
+from qdsl.infer.tiles import Stored
 from qdsl.runtime.weight.errors import FormatError
 
 KINDS = {name: kind for kind, name in (*TORCH_FLOATS.items(), *INTEGERS.items()) if kind not in ("index", "shape")}
@@ -60,7 +57,10 @@ def infer(packed: str, tensors: Mapping[str, Tensor], values: Tensor, name: str 
                          "were rounded to 16 bits are not those that the tensors decode to")
     elements = {key: element(key, tensor) for key, tensor in tensors.items()}
     shape = (values.shape[0], values.shape[1])
-    solution = _solution(packed, elements, values.contiguous().numpy())
+    solution = search(packed, elements, values.contiguous().numpy())
+    if solution is None:
+        raise InferError(f"no codes of the values lie in '{packed}': {len(elements[packed].stored.data)} bytes for "
+                         f"{values.numel()} values")
     text = spec_text(name, solution, elements, shape)
     names = tuple(dict.fromkeys(one.tensor for one in solution.fields))
     exact, problem = _verify(text, {stored_name(key): tensors[key] for key in names}, values)
@@ -74,31 +74,6 @@ def element(name: str, tensor: Tensor) -> Element:
         raise InferError(f"tensor '{name}' is {str(tensor.dtype)[6:]}: expected one of {', '.join(KINDS)}")
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return Element(kind, Stored(data, tuple(tensor.shape), tensor.element_size()))
-
-
-def _solution(packed: str, elements: Mapping[str, Element], values: Values) -> Solution:
-    """The first stored table or labeling of which a layout, and for a labeling a meaning, follow."""
-    shape = (values.shape[0], values.shape[1])
-    stored = elements[packed].stored
-    others = {key: one for key, one in elements.items() if key != packed}
-    most_bits = 8 * len(stored.data) / values.size
-    for labels, levels in stored_tables(values, others, most_bits):
-        layout = match([(stored, labels)])
-        if layout is not None:
-            code = Field("q", f"u{labels.bits}", Blocks(1, 1), packed, layout)
-            return Solution((code, levels), looked_up(levels, code, shape))
-    refused = set()                                              # several labelings have the same layout
-    for labels in labelings(values, most_bits):
-        layout = match([(stored, labels)])
-        if layout is None or (key := (layout.tile, layout.bits, layout.source.tobytes())) in refused:
-            continue
-        refused.add(key)
-        codes = layout.read(stored, shape)
-        meaning = fit(codes, values, layout.bits)
-        if meaning is not None:
-            code = Field("q", meaning.kind, Blocks(1, 1), packed, layout)
-            return solve(code, meaning, codes, values, others, Record(packed, stored, layout, shape))
-    raise InferError(f"no codes of the values lie in '{packed}': {len(stored.data)} bytes for {values.size} values")
 
 
 def _verify(text: str, tensors: Mapping[str, Tensor], values: Tensor) -> tuple[int, str]:

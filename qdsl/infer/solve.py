@@ -2,49 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from qdsl.core.numbers import round_to_f32
+from qdsl.infer.elements import Element
 from qdsl.infer.fit import Blocks, Meaning, Numbers
 from qdsl.infer.labels import Values
 from qdsl.infer.nested import nested_scales
-from qdsl.infer.numbers import WHOLE, Element, Field, Record, close, in_record, in_tensors
+from qdsl.infer.numbers import Field, close, in_tensors
+from qdsl.infer.records import WHOLE, Record, in_records
 from qdsl.infer.tiles import Codes, Labels, match
 
 
 @dataclass(frozen=True)
 class Solution:
-    """Fields, the formula of decode, and what could not be explained; tables by name."""
+    """Fields, the formula of decode, and what could not be explained; tables by name, as numbers or as a spec computes them."""
 
     fields: tuple[Field, ...]
     decode: str
-    tables: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    tables: Mapping[str, tuple[float, ...] | str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
 
-def solve(code: Field, meaning: Meaning, codes: Codes, values: Values, tensors: Mapping[str, Element],
-          record: Record) -> Solution:
-    """The fields and the formula that decode the codes to the values [N, K]."""
-    tables = {"levels": exact_levels(meaning, codes, values)} if meaning.is_table else {}
-    scale, factor = next(scales(meaning, tensors, record), ((), ""))
+def solve(code: Sequence[Field], meaning: Meaning, codes: Codes, values: Values, tensors: Mapping[str, Element],
+          records: Sequence[Record]) -> Solution:
+    """The fields and the formula that decode the codes to the values [N, K].  code: its pieces, in one tensor or in several."""
+    name = code[0].name
+    tables: dict[str, tuple[float, ...] | str] = {"levels": exact_levels(meaning, codes, values)} if meaning.is_table else {}
+    scale, factor = next(scales(meaning, values.shape, tensors, records), ((), ""))
     if not factor and not close(np.ones(1), meaning.scale).all():
         exact = replace(meaning, levels=np.array(tables["levels"])) if tables else meaning
         nested = nested_scales(exact, codes, values, tensors)
         if nested is None:
-            return Solution((code,), code.name, problems=("no tensor has the scales of "
-                                                          f"{_blocks(meaning.blocks, values.shape)}; --scales names it",))
+            return Solution(tuple(code), name, problems=("no tensor has the scales of "
+                                                         f"{_blocks(meaning.blocks, values.shape)}; --scales names it",))
         scale, factor, tables["steps"] = nested
-    fields, start, end, problem = offsets(code.name, meaning, tensors, record)
+    fields, start, end, problem = offsets(name, meaning, values.shape, tensors, records)
     if meaning.is_table:
-        start = f"levels[{code.name}]"
+        start = f"levels[{name}]"
     decode = (factor.format(start) if factor else start) + end
-    return Solution((code, *scale, *fields), decode, tables, (problem,) if problem else ())
+    return Solution((*code, *scale, *fields), decode, tables, (problem,) if problem else ())
 
 
-def scales(meaning: Meaning, tensors: Mapping[str, Element], record: Record) -> Iterator[tuple[tuple[Field, ...], str]]:
+def scales(meaning: Meaning, shape: tuple[int, ...], tensors: Mapping[str, Element],
+           records: Sequence[Record]) -> Iterator[tuple[tuple[Field, ...], str]]:
     """Fields that are the scales, and the formula of them and the code, `{}`; the simplest first."""
     blocks, scale = meaning.blocks, meaning.scale
     with np.errstate(divide="ignore", over="ignore"):
@@ -53,10 +57,10 @@ def scales(meaning: Meaning, tensors: Mapping[str, Element], record: Record) -> 
     for formula, wanted in ways:
         for one in in_tensors("scale", wanted, blocks, tensors):
             yield (one,), formula
-    recorded = in_record("scale", scale, blocks, record)
+    recorded, term = in_records("scale", scale, blocks, records, tensors)
     if recorded:
-        yield tuple(recorded), " * ".join([*(one.term for one in recorded), "{}"])
-    whole = Blocks(*record.shape)
+        yield tuple(recorded), f"{term} * {{}}"
+    whole = Blocks(shape[0], shape[1])
     for name, element in tensors.items():
         if element.stored.data.size == element.stored.width and element.kind in ("f16", "bf16", "f32"):
             outer = next(in_tensors("outer", element.numbers(element.kind).reshape(1, 1), whole, {name: element}))
@@ -65,12 +69,13 @@ def scales(meaning: Meaning, tensors: Mapping[str, Element], record: Record) -> 
             for formula, wanted in (("scale * outer * {}", scale / number), ("scale / outer * {}", scale * number)):
                 for one in in_tensors("scale", wanted, blocks, others):
                     yield (one, outer), formula
-            recorded = in_record("scale", scale / number, blocks, record)
+            recorded, term = in_records("scale", scale / number, blocks, records, others)
             if recorded:
-                yield (*recorded, outer), " * ".join([*(one.term for one in recorded), "{}", "outer"])
+                yield (*recorded, outer), f"{term} * {{}} * outer"
 
 
-def offsets(code: str, meaning: Meaning, tensors: Mapping[str, Element], record: Record) -> tuple[list[Field], str, str, str]:
+def offsets(code: str, meaning: Meaning, shape: tuple[int, ...], tensors: Mapping[str, Element],
+            records: Sequence[Record]) -> tuple[list[Field], str, str, str]:
     """Fields that are the offsets; the code as the scale multiplies it; what is added behind; what is unexplained."""
     if meaning.offset is None:
         return [], code, "", ""
@@ -91,10 +96,10 @@ def offsets(code: str, meaning: Meaning, tensors: Mapping[str, Element], record:
         for one in in_tensors("zero", wanted, blocks, tensors):
             return [one], start, end, ""
     for name, sign, wanted in (("low", "+", offset), ("low", "-", -offset)):
-        recorded = in_record(name, wanted, blocks, record)
+        recorded, term = in_records(name, wanted, blocks, records, tensors)
         if recorded:
-            return recorded, code, f" {sign} " + " * ".join(one.term for one in recorded), ""
-    return [], code, "", f"no tensor has the zero points or minima of {_blocks(blocks, record.shape)}; --zeros names it"
+            return recorded, code, f" {sign} {term}", ""
+    return [], code, "", f"no tensor has the zero points or minima of {_blocks(blocks, shape)}; --zeros names it"
 
 
 def integers(zero: Numbers, blocks: Blocks, tensors: Mapping[str, Element], middle: int) -> Field | None:

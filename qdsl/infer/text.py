@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from textwrap import fill
 
 import numpy as np
 
 from qdsl.compiler.spec.reserved import RESERVED
-from qdsl.infer.numbers import Element, Field
+from qdsl.infer.elements import Element, Section
+from qdsl.infer.numbers import Field
 from qdsl.infer.solve import Solution
 
-LETTERS = "abcefghijlmoprv"
+LETTERS = "abcefghijlmorv"
 MOST_ITEMS = 16                                                  # that loops repeat
 MOST_WIDTH = 64                                                  # bits of an item
 MOST_REPEATED = 64                                               # times that a tile is repeated in a record
+MOST_FACTOR = 16                                                 # of N or K in an axis
 LINE = 100                                                       # characters of a line without loops
 
 
@@ -42,9 +45,13 @@ def spec_text(name: str, solution: Solution, tensors: Mapping[str, Element], sha
     lines = [f"format: {name}", *([f"title: {title}"] if title else []), "weight: [N, K]"]
     if solution.tables:
         lines.append("tables:")
-        lines += [f"  {table}: [{', '.join(map(_number, entries))}]" for table, entries in solution.tables.items()]
+        for table, entries in solution.tables.items():
+            lines.append(f'  {table}: "{entries}"' if isinstance(entries, str) else
+                         fill(f"{table}: [{', '.join(map(_number, entries))}]", LINE, initial_indent="  ",
+                              subsequent_indent="    "))
     lines.append("fields:")
-    lines += [f"  {one.name}: {one.kind}[{', '.join(_axes(one, shape))}]" for one in solution.fields]
+    named = {one.name: one for one in solution.fields}
+    lines += [f"  {name}: {one.kind}[{', '.join(_axes(one, shape))}]" for name, one in named.items()]
     lines += [f"decode: {solution.decode}", "storage:", "  file:"]
     for tensor in dict.fromkeys(one.tensor for one in solution.fields):
         lines += tensor_text(tensor, tensors[tensor], [one for one in solution.fields if one.tensor == tensor], shape)
@@ -52,7 +59,7 @@ def spec_text(name: str, solution: Solution, tensors: Mapping[str, Element], sha
 
 
 def _number(number: float) -> str:
-    return repr(number + 0)                                      # no -0.0
+    return repr(int(number)) if number == int(number) else repr(number)
 
 
 def _axes(one: Field, shape: tuple[int, int]) -> list[str]:
@@ -79,6 +86,81 @@ def stored_name(name: str) -> str:
 
 def tensor_text(name: str, element: Element, fields: Sequence[Field], shape: tuple[int, int]) -> list[str]:
     """The lines of a stored tensor."""
+    last = name.rpartition(".")[2]
+    aliases = [f"      aliases: [{last}]"] if last != stored_name(name) and last.isidentifier() else []
+    head, sections = f"    {stored_name(name)}:", sorted({one.section for one in fields if one.section})
+    if not sections:
+        shown, *record = _tensor(element, fields, shape)
+        return [head, shown, *aliases, *record]
+    by_rows = sections[0].by_rows
+    rows = shape[0] if by_rows else 1
+    if len(sections) > 1 and (first := _of_planes(fields)) is not None:
+        shown, *record = _tensor(element.cut(sections[0], rows), [first], shape)
+        bits = first.layout.bits
+        place = f"[t<N, p<{bits}, " if by_rows else f"[p<{bits}, "
+        shown = shown.replace("[t<N, " if by_rows else "[", place, 1)
+        at = f".at({bits - 1} - p):1" if (first.layout.source % bits).max() else ".at(p):1"
+        return [head, shown, *aliases, *(re.sub(r"\.at\(\d+\):1", at, line) for line in record)]
+    lines = [head, *aliases, *([] if by_rows else _seen(element, shape)), f"      {'sections' if by_rows else 'regions'}:"]
+    end = len(element.stored.data) // rows
+    for number, section in enumerate(_all(sections, end)):
+        inside = [one for one in fields if one.section == section]
+        part = element.cut(section, rows)
+        text = _tensor(part, inside, shape) if inside else _padding(part, by_rows)
+        lines += [f"        part{number}:", *(f"    {line}" for line in text)]
+    return lines
+
+
+def _of_planes(fields: Sequence[Field]) -> Field | None:
+    """The first of the pieces of a field that are its bits in order, from the highest or from the lowest one; None for others."""
+    first, sources = fields[0], [one.layout.source for one in fields]
+    bits = first.layout.bits
+    if len(fields) != bits or {one.name for one in fields} != {first.name} or min(source.min() for source in sources) < 0:
+        return None
+    order = [set((source % bits).tolist()) for source in sources]
+    up = [{bit} for bit in range(bits)]
+    is_alike = all(len(source) == len(sources[0]) and (source // bits == sources[0] // bits).all() for source in sources)
+    return first if is_alike and order in (up, up[::-1]) else None
+
+
+def _all(sections: Sequence[Section], end: int) -> Iterator[Section]:
+    """Sections in order, with those between them and up to the end, that hold nothing."""
+    start = 0
+    for section in (*sections, Section(sections[0].by_rows, end, end)):
+        if section.start > start:
+            yield Section(section.by_rows, start, section.start)
+        if section.start < section.stop:
+            yield section
+        start = section.stop
+
+
+def _padding(part: Element, by_rows: bool) -> list[str]:
+    """A section that holds nothing that is known."""
+    count = part.stored.shape[-1]
+    axes = f"t<N, u<{count}" if by_rows else f"u<{count}"
+    return [f"      tensor: {part.kind}[{axes}]", f'      record: "pad:{8 * part.stored.width}"']
+
+
+def _seen(element: Element, shape: tuple[int, int]) -> list[str]:
+    """The shape of a tensor in files, where it has several axes."""
+    own = element.stored.shape
+    if len(own) < 2:
+        return []
+    sizes = [("N", shape[0]), ("K", shape[1])]
+    return [f"      seen: [{', '.join(_multiple(extent, sizes[::1 if axis == 0 else -1]) for axis, extent in enumerate(own))}]"]
+
+
+def _multiple(extent: int, sizes: Sequence[tuple[str, int]]) -> str:
+    """An extent as a simple multiple of N or of K, or the number itself."""
+    for name, size in sizes:
+        by = math.gcd(extent, size)
+        if extent // by <= MOST_FACTOR and size // by & size // by - 1 == 0:
+            return f"{f'{extent // by}*' if extent > by else ''}{name}{f'/{size // by}' if size > by else ''}"
+    return str(extent)
+
+
+def _tensor(element: Element, fields: Sequence[Field], shape: tuple[int, int]) -> list[str]:
+    """The lines of type and axes, and of the record."""
     fields = _as_in_file(element, fields, shape)
     main = fields[0]
     tile, bits = main.layout.tile, 8 * element.stored.width
@@ -96,12 +178,10 @@ def tensor_text(name: str, element: Element, fields: Sequence[Field], shape: tup
             axes.append("word")
     axes = [axis for axis in axes if axis != "1"] or ["1"]
     record = lines(items(fields), {one.name: one for one in fields}, shape)
-    last = name.rpartition(".")[2]
-    aliases = [f"      aliases: [{last}]"] if last != stored_name(name) and last.isidentifier() else []
-    head = [f"    {stored_name(name)}:", f"      tensor: {element.kind}[{', '.join(axes)}]", *aliases]
+    head = f"      tensor: {element.kind}[{', '.join(axes)}]"
     if len(record) == 1:
-        return [*head, f'      record: "{record[0]}"']
-    return [*head, "      record: |", *(f"        {line}" for line in record)]
+        return [head, f'      record: "{record[0]}"']
+    return [head, "      record: |", *(f"        {line}" for line in record)]
 
 
 def _as_in_file(element: Element, fields: Sequence[Field], shape: tuple[int, int]) -> Sequence[Field]:
@@ -122,13 +202,11 @@ def _extents(main: Field, shape: tuple[int, int]) -> tuple[str, str]:
     tile, blocks = main.layout.tile, main.blocks
     if blocks.apart:
         return "1", _quotient("N*K", shape[0] * shape[1], blocks.columns * tile.columns)
-    return (_quotient("N", shape[0], min(blocks.rows, shape[0]) * tile.rows * tile.parts),
-            "1" if main.entries else _quotient("K", shape[1], min(blocks.columns, shape[1]) * tile.columns))
+    return ("1" if blocks.rows >= shape[0] > 1 else _quotient("N", shape[0], blocks.rows * tile.rows * tile.parts),
+            "1" if main.entries or blocks.columns >= shape[1] > 1 else _quotient("K", shape[1], blocks.columns * tile.columns))
 
 
 def _quotient(name: str, extent: int, size: int) -> str:
-    if extent == size and extent > 1:
-        return "1"
     if size == 1:
         return name
     return f"{name}/{size}" if extent % size == 0 else f"ceil({name}/{size})"

@@ -25,7 +25,7 @@ MOST_LARGE, LEAST_LARGE = 1 << 15, 16                            # of one whose 
 AGREEMENT = 0.7                                                  # how far a bit agrees with one of a code; 0 is chance
 EPSILON = 1e-4                                                   # bits that are the labels are preferred to their complements
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 16, 32, 64, 128)
-COLUMNS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 16, 32, 64, 128, 256, 512)
+COLUMNS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 16, 32, 64, 128, 256, 512, 1024)
 PARTS = (1, 2, 4, 8, 10, 3, 5, 6, 7)
 
 
@@ -44,11 +44,20 @@ class Labels:
 
 @dataclass(frozen=True)
 class Stored:
-    """A stored tensor: its bytes in order, its shape, and the bytes of an element."""
+    """A stored tensor: its bytes in order, its shape, and the bytes of an element.
+
+    others: tensors with more bits of the same codes, whose tiles follow those of this one.
+    """
 
     data: npt.NDArray[np.uint8]
     shape: tuple[int, ...]
     width: int
+    others: tuple[Stored, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Stored, ...]:
+        """This tensor alone, and the others."""
+        return (replace(self, others=()), *self.others) if self.others else (self,)
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,11 @@ class Tile:
         """Weights in the tile."""
         return self.rows * self.columns * self.parts
 
+    @property
+    def is_row(self) -> bool:
+        """Whether it is neighbouring columns of one row, and tiles of a row follow one another."""
+        return self.rows == self.parts == 1 and not self.across and not self.stacked
+
     def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
         """How many tiles there are along rows and columns; the last one of an axis may be short."""
         return -(-shape[0] // (self.rows * self.parts)), -(-shape[1] // self.columns)
@@ -87,6 +101,11 @@ class Tile:
         else:
             view = tensor.data.reshape(first, size // tensor.width, second, tensor.width).transpose(0, 2, 1, 3)
         return view.swapaxes(0, 1) if self.across else view
+
+    def views(self, tensor: Stored, shape: tuple[int, int]) -> list[npt.NDArray[np.uint8]]:
+        """`stored` of each part of the tensor; none where one of them does not divide so."""
+        views = [view for part in tensor.parts if (view := self.stored(part, shape)) is not None]
+        return views if len(views) == len(tensor.parts) else []
 
     def weights(self, array: npt.NDArray[_T]) -> npt.NDArray[_T]:
         """An array [N, K] by whole tiles [tiles along rows, along columns, parts, rows, columns], a view."""
@@ -113,13 +132,18 @@ class Layout:
         source = (row * tile.columns + column) * self.bits + bit
         return Layout(tile, self.bits, np.where(self.source < 0, -1, source).reshape(-1))
 
+    def without_low_bit(self) -> Layout:
+        """The layout of half the codes, whose lowest bit is padding."""
+        weight, bit = np.divmod(self.source, self.bits)
+        source = np.where((self.source < 0) | (bit == 0), -1, weight * (self.bits - 1) + bit - 1)
+        return replace(self, bits=self.bits - 1, source=source)
+
     def read(self, tensor: Stored, shape: tuple[int, int]) -> Codes:
         """The codes [N, K] as stored."""
-        view = self.tile.stored(tensor, shape)
-        assert view is not None                                  # the layout was matched on this tensor
         n, k = shape
         rows, columns = self.tile.grid(shape)
-        stored = view.reshape(rows, columns, -1)
+        views = [view.reshape(rows, columns, -1) for view in self.tile.views(tensor, shape)]
+        stored = np.concatenate(views, 2) if len(views) > 1 else views[0]
         codes = np.zeros((rows, columns, self.tile.size), np.int16)
         for place in np.flatnonzero(self.source >= 0):
             weight, bit = divmod(int(self.source[place]), self.bits)
@@ -156,9 +180,10 @@ def candidates(shape: tuple[int, int], tensor: Stored) -> Iterator[Tile]:
              and (columns == 1 or rows & rows - 1 == 0)]
     for tile in sorted(tiles, key=lambda tile: (tile.size * (1 + (tile.parts > 1)), tile.columns)):
         first, second = tile.grid(shape)
-        if len(tensor.data) % (first * second):
+        total = sum(len(part.data) for part in tensor.parts)
+        if total % (first * second):
             continue
-        bits = 8 * len(tensor.data) // (first * second)
+        bits = 8 * total // (first * second)
         is_large = bits > MOST_BITS
         if is_large and (bits > MOST_LARGE or min(tile.rows, tile.columns) < LEAST_LARGE):
             continue
@@ -179,16 +204,17 @@ def _samples(draws: Sequence[tuple[Stored, Labels]], tile: Tile, count: int) -> 
 def sample(stored: Stored, labels: Labels, tile: Tile, most: int) -> tuple[Bits, Bits] | None:
     """Bits of some tiles, as 1 and -1, 0 for unknown: those stored [tiles, bits] and those of codes [tiles, weights * bits]."""
     n, k = labels.codes.shape
-    view = tile.stored(stored, (n, k))
+    views = tile.views(stored, (n, k))
     codes = tile.weights(labels.codes)
     rows, columns = codes.shape[:2]
-    if view is None or not rows * columns:
+    if not views or not rows * columns:
         return None
     random = np.random.default_rng(0)
     some = random.permutation(rows * columns)[:most] if rows * columns < 1 << 12 else \
         np.unique(random.integers(0, rows * columns, most))
     at = np.unravel_index(some, (rows, columns))
-    bits = np.unpackbits(np.ascontiguousarray(view[at]).reshape(len(some), -1), axis=1, bitorder="little")
+    data = np.concatenate([view[at].reshape(len(some), -1) for view in views], 1)
+    bits = np.unpackbits(data, axis=1, bitorder="little")
     chosen = codes[at].reshape(len(some), -1, 1)
     signs = (chosen >> np.arange(labels.bits, dtype=np.int16) & 1).astype(np.float32) * 2 - 1
     if labels.known_at is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ from typer.testing import CliRunner
 import qdsl
 from qdsl.checkpoint.files import safetensors
 from qdsl.cli import app
+from qdsl.core.numbers import number
 from qdsl.infer.function import infer_function
 from qdsl.infer.numbers import locate
 from qdsl.infer.run import InferError, Inferred, element, infer
 from qdsl.runtime import FormatError, PackedWeight
-from tests.formats.test_random_specs import codes
+from qdsl.runtime.weight.match import torch_dtype
+from tests.formats.test_random_specs import codes, joined
 from tests.support.covering import ALL
 from tests.support.formats import SHIPPED, Case, cases, random_fields
 
@@ -27,14 +30,12 @@ SHAPE = (320, 1024)                                              # whole tiles a
 EVERY = 14                                                       # of how many storages `make test` tries one
 # Storages of 2 to 8 bits that are not found, and why.  The list may only shrink, but for what specs could not say before.
 NOT_FOUND = {
-    "fbgemm_8bit.fbgemm": "a trailer of rows", "fbgemm_4bit.fbgemm": "a trailer of rows",
-    "ik_iq4_ks.ik_llama": "a header of rows", "fp6_llm.fp6_llm": "two regions", "any_precision.any_precision": "planes of bits",
+    "ik_iq4_ks.ik_llama": "two tables of levels, which blocks choose",
     "aqlm_2x8.aqlm": "rows of a stored table",
     "coreml_vectors.coreml": "rows of a stored table",
     "hqq_axis0.hqq_3bit": "tenths of a group of 64, the last one short",
-    "iq2_xxs.gguf": "rows of a grid", "iq2_xs.gguf": "rows of a grid", "iq2_s.gguf": "rows of a grid",
-    "iq3_xxs.gguf": "rows of a grid", "iq3_s.gguf": "rows of a grid",
 }
+SHARE = 0.95                                                     # that is found
 
 
 def name_of(case: Case) -> str:
@@ -93,7 +94,7 @@ def test_what_is_not_found_is_not_claimed(case: Case) -> None:
 
 def test_most_storages_are_found() -> None:
     names = {name_of(case) for case in STORAGES}
-    assert set(NOT_FOUND) < names and len(NOT_FOUND) <= 13 and len(names) >= 95
+    assert set(NOT_FOUND) < names and len(names) >= 95 and len(names - set(NOT_FOUND)) >= SHARE * len(names)
 
 
 # Layouts of other packages, from what their documentation and file formats say.
@@ -186,42 +187,65 @@ def test_other_functions_are_refused(pack: Callable[[Tensor], Tensor], why: str)
 # Storages drawn from the language
 
 ROWS, COLUMNS = 192, 768                                         # which every drawn layout divides
+FLOATS = ("f16", "bf16", "f32")
 
 
-def drawn(seed: int) -> tuple[str, str, int]:
-    """A spec's text, the type of its codes, and how many columns share its numbers."""
+@dataclass(frozen=True)
+class Drawn:
+    """A spec's text, the types of its codes and of its numbers, and how many rows and columns share a number."""
+
+    text: str
+    kind: str
+    numbers: dict[str, str]
+    rows: int
+    columns: int
+
+
+def drawn(seed: int) -> Drawn:
+    """Codes of 2 to 8 bits in words, streams, planes or parts of records, with scales, and offsets or zero points or neither;
+    tensors of one type may be sections of rows, or regions, of one tensor.
+    """
     draw = random.Random(seed)
     bits = draw.choice((2, 3, 4, 4, 5, 6, 8))
-    size = draw.choice((16, 32, 64, 128) if bits < 6 else (64, 128))    # that use enough of their codes
-    kind = f"{draw.choice('ui')}{bits}"
-    numbers = ["s", *draw.choice(([], ["z"]))]
-    decode = f"(q - {1 << bits - 1}) * s" if kind[0] == "u" else "q * s"
-    if "z" in numbers:
-        decode = draw.choice(("q * s + z", "q * s - z"))
-    fields = "".join(f"  {name}: f16[n, k // {size}]\n" for name in numbers)
-    tensors = next(text for _ in range(99) if "plane" not in (text := codes(draw, bits)))    # one tensor holds all bits
-    for name in numbers:
-        axes = ", ".join(draw.sample(["x<N", f"y<K/{size}"], 2))
-        tensors += f"    t_{name}:\n      tensor: f16[{axes}]\n      record: {name}[x, y]\n"
-    return (f"format: drawn\nweight: [N, K]\nfields:\n  q: {kind}[n, k]\n{fields}decode: {decode}\nstorage:\n  p:\n{tensors}",
-            kind, size)
+    columns = draw.choice((16, 32, 64, 128) if bits < 6 else (64, 128))     # that use enough of their codes
+    rows, kind, scale = draw.choice((1, 1, 1, 2, 32)), f"{draw.choice('ui')}{bits}", draw.choice(FLOATS)
+    decode, zero = draw.choice(((f"(q - {1 << bits - 1}) * s" if kind[0] == "u" else "q * s", ""),
+                                ("q * s + z", scale), ("q * s - z", scale), ("(q - z) * s", draw.choice(("u4", "u8", "i8")))))
+    numbers = {"s": scale, **({"z": zero} if zero else {})}
+    fields = "".join(f"  {name}: {form}[n // {rows}, k // {columns}]\n" for name, form in numbers.items())
+    tensors = codes(draw, bits)
+    for name, form in numbers.items():
+        axes = ", ".join(draw.sample([f"x<N/{rows}", f"y<K/{columns}"], 2))
+        element, item = ("u8", f"{name}[x, y] pad:4") if form == "u4" else (form, f"{name}[x, y]")
+        tensors += f"    t_{name}:\n      tensor: {element}[{axes}]\n      record: {item}\n"
+    text = f"format: drawn\nweight: [N, K]\nfields:\n  q: {kind}[n, k]\n{fields}decode: {decode}\nstorage:\n  p:\n{tensors}"
+    return Drawn(joined(text, draw) if draw.random() < 0.5 else text, kind, numbers, rows, columns)
 
 
-@pytest.mark.parametrize("seed", range(60 if ALL else 4))
+def drawn_fields(spec: Drawn, seed: int) -> dict[str, Tensor]:
+    """Random fields.  Where there are offsets scales are positive: which of two codes is the larger nothing else says."""
+    generator = torch.Generator().manual_seed(seed)
+    fields = {}
+    for name, kind in {"q": spec.kind, **spec.numbers}.items():
+        form = number(kind)
+        assert form is not None
+        shape = (ROWS, COLUMNS) if name == "q" else (ROWS // spec.rows, COLUMNS // spec.columns)
+        values = torch.randn(shape, generator=generator) if form.is_float else \
+            torch.randint(int(form.low), int(form.high) + 1, shape, generator=generator)
+        fields[name] = (values.abs() if name == "s" and "z" in spec.numbers else values).to(torch_dtype(kind))
+    return fields
+
+
+@pytest.mark.parametrize("seed", range(60) if ALL else (5, 12, 23))
 def test_a_drawn_storage_is_found(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
-    text, kind, size = drawn(seed)
-    (tmp_path / "drawn.yaml").write_text(text)
+    spec = drawn(seed)
+    (tmp_path / "drawn.yaml").write_text(spec.text)
     module = qdsl.load(tmp_path / "drawn.yaml")
-    generator = torch.Generator().manual_seed(seed)
-    low = -(1 << int(kind[1:]) - 1) if kind[0] == "i" else 0
-    q = torch.randint(low, low + (1 << int(kind[1:])), (ROWS, COLUMNS), generator=generator)
-    numbers = {name: torch.randn(ROWS, COLUMNS // size, generator=generator).half() for name in "sz" if f"  {name}:" in text}
-    if "z" in numbers:
-        numbers["s"] = numbers["s"].abs()                        # which of two codes is the larger nothing else says
-    packed = module.pack({"q": q.to(torch.int8 if low else torch.uint8), **numbers})
-    inferred = infer("codes", packed.tensors, module.dequantize(packed, torch.float32))
-    assert inferred.is_exact, (text, inferred.text, inferred.problems)
+    packed = module.pack(drawn_fields(spec, seed))
+    largest = max(packed.tensors, key=lambda name: packed.tensors[name].nbytes)
+    inferred = infer(largest, packed.tensors, module.dequantize(packed, torch.float32))
+    assert inferred.is_exact and not inferred.problems, (spec.text, inferred.text, inferred.problems)
 
 
 # The commands

@@ -1,0 +1,119 @@
+"""Stored tensors and what they hold one after the other: rows with a header or a trailer, regions, and planes of bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from qdsl.core.numbers import number
+from qdsl.infer.fit import Numbers
+from qdsl.infer.tiles import Stored
+
+SMALL = ("e8m0", "e4m3", "e8m0h", "ue4m3")                       # floats that files have as bytes
+PLAIN = {"f16": "<f2", "f32": "<f4", "i32": "<i4", "u32": "<u4", "i16": "<i2", "u16": "<u2", "i8": "i1", "u8": "u1"}
+ENDS = (2, 4, 6, 8, 12, 16)                                      # bytes of a row's header and trailer together
+RECORDS = (256, 128, 64, 32)                                     # columns of records whose bytes divide a row's
+
+
+@dataclass(frozen=True, order=True)
+class Section:
+    """Bytes start to stop of a tensor, or of every row of it."""
+
+    by_rows: bool
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Element:
+    """A stored tensor, what its elements are ('f16', 'i32'), and of codes also what is not yet accounted for."""
+
+    kind: str
+    stored: Stored
+
+    def kinds(self) -> list[str]:
+        """Number types that the elements may be of."""
+        if self.kind in ("u8", "i8"):
+            return [self.kind, *SMALL]
+        return [self.kind]
+
+    def numbers(self, kind: str) -> Numbers:
+        """The elements as numbers, in order."""
+        return decoded(self.stored.data, kind)
+
+    def cut(self, section: Section | None, rows: int) -> Element:
+        """What lies in a section of a tensor of so many rows; the tensor itself for None."""
+        if section is None:
+            return self
+        by_rows = self.stored.data.reshape(rows if section.by_rows else 1, -1)[:, section.start:section.stop]
+        data = np.ascontiguousarray(by_rows).reshape(-1)
+        count = len(data) // self.stored.width
+        return Element(self.kind, Stored(data, (rows, count // rows) if section.by_rows else (count,), self.stored.width))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where the bits of codes lie: (tensor, section) each, the first bits first; and the ends of rows around them."""
+
+    codes: tuple[tuple[str, Section | None], ...]
+    ends: tuple[Section, ...] = ()
+
+    def stored(self, elements: Mapping[str, Element], rows: int) -> Stored:
+        """The parts of the codes as one tensor."""
+        first, *others = (elements[name].cut(section, rows).stored for name, section in self.codes)
+        return replace(first, others=tuple(others))
+
+
+def decoded(data: npt.NDArray[np.uint8], kind: str) -> Numbers:
+    """Bytes as numbers of a type of 8, 16 or 32 bits; the last axis of `data` holds the bytes of one, or of several in order."""
+    data = np.ascontiguousarray(data)
+    with np.errstate(invalid="ignore"):
+        if kind in PLAIN:
+            return data.view(PLAIN[kind]).astype(np.float64)
+        if kind == "bf16":
+            return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    form = number(kind)
+    assert form is not None and form.bits == 8
+    return np.array([form.decode(code) for code in range(256)])[data]
+
+
+def ends_of_rows(name: str, element: Element, shape: tuple[int, int]) -> Iterator[Cut]:
+    """Cuts of a tensor of bytes into headers, codes and trailers of rows; plain codes before records of any kind."""
+    n, k = shape
+    size = len(element.stored.data) // n
+    if element.stored.width > 1 or size * n != len(element.stored.data):
+        return
+    unit = k // next((columns for columns in RECORDS if k % columns == 0), 8)
+    sizes = [extra for extra in ENDS if size > extra and (size - extra) % max(unit, 1) == 0]
+    for extra in sorted(sizes, key=lambda extra: 8 * (size - extra) % k != 0):
+        for head in dict.fromkeys((0, extra, extra // 2)):
+            places = (0, head, size - extra + head, size)
+            header, codes, trailer = (Section(True, *ends) for ends in pairwise(places))
+            yield Cut(((name, codes),), tuple(one for one in (header, trailer) if one.start < one.stop))
+
+
+def planes(name: str, element: Element, shape: tuple[int, int], bits: int) -> Iterator[Cut]:
+    """Cuts of a tensor of codes alone into regions, or parts of rows, that have some bits of every code."""
+    n, k = shape
+    total = len(element.stored.data)
+    if bits < 2 or 8 * total != n * k * bits or total % (bits * n):
+        return
+    for widths in ([1] * bits, *([low, bits - low] for low in range(1, bits) if bits > 2)):
+        for by_rows in (False, True):
+            size = total // bits // (n if by_rows else 1)
+            ends = [size * sum(widths[:count]) for count in range(len(widths) + 1)]
+            if not any(end % element.stored.width for end in ends):
+                yield Cut(tuple((name, Section(by_rows, *pair)) for pair in pairwise(ends)))
+
+
+def several(packed: str, elements: Mapping[str, Element], shape: tuple[int, int]) -> Iterator[Cut]:
+    """The packed tensor with all others of integers that have whole bits of every code."""
+    n, k = shape
+    names = [name for name, element in elements.items() if element.kind in PLAIN and element.kind[0] != "f"
+             and 8 * len(element.stored.data) % (n * k) == 0]
+    if packed in names and len(names) > 1:
+        yield Cut(tuple((name, None) for name in names))

@@ -1,0 +1,179 @@
+"""Numbers of groups in the records of codes, in headers and trailers of rows, and as small integers times other numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from qdsl.core.numbers import number
+from qdsl.infer.elements import SMALL, Element, Section, decoded
+from qdsl.infer.fit import Blocks, Numbers
+from qdsl.infer.numbers import FITTING, Field, close, in_tensors
+from qdsl.infer.tiles import Labels, Layout, Stored, Tile, match
+
+WHOLE = 0.02                                                     # how far from an integer a quotient of scales may be
+MOST_WHOLE = 255                                                 # of such integers
+MULTIPLES = (1, 2, 4, 8)                                         # of quotients that may be integers
+TRIED = 1 << 12                                                  # quotients that refuse most outer numbers
+
+
+@dataclass(frozen=True)
+class Record:
+    """Records of codes, or of ends of rows, and which of their bytes hold something else."""
+
+    tensor: str
+    section: Section | None
+    stored: Stored
+    layout: Layout
+    shape: tuple[int, int]
+
+    @property
+    def is_row(self) -> bool:
+        """Whether a record holds neighbouring columns of one row, whole bytes of which are free."""
+        return self.layout.tile.is_row and self.shape[1] % self.layout.tile.columns == 0
+
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """All records [rows, records of a row, bytes]."""
+        view = self.layout.tile.stored(self.stored, self.shape)
+        assert view is not None
+        return view
+
+    def slots(self, kind: str) -> Iterator[tuple[int, Numbers]]:
+        """Places, in bytes, where a number may lie, and the number there in every record."""
+        form = number(kind)
+        assert form is not None
+        size = form.bits // 8
+        free = [bool((part < 0).all()) for part in self.layout.source.reshape(-1, 8)]
+        for place in range(len(free) - size + 1):
+            if all(free[place:place + size]):
+                yield place, decoded(self.bytes[..., place:place + size], kind).reshape(self.bytes.shape[:2])
+
+    def at(self, tile: Tile, kind: str, places: list[int]) -> Layout:
+        """The layout of numbers at these bits of a record."""
+        form = number(kind)
+        assert form is not None
+        source = np.full(len(self.layout.source), -1)
+        for i, place in enumerate(places):
+            source[place:place + form.bits] = np.arange(form.bits) + i * form.bits
+        return Layout(tile, form.bits, source)
+
+    def count(self, blocks: Blocks) -> int:
+        """How many blocks of a row a record holds; 0 where that is no whole number."""
+        columns = self.layout.tile.columns
+        count = columns // blocks.columns
+        is_whole = count * blocks.columns == columns and blocks.rows == 1 and not blocks.apart and self.is_row
+        return count if is_whole else 0
+
+
+def row_end(tensor: str, section: Section, element: Element, shape: tuple[int, int]) -> Record:
+    """A header or a trailer of every row, as records of which all is free."""
+    stored = element.cut(section, shape[0]).stored
+    return Record(tensor, section, stored, Layout(Tile(1, shape[1]), 1, np.full(8 * len(stored.data) // shape[0], -1)), shape)
+
+
+def in_records(name: str, wanted: Numbers, blocks: Blocks, records: Sequence[Record],
+               tensors: Mapping[str, Element]) -> tuple[list[Field], str]:
+    """The wanted numbers as fields: numbers of records, or other numbers times small integers; and the product of the fields.
+
+    No fields where there are none.
+    """
+    for record in records:
+        field = _plain(name, wanted, blocks, record)
+        if field is not None:
+            return [field], name
+    for outer, values in _outers(name, wanted, blocks, records, tensors):
+        for multiple in MULTIPLES if _may_be_whole(wanted, values) else ():
+            fields = _products(name, wanted, blocks, records, tensors, outer, values / multiple)
+            if fields:
+                term = " * ".join(field.term for field in fields)
+                return fields, term if multiple == 1 else f"{term} * {1 / multiple}"
+    return [], ""
+
+
+def _plain(name: str, wanted: Numbers, blocks: Blocks, record: Record) -> Field | None:
+    """The wanted numbers as numbers of a record."""
+    count = record.count(blocks)
+    if not count:
+        return None
+    tile = Tile(1, count)
+    tiles = tile.weights(wanted).reshape(*record.bytes.shape[:2], count)
+    for kind in ("f16", "bf16", "f32", *SMALL):
+        slots = dict(record.slots(kind))
+        places = [next((place for place, values in slots.items() if close(values, tiles[..., i]).mean() >= FITTING), None)
+                  for i in range(count)]
+        if all(place is not None for place in places):
+            layout = record.at(tile, kind, [8 * int(place or 0) for place in places])
+            return Field(name, kind, blocks, record.tensor, layout, section=record.section)
+    return None
+
+
+def _outers(name: str, wanted: Numbers, blocks: Blocks, records: Sequence[Record],
+            tensors: Mapping[str, Element]) -> Iterator[tuple[Field, Numbers]]:
+    """Numbers of several blocks of a row that may be a factor of the wanted ones, as a field and for each of the blocks."""
+    if blocks.rows > 1 or blocks.apart:
+        return
+    for record in records:
+        count = record.count(blocks)
+        outer = Blocks(1, record.layout.tile.columns)
+        for kind in ("f16", "f32") if record.section and count > 1 else ("f16",) if count > 1 else ():
+            for place, values in record.slots(kind):
+                layout = record.at(Tile(1, 1), kind, [8 * place])
+                field = Field(f"super_{name}", kind, outer, record.tensor, layout, section=record.section)
+                yield field, values.repeat(count, 1)
+    n, columns = wanted.shape
+    for tensor, element in tensors.items():
+        size = len(element.stored.data) // element.stored.width
+        if element.kind in ("f16", "bf16", "f32") and size < wanted.size and size % n == 0 and columns % (size // n) == 0:
+            count = columns // (size // n)
+            bits = 8 * element.stored.width
+            layout = Layout(Tile(1, 1), bits, np.arange(bits))
+            yield (Field(f"super_{name}", element.kind, Blocks(1, blocks.columns * count), tensor, layout),
+                   element.numbers(element.kind).reshape(n, -1).repeat(count, 1))
+
+
+def _may_be_whole(wanted: Numbers, values: Numbers) -> bool:
+    """Whether quotients may be small integers over a power of two, by some of them."""
+    some = slice(None, None, max(1, wanted.size // TRIED))
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        counts = wanted.reshape(-1)[some] / values.reshape(-1)[some] * MULTIPLES[-1]
+    counts = counts[~np.isnan(counts)]
+    return bool(len(counts) and (np.abs(counts) <= MOST_WHOLE * MULTIPLES[-1] + 1).all()
+                and (np.abs(counts - np.rint(counts)) <= WHOLE * MULTIPLES[-1]).all())
+
+
+def _products(name: str, wanted: Numbers, blocks: Blocks, records: Sequence[Record], tensors: Mapping[str, Element],
+              outer: Field, values: Numbers) -> list[Field]:
+    """The wanted numbers as products of an outer number and small integers that records or tensors hold."""
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        counts = wanted / values
+        wrong = np.abs(counts - np.rint(counts)) > WHOLE
+    counts = np.where(np.isnan(wanted), np.nan, counts)
+    certain = ~np.isnan(counts)
+    if not np.isfinite(counts[certain]).all() or np.nanmax(np.abs(counts)) > MOST_WHOLE or wrong[certain].any():
+        return []
+    whole = np.rint(np.nan_to_num(counts)).astype(np.int16)
+    times = 2 if (whole[certain] & 1).all() else 1
+    whole = np.where(certain, whole >> times - 1, 0).astype(np.int16)     # whole = times * this + times - 1
+    bits = int(whole.max()).bit_length() if whole.min() >= 0 else max(int(whole.max()), -int(whole.min()) - 1).bit_length() + 1
+    middle = 1 << bits - 1 if whole.min() < 0 else 0
+    for record in records if bits else ():
+        count = record.count(blocks)
+        layout = match([(record.stored, Labels(whole + middle, bits, certain))], [Tile(1, count)]) if count else None
+        if layout is not None:
+            codes = layout.read(record.stored, (wanted.shape[0], wanted.shape[1]))
+            zero = next((offset for offset in (middle, 0) if (codes - whole == offset)[certain].all()), None)
+            kind = f"i{bits}" if zero is None else f"u{bits}"
+            return [outer, Field(name, kind, blocks, record.tensor, layout, times * (zero or 0) - times + 1, times=times,
+                                 section=record.section)]
+    exact = np.where(certain, whole, np.nan)
+    for tensor, element in tensors.items():
+        for less in (0, middle) if element.kind in ("i8", "u8") else ():
+            for one in in_tensors(name, exact + less, blocks, {tensor: element}):
+                if one.kind == element.kind:
+                    return [outer, Field(name, one.kind, blocks, tensor, one.layout, times * less - times + 1, times=times,
+                                         section=one.section)]
+    return []

@@ -1,0 +1,112 @@
+"""The search for codes: in the packed tensor, in what lies between the ends of its rows, and in planes of bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from qdsl.infer.elements import Cut, Element, ends_of_rows, planes, several
+from qdsl.infer.fit import Blocks, fit
+from qdsl.infer.grids import grid_rows
+from qdsl.infer.labels import Values, labelings
+from qdsl.infer.lookup import stored_tables
+from qdsl.infer.numbers import Field
+from qdsl.infer.records import Record, row_end
+from qdsl.infer.solve import Solution, solve
+from qdsl.infer.text import looked_up
+from qdsl.infer.tiles import Labels, Layout, Stored, Tile, candidates, match
+
+
+def search(packed: str, elements: Mapping[str, Element], values: Values) -> Solution | None:
+    """The fields and the formula of the first cut and labeling of the values [N, K] of which a layout and a meaning follow."""
+    search = _Search(packed, elements, values)
+    return search.in_stored_tables() or search.in_records() or grid_rows(packed, elements, values) or search.in_planes()
+
+
+class _Search:
+    """One packed tensor, the others, and the values that they decode to."""
+
+    def __init__(self, packed: str, elements: Mapping[str, Element], values: Values) -> None:
+        self.packed, self.elements, self.values = packed, elements, values
+        self.shape = (values.shape[0], values.shape[1])
+        self.most_bits = 8 * len(elements[packed].stored.data) / values.size
+        self.ends = list(ends_of_rows(packed, elements[packed], self.shape))
+        self.cut: dict[Cut, Stored] = {}
+        self.refused: set[tuple[Cut, Tile, int, bytes]] = set()  # several labelings have the same layout
+
+    def in_stored_tables(self) -> Solution | None:
+        """Codes into a table that another tensor holds."""
+        others = {name: element for name, element in self.elements.items() if name != self.packed}
+        for labels, levels in stored_tables(self.values, others, self.most_bits):
+            for cut in (Cut(((self.packed, None),)), *self._planes(labels.bits)):
+                layout = match([(self._stored(cut), labels)])
+                if layout is not None:
+                    code = self._fields(cut, layout, f"u{labels.bits}")
+                    return Solution((*code, levels), looked_up(levels, code[0], self.shape))
+        return None
+
+    def in_records(self) -> Solution | None:
+        """Codes in the whole tensor, or between the ends of its rows."""
+        cuts = [Cut(((self.packed, None),)), *self.ends]
+        return self._first(labelings(self.values, self.most_bits), lambda labels: cuts)
+
+    def in_planes(self) -> Solution | None:
+        """Codes of which some bits lie in other regions, parts of rows, or tensors."""
+        cuts = [*several(self.packed, self.elements, self.shape)]
+        sizes = [sum(len(part.data) for part in self._stored(cut).parts) for cut in cuts]
+        most_bits = max([self.most_bits, *(8 * size / self.values.size for size in sizes)])
+        return self._first((labels for labels in labelings(self.values, most_bits) if not labels.top),
+                           lambda labels: [*self._planes(labels.bits), *cuts])
+
+    def _planes(self, bits: int) -> Iterator[Cut]:
+        return planes(self.packed, self.elements[self.packed], self.shape, bits)
+
+    def _stored(self, cut: Cut) -> Stored:
+        if cut not in self.cut:
+            self.cut[cut] = cut.stored(self.elements, self.shape[0])
+        return self.cut[cut]
+
+    def _first(self, labelings: Iterable[Labels], cuts_of: Callable[[Labels], Iterable[Cut]]) -> Solution | None:
+        for labels in labelings:
+            for cut in cuts_of(labels):
+                solution = self._solution(cut, labels)
+                if solution is not None:
+                    return solution
+        return None
+
+    def _solution(self, cut: Cut, labels: Labels) -> Solution | None:
+        stored = self._stored(cut)
+        layout = match([(stored, labels)], self._tiles(cut, stored))
+        if layout is None or (key := (cut, layout.tile, layout.bits, layout.source.tobytes())) in self.refused:
+            return None
+        self.refused.add(key)
+        codes = layout.read(stored, self.shape)
+        while layout.bits > 1 and not (codes & 1).any():
+            layout, codes = layout.without_low_bit(), codes >> 1
+        meaning = fit(codes, self.values, layout.bits)
+        if meaning is None:
+            return None
+        name, section = cut.codes[0]
+        records = [Record(name, section, stored, layout, self.shape)] if len(cut.codes) == 1 else []
+        records += [row_end(name, one, self.elements[name], self.shape) for one in cut.ends]
+        holders = {name for name, _ in cut.codes}
+        others = {name: element for name, element in self.elements.items() if name not in holders}
+        return solve(self._fields(cut, layout, meaning.kind), meaning, codes, self.values, others, records)
+
+    def _tiles(self, cut: Cut, stored: Stored) -> list[Tile] | None:
+        """Tiles that codes between the ends of rows may have; whole rows are none, where these may have ends.  None for all."""
+        if cut.ends:
+            return [tile for tile in candidates(self.shape, stored) if tile.is_row]
+        if self.ends and self.most_bits % 1:
+            return [tile for tile in candidates(self.shape, stored) if tile.columns < self.shape[1]]
+        return None
+
+    def _fields(self, cut: Cut, layout: Layout, kind: str) -> list[Field]:
+        """The codes as a field for each of the cut's parts."""
+        fields, start = [], 0
+        for (name, section), part in zip(cut.codes, self._stored(cut).parts, strict=True):
+            stop = start + 8 * len(part.data) // math.prod(layout.tile.grid(self.shape))
+            piece = Layout(layout.tile, layout.bits, layout.source[start:stop])
+            fields.append(Field("q", kind, Blocks(1, 1), name, piece, section=section))
+            start = stop
+        return fields
