@@ -66,6 +66,14 @@ def compiler() -> tuple[str, ...]:
     return (path, *command[1:])
 
 
+def has_compiler() -> bool:
+    """Whether there is a C compiler."""
+    try:
+        return bool(compiler())
+    except NoCompiler:
+        return False
+
+
 @cache
 def machine_options(capability: str) -> tuple[str, ...]:
     """Options for the vector instructions that torch uses on this machine ('AVX512', 'AVX2' or another word)."""

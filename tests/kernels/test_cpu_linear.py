@@ -23,6 +23,7 @@ from qdsl.runtime import PackedWeight
 from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.cpu import loops
 from qdsl.runtime.cpu.source import DECODE
+from qdsl.runtime.weight import tiles
 from qdsl.runtime.weight.packed import FormatError
 from tests.support.covering import ALL, covering
 from tests.support.formats import Case, cases, random_fields, same_bits, shapes, smallest
@@ -30,8 +31,9 @@ from tests.support.formats import Case, cases, random_fields, same_bits, shapes,
 CASES = cases()
 COVERING = covering(CASES, lambda case: [case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.decode])
 PARTS = 2                                                        # formats are compiled in so many programs
-# A word's first bit depends on the data, in codes that cross words: a vector cannot be loaded under a condition on values.
-PLAIN = {"learned_levels.levels", "learned_rows.rows", "ranges.runs", "ranges.words"}
+# A word's first bit depends on the data, in codes that cross words: a vector cannot be loaded under a condition on values.  And
+# values that are rounded in between are cast to bits.
+PLAIN = {"half_steps.bytes-scale_typebf16", "learned_levels.levels", "learned_rows.rows", "ranges.runs", "ranges.words"}
 WEIGHTS: dict[str, Callable[[], PackedWeight]] = {
     "q8_0": lambda: q8_0.quantize(sample(48, 256)),
     "q4_0": lambda: q4_0.quantize(sample(48, 256)),
@@ -58,6 +60,14 @@ def check(product: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
     assert product.dtype == x.dtype and product.shape == wanted.shape
     allowed = sums + info.eps / 2 * (wanted.abs() + sums) + info.smallest_normal * info.eps
     assert ((product.double() - wanted).abs() <= allowed).all(), what
+
+
+def plain(packed: PackedWeight) -> Tensor:
+    """The weight as torch decodes it, in float32."""
+    cpu.compile_products(False)
+    weight: Tensor = packed.format.dequantize(packed, torch.float32)
+    cpu.compile_products()
+    return weight
 
 
 def in_order(case: Case, shape: tuple[int, int], seed: int = 0) -> PackedWeight:
@@ -121,7 +131,7 @@ def test_compiled_decodes_make_the_same_bits_and_few_rows_meet_exact_weights(par
     monkeypatch.setattr(library, "load", lambda text, options: functions[text])
     decoded = 0
     for case, packed, rows in weights:
-        weight = case.module.dequantize(packed, torch.float32)
+        weight = plain(packed)
         if (decode := loops.decode(packed)) is not None:
             out = torch.full(packed.shape, torch.nan)
             decode(out, 0)
@@ -130,6 +140,38 @@ def test_compiled_decodes_make_the_same_bits_and_few_rows_meet_exact_weights(par
         x = sample(rows, packed.shape[1], seed=rows)
         check(case.module.linear(x, packed), x, weight, what=(case, packed.shape))
     assert decoded >= len(weights) * 0.8                         # a few ragged shapes have no loop
+
+
+# How rows of a step come into memory: as they are decoded, from pairs of vectors, from a buffer, and turned, in tiles of 1 and 8.
+@pytest.mark.parametrize("name", ["q4_k.gguf", "ocp_mxfp4.compressed_tensors",
+                                  "int_group.pack_quantized-bits4-group128-scale_typef16",
+                                  "int_group.gptq_v2-bits4-group128-scale_typef16", "int_group.awq-bits4-group128-scale_typef16",
+                                  "fp6_llm.fp6_llm-scale_typef16", "fbgemm_4bit.fbgemm"])
+def test_dequantize_by_a_loop_makes_the_bits_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in CASES if str(case) == name)
+    packed = in_order(case, (192, 768))
+    weight, wide = plain(packed), torch.zeros(192, 2, 768)
+    assert loops.has_vectors(packed)
+    monkeypatch.setattr(loops, "TILE", 1 << 16)                  # several tiles, the last one short
+    monkeypatch.setattr(tiles, "decode_rows", None)              # torch's way would call it
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert same_bits(case.module.dequantize(packed, dtype), weight.to(dtype))
+    case.module.dequantize(packed, torch.float32, out=wide[:, 1])
+    assert same_bits(wide[:, 1], weight) and not wide[:, 0].any()
+
+
+def test_dequantize_goes_by_torch_where_a_loop_has_no_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or where there is no compiler, or the setting does not want one: without a warning."""
+    slow = next(in_order(case, (32, 128)) for case in CASES if str(case).startswith("bnb_fp4_nested.bitsandbytes"))
+    assert loops.decode(slow) is not None and not loops.has_vectors(slow)
+    calls: list[Any] = []
+    decode = tiles.decode_rows
+    monkeypatch.setattr(tiles, "decode_rows", lambda *arguments: (calls.append(arguments), decode(*arguments)))
+    slow.format.dequantize(slow, torch.float32)
+    packed = WEIGHTS["q8_0"]()
+    monkeypatch.setattr(library, "compiler", lambda: (_ for _ in ()).throw(library.NoCompiler("no C compiler")))
+    q8_0.dequantize(packed, torch.float32)
+    assert len(calls) == 2
 
 
 def in_8_bits(x: Tensor) -> Tensor:
@@ -144,7 +186,7 @@ def test_products_of_integers_have_the_error_of_x_in_8_bits_alone(name: str, mon
     """They are the product with x so rounded; the error is that of ggml, which rounds x so, too."""
     case = next(case for case in CASES if str(case) == f"{name}.gguf")
     packed = in_order(case, (33, 512))
-    weight = case.module.dequantize(packed, torch.float32)
+    weight = plain(packed)
     monkeypatch.setenv("QDSL_CPU_INT8", "1")
     for rows in (1, 3):
         x = sample(rows, 512, seed=rows)
@@ -164,7 +206,7 @@ def test_what_has_no_loop_goes_by_tiles(case: Case) -> None:
     packed = in_order(case, smallest(case))
     assert loops.decode(packed) is None
     x = sample(1, packed.shape[1])
-    check(case.module.linear(x, packed), x, case.module.dequantize(packed, torch.float32))
+    check(case.module.linear(x, packed), x, plain(packed))
 
 
 @pytest.mark.parametrize("lanes", [8, 4])
@@ -175,7 +217,7 @@ def test_loops_for_other_machines_give_the_same(lanes: int, monkeypatch: pytest.
         pytest.skip("this machine has no AVX2")
     monkeypatch.setattr(loops, "_capability", lambda: name)
     packed = WEIGHTS["q4_0"]()
-    weight, x = q4_0.dequantize(packed, torch.float32), sample(3, 256)
+    weight, x = plain(packed), sample(3, 256)
     assert f"#define LANES {lanes}\n" in loops.source_for(packed, 1).text
     check(q4_0.linear(x, packed), x, weight)
     rounded = loops.product(x, packed, True)
@@ -188,7 +230,7 @@ def test_loops_for_other_machines_give_the_same(lanes: int, monkeypatch: pytest.
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_products_of_all_dtypes_and_a_bias(name: str) -> None:
     packed = WEIGHTS[name]()
-    weight = packed.format.dequantize(packed, torch.float32)
+    weight = plain(packed)
     bias = sample(packed.shape[0], seed=9)
     for rows, dtype in ((1, torch.bfloat16), (3, torch.float32), (6, torch.float16)):
         x = sample(rows, packed.shape[1], seed=rows, dtype=dtype)
@@ -204,7 +246,7 @@ def test_products_of_all_dtypes_and_a_bias(name: str) -> None:
 def test_one_library_serves_all_shapes() -> None:
     for n, k in ((48, 256), (7, 32), (64, 1024)):
         packed, x = q8_0.quantize(sample(n, k)), sample(1, k)
-        check(q8_0.linear(x, packed), x, q8_0.dequantize(packed, torch.float32))
+        check(q8_0.linear(x, packed), x, plain(packed))
     assert len(loops._loops) == 1
 
 
@@ -241,7 +283,7 @@ def test_act_order_and_columns_by_groups() -> None:
     permuted = int_group.pack(fields, "gptq_v2", bits=4, group=64)
     for packed in (permuted, int_group.planar(permuted)):
         x = sample(1, 256)
-        check(int_group.linear(x, packed), x, int_group.dequantize(packed, torch.float32))
+        check(int_group.linear(x, packed), x, plain(packed))
     assert packed.order is not None and None not in loops._loops.values()
 
 
@@ -251,7 +293,7 @@ def test_tensors_at_odd_addresses_and_strided_ones() -> None:
     moved = torch.empty(blocks.numel() + 1, dtype=torch.uint8)[1:].view(blocks.shape).copy_(blocks)
     strided = torch.empty(*blocks.shape, 2, dtype=torch.uint8)[..., 0].copy_(blocks)
     assert same_bits(q8_0.linear(x, packed), q8_0.linear(x, q8_0.wrap({"blocks": moved})))
-    check(q8_0.linear(x, q8_0.wrap({"blocks": strided})), x, q8_0.dequantize(packed, torch.float32))
+    check(q8_0.linear(x, q8_0.wrap({"blocks": strided})), x, plain(packed))
 
 
 def test_plain_weights_are_multiplied_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

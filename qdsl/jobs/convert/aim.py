@@ -125,17 +125,18 @@ def params_in(layer: Layer, aim: Aim) -> Mapping[str, int | str]:
         {name: value for name, value in aim.params.items() if name in format.params})
 
 
-def become(weight: PackedWeight, layer: Layer, aim: Aim, amax: float | None = None) -> PackedWeight:
+def become(weight: PackedWeight, layer: Layer, aim: Aim, amax: float | None = None, floats: torch.Tensor | None = None,
+           ) -> PackedWeight:
     """Converts or quantizes a weight of a layer.  Raises FormatError where it cannot.
 
-    amax: the largest magnitude of all weights that share its super-scale.
+    amax: the largest magnitude of all weights that share its super-scale.  floats: `values` of the weight.
     """
     if aim.exact(layer):
         from qdsl.runtime.weight.convert import with_indices
 
         return with_indices(weight.format.convert(weight, aim.storage))
     options: dict[str, Any] = {**aim.options, **({} if amax is None else {"amax": amax})}
-    return target(layer, aim).quantize(values(weight), aim.storage, **options)
+    return target(layer, aim).quantize(values(weight) if floats is None else floats, aim.storage, **options)
 
 
 def values(weight: PackedWeight) -> torch.Tensor:

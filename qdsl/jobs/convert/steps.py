@@ -22,13 +22,14 @@ from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 CHUNK = 1 << 19                                                  # weights that are decoded at a time to be compared
 
+
 def change(step: Change, out: BinaryIO) -> Sums | None:
     """Convert a layer and write its tensors; returns the sums of signal and noise, None where values are unchanged.
 
     Raises RewriteError where a storage cannot hold a layer after all, CheckpointError and OSError.
     """
     layer, cost = step.layer, Sums()
-    for expert, (weight, packed) in enumerate(_converted(step)):
+    for expert, (before, packed) in enumerate(_converted(step)):
         own, small = _bytes(step, packed)
         assert own.keys() | small.keys() == step.to.keys(), layer.name
         for name, data in own.items():
@@ -37,32 +38,33 @@ def change(step: Change, out: BinaryIO) -> Sums | None:
         for name, data in small.items() if expert == 0 else ():
             assert data.nbytes == step.to[name].nbytes, (layer.name, name)
             _put(out, step.to[name].start, data)
-        if not step.aim.exact(layer):
-            cost += error_of(weight, packed)
+        if before is not None:
+            cost += error_of(before, packed)
     return None if step.aim.exact(layer) else cost
 
 
 def tensors_of(step: Change) -> tuple[dict[str, Chunks], Sums | None]:
     """The tensors of a converted layer by their names in its storage, and what `change` returns.  Raises as it does."""
-    [(weight, packed)] = _converted(step)
+    [(before, packed)] = _converted(step)
     own, small = _bytes(step, packed)
     shapes = {name: tuple(packed.tensors[name].shape) if name in own else entry.shape for name, entry in step.to.items()}
     parts = {name: Chunks(step.to[name].dtype, shapes[name], [data]) for name, data in (own | small).items()}
-    return parts, None if step.aim.exact(step.layer) else error_of(weight, packed.decode_streams())
+    return parts, None if before is None else error_of(before, packed.decode_streams())
 
 
-def _converted(step: Change) -> Iterator[tuple[PackedWeight, PackedWeight]]:
-    """Every weight of a layer, before and after the conversion."""
+def _converted(step: Change) -> Iterator[tuple[torch.Tensor | None, PackedWeight]]:
+    """Every weight of a layer: the values that are quantized, None where they are kept, and the weight after the conversion."""
     folder, layer = worker.folder_of(step.source), step.layer
     shared = amax(folder, step.sharing) if step.sharing else None
     for weight in weights(folder, layer):
         try:
-            packed = become(weight, layer, step.aim, shared)
+            before = None if step.aim.exact(layer) else values(weight)
+            packed = become(weight, layer, step.aim, shared, before)
         except FormatError as error:
             hint = f"; `--ignore {layer.name}` leaves it plain" if step.aim.is_from_plain else ""
             raise RewriteError(f"{folder.path}: layer {shown(layer.name)}: {layer.format}.{layer.storage} cannot be "
                                f"{step.aim.storage}: {error}{hint}") from None
-        yield weight, packed
+        yield before, packed
 
 
 def amax(folder: Folder, layers: Sequence[Layer]) -> float | None:
@@ -77,21 +79,14 @@ def amax(folder: Folder, layers: Sequence[Layer]) -> float | None:
     return largest or None
 
 
-def error_of(before: PackedWeight, after: PackedWeight) -> Sums:
-    """The error of requantizing a weight, decoded some rows at a time."""
-    cost = Sums()
-    plain = next(iter(before.tensors.values())) if before.variant.copies else None
-    least = math.lcm(before.step("N"), after.step("N"))
+def error_of(before: torch.Tensor, after: PackedWeight) -> Sums:
+    """The error of quantizing values [N, K], decoded some rows at a time."""
+    cost, least = Sums(), after.step("N")
     rows = max(1, CHUNK // max(1, before.shape[1]) // least) * least
     for start in range(0, before.shape[0], rows):
-        stop = min(start + rows, before.shape[0])
-        old = _decoded(before, start, stop) if plain is None else plain[start:stop].float()
-        cost += measured(old, _decoded(after, start, stop))
+        part = after.cut("N", start, min(start + rows, before.shape[0]))
+        cost += measured(before[start:start + rows].float(), part.format.dequantize(part, torch.float32))
     return cost
-
-
-def _decoded(weight: PackedWeight, start: int, stop: int) -> torch.Tensor:
-    return weight.format.dequantize(weight.cut("N", start, stop), torch.float32)
 
 
 def _put(out: BinaryIO, place: int, data: memoryview) -> None:

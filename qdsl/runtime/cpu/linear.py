@@ -1,4 +1,4 @@
-"""x @ w.T on a CPU: compiled loops where this machine has a C compiler, else tiles that torch decodes and multiplies.
+"""x @ w.T and decoded weights on a CPU: compiled loops where this machine has a C compiler, else torch, tile by tile.
 
 QDSL_CPU_COMPILE says which weights have compiled loops: 'auto', the default, those of 2^16 numbers and more; 'always' all;
 'never' none.  A format's loop is compiled at its first product, which waits for that; the cache folder keeps it for all shapes
@@ -19,13 +19,11 @@ from torch import Tensor
 from qdsl.host import library
 from qdsl.runtime.cpu import loops
 from qdsl.runtime.weight.match import torch_dtype
-from qdsl.runtime.weight.packed import FormatError, PackedWeight
+from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.tiles import decode_rows, row_tiles, unpack
 
 ROUNDING = "QDSL_CPU_INT8"
-SMALL = 1 << 16                                                  # weights below which torch's own calls take less than compiling
 TILE = 1 << 21                                                   # weights decoded at a time: less, and calls cost more than work
-COMPILED_TILE = 1 << 18                                          # a compiled decode is one call, and its tile fits a cache
 
 
 def compile_products(on: bool = True) -> None:
@@ -50,12 +48,7 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
 
 def _is_compiled(x: Tensor, packed: PackedWeight) -> bool:
     """Whether the product is to be compiled, as the setting and the shapes say."""
-    setting = library.setting()
-    if setting not in library.CHOICES:
-        raise FormatError(f"{library.SETTING} is {', '.join(library.CHOICES[:-1])} or {library.CHOICES[-1]}, not {setting!r}")
-    n, k = packed.shape
-    is_large = n * k >= SMALL or setting == "always"
-    return setting != "never" and is_large and x.numel() > 0 and x.dtype != torch.float64 and x.device.type == "cpu" \
+    return loops.are_compiled(packed) and x.numel() > 0 and x.dtype != torch.float64 and x.device.type == "cpu" \
         and not torch.compiler.is_compiling()
 
 
@@ -72,19 +65,31 @@ def _is_plain(packed: PackedWeight, dtype: torch.dtype) -> bool:
 
 def _compiled_tiles(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor | None:
     """The product by tiles that a compiled loop decodes; None where the weight has none."""
-    decode = loops.decode(packed)
-    if decode is None:
+    tiles = loops.decoded_tiles(packed)
+    if tiles is None:
         return None
-    n, k = packed.shape
-    step = loops.row_step(packed)
-    rows = max(1, COMPILED_TILE // k // step) * step
-    out, tile = x.new_empty(x.shape[0], n), torch.empty(min(rows, n), k)
-    for start in range(0, n, rows):
-        weight = tile[:min(rows, n - start)]
-        decode(weight, start)
-        part = None if bias is None else bias[start:start + rows].to(x.dtype)
-        out[:, start:start + rows] = torch.nn.functional.linear(x, weight.to(x.dtype), part)
+    out = x.new_empty(x.shape[0], packed.shape[0])
+    for start, weight in tiles:
+        stop = start + len(weight)
+        part = None if bias is None else bias[start:stop].to(x.dtype)
+        out[:, start:stop] = torch.nn.functional.linear(x, weight.to(x.dtype), part)
     return out
+
+
+def decode_into(packed: PackedWeight, out: Tensor) -> bool:
+    """Write a weight to out [N, K] by a compiled loop; False where that is not wanted, or is no faster than torch."""
+    if {packed.device.type, out.device.type} != {"cpu"} or torch.compiler.is_compiling():
+        return False
+    if not (loops.are_compiled(packed) and library.has_compiler() and loops.has_vectors(packed)):
+        return False
+    if out.dtype == torch.float32 and out.is_contiguous():
+        decode = loops.decode(packed)
+        assert decode is not None
+        decode(out, 0)
+        return True
+    for start, weight in loops.decoded_tiles(packed) or ():
+        out[start:start + len(weight)].copy_(weight)
+    return True
 
 
 def _tiled(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,12 @@ from qdsl.runtime.cpu.source import DECODE, Reads, Source, source_of
 from qdsl.runtime.cpu.trace import SIZES, Unsupported
 from qdsl.runtime.gpu.configure import grid_axes
 from qdsl.runtime.gpu.launch import read_tensors, size_arguments
-from qdsl.runtime.weight.packed import PackedWeight
+from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
 FEW = 8                                                          # rows of x for which one loop is faster than tiles
 TOGETHER = 4                                                     # rows that share a pass over the weight; one or two do not
+SMALL = 1 << 16                                                  # weights below which torch's own calls take less than compiling
+TILE = 1 << 18                                                   # weights that a tile has: they fit a cache
 SHARE = 1 << 17                                                  # weights that are worth a thread of their own
 
 _loops: dict[tuple[Any, ...], Loop | None] = {}
@@ -61,7 +63,7 @@ def product(x: Tensor, packed: PackedWeight, rounds_x: bool = False) -> Tensor |
 def decode(packed: PackedWeight) -> Callable[[Tensor, int], None] | None:
     """A function of (out, start) that decodes the rows from `start` on into out, float32; None where the weight has no loop.
 
-    start is a multiple of `row_step`.
+    start is a multiple of the rows of a step.
     """
     loop = _loop_of(packed, DECODE)
     if loop is None:
@@ -74,10 +76,36 @@ def decode(packed: PackedWeight) -> Callable[[Tensor, int], None] | None:
     return rows
 
 
-def row_step(packed: PackedWeight) -> int:
-    """What the first row that is decoded must be a multiple of."""
+def decoded_tiles(packed: PackedWeight) -> Iterator[tuple[int, Tensor]] | None:
+    """The first row of every tile and its weights in float32, in memory that the next tile takes; None without a loop."""
+    write, loop = decode(packed), _loop_of(packed, DECODE)
+    if write is None or loop is None:
+        return None
+    n, k = packed.shape
+    step = loop.source.step * packed.layout.kernels.sums         # of which the first row is a multiple
+    rows = max(1, TILE // k // step) * step
+
+    def tiles() -> Iterator[tuple[int, Tensor]]:
+        tile = torch.empty(min(rows, n), k)
+        for start in range(0, n, rows):
+            write(tile[:min(rows, n - start)], start)
+            yield start, tile[:min(rows, n - start)]
+
+    return tiles()
+
+
+def has_vectors(packed: PackedWeight) -> bool:
+    """Whether a loop decodes many weights at a time."""
     loop = _loop_of(packed, DECODE)
-    return 1 if loop is None else loop.source.step * packed.layout.kernels.sums
+    return loop is not None and loop.source.has_vectors
+
+
+def are_compiled(packed: PackedWeight) -> bool:
+    """Whether the setting wants loops for a weight of this size.  Raises FormatError for an unknown QDSL_CPU_COMPILE."""
+    setting = library.setting()
+    if setting not in library.CHOICES:
+        raise FormatError(f"{library.SETTING} is {', '.join(library.CHOICES[:-1])} or {library.CHOICES[-1]}, not {setting!r}")
+    return setting == "always" or (setting == "auto" and packed.shape[0] * packed.shape[1] >= SMALL)
 
 
 def _arranged(x: Tensor, arrange: Callable[..., None]) -> Tensor:
@@ -109,6 +137,8 @@ def _positions(order: tuple[int, ...]) -> Tensor:
 
 def _loop_of(packed: PackedWeight, rows: int, rounds_x: bool = False) -> Loop | None:
     """The loop that takes this weight; None where there is none."""
+    if not all(tensor.is_contiguous() for tensor in packed.tensors.values()):
+        return None
     key = (packed.format, packed.storage, tuple(packed.params.values()), _dtypes(packed), rows, rounds_x, _capability())
     if key not in _loops:
         _loops[key] = _new_loop(packed, rows, rounds_x)
@@ -116,7 +146,7 @@ def _loop_of(packed: PackedWeight, rows: int, rounds_x: bool = False) -> Loop | 
     n, k = packed.shape
     if loop is None or k % loop.source.divisor or n != grid_axes(packed)[0] * packed.layout.kernels.sums:
         return None
-    return loop if all(tensor is None or tensor.is_contiguous() for tensor in packed.tensors.values()) else None
+    return loop
 
 
 def _dtypes(packed: PackedWeight) -> tuple[str | None, ...]:

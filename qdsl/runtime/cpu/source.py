@@ -36,12 +36,14 @@ class Source:
     """C source, and what it asks of a weight: K is a multiple of `divisor`, and the first row of tiles of `step`.
 
     order: x is put in this order of columns, again and again, while they are whole; () where it stays as it is.
+    has_vectors: whether weights are decoded many at a time; one by one is no faster than torch.
     """
 
     text: str
     divisor: int
     step: int
     order: tuple[int, ...]
+    has_vectors: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class _Steps:
         self.rows = 1 + max(use.row for use in uses)
         self.per_unit = len(uses) // self.rows
         self.divisor = math.lcm(*(trace.divisor for trace in self.traces), self.per_unit)
+        self.tile = self.rows * self.length                      # rows of a step, where vectors go along N
         if not self.along_rows:
             self._check_order()
 
@@ -146,7 +149,8 @@ class _Program:
     def source(self) -> Source:
         steps = self.steps
         if steps is None or steps.along_rows:
-            return Source(self.text, 1 if steps is None else steps.divisor, 1 if steps is None else steps.length, ())
+            return Source(self.text, 1 if steps is None else steps.divisor, 1 if steps is None else steps.length, (),
+                          steps is not None)
         order = steps.order()
         return Source(self.text, steps.divisor, 1, () if order == tuple(range(len(order))) else order)
 
@@ -163,17 +167,20 @@ class _Program:
     # -- vectors along K -----------------------------------------------------------------------------------------------
 
     def _along_columns(self, steps: _Steps) -> list[str]:
-        columns, body, place = steps.length * steps.per_unit, [], [0] * self.tiles
+        columns, body = steps.length * steps.per_unit, list[str]()
+        vectors: list[list[str]] = [[] for _ in range(self.tiles)]
+        stores = [] if self.rows else self._stores(steps.order())
         for trace in steps.traces:
             for use in trace.uses:
-                weight = self._vector(use)
-                body += self._flush() + self._take(use.row, place[use.row], weight, columns)
-                place[use.row] += self.lanes
+                vectors[use.row].append(self._vector(use))
+                body += self._flush() + self._take(use.row, vectors[use.row], columns, stores)
         names = [f"a{row}_{m}_{i}" for row in range(self.tiles) for m in range(self.rows) for i in range(self._sums)]
         start = [f"vf {name} = {{0}};" for name in names]
         lines = ["for (int64_t n = first; n < last; n++) {", *start, f"for (int64_t step = 0; step < K / {columns}; step++) {{"]
-        lines += [f"const float *xs = ordered + {columns} * step;"] if self.rows else self._buffers(columns)
-        lines += [*body, *([] if self.rows else self._placed(steps.order(), columns)), "}"]
+        is_buffered = not self.rows and not stores
+        lines += [f"const float *xs = ordered + {columns} * step;"] if self.rows else []
+        lines += self._buffers(columns) if is_buffered else []
+        lines += [*body, *(self._placed(steps.order(), columns) if is_buffered else []), "}"]
         return [*lines, *self._one_by_one(f"K / {columns} * {steps.length}", self._totals), "}"]
 
     @property
@@ -188,26 +195,39 @@ class _Program:
         lines, self.writer.lines = self.writer.lines, []
         return lines
 
-    def _take(self, row: int, place: int, weight: str, columns: int) -> list[str]:
-        """Lines that use a vector of weights of a step."""
+    def _take(self, row: int, vectors: Sequence[str], columns: int, stores: Sequence[tuple[int, ...]]) -> list[str]:
+        """Lines that use the last of the vectors of weights that a row of a step has so far."""
+        place = (len(vectors) - 1) * self.lanes
+        if stores:
+            lines = []
+            for start, places in ((i * self.lanes, places) for i, places in enumerate(stores) if max(places) // self.lanes
+                                  == place // self.lanes):
+                first, last = vectors[min(places) // self.lanes], vectors[-1]
+                lanes = [at % self.lanes + self.lanes * (at >= place and first != last) for at in places]
+                value = last if lanes == list(range(self.lanes)) else f"permute_two({first}, {last}, (vi){{{_commas(lanes)}}})"
+                lines.append(f"store(out + (n * {self.tiles} + {row}) * K + step * {columns} + {start}, {value});")
+            return lines
         if not self.rows:
-            return [f"store(w{row} + {place}, {weight});"]
+            return [f"store(w{row} + {place}, {vectors[-1]});"]
         turn = place // self.lanes % self._sums
         sums = [f"a{row}_{m}_{turn}" for m in range(self.rows)]
-        return [f"{name} = multiply_add({weight}, vload_float32((const uint8_t *)(xs + {m} * K + {place})), {name});"
+        return [f"{name} = multiply_add({vectors[-1]}, vload_float32((const uint8_t *)(xs + {m} * K + {place})), {name});"
                 for m, name in enumerate(sums)]
+
+    def _stores(self, order: Sequence[int]) -> list[tuple[int, ...]]:
+        """For every vector of neighbours in memory the places in the order of use; none if one comes from over two vectors."""
+        place_of = {column: place for place, column in enumerate(order)}
+        stores = [tuple(place_of[column + i] for i in range(self.lanes)) for column in range(0, len(order), self.lanes)]
+        return stores if all(len({place // self.lanes for place in places}) <= 2 for places in stores) else []
 
     def _buffers(self, columns: int) -> list[str]:
         return [f"float w{row}[{columns}];" for row in range(self.tiles)]
 
     def _placed(self, order: Sequence[int], columns: int) -> list[str]:
         """Lines that copy a step of decoded weights to its columns."""
-        lines = [f"static const int16_t order[] = {{{', '.join(map(str, order))}}};"]
-        for row in range(self.tiles):
-            target = f"out + (n * {self.tiles} + {row}) * K + step * {columns}"
-            lines.append(f"memcpy({target}, w{row}, sizeof w{row});" if list(order) == list(range(columns)) else
-                         f"for (int i = 0; i < {columns}; i++) ({target})[order[i]] = w{row}[i];")
-        return lines
+        return [f"static const int16_t order[] = {{{_commas(order)}}};",
+                *(f"for (int i = 0; i < {columns}; i++) (out + (n * {self.tiles} + {row}) * K + step * {columns})[order[i]] = "
+                  f"w{row}[i];" for row in range(self.tiles))]
 
     def _totals(self, row: int, m: int) -> str:
         sums = [f"a{row}_{m}_{i}" for i in range(self._sums)]
@@ -227,17 +247,36 @@ class _Program:
                     name = f"a{part}_{use.row}_{m}"
                     body.append(f"{name} = multiply_add({weight}, all_float(x[{m} * K + {column}]), {name});")
                 if not self.rows:
-                    place = f"({self._row(part, use.row)}) * K + {column}"
-                    body.append(f"for (int i = 0; i < LANES; i++) out[{place}] = {weight}[i];")
+                    row = use.row * steps.length + part * self.lanes
+                    body.append(f"store(tile + (({column}) - {steps.per_unit} * start) * {steps.tile} + {row}, {weight});")
         names = [(part, row, m) for part in parts for row in range(self.tiles) for m in range(self.rows)]
-        start = [f"vf a{part}_{row}_{m} = {{0}};" for part, row, m in names]
+        begin = [f"vf a{part}_{row}_{m} = {{0}};" for part, row, m in names]
         stores = [f"for (int i = 0; i < LANES; i++) out[{m} * N + {self._row(part, row)}] = a{part}_{row}_{m}[i];"
                   for part, row, m in names]
         whole = f"last / {steps.length}"
-        return [f"for (int64_t step = first / {steps.length}; step < {whole}; step++) {{", *start,
-                "for (int64_t u = 0; u < units; u++) {", *body, "}", *stores, "}",
+        loop = [*begin, "for (int64_t u = 0; u < units; u++) {", *body, "}", *stores] if self.rows else \
+            self._row_tiles(steps, body)
+        return [f"for (int64_t step = first / {steps.length}; step < {whole}; step++) {{", *loop, "}",
                 f"for (int64_t n = {whole} * {steps.length} > first ? {whole} * {steps.length} : first; n < last; n++) {{",
                 *self._one_by_one("0"), "}"]
+
+    def _row_tiles(self, steps: _Steps, body: Sequence[str]) -> list[str]:
+        """Lines that decode a step's rows: some units into a tile, a column after the other, then rows out of it."""
+        for column in (use.columns for trace in steps.traces for use in trace.uses):
+            if column.terms not in ((("u", steps.per_unit),), ()) or not 0 <= column.lanes[0] < steps.per_unit:
+                raise Unsupported("columns of a unit that do not lie together")
+        count = -(-4 * self.lanes // steps.per_unit)             # units: rows lie pages apart, so each gets a few cache lines
+        width, rows = count * steps.per_unit, steps.tile
+        row = f"(step * {steps.length} + r % {steps.length}) * {self.tiles} + r / {steps.length}"
+        return [f"float tile[{width * rows}];", f"for (int64_t start = 0; start < units; start += {count}) {{",
+                f"const int64_t stop = start + {count} < units ? start + {count} : units, at = {steps.per_unit} * start;",
+                "for (int64_t u = start; u < stop; u++) {", *body, "}",
+                f"const int64_t many = K - at < {width} ? K - at : {width};",
+                f"for (int64_t r = 0; r < {rows}; r += LANES) {{",
+                f"float *to = out + ({row}) * K + at;", "int64_t c = 0;",
+                f"for (; c + LANES <= many; c += LANES) transpose(to + c, {self.tiles} * K, tile + c * {rows} + r, {rows});",
+                f"for (; c < many; c++) for (int i = 0; i < LANES; i++) to[i * {self.tiles} * K + c] = tile[c * {rows} + r + i];",
+                "}", "}"]
 
     def _row(self, part: int, row: int) -> str:
         assert self.steps is not None
@@ -262,3 +301,7 @@ class _Program:
         begin = [f"float s{row}_{m} = {total(row, m) if callable(total) else 0};" for row, m in names]
         stores = [f"out[{m} * N + n * {self.tiles} + {row}] = s{row}_{m};" for row, m in names]
         return [*begin, f"for (int64_t u = {start}; u < units; u++) {{", *body, "}", *stores]
+
+
+def _commas(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -183,9 +183,11 @@ class Mask:
 
     text: str = ""
 
-    def __and__(self, other: Mask | Lanes | Node) -> Mask:
+    def __and__(self, other: Mask | Lanes | Node | bool) -> Mask:
         if isinstance(other, Node):
             raise Unsupported("a condition on values")
+        if isinstance(other, bool):
+            return self if other else Mask("0")
         if isinstance(other, Lanes):
             if len(set(other.values)) > 1:
                 raise Unsupported("a condition that differs by lane")
@@ -213,6 +215,9 @@ class Pointer:
         return replace(self, at=self.at + other * SIZES[self.dtype])
 
     __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Pointer:
+        return self.__add__(-1 * other)
 
     def to(self, dtype: str) -> Pointer:
         """The same place, read as another type."""

@@ -16,7 +16,6 @@ typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 #define NARROW (LANES == 8 && defined(__AVX2__))
 
 INLINE float bits_to_float(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
-
 INLINE float half(uint16_t h) {
 #if defined(__F16C__) || defined(__AVX512F__)
     return _cvtsh_ss(h);
@@ -104,6 +103,39 @@ INLINE vi all_int(int32_t value) { return value - (vi){0}; }
 INLINE vi select_int(vi mask, vi yes, vi no) { return (yes & mask) | (no & ~mask); }
 INLINE vf select_float(vi mask, vf yes, vf no) { return (vf)select_int(mask, (vi)yes, (vi)no); }
 INLINE void store(float *p, vf value) { memcpy(p, &value, sizeof value); }
+INLINE vf permute_two(vf a, vf b, vi i_) {                       /* lanes of a, and from LANES on of b */
+#if LANES == 16 && defined(__AVX512F__)
+    return (vf)_mm512_permutex2var_ps((__m512)a, (__m512i)i_, (__m512)b);
+#else
+    LOOP(vf, i_[i] < LANES ? a[i_[i]] : b[i_[i] - LANES]);
+#endif
+}
+
+/* LANES rows of `out`, `step` floats apart, of as many columns in `from`, `length` floats apart. */
+#if LANES == 16 && defined(__AVX512F__)
+INLINE void exchange(__m512 *rows, int by) {                     /* the halves of all squares of 2 * by rows and lanes */
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vi low = lane + ((lane & by) != 0 & 16 - by), high = lane + ((lane & by) != 0 & 16 - by) + by;
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) if (!(i & by)) {
+        __m512 a = rows[i], b = rows[i + by];
+        rows[i] = _mm512_permutex2var_ps(a, (__m512i)low, b);
+        rows[i + by] = _mm512_permutex2var_ps(a, (__m512i)high, b);
+    }
+}
+INLINE void transpose(float *out, int64_t step, const float *from, int64_t length) {
+    __m512 rows[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) rows[i] = _mm512_loadu_ps(from + i * length);
+    exchange(rows, 1), exchange(rows, 2), exchange(rows, 4), exchange(rows, 8);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) _mm512_storeu_ps(out + i * step, rows[i]);
+}
+#else
+INLINE void transpose(float *out, int64_t step, const float *from, int64_t length) {
+    for (int i = 0; i < LANES; i++) for (int j = 0; j < LANES; j++) out[i * step + j] = from[j * length + i];
+}
+#endif
 
 /* Vectors of bytes, four for each lane. */
 typedef uint8_t vb __attribute__((vector_size(4 * LANES)));

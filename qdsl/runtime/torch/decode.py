@@ -1,10 +1,11 @@
-"""Decodes a packed weight into memory that is its own: by kernels where they run, else by torch in tiles of rows."""
+"""Decodes a packed weight into memory that is its own: by kernels where they run, by compiled loops, or by torch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
 from qdsl.runtime.torch.linear import tile_weights
@@ -36,6 +37,8 @@ def decode_into(packed: PackedWeight, out: Tensor) -> Tensor:
     if runs_kernels(packed.device):
         with on_device(packed.device):
             launch.dequantize(packed, out)
+        return out
+    if cpu.decode_into(packed, out):
         return out
     for start, stop in tiles.row_tiles(packed):
         tiles.decode_rows(packed, start, stop, out[start:stop])
