@@ -23,6 +23,7 @@ from qdsl.core import places
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch, plan
 from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
 from qdsl.runtime.gpu.triton import triton
 from qdsl.runtime.weight import streams
 
@@ -82,7 +83,8 @@ def _matrix_calls(packed: PackedWeight) -> Iterator[tuple[str, Call]]:
             if kind in plan.kinds(packed, rows, X, torch.device("meta")):
                 candidate = costs.Candidate(kind, config)
                 for call in launch.linear_calls(_x(rows, k), packed, None, _x(rows, n), candidate=candidate):
-                    yield costs.config_key(kind, *costs.configuration(config)), call
+                    if call.kernel is not scale_columns:         # which reads no weight
+                        yield costs.config_key(kind, *costs.configuration(config)), call
 
 
 def configs(packed: PackedWeight, kind: str) -> Iterator[dict[str, int]]:

@@ -47,6 +47,10 @@ EQUAL: dict[str, dict[str, str]] = {
         "mlx.biases: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,
     },
     "coreml_lut": {"dims.P: lcm(bits, 8) / bits -> ceil(lcm(bits, 8) / bits)": "bits divides every multiple of itself"},
+    "smoothed": {
+        "rows.q: u8[n<N, t<K / 2 word] -> u8[n<N, t<ceil(K / 2) word]": ALSO_ELSEWHERE,
+        **{f"rows.{name}: scale_type[n<N, g<K / 64] -> scale_type[n<N, g<ceil(K / 64)]": ALSO_ELSEWHERE for name in "sb"},
+    },
     "short_rows": {f"fields.extra: u8[n, 3] -> {kind}[n, 3]": "decode does not read it, and its bytes are as many"
                    for kind in ("e8m0h", "ue4m3")},
     "half_steps": {

@@ -14,6 +14,7 @@ from qdsl.core import places
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
 from qdsl.runtime.weight import streams
 
 KERNELS = ("linear", "dequantize")
@@ -40,10 +41,11 @@ def calls(packed: PackedWeight, kind: str, rows: int, dtype: torch.dtype) -> lis
     """The launches of `linear` with so many rows of x, or of `dequantize`; x and what comes out in a dtype.
 
     A kernel whose loops go round as often as the weights have it, DF11's, does not say how many weights a program takes.
+    The launch that brings x together with a factor of columns is left out: it reads no weight.
     """
     k = packed.shape[1]
     x, out = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((rows, k), out_shape(packed, kind, rows)))
-    return calls_on(packed, kind, x, out)
+    return [call for call in calls_on(packed, kind, x, out) if call.kernel is not scale_columns]
 
 
 def calls_on(packed: PackedWeight, kind: str, x: Tensor, out: Tensor) -> list[Call]:

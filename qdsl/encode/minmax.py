@@ -94,7 +94,7 @@ def affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, column
     """
     _, high = ends(code)
     if importance is None:
-        blocks = cut_blocks(weight.float(), rows, columns)
+        blocks = cut_blocks(weight.float(), rows, columns, "edge")
         least = _least(blocks)
         exact = (blocks.amax((1, 3), keepdim=True) - least).abs() / high        # of zeros +0, whatever their signs
         inverse = torch.where(exact == 0, torch.zeros_like(exact), 1 / exact)
@@ -119,7 +119,7 @@ def edge_affine(weight: Tensor, *, code: str, scale: str, min: str, rows: int, c
     A scale is negative where that end is the largest weight.  Codes are by the exact scale and min.
     """
     _, highest = ends(code)
-    blocks = cut_blocks(weight.float(), rows, columns)
+    blocks = cut_blocks(weight.float(), rows, columns, "edge")
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
     is_low = low.abs() > high.abs()
     step = ((high - low) / highest).clamp_(min=LEAST_STEP)

@@ -73,7 +73,7 @@ def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = N
     out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device=DEVICE)
     x, packed = as_stored(x, packed)
     calls = list(launch.linear_calls(x, packed, bias, out, candidate=candidate or regimes.candidate(x, packed)))
-    with guarded(packed, x, bias, out, *(tensor for call in calls for tensor in call.scratch)) as trace:
+    with guarded(packed, x, bias, out, *(tensor for call in calls for tensor in (*call.scratch, *call.workspace))) as trace:
         for call in calls:
             call.run()
     assert not INTERPRETED or (times(trace.stores, out) == 1).all()
@@ -83,11 +83,13 @@ def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = N
 def kernels_of(x: torch.Tensor, packed: PackedWeight) -> set[str]:
     out = torch.empty(x.shape[0], packed.shape[0], dtype=x.dtype, device=DEVICE)
     calls = launch.linear_calls(x, packed, None, out, candidate=regimes.candidate(x, packed))
-    return {call.family for call in calls}
+    return {call.family for call in calls if call.weights}
 
 
 def rounding(case: Case, dtype: torch.dtype) -> float:
-    """By how much a weight may be off: numbers of a table that x's type does not hold are rounded to it."""
+    """By how much a weight may be off: numbers of a table that x's type does not hold are rounded to it, and x times a factor."""
+    if case.module.FORMAT.variant(case.choice).storages[case.storage].factor:
+        return torch.finfo(dtype).eps / 2
     numbers = torch.tensor([number for table in case.spec.tables for number in table.values], dtype=torch.float64)
     return 0.0 if torch.equal(numbers.to(dtype).double(), numbers) else torch.finfo(dtype).eps / 2
 

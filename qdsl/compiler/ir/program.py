@@ -233,9 +233,10 @@ Terms = tuple[tuple[float, tuple[str, ...]], ...]               # a sum of produ
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """w = scale * (code + zero) + offset, where code is a field of every weight and the rest belongs to groups.
+    """w = (scale * (code + zero) + offset) * columns, where code is a field of every weight and the rest belongs to groups.
 
-    table: what the code is looked up in first, '' for none.
+    table: what the code is looked up in first, '' for none.  columns: a field of every column, '/name' where it divides, '' for
+    none; kernels meet x with it in place of the weight.
     """
 
     code: str
@@ -243,6 +244,7 @@ class Affine:
     zero: Terms
     offset: Terms
     table: str = ""
+    columns: str = ""
 
     @property
     def fields(self) -> tuple[str, ...]:

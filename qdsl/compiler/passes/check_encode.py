@@ -85,10 +85,28 @@ def _arguments(program: Program, call: g.Apply, scheme: Scheme, problems: Proble
 def _constants(program: Program, scheme: Scheme, roles: Mapping[str, str]) -> Constants | None:
     """The constants of the first pattern of the scheme that decode matches; None where it matches none."""
     for i, pattern in enumerate(scheme.patterns):
-        constants = _matched(program, roles, _parsed(pattern), program.values[-1])
+        constants = _matched(program, roles, _parsed(pattern), _without_columns(program))
         if constants is not None:
             return {**constants, scheme.which: i} if scheme.which else constants
     return None
+
+
+def _without_columns(program: Program) -> Value:
+    """Decode without a factor of columns that is 1 where it is missing, as of what a scheme makes."""
+    value = program.values[-1]
+    if program.affine is None or not program.affine.columns or value.op not in ("*", "/"):
+        return value
+    name = program.affine.columns.removeprefix("/")
+    left, right = (program.values[arg] for arg in value.args)
+    is_missing = name in program.unstored and program.unstored[name].is_const and program.unstored[name].const == 1
+    return left if is_missing and _reads(program, right, name) else right if is_missing and _reads(program, left, name) else value
+
+
+def _reads(program: Program, value: Value, name: str) -> bool:
+    """Whether a value is a field and nothing else."""
+    while value.op == "float":
+        value = program.values[value.args[0]]
+    return value.op == "field" and value.name == name
 
 
 def _check_options(call: g.Apply, scheme: Scheme, options: Options, constants: Constants, code: Number, problems: Problems,

@@ -44,6 +44,7 @@ LOOKED_UP_ORDERS = {                                             # bytes are loo
     (2, 1): (512, "c<4 u<4 i<2 e<2 h<2 j<2 l<2", "512*t + 256*l + 128*j"),
 }
 FLOAT_CODES = ("e4m3", "e5m2", "e2m3", "e3m2", "e2m1")           # whose bits become a 16-bit float's by shifts alone
+X_FLOATS = {"f32", "bf16", "f16"}                                # of factors that x meets
 GROUP_FLOATS = ("f32", "bf16", "f16", "e8m0", "e8m0h", "e4m3", "ue4m3")
 
 
@@ -57,7 +58,7 @@ def derive_planar(programs: Sequence[Program]) -> Program | None:
         return None
     affine, whole = program.affine, _divisor(programs)
     code = program.field(affine.code)
-    groups = [program.field(name) for name in affine.fields]
+    groups = [program.field(name) for name in (*affine.fields, *([affine.columns.removeprefix("/")] if affine.columns else []))]
     span = program.spec.span
     looked_up = affine.table != "" and float_of_table(program, affine.table) is None
     tensors = [*_planes(code, looked_up, span), *(_plain(program, field, whole, span) for field in groups)]
@@ -102,8 +103,10 @@ def _obstacle(program: Program) -> str:
             return f"weights that share a '{name}' lie far apart, so that each column of a row has its own"
         if not _is_group(program, program.field(name)):
             return f"kernels cannot read '{name}' by rows and columns: its type or its subscript is not one that they load"
+    if affine.columns and program.field(affine.columns.removeprefix("/")).kind not in X_FLOATS | program.params.keys():
+        return f"'{affine.columns.removeprefix('/')}' meets x, and is no {', '.join(sorted(X_FLOATS))}"
     for field in program.fields:
-        if field.number and field.name not in (affine.code, *affine.fields):
+        if field.number and field.name not in (affine.code, *affine.fields, affine.columns.removeprefix("/")):
             return f"field '{field.name}' is stored, and decode does not read it"
         if field.number is None and (field.groups is None or _in_order(program, field) is None):
             return f"no storage says what '{field.name}' is for columns in order ('optional:' or 'where:')"
@@ -214,7 +217,7 @@ def _planes(code: Field, looked_up: bool, span: Span) -> Iterator[Tensor]:
 def _plain(program: Program, field: Field, divisor: int, span: Span) -> Tensor:
     """A field alone, rows first; integers below 8 bits in bytes.  K is a multiple of `divisor`."""
     assert field.number is not None
-    pairs = coordinates(program, field) or []
+    pairs = [("k", "1")] if field.index == (ix.name("k"),) else coordinates(program, field) or []
     flat = len(field.index) < len(pairs)                         # then K is a multiple of the block in this storage
     names = {"n": "r", "k": "g"}
     axes, subscripts = [], []

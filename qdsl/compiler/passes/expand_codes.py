@@ -40,7 +40,7 @@ def expand_codes(program: Program, divisor: int) -> Program | str:
 
     divisor: what K is a multiple of in all storages.
     """
-    fields = [field for field in program.fields if _columns(field) is not None]
+    fields = [field for field in program.fields if _columns(field) is not None and field.index != (name("k"),)]
     if not fields or [field.index for field in fields] == [(name("n"), name("k"))]:
         return program
     if stored := next((field for field in program.fields if field.table), None):

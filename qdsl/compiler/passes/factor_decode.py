@@ -1,8 +1,8 @@
-"""Decode as a line in its code: w = scale * (code + zero) + offset.
+"""Decode as a line in its code: w = (scale * (code + zero) + offset) * columns.
 
 Does: where decode reads one field that each weight has for itself, or what a table has for it, and reads it once and
 linearly, finds scale, zero and offset as sums of products of the other fields; the matmul kernels then sum x * code and apply
-the rest once per group.
+the rest once per group.  A field of columns alone that multiplies or divides all of it meets x instead.
 Does not: change decode, whose order of roundings is the format's definition; leaves `affine` None for any other formula.
 """
 
@@ -44,6 +44,8 @@ def _affine(program: Program) -> Affine | str:
     if sums is None:
         return ("decode is no sum of products: it divides by a sum, rounds to another type, or reads another table than that of "
                 "the code, or rows of one")
+    columns = _columns(program, sums)
+    sums = {tuple(name for name in product if name != columns): c for product, c in sums.items()}
     factors = {name for product in sums for name in product}
     read = {name for name in factors if name == codes[0] or "[" in name}
     for table, _, field in (name.removesuffix("]").partition("[") for name in sorted(factors)):
@@ -62,7 +64,14 @@ def _affine(program: Program) -> Affine | str:
     terms = [kept for part in (scale, zero or {}, others if zero is None else {}) if (kept := _terms(part)) is not None]
     if len(terms) < 3:
         return "decode has a constant that float32 does not hold"
-    return Affine(codes[0], terms[0], terms[1], terms[2], code.partition("[")[0] if code != codes[0] else "")
+    return Affine(codes[0], terms[0], terms[1], terms[2], code.partition("[")[0] if code != codes[0] else "", columns)
+
+
+def _columns(program: Program, sums: _Sum) -> str:
+    """The field of [k] alone that every product has once, '/name' where it divides them; '' for none."""
+    names = [field.name for field in program.fields if field.index == (ix.name("k"),) and field.number is not None]
+    return next((factor for name in names for factor in (name, f"/{name}")
+                 if sums and all(product.count(factor) == 1 for product in sums)), "")
 
 
 def _expanded(program: Program) -> _Sum | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.kernels import dequantize as dequantize_kernel
 from qdsl.runtime.gpu.kernels import eight_bit, gemm, matvec
+from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
 from qdsl.runtime.gpu.scratch import scratch_of
 from qdsl.runtime.gpu.triton import is_installed, tl, triton
 from qdsl.runtime.weight import eight, streams
@@ -83,6 +84,7 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
         yield _gemm_call(x, packed, bias, out, candidate)
         return
     if candidate.kind != "matvec":
+        x = yield from _scaled(x, packed)
         yield _lane_call(x, packed, bias, out, candidate.kind, candidate.config)
         return
     bn, bk = candidate.config["BN"], candidate.config["BK"]
@@ -106,6 +108,7 @@ def grouped_calls(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor |
     """The launch of `grouped`, for tensors on any device, meta too; fits_matrix_units(x, packed, skinny=True) must hold."""
     if out.numel():
         config = configure.lane_tiles(out.shape[1] * cdiv(x.shape[0], 8), x.shape[1], x.device)
+        x = yield from _scaled(x, packed)
         yield _few_call(x, packed, bias, out, config, tiles)
 
 
@@ -133,6 +136,7 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
     w8a8, (m, k), n = kernels.w8a8, x.shape, packed.shape[0]
     if not m or not n:
         return
+    x = yield from _scaled(x, packed)
     stored = torch.int8 if w8a8.type == "i8" else torch.float8_e4m3fn if configure.has_fp8(x.device) else torch.float16
     groups = k // eight.CHUNK if w8a8.groups else 1
     if scale is not None:
@@ -157,6 +161,18 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
                (cdiv(n, config["BN"]), cdiv(m, config["BM"])),
                {"num_warps": warps, "num_stages": config["STAGES"]},
                weights=min(config["BN"], n) * k, step=config["BN"] * eight.CHUNK)
+
+
+def _scaled(x: Tensor, packed: PackedWeight) -> Generator[Call, None, Tensor]:
+    """The launch that brings x [M, K] together with the factor of columns of a weight, if it has one; returns what x then is."""
+    name = packed.layout.factor
+    factor = packed.tensors.get(name.removeprefix("/"))
+    if factor is None:
+        return x
+    scaled, columns = torch.empty_like(x), min(1024, configure.power(x.shape[1]))
+    yield Call(scale_columns, (x, factor, scaled, x.shape[1]), {"DIVIDES": name.startswith("/"), "BK": columns},
+               (x.shape[0], cdiv(x.shape[1], columns)), {"num_warps": WARPS, "enable_fp_fusion": False}, workspace=(scaled,))
+    return scaled
 
 
 def has_w8a8(x: Tensor, packed: PackedWeight) -> bool:

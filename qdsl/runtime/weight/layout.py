@@ -253,7 +253,8 @@ class Storage:
     order: the tensor that may say in which order columns are stored (runtime/weight/order.py); all else then is of that weight.
     streams: tensors that unpack takes and pack makes, and that the storage holds in an entropy code.
     shape: the tensor that says N and K, int64 [2].  options: those of `encode` that its producers choose.
-    least: of axes, the fewest elements that a weight here has.
+    least: of axes, the fewest elements that a weight here has.  fixed: N or K, where all weights have the same.
+    factor: the tensor [K] that kernels for matrix units leave to x, which they take multiplied with it, or divided: '/name'.
     """
 
     tensors: Mapping[str, Stored]
@@ -272,6 +273,7 @@ class Storage:
     least: Mapping[str, int] = field(default_factory=dict)
     fixed: Mapping[str, int] = field(default_factory=dict)
     streams: Mapping[str, Stream] = field(default_factory=dict)
+    factor: str = ""
 
     @property
     def decoded(self) -> Storage:

@@ -172,7 +172,9 @@ def _more_arguments(program: Program, reference: Reference, always: Sequence[str
             "whole=True" if _is_whole(program) else "",
             f'order="{order}"' if order else "",
             f"streams={{{', '.join(streams)}}}" if streams else "",
-            f'shape="{authored.shape}"' if authored.shape else ""]
+            f'shape="{authored.shape}"' if authored.shape else "",
+            f'factor="{program.affine.columns}"' if program.affine is not None and program.affine.columns
+            and matrix_unit_plan(program) is not None else ""]
     return [argument for argument in arguments if argument]
 
 

@@ -244,7 +244,7 @@ def matrix_unit_plan(program: Program) -> Plan | None:
     of 4 bits and the numbers of groups in records.
     """
     affine = program.affine
-    if affine is None:
+    if affine is None or (affine.columns and program.storage != PLANAR):
         return None
     code = program.field(affine.code).number
     record = records.record(program)
