@@ -58,6 +58,7 @@ EQUAL: dict[str, dict[str, str]] = {
         "bytes.scale: scale_type[n<N, t<K / 8] -> scale_type[n<N, t<ceil(K / 8)]": ALSO_ELSEWHERE,
     },
     "coreml_vectors": {"dims.P: 8 / bits -> ceil(8 / bits)": "only bits that divide 8 are packed so"},
+    "low_rank_tiles": {"rows.codes: u8[n<N, j<K / 2] -> u8[n<N, j<ceil(K / 2)]": ALSO_ELSEWHERE},
     "learned_levels": {
         "levels.codes: u8[n<N, t<K / 8 word] -> u8[n<N, t<ceil(K / 8) word]": ALSO_ELSEWHERE,
         "levels.tables: u8[a<N, b<K / 8, word] -> u8[a<N, b<ceil(K / 8), word]": ALSO_ELSEWHERE,
@@ -254,7 +255,7 @@ def alone(mutated: Spec, right: Spec, answers: Answers) -> tuple[Spec, Answers]:
                    for param in mutated.params)
     types = {param.name.value: param.values[0] for param in params if isinstance(param.values[0], str)}
     few = {key: [answer for answer in answers[key] if answer["storage"] == storage.name.value
-                 and types.items() <= answer["params"].items()] for key in ("cases", "quantized")}
+                 and types.items() <= answer["params"].items()] for key in ("cases", "quantized", "branches") if key in answers}
     return replace(mutated, storages=(storage,), params=params), {**answers, **few, "params": None}
 
 

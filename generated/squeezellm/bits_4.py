@@ -1,6 +1,8 @@
-"""squeezellm at bits = 4: SqueezeLLM's dense part, codes into a table of levels that each row learns.
+"""squeezellm at bits = 4: SqueezeLLM, codes into a table of levels that each row learns, with sparse outliers.
 
     w = lut[n, q]
+        + csr(rows, cols, vals)
+        + dense_rows(full_row_indices, full_rows)
     float32, rounded after each operation
 
     lut    level_type [N, 16]
@@ -8,7 +10,7 @@
 
     squeezellm: 4.00098 bits per weight
 
-Built from the spec squeezellm (sha256 3afa857c625a9b4e) by qdsl 0.1.0.
+Built from the spec squeezellm (sha256 3c2d445ac678d80e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kmeans
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, joined, lookup, spread
+from qdsl.runtime import Branch, BranchTensor, Field, Kernels, Storage, Stored, Variant, as_type, joined, lookup, spread
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -85,4 +87,10 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_squeezellm, rows="N", units="K/8", last="n")),
     },
     decode=decode, encode=encode, importance=True,
+    plus=(
+        Branch("csr",  start=BranchTensor("rows", "i32", "?"), column=BranchTensor("cols", "i32", "?"),
+                value=BranchTensor("vals", "f32", "?")),
+        Branch("dense_rows",  row=BranchTensor("full_row_indices", "i32", "?"),
+                row_value=BranchTensor("full_rows", "f32", "K", "?", digits=("K", "?"), order=((1,), (0,)))),
+    ),
 )

@@ -233,12 +233,12 @@ class Collector:
     def _full_name(self, layer: Layer, weight: PackedWeight, name: str) -> str:
         if name in layer.tensors:
             return layer.tensors[name]
-        aliases = weight.layout.tensors[name].aliases
+        aliases = weight.described[name].aliases
         if layer.experts is None:
             return full_name(layer, name, aliases)
         stacked = Layer(layer.name, tensors={"": "."})           # a weight with a name of its own
         try:
-            return {own: full_name(stacked, own, weight.layout.tensors[own].aliases) for own in weight.tensors}[name]
+            return {own: full_name(stacked, own, weight.described[own].aliases) for own in weight.tensors}[name]
         except RewriteError:                                     # a format whose tensors cannot be called after a parameter
             return full_name(Layer(layer.name), name, aliases)
 

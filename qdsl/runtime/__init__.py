@@ -7,6 +7,8 @@ from qdsl.runtime.weight.arrays import as_float, as_type, cdiv, empty, integer, 
 from qdsl.runtime.weight.base3 import base3, first_trit
 from qdsl.runtime.weight.layout import (
            W8A8,
+           Branch,
+           BranchTensor,
            Field,
            GroupField,
            Kernels,
@@ -24,6 +26,8 @@ from qdsl.runtime.weight.tables import Table, entries, lookup
 
 __all__ = [
            "W8A8",
+           "Branch",
+           "BranchTensor",
            "Field",
            "Format",
            "FormatError",

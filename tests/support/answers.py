@@ -110,6 +110,16 @@ def inputs(case: Answers) -> dict[str, Tensor]:
     return tensors
 
 
+def as_data(tensor: Tensor) -> dict[str, Any]:
+    """A tensor in full, however long the file is."""
+    return {"dtype": str(tensor.dtype)[6:], "shape": list(tensor.shape), "data": bytes(raw(tensor).numpy()).hex()}
+
+
+def from_data(data: Mapping[str, Any]) -> Tensor:
+    dtype: torch.dtype = getattr(torch, data["dtype"])
+    return torch.frombuffer(bytearray.fromhex(data["data"]), dtype=dtype).view(data["shape"])
+
+
 def canonical(weight: Tensor) -> Tensor:
     """One NaN for all: which bits a NaN has depends on the machine."""
     return torch.where(weight.isnan(), torch.nan, weight)
@@ -127,6 +137,8 @@ def differences(kept: Answers, format: Format) -> Iterator[str]:
         yield from _stored(case, format)
     for case in kept["quantized"]:
         yield from _quantized(case, format)
+    for case in kept.get("branches", ()):
+        yield from _with_branches(case, format)
 
 
 def _stored(case: Answers, format: Format) -> Iterator[str]:
@@ -155,6 +167,20 @@ def _quantized(case: Answers, format: Format) -> Iterator[str]:
         packed = format.quantize(changed_weight(weight, key, few), storage=case["storage"], **case["params"], **options(key, k))
         wanted = {name: text for name, text in {**case["results"][""], **other}.items() if text}
         yield from _compared(f"{label(case)}: quantize({key})", wanted, packed.tensors)
+
+
+def _with_branches(case: Answers, format: Format) -> Iterator[str]:
+    """A weight with side branches, whose tensors the file has in full."""
+    tensors = {name: from_data(data) for part in ("base", "tensors") for name, data in case[part].items()}
+    n, k = case["shape"]
+    packed = format.wrap(tensors, (n, k), case["storage"], **case["params"])
+    fields = format.unpack(packed)
+    name = f"{label(case)} with branches"
+    yield from _compared(f"{name}: unpack", case["fields"], {role: fields[role] for role in case["fields"] if role in fields})
+    again = format.pack(fields, case["storage"], **case["params"]).tensors
+    yield from _compared(f"{name}: pack", all_as_text(tensors), again)
+    weight = canonical(format.dequantize(packed, torch.float32))
+    yield from _compared(f"{name}: dequantize", {"weight": case["weight"]}, {"weight": weight})
 
 
 def whole(format: Format, params: Mapping[str, int | str]) -> dict[str, int | str]:

@@ -39,6 +39,7 @@ from tests.support.answers import (
     weights,
     wrapped,
 )
+from tests.support.branch_answers import branch_case, has_own_branches
 from tests.support.formats import Case, cases, module, random_packed, raw
 from tests.support.slow_reading import Codes, Reading, nearest
 
@@ -144,8 +145,9 @@ def make(path: Path) -> Answers:
                           _quantized(case, whole if fits else params, STEPS[1], next(seeds))]
     stored += [_stored(case, params, optional, next(seeds)) for case, params, optional in wanted if case not in own]
     lacking = {"lacking": told_lacking(format)} if told_lacking(format) else {}
+    added = [branch_case(case, case.choice, next(seeds)) for case in own if case.path == path and has_own_branches(case)]
     return {"format": format.name, **ABOUT, "params": told_params(format), "storages": list(format.storages), **lacking,
-            "cases": stored, "quantized": quantized}
+            "cases": stored, "quantized": quantized, **({"branches": added} if added else {})}
 
 
 def text(answers: Answers) -> str:

@@ -29,6 +29,7 @@ NOWHERE = Span(Source("mutant", ""), 1, 1)
 SIGNS = {"+": "-", "-": "+", "*": "+", "//": "%", "%": "//", "/": "*", "^": "+"}
 LETTERS = {"n": "k", "k": "n", "N": "K", "K": "N"}
 KINDS = {
+    "branch": "two side branches exchanged, or one left out",
     "axis": "n for k, N for K, an axis or subscript too few, axes exchanged", "ceil": "ceil left out or added",
     "digits": "a digit left out of a byte, or another added",
     "entry": "two entries of a table exchanged, the last left out, negated or one more",
@@ -81,6 +82,11 @@ def listing(spec: Spec) -> list[str]:
             rows += [f"{place}.omit: true"] if tensor.omitted else []
             rows += [f"{place}.stored: {''.join(f'{key} in {values}, ' for key, values in rule.when)}{rule.target} = "
                      f"{shown(rule.value)}" for rule in tensor.stored]
+    for branch in spec.plus:
+        for tensor in branch.tensors:
+            place = f"plus.{branch.kind}.{tensor.name}"
+            rows += [f"{place}: {shown(tensor.shape)}"] if tensor.shape else []
+            rows += [f"{place}.record: {shown(line)}" for line in tensor.record]
     return rows
 
 
@@ -237,6 +243,7 @@ def _own(node: Any, place: str, spec: Spec) -> Iterator[Change]:
             yield from [("where", replace(node, fixed={}))] if node.fixed else []
             yield from (("where", replace(node, fixed={dim: extent + 1})) for dim, extent in node.fixed.items())
             yield from (("storage-order", replace(node, storages=storages)) for storages in _exchanged(node.storages))
+            yield from (("branch", replace(node, plus=plus)) for plus in (*_exchanged(node.plus), *_dropped(node.plus)))
 
 
 def _exchanged(parts: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:

@@ -16,6 +16,7 @@ from qdsl.compiler.passes.record_lines import MAX_PIECES
 from qdsl.compiler.spec import grammar, marked, schema, tokens
 from qdsl.compiler.spec.schema import load
 from qdsl.core import places
+from qdsl.core.branches import BRANCHES, BranchKind
 from qdsl.core.codecs import CODECS, Codec
 from qdsl.core.numbers import FLOATS
 from qdsl.core.schemes import SCHEMES
@@ -62,6 +63,15 @@ def streams() -> list[str]:
     return rows(["code", "of", "how", "its tensors"], (
         [f"`{name}`", "`u8[e<N*K]`" if coding.flat else "`u8[n<N, k<K]`", coding.summary, tensors(coding)]
         for name, coding in CODECS.items()))
+
+
+def branch_kinds() -> list[str]:
+    def fields(kind: BranchKind) -> str:
+        return ", ".join(f"`{role}` {'i32' if field.is_index else 'float'} [{', '.join(field.extents)}]"
+                         for role, field in kind.roles.items())
+
+    return rows(["kind", "what it adds to weight [n, k]", "its fields"], (
+        [f"`{name}`", kind.summary, fields(kind)] for name, kind in BRANCHES.items()))
 
 
 def schemes() -> list[str]:
@@ -230,5 +240,5 @@ def matrix() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     function.__name__: function for function in (
-        keys, tensor_keys, floats, schemes, streams, limits, reserved, passes, formats, no_planar, figures, missed, speeds,
-        gguf_maps, quality, compatibility, public, bandwidth, matrix)}
+        keys, tensor_keys, floats, schemes, streams, branch_kinds, limits, reserved, passes, formats, no_planar, figures, missed,
+        speeds, gguf_maps, quality, compatibility, public, bandwidth, matrix)}

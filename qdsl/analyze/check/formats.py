@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qdsl.analyze.check import spec_bits
+from qdsl.analyze.check.branches import branches
 from qdsl.analyze.check.cases import Case, Params, cases
 from qdsl.analyze.check.compare import difference, differing, line_of_field, shown
 from qdsl.analyze.check.stored_bits import StoredBits
@@ -70,6 +71,8 @@ def check_format(spec: Spec, format: Format) -> Iterator[Check]:
             yield check(case, "convert", convert)
         if format.variant(case.params).encode is not None:
             yield check(case, "quantize", quantize)
+        if format.variant(case.params).plus:
+            yield check(case, "branches", branches)
 
 
 def bits(case: Case) -> tuple[str, str]:

@@ -279,6 +279,36 @@ class RowCodes:
     order: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class BranchTensor:
+    """The tensor of a branch's field.
+
+    kind: its element type as the spec names it.  digits: their extents in storage order, slowest first.  order: of every
+    coordinate of the field its digits, slowest first, as places in `digits`.  axes: the shape in files.
+    """
+
+    role: str
+    name: str
+    kind: str
+    digits: tuple[Index, ...]
+    order: tuple[tuple[int, ...], ...]
+    axes: tuple[Index, ...]
+    aliases: tuple[str, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the field lies in the tensor as it is."""
+        return self.order == tuple((place,) for place in range(len(self.digits)))
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What is added to the decoded weight: a kind of core/branches.py, and the tensors of its fields in the kind's order."""
+
+    kind: str
+    tensors: tuple[BranchTensor, ...]
+
+
 Constant = int | float | str | tuple[float, ...]
 
 
@@ -346,6 +376,7 @@ class Program:
     encode: Encode | None = None
     units: Units | None = None
     row_codes: RowCodes | None = None
+    plus: tuple[Branch, ...] = ()
 
     @property
     def unstored(self) -> Mapping[str, Index]:

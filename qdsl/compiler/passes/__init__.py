@@ -14,6 +14,7 @@ from qdsl.compiler.passes.choose_variants import choose_variants
 from qdsl.compiler.passes.derive_planar import derive_planar
 from qdsl.compiler.passes.factor_decode import factor_decode
 from qdsl.compiler.passes.infer_layouts import infer_layouts
+from qdsl.compiler.passes.read_branches import read_branches
 from qdsl.compiler.passes.read_records import read_records
 from qdsl.compiler.passes.type_decode import type_decode
 from qdsl.compiler.passes.type_fields import type_fields
@@ -25,6 +26,7 @@ Pass = Callable[[Program, Problems], Program]
 PASSES: tuple[Pass, ...] = (
     type_fields,        # dims, types and subscripts of the fields
     read_records,       # tensors, variables, records, stored operations
+    read_branches,      # what is added to the decoded weight, and its tensors
     check_coverage,     # every bit placed once, every extent filled
     infer_layouts,      # records become strided bit layouts
     type_decode,        # the decode expression as typed values with ranges

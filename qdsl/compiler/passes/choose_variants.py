@@ -45,8 +45,9 @@ def _structural(spec: Spec) -> set[str]:
     """Names of parameters and dims that decide the text of generated code; not of those that are only sizes of blocks."""
     parts = [part for field in spec.fields for part in field.typed.index]
     used = set(_computed(spec.decode)) | {word for part in parts if not _moves(part) for word in g.names(part)}
+    stored = [tensor for storage in spec.storages for tensor in storage.tensors]
     for kind in [field.typed.type for field in spec.fields] + [
-            tensor.shape.type for storage in spec.storages for tensor in storage.tensors if tensor.shape]:
+            tensor.shape.type for tensor in (*stored, *spec.branch_tensors) if tensor.shape]:
         used |= {kind.name} | ({kind.parameter.name} if kind.parameter else set())
     for storage in spec.storages:
         for tensor in storage.tensors:

@@ -125,6 +125,14 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
+class Branch:
+    """What is added to the decoded weight: a kind of core/branches.py, and the tensors that hold its fields in every storage."""
+
+    kind: Text
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """A number that the author claims of the layout."""
 
@@ -151,11 +159,17 @@ class Spec:
     detect: Mapping[str, Data]
     claims: tuple[Claim, ...]
     fixed: Mapping[str, int] = field(default_factory=dict)
+    plus: tuple[Branch, ...] = ()
 
     @property
     def span(self) -> Span:
         """Where the spec names its format."""
         return self.name.span
+
+    @property
+    def branch_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of its branches."""
+        return tuple(tensor for branch in self.plus for tensor in branch.tensors)
 
     def table(self, name: str) -> Table:
         """The table of a name."""

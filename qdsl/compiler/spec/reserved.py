@@ -8,11 +8,11 @@ from __future__ import annotations
 from qdsl.core.numbers import FLOATS
 from qdsl.core.schemes import SCHEMES
 
-LANGUAGE = ("n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm", "base3", "round", "planar")
+LANGUAGE = ("n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm", "base3", "round", "planar", "plus")
 # What generated modules import from qdsl.runtime and qdsl.runtime.gpu.kernels.
-RUNTIME = ("Field", "Format", "GroupField", "Kernels", "MatrixUnitKernels", "Pairs", "Records", "RowCodes", "Storage", "Stored",
-           "Stream", "Table", "Variant", "W8A8", "as_float", "as_type", "base3", "cdiv", "empty", "entries", "first_trit",
-           "integer", "joined", "lookup", "pad", "rounded", "spread", "workspace")
+RUNTIME = ("Branch", "BranchTensor", "Field", "Format", "GroupField", "Kernels", "MatrixUnitKernels", "Pairs", "Records",
+           "RowCodes", "Storage", "Stored", "Stream", "Table", "Variant", "W8A8", "as_float", "as_type", "base3", "cdiv",
+           "empty", "entries", "first_trit", "integer", "joined", "lookup", "pad", "rounded", "spread", "workspace")
 KERNELS = ("bitplanes", "codebook", "device", "gemv", "gemv_records", "lanes", "records", "skinny", "tile_gemm", "w8a8")
 # Other modules, and builtins that generated code calls.
 MODULES = ("torch", "triton", "tl", "qdsl", "Tensor", "Any")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from qdsl.compiler.spec import grammar, marked
+from qdsl.compiler.spec import branches, grammar, marked
 from qdsl.compiler.spec.detection import check_detection
 from qdsl.compiler.spec.marked import Mapping, Node, Sequence
 from qdsl.compiler.spec.model import Claim, Data, Dim, Field, Param, Sectioned, Spec, Storage, Stored, Table, Tensor
@@ -42,6 +43,7 @@ KEYS = {
     "tables": "numbers that decode looks up: listed, read from a file, or computed from other tables",
     "fields": "stored values: a type, and a subscript that says which weights share one",
     "decode": "the value of weight [n, k], each operation rounded to float32 in the order written",
+    "plus": "side branches that are added to the decoded weight: kinds, and their tensors, which every storage has",
     "encode": "the scheme that chooses the fields for given weights",
     "storage": "storages by name: tensors, and where every bit of a field lies in them",
     "detect": "how a checkpoint of this format is recognised",
@@ -207,6 +209,7 @@ class _Reader:
         claims = tuple(self.claims(parts.get("claims")))
         detect = self.rules(self.keys(parts["detect"], DETECT_KEYS, "detect")) if "detect" in parts else {}
         check_detection(self.problems, parts.get("detect"), params, storages)
+        plus = branches.branches(parts.get("plus"), self.named, partial(self.tensor, allowed=branches.KEYS), self.problems)
         self.unique([*(p.name for p in params), *(d.name for d in dims), *(t.name for t in tables), *(f.name for f in fields)])
         self.arguments(params, tables, storages)
         fixed = self.fixed(parts.get("weight"))
@@ -214,7 +217,7 @@ class _Reader:
             return None
         title, origin = (self.text(parts.get(key), key) for key in ("title", "source"))
         return Spec(self.source, name, self.line(title), self.line(origin), params, dims, tables, fields, decode,
-                    " ".join(decode_text.value.split()), encode, storages, detect, claims, fixed)
+                    " ".join(decode_text.value.split()), encode, storages, detect, claims, fixed, plus)
 
     def fixed(self, node: Node | None) -> dict[str, int]:
         """The extents of the weight that are numbers."""
@@ -410,9 +413,9 @@ class _Reader:
             self.problems.add(extent.span, "one extent alone is '?', what the others leave")
         return seen
 
-    def tensor(self, name: Text, node: Node, inside: Sectioned | None = None) -> Tensor:
+    def tensor(self, name: Text, node: Node, inside: Sectioned | None = None, allowed: Iterable[str] = TENSOR_KEYS) -> Tensor:
         what = f"tensor '{name}'"
-        parts = self.keys(node, TENSOR_KEYS if inside is None else SECTION_KEYS, what)
+        parts = self.keys(node, allowed if inside is None else SECTION_KEYS, what)
         if "record" not in parts:
             self.problems.add(name.span, f"{what} has no record: {TENSOR_KEYS['record']}")
         if ("tensor" in parts) == ("run" in parts):

@@ -369,7 +369,8 @@ def _stored(weight: PackedWeight, sample: PackedWeight, exact: bool) -> dict[str
     if exact and layout.omits:
         open_ = {name for name, stored in layout.tensors.items() if stored.optional in layout.omits}
         names = names - open_ | open_ - omitted(weight.format.checked(weight), layout)
-    every = sample.format.stored(sample.derive({}, weight.shape))
+    own = {name: weight.tensors[name] for name in sample.branch_names}       # as long as they are
+    every = sample.format.stored(sample.derive(own, weight.shape))
     return {name: every[name] for name in every if name in names}
 
 

@@ -102,6 +102,8 @@ def for_device(packed: PackedWeight, dtype: torch.dtype) -> PackedWeight:
     the same scales.  Raises FormatError where torch has no operation for the device, and where codes would change.
     """
     operation = operation_for(packed.device)
+    if packed.has_branch:
+        raise FormatError(f"'{packed.branch_names[0]}' is added to the weight, and aten::{operation.name} knows nothing of that")
     format = format_of(operation)
     kinds = format.params["scale_type"]
     kind = next((kind for kind in kinds if FLOATS[str(kind)] == dtype), "f32")

@@ -9,8 +9,9 @@ from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
 from qdsl.runtime.torch.linear import tile_weights
-from qdsl.runtime.weight import bfloat16, fields, order, tiles
+from qdsl.runtime.weight import bfloat16, order, tiles
 from qdsl.runtime.weight.arrays import empty
+from qdsl.runtime.weight.fields import unpack
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import PackedWeight
 
@@ -20,6 +21,11 @@ def decode_into(packed: PackedWeight, out: Tensor) -> Tensor:
     """Writes the weight to out [N, K], of any float dtype, and returns it.  Raises FormatError for a damaged stream."""
     if not out.numel():
         return out
+    return _decode_sum(packed, out) if packed.has_branch else _decode_base(packed, out)
+
+
+def _decode_base(packed: PackedWeight, out: Tensor) -> Tensor:
+    """The same of a weight without branches, which is not empty."""
     if packed.layout.streams and runs_kernels(packed.device):
         with on_device(packed.device):
             launch.dequantize(packed, out)
@@ -30,7 +36,7 @@ def decode_into(packed: PackedWeight, out: Tensor) -> Tensor:
         return out
     if copied is not None and torch_dtype(str(packed.params.get(copied, packed.variant.fields[copied].type))) == out.dtype:
         for start, stop in tiles.row_tiles(packed):
-            out[start:stop].copy_(fields.unpack(packed.cut("N", start, stop))[copied])
+            out[start:stop].copy_(unpack(packed.cut("N", start, stop))[copied])
         return out
     if packed.order is not None:
         return _decode_in_order(packed, order.places(packed.order), out)
@@ -42,6 +48,18 @@ def decode_into(packed: PackedWeight, out: Tensor) -> Tensor:
         return out
     for start, stop in tiles.row_tiles(packed):
         tiles.decode_rows(packed, start, stop, out[start:stop])
+    return out
+
+
+def _decode_sum(packed: PackedWeight, out: Tensor) -> Tensor:
+    """Tiles of rows in float32, to which branches are added, rounded once to the dtype of out."""
+    for start, stop in tiles.row_tiles(packed, weights=tile_weights(out)):
+        part = packed.cut("N", start, stop)
+        weight = _decode_base(part.base, empty(part.shape, torch.float32, out.device))
+        for branch in part.variant.plus:
+            if (fields := branch.fields(part)) is not None:
+                branch.add(fields, weight)
+        out[start:stop].copy_(weight)
     return out
 
 

@@ -58,6 +58,8 @@ def linear(x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bia
     which row of x [T, K] each of the M rows is.  partial: rows behind the last offset belong to no expert, and their results
     are 0.  Differentiable in x and bias.  Raises FormatError where something does not fit.
     """
+    if packed.has_branch:
+        raise FormatError(f"'{packed.branch_names[0]}' is added to the weight of all experts; multiply each by linear")
     x = ops.autocast(x)
     if rows is not None and not is_on_gpu(x, bias, *packed.tensors.values()):
         x, rows = x[rows], None

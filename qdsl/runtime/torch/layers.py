@@ -72,7 +72,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
         if not is_dynamo_compiling():
             own = self.__dict__                                  # asking nn.Module for each of its attributes costs more
             plan, parameters = own["_packed"].plan, own["_parameters"]
-            if plan is not None and "bias" in parameters and own["_x_scale"] is None:
+            if plan is not None and "bias" in parameters and own["_x_scale"] is None and not self._has_branch:
                 bias = parameters["bias"]
                 if is_direct(input, bias) and (tensors := self._unchanged(plan.names)) is not None:
                     x = autocast(input) if is_autocast_enabled() else input

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from qdsl.runtime.gpu.product import quick
 from qdsl.runtime.gpu.triton import on_device
+from qdsl.runtime.torch.branches import add_branches
 from qdsl.runtime.torch.decode import decode_into
 from qdsl.runtime.torch.linear import as_stored, check_x, is_quantized, packed_linear, packed_matmul
 from qdsl.runtime.torch.private_apis import (
@@ -153,7 +154,7 @@ def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: st
     CPU, weights are first rounded to x's dtype.  mode: of linear.py, as Format.linear explains them; x in 8 bits has
     the gradients of the product without.  Raises FormatError where x does not fit, or codes are no 8 bits.
     """
-    if is_direct(x, bias) and (plan := packed.plan) is not None:
+    if is_direct(x, bias) and (plan := packed.plan) is not None and not packed.has_branch:
         if is_autocast_enabled():
             x = autocast(x)
         out = quick(x, plan, plan.tensors_of(packed.tensors), bias, mode)
@@ -213,7 +214,8 @@ def is_differentiated(x: Tensor, bias: Tensor | None) -> bool:
 
 def _matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str) -> Tensor:
     """x [..., K] @ w.T + bias, or where `transposed` x [..., N] @ w; without gradients."""
-    if not transposed and (plan := packed.plan) is not None and is_direct(x, bias):    # within a product with gradients
+    if not transposed and (plan := packed.plan) is not None and not packed.has_branch and is_direct(x, bias):
+        # Within a product with gradients.
         out = quick(x, plan, plan.tensors_of(packed.tensors), bias, mode)
         if out is not None:
             return out
@@ -223,6 +225,8 @@ def _matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bo
 
 def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str = "") -> Tensor:
     """x [..., K] @ w.T + bias, or x [..., N] @ w where transposed: computed at once, without gradients."""
+    if packed.has_branch:
+        return _computed_sum(x, packed, bias, transposed, mode)
     if bias is not None and packed.layout.streams and x.dim() != 2 and not x.is_contiguous():
         # As torch does: it rounds the product before it adds the bias.
         return computed(x, packed, None, transposed, mode).add_(bias)
@@ -236,6 +240,15 @@ def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: b
             out = packed_matmul(rows, packed.as_stored()).index_select(1, order.places(packed.order))
         # Autograd refuses to change a view in place that was made without gradients, as `layer(x).add_(y)` would.
         return out if x.dim() == 2 else torch.ops.aten._unsafe_view(out, (*x.shape[:-1], packed.shape[transposed]))
+
+
+def _computed_sum(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str) -> Tensor:
+    """The product with a weight that has branches: that of its base, and theirs."""
+    base = packed.base
+    out = computed(x, base, bias, transposed, mode)
+    packed.plan, packed.dense = base.plan, base.dense
+    with torch.no_grad(), on_device(x.device):
+        return add_branches(out, x, packed, transposed, mode)
 
 
 def _operation(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str) -> Tensor:
@@ -301,13 +314,14 @@ MOST = 4096                                                      # of these
 
 def _computed_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, weight: str, mode: str = "") -> Tensor:
     plan = _plans.get(weight)
-    if plan is not None:
+    if plan is not None and len(plan.names) == len(tensors):     # without branches
         out = quick(x, plan, tensors, bias, mode)
         if out is not None:
             return out
     packed = packed_weight(tensors, weight)
+    packed.plan = plan if packed.has_branch else None            # of its base
     out = computed(x, packed, bias, False, mode)
-    if packed.plan is not None and " ".join(packed.plan.names) == read_key(weight).names:
+    if packed.plan is not None and (packed.has_branch or " ".join(packed.plan.names) == read_key(weight).names):
         if len(_plans) >= MOST:
             _plans.clear()
         _plans[weight] = packed.plan

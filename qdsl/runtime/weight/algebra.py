@@ -17,7 +17,8 @@ from torch import Tensor
 
 from qdsl.core.borders import UNITS, border_step, piece_step, spans_all, targets
 from qdsl.core.shapes import Axis
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import branches, streams
+from qdsl.runtime.weight.arrays import common
 from qdsl.runtime.weight.defaults import default_field
 from qdsl.runtime.weight.errors import FormatError
 from qdsl.runtime.weight.gather import Source, gathered, group_index, group_size, is_scattered, plan
@@ -184,6 +185,8 @@ def join(parts: Sequence[PackedWeight], dim: str) -> PackedWeight:
     _check_alike(parts, dim)
     if len(parts) == 1:
         return parts[0]
+    if any(part.has_branch for part in parts):
+        return branches.joined(parts, join([part.base for part in parts], dim), dim)
     joint = _Joint(parts, dim)
     joined = joint.concatenated()
     if joined is None:
@@ -201,7 +204,7 @@ def concatenated(parts: Sequence[PackedWeight]) -> PackedWeight | None:
 
     Cutting it at the borders of the parts gives the same bytes back.  It is a copy, except of tensors that all parts share.
     """
-    if any(part.layout.streams or part.tensors.keys() != parts[0].tensors.keys() for part in parts):
+    if any(part.has_branch or part.layout.streams or part.tensors.keys() != parts[0].tensors.keys() for part in parts):
         return None
     try:
         _check_alike(parts, "N")
@@ -285,7 +288,7 @@ class _Joint:
         if len(values) < len(self.parts):
             return None
         places = [place for place, axis in enumerate(stored.axes) if axis.dim in (self.dim, "N*K")]
-        return torch.cat(values, places[0]) if places else _common(values)
+        return torch.cat(values, places[0]) if places else common(values)
 
     def _is_divided(self, name: str) -> bool:
         """Whether parts have rows, or columns, of a tensor for themselves."""
@@ -330,11 +333,11 @@ class _Joint:
                 return torch.cat(values, place)
             if axis.dim == "N*K":
                 return torch.cat([value.view(self.shape[0], -1) for value in values], 1).flatten()   # a flat axis is alone
-        common = _common(values)
-        if common is None:
+        shared = common(values)
+        if shared is None:
             raise FormatError(f"all {UNITS[self.dim]} share '{name}', which differs between parts; requantize the parts as one "
                               f"weight, or in a format that has it for single {UNITS[self.dim]} or blocks")
-        return common
+        return shared
 
 
 def _column_numbers(part: PackedWeight, name: str, unit: int, start: int) -> Tensor:
@@ -354,15 +357,3 @@ def _all_fields(parts: Sequence[PackedWeight]) -> list[dict[str, Tensor]]:
     names = {name for fields in unpacked for name in fields}
     return [{name: fields[name] if name in fields else default(part, name) for name in part.variant.fields if name in names}
             for part, fields in zip(parts, unpacked, strict=True)]
-
-
-def _common(values: Sequence[Tensor]) -> Tensor | None:
-    """The first of tensors that have the same bits, NaN included; None where they differ.  On meta they count as equal."""
-    first = values[0]
-    same = first.is_meta or all(value is first or (value.shape == first.shape and torch.equal(_bytes(value), _bytes(first)))
-                                for value in values)
-    return first if same else None
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)

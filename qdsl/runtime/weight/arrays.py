@@ -124,3 +124,15 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         return torch.empty(shape, dtype=dtype, device=device)
     raw = np.empty((*shape, dtype.itemsize), dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).squeeze(-1) if raw.size else torch.empty(shape, dtype=dtype, device=device)
+
+
+def common(values: Sequence[Tensor]) -> Tensor | None:
+    """The first of tensors that have the same bits, NaN included; None where they differ.  On meta they count as equal."""
+    first = values[0]
+    same = first.is_meta or all(value is first or (value.shape == first.shape and torch.equal(_bytes(value), _bytes(first)))
+                                for value in values)
+    return first if same else None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)

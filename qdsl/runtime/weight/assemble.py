@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core.shapes import extents
-from qdsl.runtime.weight import order, streams
+from qdsl.runtime.weight import branches, order, streams
 from qdsl.runtime.weight.device_dtypes import dtype_on
 from qdsl.runtime.weight.layout import Storage
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, shape_tensor
@@ -27,13 +27,16 @@ def assemble(format: Format, storage: str, tensors: Mapping[str, Tensor], shape:
     sizes = format.sizes(params, shape)
     if why := layout.why_not(shape, sizes):
         raise FormatError(f"{format.name}.{storage}: {why}")
-    in_order = {name for name, tensor in tensors.items() if (name == layout.order or layout.tensors[name].dtype == "index")
+    own = {name: tensor for name, tensor in tensors.items() if name in layout.tensors}
+    in_order = {name for name, tensor in own.items() if (name == layout.order or layout.tensors[name].dtype == "index")
                 and check_columns(format, name, tensor, name == layout.order, shape, params)}
     if layout.shape and not tensors[layout.shape].is_meta and tuple(tensors[layout.shape].tolist()) != shape:
         raise FormatError(f"{format.name}.{storage}: '{layout.shape}' says {tensors[layout.shape].tolist()}; the weight is "
                           f"{list(shape)}")
-    return PackedWeight(format, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes, names=names,
-                        stream_info=streams.stream_info(format.name, layout, tensors, shape))
+    packed = PackedWeight(format, storage, tensors, shape, params, in_order=frozenset(in_order), notes=notes, names=names,
+                          stream_info=streams.stream_info(format.name, layout, own, shape))
+    branches.check(packed)
+    return packed
 
 
 def check_again(packed: PackedWeight) -> PackedWeight:
@@ -99,15 +102,16 @@ def empty_weight(format: Format, shape: tuple[int, int], storage: str | None, de
     chosen, shape = format.complete(params), whole_shape(format, shape)
     name, layout = format.storage(storage, chosen)
     sizes = format.sizes(chosen, shape)
-    field_of = {key: stored.optional for key, stored in layout.tensors.items() if stored.optional}
-    optional = [key for key in field_of if layout.tensors[key].dtype in format.params] if optional is None else optional
+    field_of = {key: stored.optional for key, stored in format.variant(chosen).tensors(name).items() if stored.optional}
+    scales = [key for key in field_of if key in layout.tensors and layout.tensors[key].dtype in format.params]
+    optional = scales if optional is None else optional
     for key in optional:
         if key not in field_of:
             raise FormatError(f"{format.name}.{name} has no optional tensor '{key}'; it has {', '.join(field_of) or 'none'}")
     check_shape(format, name, layout.decoded, shape, sizes, [field_of[key] for key in optional])
-    packed = PackedWeight(format, name, {}, shape, chosen)
-    packed.tensors = {key: torch.empty(whole, dtype=dtype, device=device)
-                      for key, (dtype, whole) in stored_tensors(packed).items() if key not in field_of or key in optional}
+    template = PackedWeight(format, name, {}, shape, chosen)
+    packed = template.derive({key: torch.empty(whole, dtype=dtype, device=device) for key, (dtype, whole)
+                              in stored_tensors(template, optional).items() if key not in field_of or key in optional})
     if layout.shape and torch.device(device).type != "meta":
         packed.tensors[layout.shape] = shape_tensor(shape, packed.tensors[layout.shape].device)
     return packed
@@ -123,10 +127,16 @@ def full_template(format: Format, storage: str, shape: tuple[int, int], params: 
     return packed
 
 
-def stored_tensors(packed: PackedWeight) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The dtype and the shape of every tensor that a weight's storage has; extents that depend on the weights are its own."""
+def stored_tensors(packed: PackedWeight, more: Collection[str] = ()) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The dtype and the shape of every tensor that a weight's storage has; extents that depend on the weights are its own.
+
+    more: tensors of branches that it does not have.
+    """
     stored, dtypes = {}, packed.dtypes
-    for name, tensor in packed.layout.tensors.items():
+    named = {*packed.layout.tensors, *packed.branch_names, *more}
+    for name, tensor in packed.described.items() if packed.variant.plus else packed.layout.tensors.items():
+        if name not in named:
+            continue
         own = packed.tensors[name].shape if name in packed.tensors else ()
         shape = extents(tensor.axes, *packed.shape, packed.sizes, own)
         if shape is None and tensor.optional:

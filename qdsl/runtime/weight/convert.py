@@ -46,7 +46,7 @@ def with_indices(packed: PackedWeight) -> PackedWeight:
     layout = packed.layout
     index = {name for name, stored in layout.tensors.items() if stored.dtype == "index" and stored.optional not in layout.omits}
     tensors = {**packed.tensors, **default_tensors(packed, index - packed.tensors.keys())}
-    return packed.derive({name: tensors[name] for name in layout.tensors if name in tensors})
+    return packed.derive({name: tensors[name] for name in packed.described if name in tensors})
 
 
 def omitted(packed: PackedWeight, layout: Storage) -> set[str]:

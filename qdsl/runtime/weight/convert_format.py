@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core.numbers import number
-from qdsl.runtime.weight import convert
+from qdsl.runtime.weight import branches, convert
 from qdsl.runtime.weight.assemble import assemble, check_shape
 from qdsl.runtime.weight.defaults import default_field
 from qdsl.runtime.weight.layout import FLOATS, Field, Variant
@@ -36,6 +36,9 @@ def converted(format: Format, packed: PackedWeight, storage: str, params: Mappin
     params: those that the result must have.
     """
     format.complete(params)
+    if packed.has_branch:
+        branches.check_kinds(format, packed)
+        return branches.converted(packed, converted(format, packed.base, storage, params))
     is_own = packed.format is format and packed.params == {**packed.params, **params}
     if storage == packed.storage and is_own:
         return packed

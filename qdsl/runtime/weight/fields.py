@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from qdsl.core.numbers import number
-from qdsl.runtime.weight import bfloat16, order, streams
+from qdsl.runtime.weight import bfloat16, branches, order, streams
 from qdsl.runtime.weight.assemble import assemble, check_columns, check_shape
 from qdsl.runtime.weight.defaults import default_field, is_default
 from qdsl.runtime.weight.errors import stream_errors
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 def unpack(packed: PackedWeight) -> dict[str, Tensor]:
     """The fields by name: uint8 codes up to 8 bits, int32 above, floats in their own dtype; missing optional ones absent."""
+    if packed.has_branch:
+        return {**unpack(packed.base), **branches.fields(packed)}
     packed = packed.decode_streams()
     fields = bfloat16.fields_of(packed, (packed.tensors.get(name) for name in packed.layout.coded))
     if packed.order is None:
@@ -43,6 +45,12 @@ def pack(format: Format, fields: Mapping[str, Tensor], storage: str | None, para
     for key, field in present.items():
         if not isinstance(field, Tensor):
             raise FormatError(f"{format.name}: field '{key}' is a {type(field).__name__}, not a torch tensor")
+    added = {role for branch in next(iter(format.variants.values())).plus for role in branch.tensors} & present.keys()
+    if added:
+        base = pack(format, {key: value for key, value in present.items() if key not in added}, storage, params)
+        packed = branches.with_fields(base, {key: present[key] for key in added})
+        branches.check(packed)
+        return packed
     chosen = format.complete({**_dtype_params(format, present), **params})
     name, layout = format.storage(storage, chosen)
     variant = format.variant(chosen)

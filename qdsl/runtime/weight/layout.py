@@ -12,6 +12,9 @@ from qdsl.core.numbers import TORCH_FLOATS
 from qdsl.core.shapes import Axis, axis
 from qdsl.core.stored import PLANAR as PLANAR
 from qdsl.core.stored import Stored
+from qdsl.runtime.weight.branches import Branch as Branch
+from qdsl.runtime.weight.branches import BranchTensor as BranchTensor
+from qdsl.runtime.weight.branches import stored
 from qdsl.runtime.weight.tables import Table
 
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
@@ -317,7 +320,7 @@ class Variant:
     columns, too; options: what a caller may choose about it, none listed where that is any positive number.  copies: decode is
     this field unchanged.
     scheme: what encode calls, where kernels encode rows by it too; roles: the fields that it chooses; settings: its constants
-    and the options of the spec.
+    and the options of the spec.  plus: what is added to the numbers that decode returns.
     """
 
     fields: Mapping[str, Field]
@@ -332,6 +335,11 @@ class Variant:
     scheme: str = ""
     roles: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    plus: tuple[Branch, ...] = ()
+
+    def tensors(self, storage: str) -> dict[str, Stored]:
+        """The tensors that a weight in a storage may have: those of branches are behind its own."""
+        return {**self.storages[storage].tensors, **stored(self.plus)}
 
     @property
     def index_groups(self) -> Axis | None:

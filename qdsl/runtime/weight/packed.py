@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from qdsl.core.borders import UNITS
 from qdsl.core.shapes import Axis, granule
+from qdsl.core.stored import Stored
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
-from qdsl.runtime.weight import algebra, streams
+from qdsl.runtime.weight import algebra, branches, streams
 from qdsl.runtime.weight.device_dtypes import dtype_on, moved
 from qdsl.runtime.weight.errors import FormatError as FormatError
 from qdsl.runtime.weight.errors import UnrepresentableValue as UnrepresentableValue
@@ -56,11 +58,15 @@ class PackedWeight:
         self.is_decoded = is_decoded
         self.stream_info = stream_info
         self.layout: Storage = self.variant.storages[storage].decoded if is_decoded else self.variant.storages[storage]
+        plus = self.variant.plus
+        self.branch_names = tuple([name for branch in plus for name in branch.names if name in self.tensors]) if plus else ()
+        self.has_branch = bool(self.branch_names)
         self.sizes = format.sizes(params, shape)                 # -1, the whole axis, written out
         self.extents = {**self.sizes, "N": shape[0], "K": shape[1]}
         self._steps: dict[str, tuple[int, str]] = {}
-        self.plan: Plan | None = None                            # these two products keep for the next one; they are
-        self.dense: Dense | None = None                          # neither pickled nor derived
+        self._base: PackedWeight | None = None
+        self.plan: Plan | None = None                            # these two products keep for the next one, of `base`; they
+        self.dense: Dense | None = None                          # are neither pickled nor derived
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The constructor's arguments; the format implies all other attributes."""
@@ -96,6 +102,21 @@ class PackedWeight:
         """int32 [K], column order[j] of the weight is stored at place j; None where columns are stored as they come."""
         name = self.layout.order
         return self.tensors.get(name) if name and name not in self.in_order else None
+
+    @property
+    def base(self) -> PackedWeight:
+        """The weight without what branches add to it; itself where it has none."""
+        if not self.has_branch:
+            return self
+        if self._base is None:
+            self._base = self.derive({name: tensor for name, tensor in self.tensors.items() if name not in self.branch_names})
+            self._base.plan, self._base.dense = self.plan, self.dense
+        return self._base
+
+    @property
+    def described(self) -> Mapping[str, Stored]:
+        """What its tensors are: those of the storage, and those of branches."""
+        return {**self.layout.tensors, **branches.stored(self.variant.plus)}
 
     def as_stored(self) -> PackedWeight:
         """The weight whose columns come as they are stored: that of the tensors without their order."""
@@ -169,14 +190,15 @@ class PackedWeight:
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes that the storage names, which tensors have except 8-bit floats on a device that lacks them."""
-        return {name: stored_dtype(str(self.params.get(tensor.dtype, tensor.dtype)))
-                for name, tensor in self.layout.tensors.items()}
+        return {name: stored_dtype(str(self.params.get(tensor.dtype, tensor.dtype))) for name, tensor in self.described.items()}
 
     # -- rows, pieces and joins -------------------------------------------------------------------------------------------
 
     @property
     def has_separate_rows(self) -> bool:
         """Whether every row is stored by itself, so that `rows` gathers rows of tensors and decodes nothing."""
+        if self.has_branch:
+            return self.base.has_separate_rows and branches.step(self, "N") == 1
         return self._granule("N")[0] == 1 and not self.layout.whole and not self.layout.streams and not self._is_flat
 
     def rows(self, index: Tensor | Sequence[int]) -> PackedWeight:
@@ -190,6 +212,8 @@ class PackedWeight:
             index = torch.tensor(list(index), dtype=torch.int64, device=self.device)
         if index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
             raise FormatError(f"rows are int64 or int32 [M], not {str(index.dtype)[6:]} {list(index.shape)}")
+        if self.has_branch:
+            return branches.rows(self, self.base.rows(index), index)
         if not self.has_separate_rows:
             return algebra.rows(self, index)
         tensors = {}
@@ -203,6 +227,8 @@ class PackedWeight:
         if dim not in ("N", "K"):
             raise FormatError(f"a weight has rows ('N') and columns ('K'), not {dim!r}")
         whole = max(1, self.shape[dim == "K"])
+        if self.has_branch:
+            return min(whole, lcm(self.base.step(dim), branches.step(self, dim)))
         step, _ = self._granule(dim)
         return next((size for size in range(step, whole, step)
                      if not self._why_not(dim, size) and not self._why_not(dim, whole % size or size)), whole)
@@ -212,6 +238,8 @@ class PackedWeight:
 
         Raises FormatError where a cut would go through a block or a word; it names the nearest borders.  See `shard`.
         """
+        if self.has_branch:
+            return branches.piece(self, self.base.cut(dim, start, stop), dim, start, stop)
         if why := self._why_not_cut(dim, start, stop):
             raise FormatError(algebra.refusal(self, dim, start, stop, why, self.step(dim)))
         if (start, stop) == (0, self.shape[dim == "K"]):
@@ -237,6 +265,8 @@ class PackedWeight:
         On meta the result has exact shapes, but tensors whose size depends on the numbers have no elements.
         Raises FormatError with the reason and the nearest borders.
         """
+        if self.has_branch:
+            return branches.piece(self, self.base.shard(dim, start, stop), dim, start, stop)
         return algebra.piece(self, dim, start, stop) if self._why_not_cut(dim, start, stop) else self.cut(dim, start, stop)
 
     @classmethod

@@ -12,6 +12,7 @@ from qdsl.runtime.weight.packed import PackedWeight
 
 def why_not_planar(packed: PackedWeight, larger: bool = False) -> str:
     """Why `planar` leaves a weight as it is; '' where it does not."""
+    packed = packed.base
     if packed.storage == PLANAR or PLANAR not in packed.variant.storages:
         return "it is that already" if packed.storage == PLANAR else "its format has no storage for matrix units"
     if packed.shape[1] % 128:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qdsl.core.overflowed_zeros import OVERFLOWED_ZEROS, has_overflowed_zeros
 from qdsl.core.stored import OF_X, resolve_default
-from qdsl.runtime.weight import order
+from qdsl.runtime.weight import branches, order
 from qdsl.runtime.weight.assemble import assemble, whole_shape
 from qdsl.runtime.weight.match import Match, matches
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
@@ -34,8 +34,10 @@ def wrap(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int] |
         raise FormatError(f"{format.name} has no storage '{storage}'; it has {', '.join(format.storages)}")
     fitting = matches(format, tensors, None if shape is None else whole_shape(format, shape), storage, params)
     match = _choose(format, fitting)
-    layout = format.variant(match.params).storages[match.storage]
-    keys_of = {name: [key for key in (name, *layout.tensors[name].aliases) if key in tensors] for name in match.tensors}
+    variant = format.variant(match.params)
+    described = variant.tensors(match.storage)
+    branches.check_names(format.name, variant.plus, [*match.tensors])
+    keys_of = {name: [key for key in (name, *described[name].aliases) if key in tensors] for name in match.tensors}
     used = {keys[0] for keys in keys_of.values()}
     notes = [f"tensor '{name}' is not part of {format.name}.{match.storage}" for name in tensors if name not in used]
     for key, value in match.params.items():
@@ -58,7 +60,7 @@ def unfilled(format: Format, packed: Match | PackedWeight) -> dict[str, Tensor]:
     With each what it would be if columns were in order, as they are where it is missing.
     """
     variant = format.variant(packed.params)
-    stored = variant.storages[packed.storage].tensors
+    stored = variant.tensors(packed.storage)
     indices = {name: tensor for name, tensor in packed.tensors.items()
                if stored[name].dtype == "index" and stored[name].optional and not tensor.is_meta}
     if not indices:

@@ -12,6 +12,7 @@ from struct import pack, unpack
 from typing import Any
 
 from qdsl.compiler.emit.axes import field_axes, stored_axes
+from qdsl.compiler.emit.branches import branch_shapes
 from qdsl.compiler.emit.show.page import summary
 from qdsl.compiler.emit.tensors import is_plain
 from qdsl.compiler.ir import index as ix
@@ -92,6 +93,7 @@ def _tensors(program: Program) -> dict[str, dict[str, Any]]:
         tensors |= _coded(stream) if stream else {name: _tensor(program, sections)}
     if order := _authored(program).order:
         tensors[order.value] = {"dtype": "i32", "axes": ["K"], "optional": order.value}
+    tensors |= dict(branch_shapes(program))
     shape = _authored(program).shape
     return tensors if shape is None else {**tensors, shape.value: {"dtype": "shape", "axes": ["2"]}}
 

@@ -186,7 +186,9 @@ def _digest(spec: Spec) -> str:
 def _header(programs: Sequence[Program], title: str = "") -> list[str]:
     spec = programs[0].spec
     lines = [f'"""{spec.name}{f" at {title}" if title else ""}: {spec.title}.' if spec.title else f'"""{spec.name}.', "",
-             f"    w = {spec.decode_text}", "    float32, rounded after each operation", ""]
+             f"    w = {spec.decode_text}", *(f"        + {branch.kind}({', '.join(tensor.name for tensor in branch.tensors)})"
+                                             for branch in programs[0].plus),
+             "    float32, rounded after each operation", ""]
     kinds = field_kinds(programs)
     width = max(len(kind) for kind in kinds.values())
     for field in programs[0].fields:

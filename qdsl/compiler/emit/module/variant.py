@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 
 from qdsl.compiler.emit.axes import axis_text, field_axes, stored_axes
+from qdsl.compiler.emit.branches import branch_lines
 from qdsl.compiler.emit.formula import constant, tables
 from qdsl.compiler.emit.lines import indent, wrapped
 from qdsl.compiler.emit.literals import literal, quoted, tupled
@@ -51,7 +52,7 @@ def variant(programs: Sequence[Program], decoded: Decode, references: Sequence[R
         arguments.append(f"cuts={tupled(shown)}")
     if decoded.copies:
         arguments.append(f'copies="{decoded.copies}"')
-    return [*lines, *indent(wrapped("", arguments, ",", level=1)), ")"]
+    return [*lines, *indent([*wrapped("", arguments, ",", level=1), *branch_lines(first)]), ")"]
 
 
 def _encode(program: Program) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qdsl.compiler.emit.axes import field_axes, field_kinds, tensor_axes
+from qdsl.compiler.emit.branches import branch_shapes, branch_texts
 from qdsl.compiler.emit.show import picture
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.passes.check_claims import bits_text, typical_bits
@@ -65,6 +66,7 @@ def terminal(programs: Sequence[Program]) -> list[str]:
                     width = vector_width(part, tensor.record_bits)
                     loads = f"loads up to {width} bits" if width else "elements cross words"
                     lines.append(f"    {placement.field}{cut}: {part}, {loads}")
+        lines += branch_texts(program)
         order = order_name(program)
         lines += [f"  {order} i32 [K], where columns are stored by groups: the column at each place"] if order else []
         lines += ["", *(f"  {line}" for line in picture.terminal(program))]
@@ -97,6 +99,7 @@ def data(programs: Sequence[Program]) -> dict[str, Any]:
                     {"lo": part.lo, "width": part.width, "layout": str(part)} for part in placement.slices]
                     for placement in tensor.placements},
             } for tensor in program.tensors},
+            **({"branches": dict(branch_shapes(program))} if program.plus else {}),
             **({"order": order_name(program)} if order_name(program) else {}),
         } for program in distinct(programs)],
     }

@@ -1,0 +1,169 @@
+"""The side branches of a format: what is added to the decoded weight, and how its tensors lie.
+
+Does: finds the tensor of every field of a branch, and checks that the digits of its axes make up the field's subscripts, each
+once.  Does not: look into the storages, all of which have these tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from qdsl.compiler.ir import index as ix
+from qdsl.compiler.ir.index import Index, name, product_of
+from qdsl.compiler.ir.program import Branch, BranchTensor, Program
+from qdsl.compiler.passes.scope import Scope
+from qdsl.compiler.passes.type_fields import number_of, parameters
+from qdsl.compiler.spec import grammar as g
+from qdsl.compiler.spec import model
+from qdsl.compiler.spec.source import Problems, did_you_mean
+from qdsl.core.branches import BRANCHES, ENTRIES, RANK, Role
+from qdsl.core.numbers import TORCH_FLOATS
+
+FLOATS = ("f32", "f16", "bf16")                                  # of values of a branch
+assert set(FLOATS) <= TORCH_FLOATS.keys()
+
+
+def read_branches(program: Program, problems: Problems) -> Program:
+    """The program with its branches; adds a problem for a tensor that is none of a field of its branch."""
+    spec = program.spec
+    if not spec.plus:
+        return program
+    if any(tensor.stream for tensor in program.tensors):
+        problems.add(spec.plus[0].kind.span, "a weight in an entropy code has no branch beside it")
+    _check_names(program, problems)
+    branches = [_branch(program, branch, problems) for branch in spec.plus]
+    return replace(program, plus=tuple(branch for branch in branches if branch is not None))
+
+
+def _check_names(program: Program, problems: Problems) -> None:
+    """Tensors of branches, and fields of these, have names of their own."""
+    spec = program.spec
+    taken = {item.stored_name.value for storage in spec.storages for item in storage.tensors}
+    taken |= {param.name.value for param in spec.params}
+    for tensor in spec.branch_tensors:
+        if tensor.name.value in taken:
+            problems.add(tensor.name.span, f"'{tensor.name}' already names something else")
+        taken.add(tensor.name.value)
+    fields = {field.name for field in program.fields}
+    for dim in spec.dims:
+        if dim.name.value in (RANK, ENTRIES):
+            problems.add(dim.name.span, f"'{dim.name}' is an extent of branches, which tensors' shapes say")
+    for branch in spec.plus:
+        for role in BRANCHES[branch.kind.value].roles:
+            if role in fields:
+                problems.add(branch.kind.span, f"'{role}' is a field of '{branch.kind}', and of the format too")
+
+
+def _branch(program: Program, branch: model.Branch, problems: Problems) -> Branch | None:
+    """The branch with its tensors in the order of its fields; None where some are wrong."""
+    roles = BRANCHES[branch.kind.value].roles
+    read = [_tensor(program, branch, tensor, problems) for tensor in branch.tensors]
+    tensors = {tensor.role: tensor for tensor in read if tensor is not None}
+    if None in read:
+        return None
+    if missing := [role for role in roles if role not in tensors]:
+        problems.add(branch.kind.span, f"no tensor of '{branch.kind}' holds {_shown(missing[0], roles[missing[0]])}")
+        return None
+    if len(read) > len(tensors):
+        problems.add(branch.kind.span, f"two tensors of '{branch.kind}' hold the same field")
+        return None
+    return Branch(branch.kind.value, tuple(tensors[role] for role in roles))
+
+
+def _shown(field: str, role: Role) -> str:
+    return f"'{field}' [{', '.join(role.extents)}]"
+
+
+def _tensor(program: Program, branch: model.Branch, tensor: model.Tensor, problems: Problems) -> BranchTensor | None:
+    """The tensor of a field of a branch; None, with a problem, where it is none."""
+    roles = BRANCHES[branch.kind.value].roles
+    item = _item(tensor)
+    if item is None or item.field is None or tensor.shape is None:
+        problems.add(tensor.record_text.span, "a tensor of a branch holds one field, element by element",
+                     f"'{branch.kind}' has {', '.join(_shown(field, role) for field, role in roles.items())}")
+        return None
+    field = item.field.name
+    if field not in roles:
+        problems.add(item.span, f"'{branch.kind}' has no field '{field}'{did_you_mean(field, roles)}")
+        return None
+    if not _check_type(program, tensor.shape.type, field, roles[field], problems):
+        return None
+    loops = [digit for axis in tensor.shape.axes for digit in axis.digits if digit is not None]
+    constants = {**parameters(program), **{word: dim for word, dim in program.dims.items() if dim.is_const}}
+    extents = {word: name(word) for word in ("N", "K", RANK, ENTRIES)}
+    scope = Scope({**constants, **extents}, f"the shape of '{tensor.name}'", problems)
+    read = [scope.index(loop.extent) for loop in loops]
+    digits = [extent for extent in read if extent is not None]
+    if len(digits) < len(loops) or any(None in axis.digits for axis in tensor.shape.axes):
+        if len(digits) == len(loops):
+            problems.add(tensor.shape.span, "a tensor of a branch has no records, and so no 'word'")
+        return None
+    order = _order(item, field, [loop.name for loop in loops], digits, roles[field], constants, problems)
+    if order is None:
+        return None
+    place = dict(zip((loop.name for loop in loops), digits, strict=True))
+    axes = [product_of([place[digit.name] for digit in axis.digits if digit is not None]) for axis in tensor.shape.axes]
+    if tensor.seen:
+        axes = [name(RANK if extent.value == "?" else extent.value) for extent in tensor.seen]
+        if sorted(map(str, axes)) != sorted(roles[field].extents):
+            problems.add(tensor.seen[0].span, f"files show '{tensor.name}' by the extents of its field, '?' for {RANK}")
+            return None
+    return BranchTensor(field, tensor.name.value, tensor.shape.type.name, tuple(digits), order, tuple(axes),
+                        tuple(alias.value for alias in tensor.aliases))
+
+
+def _item(tensor: model.Tensor) -> g.Item | None:
+    """The one item of a record that is a whole element."""
+    lines = tensor.record
+    item = lines[0].items[0] if len(lines) == 1 and len(lines[0].items) == 1 and not lines[0].loops else None
+    return item if isinstance(item, g.Item) and item.part == "whole" else None
+
+
+def _check_type(program: Program, kind: g.Type, field: str, role: Role, problems: Problems) -> bool:
+    """Whether elements are i32 of an index, floats of values; adds a problem where they are not."""
+    number = number_of(program, kind, problems, stored=True)
+    if number is None:
+        return False
+    allowed = ("i32",) if role.is_index else FLOATS
+    if number.name not in allowed:
+        problems.add(kind.span, f"'{field}' is {' or '.join(allowed)}, not {number.name}")
+    return number.name in allowed
+
+
+def _order(item: g.Item, field: str, names: Sequence[str], digits: Sequence[Index], role: Role, constants: dict[str, Index],
+           problems: Problems) -> tuple[tuple[int, ...], ...] | None:
+    """Of every subscript its digits, slowest first, as places among all; None, with a problem, where they do not make it up."""
+    if len(item.index) != len(role.extents):
+        problems.add(item.span, f"{_shown(field, role)} has {len(role.extents)} subscripts, not {len(item.index)}")
+        return None
+    scope = Scope({**constants, **{word: name(word) for word in names}}, "a subscript", problems)
+    order: list[tuple[int, ...]] = []
+    for expr, whole in zip(item.index, role.extents, strict=True):
+        index = scope.index(expr)
+        if index is None:
+            return None
+        steps = sorted(((coefficient, names.index(atom.name)) for atom, coefficient in index.terms if atom.op == "name"))
+        if len(steps) < len(index.terms) or index.const or not _covers(steps, digits, whole):
+            problems.add(expr.span, f"variables of '{field}' do not run through {whole}, each position once")
+            return None
+        order.append(tuple(place for _, place in reversed(steps)))
+    if sorted(place for places in order for place in places) != list(range(len(names))):
+        problems.add(item.span, "every variable of the tensor stands in one subscript, once")
+        return None
+    return tuple(order)
+
+
+def _covers(steps: Sequence[tuple[int, int]], digits: Sequence[Index], whole: str) -> bool:
+    """Whether digits, the fastest first, step by what all faster ones reach, up to the extent of a subscript."""
+    extent = name("N") + 1 if whole == "N + 1" else name(whole)
+    reach = 1
+    for i, (step, place) in enumerate(steps):
+        if step != reach:
+            return False
+        if i == len(steps) - 1:
+            return digits[place] == (extent if reach == 1 else ix.exact(extent, Index(reach)))
+        if not digits[place].is_const:
+            return False
+        reach *= digits[place].const
+    return False

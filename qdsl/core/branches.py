@@ -1,0 +1,38 @@
+"""The kinds of side branches that a weight may have beside its decoded numbers, each registered here once.
+
+The compiler reads this table.  `runtime/weight/branches.py` decodes, multiplies, cuts and joins the kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+RANK, ENTRIES = "R", "E"                                         # extents that a tensor's shape alone says
+OPTIONAL = "plus"                                                # in place of the field of an optional tensor: it is of a branch
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A field of a branch: the extent of each of its subscripts.  is_index: an i32 that is validated; else a float."""
+
+    extents: tuple[str, ...]
+    is_index: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BranchKind:
+    """summary: what the branch adds to weight [n, k], for the reference.  roles: its fields."""
+
+    summary: str
+    roles: Mapping[str, Role]
+
+
+BRANCHES = {
+    "low_rank": BranchKind("the sum over r of `up[n, r] * down[r, k]`, in rising r",
+                           {"up": Role(("N", RANK)), "down": Role((RANK, "K"))}),
+    "csr": BranchKind("`value[e]` where `column[e]` is k, for e from `start[n]` to `start[n + 1]`; columns of a row rise",
+                      {"start": Role(("N + 1",), True), "column": Role((ENTRIES,), True), "value": Role((ENTRIES,))}),
+    "dense_rows": BranchKind("the sum of `row_value[r, k]` over those r where `row[r]` is n, in rising r",
+                             {"row": Role((RANK,), True), "row_value": Role((RANK, "K"))}),
+}

@@ -1,0 +1,235 @@
+"""Side branches of a weight: what is added to its decoded numbers, from tensors of their own beside those of the storage.
+
+    low_rank      w[n, k] += up[n, r] * down[r, k], one r after the other (SVDQuant, LoftQ, LQER)
+    csr           w[n, k] += value[e] for the entry e of row n in column k (SqueezeLLM, SpQR)
+    dense_rows    w[row[r], k] += row_value[r, k], one r after the other
+
+Every product and every sum is rounded to float32.  A weight with a branch is a sum of two, `packed.base` and the branch: both
+are cut, gathered and joined alike.  Kinds work on fields, matrices and lists by name; a BranchTensor is where one lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm, prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qdsl.core.branches import OPTIONAL
+from qdsl.core.shapes import Axis, axis
+from qdsl.core.stored import Stored
+from qdsl.runtime.weight.branch_kinds import KINDS, Fields
+from qdsl.runtime.weight.errors import FormatError
+
+if TYPE_CHECKING:
+    from qdsl.runtime.format import Format
+    from qdsl.runtime.weight.packed import PackedWeight
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class BranchTensor:
+    """The tensor of a field of a branch, a list or a matrix.
+
+    digits: extents of the digits of its positions, slowest first.  order: of the field's rows and of its columns the places of
+    their digits.  Both are empty where the field is the tensor.
+    """
+
+    name: str
+    stored: Stored
+    digits: tuple[Axis, ...]
+    order: tuple[tuple[int, ...], ...]
+
+    def __init__(self, name: str, dtype: str, *axes: str, digits: Sequence[str] = (), order: Sequence[Sequence[int]] = (),
+                 aliases: Sequence[str] = ()) -> None:
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "stored", Stored(dtype, *axes, aliases=aliases, optional=OPTIONAL))
+        object.__setattr__(self, "digits", tuple(map(axis, digits)))
+        object.__setattr__(self, "order", tuple(map(tuple, order)))
+
+    def step(self, dim: str) -> int:
+        """At which multiples of N or K the field can be cut."""
+        return lcm(*(digit.by({}) for digit in self.digits if digit.dim == dim))
+
+    def field(self, tensor: Tensor, shape: Shape) -> Tensor:
+        """The field that a tensor of a weight [N, K] holds."""
+        if not self.order:
+            return tensor
+        sizes = [-1 if digit.dim == "?" else digit.extent(*shape, {}) or 0 for digit in self.digits]
+        fixed = prod(size for size in sizes if size >= 0)
+        sizes = [tensor.numel() // fixed if size < 0 < fixed else max(0, size) for size in sizes]
+        places = [place for digits in self.order for place in digits]
+        return tensor.reshape(sizes).permute(places).reshape([prod(sizes[place] for place in digits) for digits in self.order])
+
+    def tensor(self, field: Tensor, shape: Shape) -> Tensor:
+        """The tensor that holds a field; the inverse of `field`.  Raises FormatError where the field has no such tensor."""
+        if not self.order:
+            return field.contiguous()
+        sizes = [0 if digit.dim == "?" else digit.extent(*shape, {}) or 0 for digit in self.digits]
+        for digits, extent in zip(self.order, field.shape, strict=True):
+            fixed = prod(sizes[place] for place in digits if self.digits[place].dim != "?")
+            if extent % max(1, fixed):
+                raise FormatError(f"'{self.name}' holds multiples of {fixed}, not {extent}")
+            for place in digits:
+                sizes[place] = extent // max(1, fixed) if self.digits[place].dim == "?" else sizes[place]
+        places = [place for digits in self.order for place in digits]
+        if prod(sizes) != field.numel():
+            raise FormatError(f"'{self.name}' holds no field [{', '.join(map(str, field.shape))}]")
+        split = field.reshape([sizes[place] for place in places])
+        inverse = [places.index(place) for place in range(len(places))]
+        others = prod(axis.extent(*shape, {}) or 0 for axis in self.stored.axes if axis.dim != "?")
+        extents = [field.numel() // max(1, others) if axis.dim == "?" else axis.extent(*shape, {}) or 0
+                   for axis in self.stored.axes]
+        return split.permute(inverse).reshape(extents).contiguous()
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Branch:
+    """What a format adds to its decoded weight.  kind: of core/branches.py.  tensors: those of its fields."""
+
+    kind: str
+    tensors: Mapping[str, BranchTensor]
+
+    def __init__(self, kind: str, **tensors: BranchTensor) -> None:
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "tensors", tensors)
+
+    @property
+    def names(self) -> list[str]:
+        """What its tensors are called."""
+        return [tensor.name for tensor in self.tensors.values()]
+
+    def fields(self, packed: PackedWeight) -> Fields | None:
+        """Its fields of a weight; None of a weight without this branch."""
+        if any(name not in packed.tensors for name in self.names):
+            return None
+        return {role: tensor.field(packed.tensors[tensor.name], packed.shape) for role, tensor in self.tensors.items()}
+
+    def add(self, fields: Fields, weight: Tensor) -> None:
+        """Adds the branch to float32 weights [N, K], in place."""
+        KINDS[self.kind].add(fields, weight)
+
+
+def stored(plus: Sequence[Branch]) -> dict[str, Stored]:
+    """The tensors of branches by name, as those of a storage are described."""
+    return {tensor.name: tensor.stored for branch in plus for tensor in branch.tensors.values()}
+
+
+def check_names(format: str, plus: Sequence[Branch], names: Sequence[str]) -> None:
+    """Raises FormatError for some tensors of a branch without the others."""
+    for branch in plus:
+        present = [name for name in branch.names if name in names]
+        if present and len(present) < len(branch.names):
+            missing = next(name for name in branch.names if name not in names)
+            raise FormatError(f"{format}: '{present[0]}' is of a branch that needs '{missing}' too")
+
+
+def check(packed: PackedWeight) -> None:
+    """Raises FormatError for tensors of branches that do not fit each other, point outside of the weight, or are not finite."""
+    for branch in packed.variant.plus if packed.has_branch else ():
+        fields = branch.fields(packed)
+        wrong = None if fields is None else KINDS[branch.kind].wrong(fields, packed.shape)
+        if wrong is not None:
+            raise FormatError(f"{packed.format.name}: '{branch.tensors[wrong[0]].name}' {wrong[1]}")
+
+
+def fields(packed: PackedWeight) -> dict[str, Tensor]:
+    """The fields of all branches that a weight has."""
+    return {role: value for branch in packed.variant.plus for role, value in (branch.fields(packed) or {}).items()}
+
+
+def with_fields(base: PackedWeight, values: Fields, names: Mapping[str, str] | None = None) -> PackedWeight:
+    """A weight without branches, with those of these fields.  names: what the checkpoint calls their tensors.
+
+    Raises FormatError for some fields of a branch without the others, and for those of another dtype or shape.
+    """
+    tensors = dict(base.tensors)
+    dtypes = base.dtypes
+    for branch in base.variant.plus:
+        present = [role for role in branch.tensors if role in values]
+        if present and len(present) < len(branch.tensors):
+            missing = next(role for role in branch.tensors if role not in values)
+            raise FormatError(f"{base.format.name}: field '{missing}' is missing; given is '{present[0]}'")
+        for role, tensor in branch.tensors.items() if present else ():
+            if values[role].dtype != dtypes[tensor.name]:
+                raise FormatError(f"{base.format.name}: field '{role}' is {str(values[role].dtype)[6:]}; the format needs "
+                                  f"{str(dtypes[tensor.name])[6:]}")
+            tensors[tensor.name] = tensor.tensor(values[role], base.shape)
+    result = base.derive(tensors)
+    result.names = {**base.names, **{name: word for name, word in (names or {}).items() if name in result.branch_names}}
+    return result
+
+
+# -- rows, pieces and joins -------------------------------------------------------------------------------------------
+
+
+def step(packed: PackedWeight, dim: str) -> int:
+    """At which multiples of rows or columns the branches of a weight can be cut."""
+    return lcm(*(tensor.step(dim) for branch in packed.variant.plus for tensor in branch.tensors.values()
+                 if tensor.name in packed.tensors))
+
+
+def piece(packed: PackedWeight, base: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight:
+    """Rows or columns [start, stop) of a weight, of which `base` is that piece without branches.  Raises FormatError."""
+    cut: Fields = {}
+    for branch in packed.variant.plus:
+        if (values := branch.fields(packed)) is not None:
+            cut |= KINDS[branch.kind].cut(values, dim, start, stop)
+    return with_fields(base, cut, packed.names)
+
+
+def rows(packed: PackedWeight, base: PackedWeight, index: Tensor) -> PackedWeight:
+    """The rows of a weight by their numbers, of which `base` are those without branches.  Raises FormatError."""
+    taken: Fields = {}
+    for branch in packed.variant.plus:
+        if (values := branch.fields(packed)) is not None:
+            taken |= KINDS[branch.kind].rows(values, index.long())
+    return with_fields(base, taken, packed.names)
+
+
+def joined(parts: Sequence[PackedWeight], base: PackedWeight, dim: str) -> PackedWeight:
+    """The weight of parts one after the other, of which `base` is that without branches."""
+    values: Fields = {}
+    for branch in base.variant.plus:
+        every = [branch.fields(part) for part in parts]
+        present = next((fields for fields in every if fields is not None), None)
+        if present is not None:
+            kind = KINDS[branch.kind]
+            whole = [kind.nothing(present, part.shape) if fields is None else fields
+                     for fields, part in zip(every, parts, strict=True)]
+            values |= kind.join(whole, [part.shape for part in parts], dim)
+    return with_fields(base, values, {name: word for part in parts for name, word in part.names.items()})
+
+
+def check_kinds(format: Format, packed: PackedWeight) -> None:
+    """Raises FormatError where a format has no place for a branch of a weight."""
+    kinds = {branch.kind for branch in next(iter(format.variants.values())).plus}
+    for branch in packed.variant.plus:
+        if branch.kind not in kinds and branch.fields(packed) is not None:
+            raise FormatError(f"{format.name} has no place for '{branch.names[0]}', which is added to the weight")
+
+
+def converted(packed: PackedWeight, base: PackedWeight) -> PackedWeight:
+    """A weight of which `base` is converted, and has no branches, with those that it has.
+
+    Raises FormatError for numbers that the types there do not hold.
+    """
+    dtypes = base.dtypes
+    values = fields(packed)
+    for branch in base.variant.plus:
+        for role, tensor in branch.tensors.items():
+            if role in values:
+                values[role] = _exact(values[role], dtypes[tensor.name], tensor.name)
+    return with_fields(base, values, packed.names)
+
+
+def _exact(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """A field in another dtype.  Raises FormatError for a number that would change."""
+    other = value.to(dtype)
+    if value.dtype != dtype and not value.is_meta and not torch.equal(other.to(value.dtype), value):
+        raise FormatError(f"'{name}' is {str(dtype)[6:]} there, which does not hold its numbers")
+    return other
