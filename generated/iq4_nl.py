@@ -119,18 +119,17 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0x0, 0x3e2c1700, 0x75695c4e, -0x5a677380, -0xf273b4c)
+        return codebook.split_table(g, N, -0x7f7f7f80, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, 0x4153687f,
+            0xa162331, 0x26190d01, 0x71594535, -0x7f7f7f80, -0x7f7f7f80, 0x0, 0x0, 0x0)
     else:
-        return codebook.table(g, N, 0x0, -0x7d592f02, 0x20b00c44, 0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e,
-            0x4241413f, 0x42424242)
+        return codebook.split_table(g, N, -0x3c3c3c3d, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, -0x7d592f02,
+            0x20b00c44, 0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e, 0x4241413f, 0x42424242, 0x43434343)
 
 
 @triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a group adds up to, with w = d * levels[q]."""
     d, = fields
-    if BASE != 0:
-        sum -= BASE * ones
     sum *= d
     return sum
 
@@ -151,9 +150,9 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.wide_entries_of_16, table=_table_planar, scale=_scale_planar,
-                    group_fields=(GroupField("d", 1, 32),), blocks=("32",), size=32, width=8, bits=0, base=(127, 0),
-                    zero=(-127, 0)))),
+                    numbers=bitplanes.split_entries_of_16, table=_table_planar, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 32),), blocks=("32",), size=32, width=8, bits=-1, base=(0, 0),
+                    zero=(0, 0)))),
     },
     decode=decode, encode=encode, importance=True,
 )

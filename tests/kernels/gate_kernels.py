@@ -48,7 +48,7 @@ class Gate:
         return "gemv_records" if self.storage == "gguf" else "gemv"
 
 
-ROWWISE = ("q4_0", "int4_rows", "q4_k", "q6_k", "q8_0", "int_group", "iq4_nl", "nf4")
+ROWWISE = ("q4_0", "int4_rows", "q4_k", "q6_k", "q8_0", "int_group", "iq4_nl", "iq4_xs", "nf4", "bnb_fp4", "iq3_xxs", "mxfp4")
 GATES = (
     Gate("q4_0", "planar", 1, (("f16", 1.30), ("bf16", 1.50))),
     Gate("int4_rows", "planar", 1, (("f16", 1.25), ("bf16", 1.50))),
@@ -59,8 +59,11 @@ GATES = (
     Gate("q4_k", "planar", 1, (("f16", 1.9),)),
     Gate("q4_k", "gguf", 1, (("f16", 2.0), ("bf16", 2.2))),
     Gate("q6_k", "planar", 1, (("f16", 2.8),)),
-    Gate("iq4_nl", "planar", 1, (("f16", 3.0),)),
-    Gate("nf4", "planar", 1, (("f16", 3.3), ("bf16", 3.3))),
+    Gate("iq4_nl", "planar", 1, (("f16", 2.6), ("bf16", 2.6))),
+    Gate("iq4_xs", "planar", 1, (("f16", 2.7), ("bf16", 2.7))),
+    Gate("nf4", "planar", 1, (("f16", 3.2), ("bf16", 3.2))),
+    Gate("bnb_fp4", "planar", 1, (("f16", 2.7), ("bf16", 2.7))),
+    Gate("iq3_xxs", "planar", 1, (("f16", 2.6), ("bf16", 2.6))),
     Gate("int4_rows", "planar", 16, (("f16", 2.8), ("bf16", 2.8)), archs=("sm_90",)),
     Gate("int4_channel", "planar", 128, (("f16", 3.0), ("bf16", 3.0)), archs=("sm_90",), shape=(28672, 8192)),
     # A scale in the operand would make it 2.6, and overflow float16 from code * scale = 65520 on; sums do not.

@@ -29,9 +29,16 @@ class Codebook:
         return all(isinstance(number, int) for number in self.numbers) and most - least < 16 * len(self.numbers)
 
     @property
+    def is_split(self) -> bool:
+        """Whether one half of 16 has no integers below 0, the other none above, and each has 7 bits, but not both together."""
+        lower, upper = (self.numbers[:8], self.numbers[8:]) if max(self.numbers[:8]) <= 0 else (self.numbers[8:], self.numbers[:8])
+        return len(self.numbers) == 16 and self.is_int and not self.is_short and max(lower) <= 0 <= min(upper) and max(map(abs, self.numbers)) < 128
+
+    @property
     def function(self) -> str:
         """The function of gpu/kernels/bitplanes.py that looks them up."""
-        return f"{'' if self.is_short else 'wide_' if self.is_int else 'float_'}entries_of_{len(self.numbers)}"
+        kind = "split_" if self.is_split else "" if self.is_short else "wide_" if self.is_int else "float_"
+        return f"{kind}entries_of_{len(self.numbers)}"
 
     @property
     def is_short(self) -> bool:
@@ -41,13 +48,23 @@ class Codebook:
     @property
     def base(self) -> tuple[int, int]:
         """What operands have more than numbers: with float16, and with bfloat16."""
-        least = -int(min(self.numbers)) if self.is_int else 0
+        least = -int(min(self.numbers)) if self.is_int and not self.is_split else 0
         return least, least + 128 if self.is_short else 0
 
     @property
     def bytes(self) -> list[int]:
         """The words of numbers counted from the least on."""
         return _words([int(number) + self.base[0] for number in self.numbers])
+
+    def halves(self, kind: str) -> list[int]:
+        """The words of a table that is split, as gpu/kernels/codebook.split_table takes them: of 'f16' or 'bf16'."""
+        high = 0 if kind == "f16" else 0x43
+        below, above = (_words([high | sign] * 4)[0] for sign in (0x80, 0))
+        lower, upper = (below, above) if min(self.numbers[:8]) < 0 else (above, below)
+        sizes = [abs(int(number)) for number in self.numbers]
+        bits = [size | (number < 0) << 15 if kind == "f16" else _bf16(number)
+                for size, number in zip(sizes, self.numbers, strict=True)]
+        return [lower, *_words(sizes), *_words([b & 255 for b in bits]), *_words([b >> 8 for b in bits]), upper]
 
     def floats(self, kind: str) -> tuple[list[int], list[int]]:
         """The words of low bytes and those of high bytes, of 'f16' or 'bf16'."""

@@ -133,12 +133,23 @@ def _table(plan: Plan) -> list[str]:
 
 def _table_text(book: Codebook, kind: str) -> str:
     """The call that brings a table's words into registers, for numbers of 'f16' or 'bf16'."""
+    words: list[int | None]
+    if book.is_split:
+        return f"codebook.split_table(g, N, {', '.join(f'{word:#x}' for word in book.halves(kind))})"
     if book.is_short or (book.is_int and kind == "f16"):
         words = [0 if kind == "f16" else 0x43434343, *book.bytes]
     else:
-        low, high = book.floats(kind)
-        words = [0, *low, *[0] * (4 - len(low)), *high]          # high bytes have a place of their own
-    return f"codebook.table(g, N, {', '.join(f'{word:#x}' for word in words)})"
+        low, high = (_short(part) for part in book.floats(kind))
+        words = [0, *low, *high]                                 # high bytes have a place of their own
+    while words[-1] is None:
+        words.pop()
+    return f"codebook.table(g, N, {', '.join('None' if word is None else f'{word:#x}' for word in words)})"
+
+
+def _short(words: list[int]) -> list[int | None]:
+    """Four words of a table's bytes; None for those of an upper half that is none, or like the lower one."""
+    lower, upper = words[:2], words[2:]
+    return [*lower, None, None] if upper in ([], lower) else [*words]
 
 
 # -- numbers of groups ------------------------------------------------------------------------------------------------

@@ -108,11 +108,13 @@ class Plan:
     @property
     def integer(self) -> bool:
         """Whether float16's operands count from 0."""
-        return self.book.is_int if self.book else not self.code.is_float
+        return self.book.is_int and not self.book.is_split if self.book else not self.code.is_float
 
     @property
     def lies(self) -> tuple[int, int]:
-        """Width of a plane, and bits of codes that are operands where they lie in words; 0 bits where operands are made."""
+        """Width of a plane, and bits of codes that are operands where they lie in words; 0 where operands are made, -1 two."""
+        if self.book and self.book.is_split:
+            return 8, -1
         return (self.planes[0][1], self.code.bits) if self.integer and not self.book else (8, 0)
 
     @property
@@ -136,7 +138,7 @@ class Plan:
         if self.integer:
             return 2.0 ** 24, 1.0
         if self.book:
-            return float(self.book.unit), 1.0
+            return 2.0 ** 24 if self.book.is_split else float(self.book.unit), 1.0
         return 2.0 ** (15 - ((1 << (self.exponent - 1)) - 1)), 1.0
 
     @property

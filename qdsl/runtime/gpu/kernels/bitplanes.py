@@ -7,7 +7,7 @@ first, so that one shift brings a pair of them to its place.
 
 words_B is the function `words` of a format with codes of B bits.  Its `numbers` is named after the type of the codes: u1 to u8,
 i1 to i8, e4m3, e5m2, e3m2, e2m3, e2m1, or after the table that codes of 3 or 4 bits look up: `entries` are integers that are
-less than 128 apart, `wide_entries` less than 256, `float_entries` any numbers.
+less than 128 apart, `split_entries` those below 0 in one half, `wide_entries` less than 256 apart, `float_entries` any numbers.
 """
 
 from qdsl.runtime.gpu.kernels import codebook, lanes
@@ -219,7 +219,7 @@ def e2m1(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl
 @triton.jit
 def entries_of_8(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """The integers of a table that 3-bit codes stand for, as bytes."""
-    return codebook.integers(codebook.of_8(words[0], words[1], half // 2, i, flip, 2), half % 2, flip, F)
+    return codebook.integers(codebook.of_8(words[0], words[1], half // 2, i, flip, 2), half % 2, flip[1], F)
 
 
 @triton.jit
@@ -232,14 +232,27 @@ def float_entries_of_8(words, half: tl.constexpr, i: tl.constexpr, digit: tl.con
 @triton.jit
 def entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """The integers of a table that 4-bit codes stand for, as bytes."""
-    return codebook.integers(codebook.of_16(words[0], i, flip, 2), half % 2, flip, F)
+    bytes = codebook.of_half(words[0], i, flip, 0) | codebook.of_half(words[0], i, flip, 1)
+    return codebook.integers(bytes, half % 2, flip[1], F)
+
+
+@triton.jit
+def split_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The integers of a table that 4-bit codes stand for: digit 0 has those of the lower half, 1 of the upper one, 2 all.
+
+    With bfloat16 digits of the half below 0 have 128 less than they should, and the others 128 more.
+    """
+    if digit == 2:
+        return codebook.floats(codebook.of_16(words[0], i, flip, 6), codebook.of_16(words[0], i, flip, 10), half % 2, F)
+    else:
+        return codebook.integers(codebook.of_half(words[0], i, flip, digit), half % 2, flip[14 if digit else 1], F)
 
 
 @triton.jit
 def wide_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """The integers of a table that 4-bit codes stand for: bytes for float16."""
     if F == tl.float16:
-        return entries_of_16(words, half, i, digit, to, flip, F)
+        return codebook.integers(codebook.of_16(words[0], i, flip, 2), half % 2, flip[1], F)
     else:
         return float_entries_of_16(words, half, i, digit, to, flip, F)
 

@@ -1,13 +1,21 @@
 """Device functions of the lane-tile kernels: codes of 3 or 4 bits that stand for the numbers of a table.
 
-A table lies in registers, a byte of four entries in each; the byte permutation of NVIDIA GPUs (Triton's libdevice has it by
-name) takes four codes at once from eight entries, and a third one chooses between the halves of sixteen.  The planar storage
-puts the codes of a word so that codes e = 0, 1 of a pair come out two bytes apart: code (i, e, h) lies at bit 16 * i + 8 * e +
-4 * h (runtime/gpu/kernels/lanes.py says what i, e and h are).  Of 3 bits two lie there, or two bits higher in the second chunk
-of a span, and the third in a word of its own.
+A table lies in registers, a byte of four entries in each; the byte permutation of NVIDIA GPUs takes four codes at once from
+eight entries, and a third one chooses between the halves of sixteen.  The planar storage puts the codes of a word so that codes
+e = 0, 1 of a pair come out two bytes apart: code (i, e, h) lies at bit 16 * i + 8 * e + 4 * h (runtime/gpu/kernels/lanes.py says
+what i, e and h are).  Of 3 bits two lie there, or two bits higher in the second chunk of a span, and the third in a word of its
+own.
 
 Integers become numbers without a conversion: a byte is float16's subnormal byte * 2^-24, and behind 0x43 bfloat16's 128 + byte
 for bytes below 128.  Other tables have a second byte for each entry.
+
+Where bytes are below 128, those of the other half's codes come out as 0, so that nothing is chosen: the halves are or-ed.  Where
+a table's negative integers are one half of it (IQ4_NL), each half is an operand of its own, and its sign is in the high byte:
+128 and -128 add up to nothing.  For 8 codes the two take 13 and 15 instructions, and tables of two bytes 21.  Those serve
+`tile_gemm`, to which a second matrix instruction is not as cheap.
+
+`permute` is a line of assembly, for libdevice's byte_perm masks every selector, and so hides what the instruction does beyond 7.
+`plain_permute` is the same without assembly, for what cannot compile it: the interpreter.
 """
 
 from qdsl.runtime.gpu.kernels.lanes import halves
@@ -15,8 +23,8 @@ from qdsl.runtime.gpu.triton import libdevice, tl, triton
 
 
 @triton.jit
-def table(g, N, high: tl.constexpr, t0: tl.constexpr, t1: tl.constexpr, t2: tl.constexpr = 0, t3: tl.constexpr = 0,
-          h0: tl.constexpr = 0, h1: tl.constexpr = 0, h2: tl.constexpr = 0, h3: tl.constexpr = 0):
+def table(g, N, high: tl.constexpr, t0: tl.constexpr, t1: tl.constexpr, t2: tl.constexpr = None, t3: tl.constexpr = None,
+          h0: tl.constexpr = None, h1: tl.constexpr = None, h2: tl.constexpr = None, h3: tl.constexpr = None):
     """What the functions below take, in registers: the selectors of bytes 0 to 3, twice; the high byte of integers as numbers;
     the words of a table, the entries' low bytes and then their high ones.
     """
@@ -27,24 +35,67 @@ def table(g, N, high: tl.constexpr, t0: tl.constexpr, t1: tl.constexpr, t2: tl.c
 
 
 @triton.jit
+def split_table(g, N, lower: tl.constexpr, t0: tl.constexpr, t1: tl.constexpr, t2: tl.constexpr, t3: tl.constexpr,
+                l0: tl.constexpr, l1: tl.constexpr, l2: tl.constexpr, l3: tl.constexpr, h0: tl.constexpr, h1: tl.constexpr,
+                h2: tl.constexpr, h3: tl.constexpr, upper: tl.constexpr):
+    """The same of a table with integers below 0 in one half: the words of magnitudes, those of low bytes and of high ones of
+    whole numbers; before and after them the high bytes of the lower half's magnitudes and of the upper one's.
+    """
+    g = g[:, :, None]
+    return ((in_lane(0x32103210, g, N), in_lane(lower, g, N),
+             in_lane(t0, g, N), in_lane(t1, g, N), in_lane(t2, g, N), in_lane(t3, g, N),
+             in_lane(l0, g, N), in_lane(l1, g, N), in_lane(l2, g, N), in_lane(l3, g, N),
+             in_lane(h0, g, N), in_lane(h1, g, N), in_lane(h2, g, N), in_lane(h3, g, N), in_lane(upper, g, N)),)
+
+
+@triton.jit
 def in_lane(word: tl.constexpr, g, N):
     """The constant in a register of every lane; a literal would be loaded into one for every use."""
-    if word == 0:
-        return 0
+    if word is None or word == 0:
+        return word
     else:
         return tl.where(g < N + 8, word, 0)
 
 
 @triton.jit
+def permute(first, second, selectors):
+    """Byte i is that of eight which bits 4i to 4i + 2 of selectors number; 0 where bit 4i + 3 is set, for a byte below 128."""
+    return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [first, second, selectors], dtype=tl.int32,
+                                     is_pure=True, pack=1)
+
+
+@triton.jit
+def plain_permute(first, second, selectors):
+    """permute() without assembly, by two permutations."""
+    return libdevice.byte_perm(first, second, selectors) & libdevice.byte_perm(-1, 0, (selectors >> 1) & 0x44444444)
+
+
+@triton.jit
 def of_16(word, i: tl.constexpr, table, first: tl.constexpr):
-    """Four codes' bytes of a table of 16, code j of half i in byte j; its words are those from `first` on."""
+    """Four codes' bytes of a table of 16, code j of half i in byte j; its words are those from `first` on.
+
+    Two words alone are those of both halves, which have the same bytes.
+    """
     low = word & 0x77777777
-    upper = ((word >> 1) & 0x44444444) | table[0]                # byte j of the lower entries, or of the upper ones
     if i:
         low = low >> 16
-        upper = upper >> 16
-    return libdevice.byte_perm(libdevice.byte_perm(table[first], table[first + 1], low),
-                               libdevice.byte_perm(table[first + 2], table[first + 3], low), upper)
+    if table[first + 2] is None:
+        return permute(table[first], table[first + 1], low)
+    else:
+        upper = ((word >> 1) & 0x44444444) | table[0]            # byte j of the lower entries, or of the upper ones
+        if i:
+            upper = upper >> 16
+        return permute(permute(table[first], table[first + 1], low), permute(table[first + 2], table[first + 3], low), upper)
+
+
+@triton.jit
+def of_half(word, i: tl.constexpr, table, upper: tl.constexpr):
+    """Four codes' bytes of the lower half of a table of 16, or of the upper one; 0 for codes of the other half."""
+    if upper:
+        word = word ^ (-2004318072)                              # 0x88888888
+    if i:
+        word = word >> 16
+    return permute(table[4 if upper else 2], table[5 if upper else 3], word)
 
 
 @triton.jit
@@ -57,13 +108,13 @@ def of_8(low, high, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.const
     codes = (low & 0x33333333) | (high & 0x44444444)
     if i:
         codes = codes >> 16
-    return libdevice.byte_perm(table[first], table[first + 1], codes)
+    return permute(table[first], table[first + 1], codes)
 
 
 @triton.jit
-def integers(bytes, h: tl.constexpr, table, F: tl.constexpr):
-    """Pairs of integers from four bytes: times 2^-24 as float16, and 128 more as bfloat16."""
-    return halves(libdevice.byte_perm(bytes, table[1], 0x4341 if h else 0x4240), F)
+def integers(bytes, h: tl.constexpr, high, F: tl.constexpr):
+    """Pairs of integers from four bytes: times 2^-24 as float16, and 128 more as bfloat16; or less than 0, by the high byte."""
+    return halves(libdevice.byte_perm(bytes, high, 0x4341 if h else 0x4240), F)
 
 
 @triton.jit

@@ -288,7 +288,7 @@ def product(codes: tl.constexpr, words, x, flip, first: tl.constexpr, count: tl.
             bits: tl.constexpr, F: tl.constexpr):
     """The product of `count` halves with their operands of x.  Codes that lie at the same bit share an accumulator.
 
-    codes(words, half, i, digit, to, flip, F) makes the numbers of pairs i of a half of a span of 256 columns.
+    bits: -1 for codes that are the sum of two operands.  codes(words, half, i, digit, to, flip, F) makes the numbers of pairs i of a half of a span of 256 columns.
     """
     W: tl.constexpr = words[0][0].shape[0] // 8
     places: tl.constexpr = min(4, 8 // width) if F == tl.float16 and 8 - width + bits <= 10 else 1
@@ -298,6 +298,8 @@ def product(codes: tl.constexpr, words, x, flip, first: tl.constexpr, count: tl.
         for h in tl.static_range(first + i, first + count, places):
             w = words[h // 2 - first // 2]
             part = tl.dot(half(codes, w, h % 4, 0, width * (h % places), flip[h % places], F), x[h - first], part)
+            if bits < 0:
+                part = tl.dot(half(codes, w, h % 4, 1, 0, flip[0], F), x[h - first], part)
         if (first + i) % places == 0 and i == 0:
             total = part
         else:
@@ -327,6 +329,9 @@ def word_product(codes: tl.constexpr, w, x, flip, h: tl.constexpr, bits: tl.cons
     """The product of what word u of a chunk's lanes holds, 32 columns; h is the first half of the chunk."""
     sum = tl.dot(word_operand(codes(w, h, 0, 0, 0, flip[0], F), codes(w, h, 1, 0, 0, flip[0], F),
                               codes(w, h + 1, 0, 0, 0, flip[0], F), codes(w, h + 1, 1, 0, 0, flip[0], F)), x)
+    if bits < 0:
+        sum = tl.dot(word_operand(codes(w, h, 0, 1, 0, flip[0], F), codes(w, h, 1, 1, 0, flip[0], F),
+                                  codes(w, h + 1, 0, 1, 0, flip[0], F), codes(w, h + 1, 1, 1, 0, flip[0], F)), x, sum)
     if bits == 8 and F == tl.bfloat16:
         sum += tl.dot(word_operand(codes(w, h, 0, 1, 0, flip[1], F), codes(w, h, 1, 1, 0, flip[1], F),
                                    codes(w, h + 1, 0, 1, 0, flip[1], F), codes(w, h + 1, 1, 1, 0, flip[1], F)), x) * 16.0

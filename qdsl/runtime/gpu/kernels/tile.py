@@ -92,12 +92,13 @@ def less(value, point):
 @triton.jit
 def matrix(codes: tl.constexpr, w, flip, zero: tl.constexpr, point, width: tl.constexpr, bits: tl.constexpr, F: tl.constexpr):
     """w's rows of a chunk, or of a group of 32 columns, as numbers: codes plus zero, less a zero point."""
+    all: tl.constexpr = 2 if bits < 0 else 0                     # the digit that is all of a code
     place: tl.constexpr = width if F == tl.float16 and width < 8 and width + bits <= 10 else 0
-    v00 = less(scaled(codes(w, 0, 0, 0, 0, flip[0], F), 0, zero, F), point)
-    v01 = less(scaled(codes(w, 0, 1, 0, 0, flip[0], F), 0, zero, F), point)
+    v00 = less(scaled(codes(w, 0, 0, all, 0, flip[0], F), 0, zero, F), point)
+    v01 = less(scaled(codes(w, 0, 1, all, 0, flip[0], F), 0, zero, F), point)
     f = flip[1 if place else 0]
-    v10 = less(scaled(codes(w, 1, 0, 0, place, f, F), place, zero, F), point)
-    v11 = less(scaled(codes(w, 1, 1, 0, place, f, F), place, zero, F), point)
+    v10 = less(scaled(codes(w, 1, 0, all, place, f, F), place, zero, F), point)
+    v11 = less(scaled(codes(w, 1, 1, all, place, f, F), place, zero, F), point)
     if w[0].shape[1] == 16:
         return chunk_operand(v00, v01, v10, v11)
     else:
