@@ -9,6 +9,7 @@
     q      u4  [N, K]
 
     bitsandbytes: 4.12695 bits per weight with block = 64
+    planar: 4.12695 bits per weight with block = 64
 
 Built from the spec nf4_nested (sha256 0f75b8719a683d5a) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level_nested
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, joined, pad, spread
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
+        as_type, joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -108,6 +111,25 @@ def pack_bitsandbytes(o: Tensor, t: Tensor, s: Tensor, q: Tensor) -> dict[str, T
     return {"weight": r.unsqueeze(-1), "weight_absmax": s, "weight_nested_absmax": t, "weight_nested_offset": o}
 
 
+def unpack_planar(q: Tensor, s: Tensor, t: Tensor, o: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; s uint8 [N, K/block]; t float32 [ceil(N*K/256*block)]; o float32 []."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = r.unflatten(-1, (4, 8, 2))
+    return {
+        "o": o,
+        "t": t,
+        "s": s.flatten(),
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K],
+    }
+
+
+def pack_planar(o: Tensor, t: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, block: int) -> dict[str, Tensor]:
+    """q, s, t, o of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 8, 2, 4, 2))
+    r = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s.unflatten(-1, (N, K // block)), "t": t, "o": o}
+
+
 def decode(o: Tensor, t: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     """Weights [N, K], float32 rounded after each operation: w = levels[q] * (steps[s] * t + o).  o [], t
     [ceil(N*K/256*block)], s [ceil(N*K/block)], q [N, K].
@@ -145,6 +167,50 @@ def _decode_bitsandbytes(tensors, n, k, live, N, K, sizes, use: tl.constexpr, st
     return state
 
 
+@triton.jit
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, s, t, o, levels, steps = tensors
+    block, = sizes
+    o1 = tl.load(o)
+    s += n * (K // block)
+    q += 16 * (n * tl.cdiv(K, 128))
+    c = u // 16
+    b = u // 4 % 4
+    a = u % 4
+    live = live & (128 * c + 32 * b + 2 * a < K)
+    s1 = tl.load(s + (4 * c + b) // (block // 32), live, 0).to(tl.int32)
+    q_word = tl.load(q + 16 * c + 4 * a + b, live, 0)
+    for h in tl.static_range(2):
+        for i in tl.static_range(2):
+            for j in tl.static_range(2):
+                inside = live & (128 * c + 32 * b + 16 * h + 8 * i + 2 * a + j < K)
+                t1 = tl.load(t + (128 * c + 32 * b + 16 * h + 8 * i + 2 * a + j + n * K) // (256 * block), inside, 0)
+                q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
+                state = use(state, 128 * c + 32 * b + 16 * h + 8 * i + 2 * a + j, tl.load(levels + q1)
+                    * (tl.load(steps + s1) * t1 + o1), inside)
+    return state
+
+
+@triton.jit
+def _table_planar(g, N, F: tl.constexpr):
+    """The numbers of levels[q] as words of bytes, in every lane."""
+    if F == tl.float16:
+        return codebook.table(g, N, 0x0, 0x52339200, 0xd4ea8d, 0x68e02618, 0xc9800d, -0x4d4b4a48, 0xa9adb0, 0x312f2d29,
+            0x38353433)
+    else:
+        return codebook.table(g, N, 0x0, -0x35f9cd80, 0xba3d92, -0x5283da5d, -0x7fc6ef1e, -0x41404041, 0xbdbebe,
+            0x3e3e3e3d, 0x3f3f3f3e)
+
+
+@triton.jit
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+    """What a group adds up to, with w = (steps[s] * t + o) * levels[q]."""
+    s, t, o = fields
+    sum *= s * t + o
+    return sum
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -157,10 +223,22 @@ VARIANT = Variant(
     storages={
         "bitsandbytes": Storage(unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, reads=("N", "K"), tensors={
             "weight": Stored("u8", "ceil(N*K/2)", "1"),
-            "weight_absmax": Stored("u8", "ceil(N*K/block)", aliases=("weight.absmax",)),
-            "weight_nested_absmax": Stored("f32", "ceil(N*K/256*block)", aliases=("weight.nested_absmax",)),
-            "weight_nested_offset": Stored("f32", aliases=("nested_offset",)),
+            "weight_absmax": Stored("u8", "ceil(N*K/block)", aliases=("weight.absmax",), bits=("s[1@0]",)),
+            "weight_nested_absmax": Stored("f32", "ceil(N*K/256*block)", aliases=("weight.nested_absmax",),
+                bits=("t[1@0]",)),
+            "weight_nested_offset": Stored("f32", aliases=("nested_offset",), bits=("o[]",)),
         }, kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k", tables=(LEVELS, STEPS,))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "block"), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
+            "s": Stored("u8", "N", "K/block"),
+            "t": Stored("f32", "ceil(N*K/256*block)", bits=("t[1@0]",)),
+            "o": Stored("f32", bits=("o[]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS, STEPS,),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.float_entries_of_16, table=_table_planar, scale=_scale_planar,
+                    group_fields=(GroupField("s", 1, "block", 8, table=STEPS), GroupField("t", 1, "block", shared=256),
+                    GroupField("o", 0, 0)), blocks=("block",), size=32, width=8, bits=0, unit=(2.0, 1.0), base=(0, 0),
+                    zero=(0, 0)))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"),
 )

@@ -145,7 +145,8 @@ def _patch() -> None:
         picked = _byte_perm(*(np.asarray(word.handle.data if isinstance(word, tl.tensor) else int(word)) for word in words))
         return tl.tensor(interpreter.TensorHandle(picked, tl.int32), tl.block_type(tl.int32, list(picked.shape)))
 
-    codebook.libdevice = SimpleNamespace(byte_perm=byte_perm)    # the interpreter knows no functions of libdevice, and no assembly
+    # The interpreter knows no functions of libdevice, and no assembly.
+    codebook.libdevice = SimpleNamespace(byte_perm=byte_perm)
     codebook.permute = codebook.plain_permute
     builder.create_masked_load, builder.create_masked_store, builder.cast_impl = masked_load, masked_store, cast_impl
     def get_bf16(self: Any, value: float) -> Any:

@@ -236,7 +236,7 @@ class Affine:
     """w = (scale * (code + zero) + offset) * columns, where code is a field of every weight and the rest belongs to groups.
 
     table: what the code is looked up in first, '' for none.  columns: a field of every column, '/name' where it divides, '' for
-    none; kernels meet x with it in place of the weight.
+    none; kernels meet x with it in place of the weight.  lookups: the tables in which other fields are looked up first.
     """
 
     code: str
@@ -245,6 +245,7 @@ class Affine:
     offset: Terms
     table: str = ""
     columns: str = ""
+    lookups: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fields(self) -> tuple[str, ...]:

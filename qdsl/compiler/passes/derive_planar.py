@@ -98,11 +98,8 @@ def _obstacle(program: Program) -> str:
     if not is_code(code.number, affine.table):
         types = " and ".join(LOOKED_UP) if affine.table else f"u1 to u8, i1 to i8, {', '.join(FLOAT_CODES)}"
         return f"code '{code.name}' is {code.number.name if code.number else 'an index'}, and matrix units take {types}"
-    for name in affine.fields:
-        if any((atom := ix.flat_of(index)) is not None and atom.op == "mod" for index in program.field(name).index):
-            return f"weights that share a '{name}' lie far apart, so that each column of a row has its own"
-        if not _is_group(program, program.field(name)):
-            return f"kernels cannot read '{name}' by rows and columns: its type or its subscript is not one that they load"
+    if wrong := next(filter(None, (_obstacle_of_group(program, name) for name in affine.fields)), ""):
+        return wrong
     if affine.columns and program.field(affine.columns.removeprefix("/")).kind not in X_FLOATS | program.params.keys():
         return f"'{affine.columns.removeprefix('/')}' meets x, and is no {', '.join(sorted(X_FLOATS))}"
     for field in program.fields:
@@ -110,6 +107,18 @@ def _obstacle(program: Program) -> str:
             return f"field '{field.name}' is stored, and decode does not read it"
         if field.number is None and (field.groups is None or _in_order(program, field) is None):
             return f"no storage says what '{field.name}' is for columns in order ('optional:' or 'where:')"
+    return ""
+
+
+def _obstacle_of_group(program: Program, name: str) -> str:
+    """Why kernels cannot read a field of groups; '' where they can."""
+    assert program.affine is not None
+    if any((atom := ix.flat_of(index)) is not None and atom.op == "mod" for index in program.field(name).index):
+        return f"weights that share a '{name}' lie far apart, so that each column of a row has its own"
+    if not _is_whole_table(program, name):
+        return f"table '{program.affine.lookups[name]}' has no number for every value of '{name}'"
+    if not _is_group(program, program.field(name)):
+        return f"kernels cannot read '{name}' by rows and columns: its type or its subscript is not one that they load"
     return ""
 
 
@@ -152,14 +161,42 @@ def _is_group(program: Program, field: Field) -> bool:
     return len(field.index) <= 2 and coordinates(program, field) is not None
 
 
+def _is_whole_table(program: Program, name: str) -> bool:
+    """Whether the table that a group's field is looked up in, if any, has a number for each of its values."""
+    assert program.affine is not None
+    word, kind = program.affine.lookups.get(name), program.field(name).number
+    return word is None or (kind is not None and kind.kind == "unsigned" and program.spec.table(word).shape == (kind.high + 1,))
+
+
+def shared(program: Program, field: Field) -> int:
+    """How many blocks of the flat position share a number of a field: of the shortest that any field has; 1 of that itself."""
+    assert program.affine is not None
+    blocks = [program.field(name).index for name in (field.name, *program.affine.fields)]
+    flat = [ix.as_index(atom.args[1]) for index in blocks if len(index) == 1 and (atom := ix.flat_of(index[0])) is not None]
+    own = flat[0] if flat and len(field.index) == 1 and ix.flat_of(field.index[0]) is not None else None
+    return 1 if own is None else max(m for other in flat if (m := _multiple(own, other)))
+
+
+def _multiple(index: Index, of: Index) -> int:
+    """How many times one expression is another; 0 where it is no multiple."""
+    pairs = [(index.const, of.const), *((c, dict(of.terms).get(atom, 0)) for atom, c in index.terms)]
+    ratios = {whole // part if part and whole % part == 0 else 0 for whole, part in pairs if whole or part}
+    return ratios.pop() if len(ratios) == 1 and len(index.terms) == len(of.terms) else 0
+
+
 def coordinates(program: Program, field: Field) -> list[tuple[str, str]] | None:
     """The axis and the block of every coordinate; blocks of the flat position, of which rows hold whole ones, are of rows too.
 
-    None where a subscript is something else.
+    None where a subscript is something else.  Of a field whose numbers several blocks share (`shared`), those blocks.
     """
     flat = [atom for index in field.index if (atom := ix.flat_of(index)) is not None]
     if flat:
-        return [("n", "1"), ("k", str(flat[0].args[1]).replace(" ", ""))] if flat[0].op == "div" else None
+        if flat[0].op != "div":
+            return None
+        block = ix.as_index(flat[0].args[1])
+        many = shared(program, field)
+        block = Index(block.const // many, tuple((atom, c // many) for atom, c in block.terms))
+        return [("n", "1"), ("k", str(block).replace(" ", ""))]
     pairs = [coordinate(program, index) for index in field.index]
     return None if None in pairs else [pair for pair in pairs if pair is not None]
 
@@ -219,6 +256,11 @@ def _plain(program: Program, field: Field, divisor: int, span: Span) -> Tensor:
     assert field.number is not None
     pairs = [("k", "1")] if field.index == (ix.name("k"),) else coordinates(program, field) or []
     flat = len(field.index) < len(pairs)                         # then K is a multiple of the block in this storage
+    if flat and shared(program, field) > 1:
+        atom = ix.flat_of(field.index[0])
+        assert atom is not None
+        shape, item = f"{field.kind}[h<ceil(N*K/({atom.args[1]}))]", f"{field.name}[h]"
+        return _tensor(field.name, shape, item, span)
     names = {"n": "r", "k": "g"}
     axes, subscripts = [], []
     for axis, block in sorted(pairs, reverse=True):

@@ -46,11 +46,13 @@ def _affine(program: Program) -> Affine | str:
                 "the code, or rows of one")
     columns = _columns(program, sums)
     sums = {tuple(name for name in product if name != columns): c for product, c in sums.items()}
+    read = {name for product in sums for name in product if name == codes[0] or name.endswith(f"[{codes[0]}]")}
     factors = {name for product in sums for name in product}
-    read = {name for name in factors if name == codes[0] or "[" in name}
-    for table, _, field in (name.removesuffix("]").partition("[") for name in sorted(factors)):
-        if field not in ("", codes[0]):
-            return f"decode looks up '{field}' in table '{table}', and kernels take numbers of groups as they are stored"
+    lookups = {field: table for table, by, field in (name[:-1].partition("[") for name in factors - read if "[" in name)}
+    if twice := next((field for field in lookups if sum(_looked_up(name) == field for name in factors) > 1), ""):
+        return f"decode reads '{twice}' by itself and in a table, or in two tables"
+    sums = {tuple(sorted(name if name in read else _looked_up(name) for name in product)): c for product, c in sums.items()}
+    factors = {name for product in sums for name in product}
     if len(read) != 1 or any(sum(name in read for name in product) > 1 for product in sums):
         return f"decode must read '{codes[0]}' once and linearly, by itself or in one table"
     code = read.pop()
@@ -64,7 +66,8 @@ def _affine(program: Program) -> Affine | str:
     terms = [kept for part in (scale, zero or {}, others if zero is None else {}) if (kept := _terms(part)) is not None]
     if len(terms) < 3:
         return "decode has a constant that float32 does not hold"
-    return Affine(codes[0], terms[0], terms[1], terms[2], code.partition("[")[0] if code != codes[0] else "", columns)
+    table = code.partition("[")[0] if code != codes[0] else ""
+    return Affine(codes[0], terms[0], terms[1], terms[2], table, columns, lookups)
 
 
 def _columns(program: Program, sums: _Sum) -> str:
@@ -72,6 +75,11 @@ def _columns(program: Program, sums: _Sum) -> str:
     names = [field.name for field in program.fields if field.index == (ix.name("k"),) and field.number is not None]
     return next((factor for name in names for factor in (name, f"/{name}")
                  if sums and all(product.count(factor) == 1 for product in sums)), "")
+
+
+def _looked_up(name: str) -> str:
+    """The field of a factor, which may be looked up in a table."""
+    return name[:-1].partition("[")[2] if "[" in name else name
 
 
 def _expanded(program: Program) -> _Sum | None:
@@ -88,7 +96,7 @@ def _step(value: Value, args: list[_Sum]) -> _Sum | None:
     match value.op, args:
         case "field", _:
             return {(value.name,): Fraction(1)}
-        case "table", [index]:                                   # of the code itself; of anything else it is no line
+        case "table", [index]:                                   # of a field by itself; of anything else it is no line
             (by,) = index if len(index) == 1 else ((),)
             return {(f"{value.name}[{by[0]}]",): Fraction(1)} if index == {by: Fraction(1)} and len(by) == 1 else None
         case "const", _:

@@ -279,9 +279,11 @@ def _lane_constants(packed: PackedWeight, which: str, dtype: torch.dtype) -> dic
 
 
 def _lane_tensors(packed: PackedWeight) -> tuple[Tensor | None, ...]:
-    """A kernel's tensors in storage order: codes of 8 bits, and records, as words."""
-    return tuple(tensor if tensor is None or not _is_words(name, tensor, packed) else tensor.view(torch.int32)
-                 for name, tensor in zip(packed.layout.coded, _tensors(packed), strict=True))
+    """A kernel's tensors in storage order: codes of 8 bits, and records, as words; and tables of numbers of groups."""
+    kernels = packed.layout.kernels.matrix_unit
+    return (*(tensor if tensor is None or not _is_words(name, tensor, packed) else tensor.view(torch.int32)
+              for name, tensor in zip(packed.layout.coded, _tensors(packed), strict=True)),
+            *(table.on(packed.device) for table in (() if kernels is None else kernels.tables)))
 
 
 def _lane_rows(config: Mapping[str, int]) -> int:

@@ -19,6 +19,7 @@ from qdsl.runtime.weight.tables import Table
 
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
 SMALL_FLOATS = ("e8m0", "e8m0h", "ue4m3", "e4m3")                # of 8 bits, in tensors of bytes
+LOOKED_UP, SHARED = -5, -6                                       # kinds of numbers that follow those (group_numbers.loaded)
 FLOATS: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, name in TORCH_FLOATS.items()}
 
 
@@ -74,7 +75,8 @@ class GroupField:
 
     tensor: of the storage.  rows, columns: how many of them share a number, as numbers or size parameters; 0 is all of an axis.
     kind: how it is stored, an integer's bits, one of SMALL_FLOATS, or 0 for a float that its dtype tells.  default: the number
-    where the tensor is missing.
+    where the tensor is missing.  table: in which its integers are looked up.  shared: how many blocks, counted over all rows,
+    have a float in common.
     """
 
     tensor: str
@@ -82,10 +84,19 @@ class GroupField:
     columns: int | str
     kind: int | str = 0
     default: float = 0.0
+    table: Table | None = None
+    shared: int = 1
 
-    def constants(self, tensors: Sequence[str], sizes: Mapping[str, int]) -> tuple[int | float, ...]:
-        """The field as a constant of a launch: the place of its tensor, rows, columns, kind (group_numbers.number), default."""
+    def constants(self, tensors: Sequence[str], sizes: Mapping[str, int], tables: Sequence[Table] = (),
+                  ) -> tuple[int | float, ...]:
+        """The field as a constant of a launch: the place of its tensor, rows, columns, kind (group_numbers.number), default; the
+        place of its table, which follow the tensors, or how many blocks share a number.
+        """
         rows, columns = (sizes[block] if isinstance(block, str) else block for block in (self.rows, self.columns))
+        if self.table is not None:
+            return tensors.index(self.tensor), rows, columns, LOOKED_UP, self.default, len(tensors) + tables.index(self.table)
+        if self.shared > 1:
+            return tensors.index(self.tensor), rows, columns, SHARED, self.default, self.shared
         kind = self.kind if isinstance(self.kind, int) else -1 - SMALL_FLOATS.index(self.kind)
         return tensors.index(self.tensor), rows, columns, kind, self.default
 
@@ -145,6 +156,11 @@ class MatrixUnitKernels:
     records: Records | None = None
 
     @property
+    def tables(self) -> tuple[Table, ...]:
+        """The tables that numbers of groups are looked up in."""
+        return tuple(dict.fromkeys(group.table for group in (*self.group_fields, *self.row_fields) if group.table is not None))
+
+    @property
     def least(self) -> int:
         """The shortest block that the kernels serve."""
         return CHUNK if self.in_order else 16
@@ -160,7 +176,7 @@ class MatrixUnitKernels:
         if self.records is not None:
             return {**codes, "fields": self.fields, "scale": self.scale, "start": self.start, "RECORD": self.records.size,
                     "CODES": self.records.codes, "HEAD": self.records.head}
-        group_fields, row_fields = (tuple(field.constants(tensors, sizes) for field in fields)
+        group_fields, row_fields = (tuple(field.constants(tensors, sizes, self.tables) for field in fields)
                                     for fields in (self.group_fields, self.row_fields))
         applied = {"scale": self.scale, "finish": self.finish, "FIELDS": group_fields, "ROW_FIELDS": row_fields}
         if kind == "w8a8":
@@ -226,7 +242,9 @@ class Kernels:
 
     def rounds(self, dtype: torch.dtype) -> bool:
         """Whether kernels for matrix units round weights: to x's dtype, where that does not hold all numbers of a table."""
-        return any(not torch.equal(table.values.to(dtype).to(table.values.dtype), table.values) for table in self.tables)
+        exact = () if self.matrix_unit is None else self.matrix_unit.tables
+        return any(not torch.equal(table.values.to(dtype).to(table.values.dtype), table.values)
+                   for table in self.tables if table not in exact)
 
 
 @dataclass(frozen=True, slots=True, init=False)

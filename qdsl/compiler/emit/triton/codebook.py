@@ -31,8 +31,9 @@ class Codebook:
     @property
     def is_split(self) -> bool:
         """Whether one half of 16 has no integers below 0, the other none above, and each has 7 bits, but not both together."""
-        lower, upper = (self.numbers[:8], self.numbers[8:]) if max(self.numbers[:8]) <= 0 else (self.numbers[8:], self.numbers[:8])
-        return len(self.numbers) == 16 and self.is_int and not self.is_short and max(lower) <= 0 <= min(upper) and max(map(abs, self.numbers)) < 128
+        halves = sorted((self.numbers[:8], self.numbers[8:]))
+        return len(self.numbers) == 16 and self.is_int and not self.is_short \
+            and max(halves[0]) <= 0 <= min(halves[1]) and max(map(abs, self.numbers)) < 128
 
     @property
     def function(self) -> str:

@@ -10,6 +10,9 @@ A storage whose records hold codes and numbers together (compiler/emit/triton/re
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from qdsl.compiler.emit.formula import constant
 from qdsl.compiler.emit.literals import bare_tuple, tupled
 from qdsl.compiler.emit.templates import render
 from qdsl.compiler.emit.triton import records
@@ -159,6 +162,8 @@ def _group_field(group: Group) -> str:
     """Where a family reads a field's values."""
     rows, columns = ((text if text.isdigit() else f'"{text}"') if text else "0" for text in (group.rows, group.columns))
     arguments = [f'"{group.tensor}"', rows, columns, *([group.kind] if group.kind != "0" else [])]
+    arguments += [f"table={constant(group.table)}"] if group.table else []
+    arguments += [f"shared={group.shared}"] if group.shared > 1 else []
     return f"GroupField({', '.join(arguments)}{'' if group.optional is None else f', default={float(group.optional)}'})"
 
 
@@ -197,13 +202,17 @@ def _line_of(plan: Plan, without: list[Group]) -> list[str]:
     return lines
 
 
-def _text(terms: Terms, without: list[Group], tight: bool = False, as_spec: bool = False) -> str:
-    """A sum of products over the fields, by the names that functions give their values, or as_spec by their own."""
+def _text(terms: Terms, without: list[Group], spec: Mapping[str, str] | None = None, tight: bool = False) -> str:
+    """A sum of products over the fields, by the names that functions give their values, or as a spec has them.
+
+    spec: the tables of fields that are looked up.
+    """
     names = {group.name for group in without}
     text = ""
     for coefficient, product in terms:
         read = {f: f.removeprefix("/") for f in product}
-        texts = {f: name if as_spec else argument(name) for f, name in read.items() if argument(name) not in names}
+        texts = {f: argument(name) if spec is None else f"{spec[name]}[{name}]" if name in spec else name
+                 for f, name in read.items() if argument(name) not in names}
         size = abs(coefficient)
         factors = [texts[f] for f in product if f in texts and f[0] != "/"]
         divisors = [texts[f] for f in product if f in texts and f[0] == "/"]
@@ -219,7 +228,8 @@ def _quotient(factors: list[str], divisors: list[str]) -> str:
 
 def _line(plan: Plan) -> str:
     """The line that decode is, as the docstring says it."""
-    scale, zero, offset = (_text(part, [], as_spec=True) for part in (plan.affine.scale, plan.affine.zero, plan.affine.offset))
+    parts = (plan.affine.scale, plan.affine.zero, plan.affine.offset)
+    scale, zero, offset = (_text(part, [], plan.affine.lookups) for part in parts)
     code = _code(plan.affine)
     inner = f"({code}{_signed(zero)})" if zero else code
     text = inner if scale == "1.0" else f"({scale}) * {inner}" if " + " in scale or " - " in scale else f"{scale} * {inner}"

@@ -14,7 +14,7 @@ from qdsl.compiler.emit.triton.codebook import Codebook, codebook
 from qdsl.compiler.emit.triton.records import Record
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Affine, Field, Program, Tensor
-from qdsl.compiler.passes.derive_planar import PLANAR, PLANES, coordinate, coordinates, float_of_table, is_code
+from qdsl.compiler.passes.derive_planar import PLANAR, PLANES, coordinate, coordinates, float_of_table, is_code, shared
 from qdsl.core.numbers import Number
 
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
@@ -36,6 +36,8 @@ class Group:
     columns: str
     kind: str
     optional: str | None
+    table: str = ""                                              # in which its integers are looked up
+    shared: int = 1                                              # flat blocks that share a number, counted over all rows
 
     @property
     def varies(self) -> bool:
@@ -295,17 +297,18 @@ def _tensor_holding_only(program: Program, name: str) -> str | None:
 def _is_by_rows(program: Program, tensor: Tensor, field: Field) -> bool:
     """Whether a tensor of single elements has them by rows and blocks of columns."""
     if any(ix.flat_of(index) is not None for index in field.index):
-        return coordinates(program, field) is not None and len(tensor.placements[0].vars) == 2
+        return coordinates(program, field) is not None and len(tensor.placements[0].vars) == 1 + (shared(program, field) == 1)
     return all(coordinate(program, i) or str(i) == "k" for i in field.index)
 
 
 def _group(program: Program, field: Field, tensor: str) -> Group:
-    assert field.number is not None
+    assert field.number is not None and program.affine is not None
     blocks = dict(coordinates(program, field) or [])
     default = program.defaults.get(field.name)
     default = default if default is not None else program.where.get(field.name)
-    return Group(argument(field.name), tensor, blocks.get("n", ""), blocks.get("k", ""),
-                 _kind(program, field), None if default is None else str(default))
+    return Group(argument(field.name), tensor, blocks.get("n", ""), blocks.get("k", ""), _kind(program, field),
+                 None if default is None else str(default), program.affine.lookups.get(field.name, ""),
+                 shared(program, field))
 
 
 def _kind(program: Program, field: Field) -> str:

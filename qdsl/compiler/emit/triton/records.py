@@ -61,7 +61,7 @@ class Record:
 def record(program: Program) -> Record | None:
     """How a storage's records lie; None where they are not as the rule says."""
     affine = program.affine
-    if affine is None or affine.table or not affine.fields or len(program.tensors) != 1:
+    if affine is None or affine.table or affine.lookups or not affine.fields or len(program.tensors) != 1:
         return None
     tensor = program.tensors[0]
     code = program.field(affine.code)

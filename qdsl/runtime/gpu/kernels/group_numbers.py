@@ -61,6 +61,30 @@ def number(value, kind: tl.constexpr):
 
 
 @triton.jit
+def loaded(plane, at, kind: tl.constexpr):
+    """float32 of the numbers at places of a plane, stored as number() says.
+
+    Kind -5 are integers, looked up in a table: the plane is both.  -6 is a float that several places share: the plane, and how
+    many.
+    """
+    if kind == -5:
+        return tl.load(plane[1] + tl.load(plane[0] + at).to(tl.int32)).to(tl.float32)
+    elif kind == -6:
+        return device.scale(tl.load(plane[0] + at.to(tl.uint64) // plane[1]))
+    else:
+        return number(tl.load(plane + at), kind)
+
+
+@triton.jit
+def loaded_from(plane, first, at, kind: tl.constexpr):
+    """The same of places first + at; a row's first place moves a pointer, which is one addition less outside of loops."""
+    if kind == -5 or kind == -6:
+        return loaded(plane, first + at, kind)
+    else:
+        return loaded(plane + first, at, kind)
+
+
+@triton.jit
 def values(tensors, fields: tl.constexpr, at, field: tl.constexpr):
     """What fields, as GroupField.constants has them, are where a family wants them: field(plane, at, rows, columns, kind)."""
     numbers = ()
@@ -75,6 +99,11 @@ def value(tensors, fields: tl.constexpr, i: tl.constexpr, at, field: tl.constexp
     if tensors[fields[i][0]] is None:
         default: tl.constexpr = fields[i][4]
         return default
+    elif fields[i][3] == -5:
+        return field((tensors[fields[i][0]], tensors[fields[i][5]]), at, fields[i][1], fields[i][2], fields[i][3])
+    elif fields[i][3] == -6:
+        shared: tl.constexpr = fields[i][5]
+        return field((tensors[fields[i][0]], shared), at, fields[i][1], fields[i][2], fields[i][3])
     else:
         return field(tensors[fields[i][0]], at, fields[i][1], fields[i][2], fields[i][3])
 
@@ -83,11 +112,11 @@ def value(tensors, fields: tl.constexpr, i: tl.constexpr, at, field: tl.constexp
 def of_rows(plane, row, size: tl.constexpr, kind: tl.constexpr):
     """A field that has one value per `size` rows: [W, 16, 8]; one number where it has one for all rows, a size of 0."""
     if size == 0:
-        return number(tl.load(plane), kind)
+        return loaded(plane, 0, kind)
     else:
         block = blocks(row, size)
         zero = tl.zeros((1, 4), tl.int32)
-        return spread(number(tl.load(plane + (block[0] + zero)), kind), number(tl.load(plane + (block[1] + zero)), kind))
+        return spread(loaded(plane, block[0] + zero, kind), loaded(plane, block[1] + zero, kind))
 
 
 @triton.jit
@@ -102,7 +131,7 @@ def by_column(plane, row, count, chunk, K, step: tl.constexpr, block: tl.constex
         at = tl.minimum(chunk * (128 // block) + 2 * step * tl.arange(0, 4)[None, :] // block, count - 1)
     else:
         at = tl.minimum(chunk * 128 + 2 * step * tl.arange(0, 4)[None, :], K - 1) // block
-    return spread(number(tl.load(plane + (row[0] * count + at)), kind), number(tl.load(plane + (row[1] * count + at)), kind))
+    return spread(loaded(plane, row[0] * count + at, kind), loaded(plane, row[1] * count + at, kind))
 
 
 @triton.jit
@@ -111,31 +140,33 @@ def by_group(plane, row, count, chunk, size: tl.constexpr, block: tl.constexpr, 
     values = ()
     if block >= 128:
         at = chunk * 128 // block + tl.zeros((1, 4), tl.int32)
-        one = spread(number(tl.load(plane + (row[0] * count + at)), kind), number(tl.load(plane + (row[1] * count + at)), kind))
+        one = spread(loaded(plane, row[0] * count + at, kind), loaded(plane, row[1] * count + at, kind))
         for i in tl.static_range(128 // size):
             values = values + (one,)
     else:
-        upper = of_chunk(plane + row[0] * count, chunk, block, kind)
-        lower = of_chunk(plane + row[1] * count, chunk, block, kind)
+        upper = of_chunk(plane, row[0] * count, chunk, block, kind)
+        lower = of_chunk(plane, row[1] * count, chunk, block, kind)
         for i in tl.static_range(128 // size):
             values = values + (spread(upper[i * size // block], lower[i * size // block]),)
     return values
 
 
 @triton.jit
-def of_chunk(plane, chunk, block: tl.constexpr, kind: tl.constexpr):
-    """The 128 // block values of a chunk: a tuple of [8 * W, 4], the same in each lane of a row."""
+def of_chunk(plane, first, chunk, block: tl.constexpr, kind: tl.constexpr):
+    """The 128 // block values of a chunk of rows whose values begin at `first`: a tuple of [8 * W, 4], the same in each lane of a
+    row.
+    """
     count: tl.constexpr = 128 // block
     width: tl.constexpr = 2 if count == 2 else 4                 # by a load of at most 16 bytes of a lane
     at = chunk * count + tl.arange(0, 4 * width)[None, :] % width
-    value = number(tl.load(plane + at), kind)
+    value = loaded_from(plane, first, at, kind)
     R: tl.constexpr = value.shape[0]
     if count == 2:
         return tl.split(value.reshape(R, 4, 2))
     elif count == 4:
         return in_four(value.reshape(R, 4, 2, 2))
     else:
-        other = number(tl.load(plane + (at + 4)), kind)
+        other = loaded_from(plane, first, at + 4, kind)
         return in_four(value.reshape(R, 4, 2, 2)) + in_four(other.reshape(R, 4, 2, 2))
 
 

@@ -288,7 +288,8 @@ def product(codes: tl.constexpr, words, x, flip, first: tl.constexpr, count: tl.
             bits: tl.constexpr, F: tl.constexpr):
     """The product of `count` halves with their operands of x.  Codes that lie at the same bit share an accumulator.
 
-    bits: -1 for codes that are the sum of two operands.  codes(words, half, i, digit, to, flip, F) makes the numbers of pairs i of a half of a span of 256 columns.
+    bits: -1 for codes that are the sum of two operands.
+    codes(words, half, i, digit, to, flip, F) makes the numbers of pairs i of a half of a span of 256 columns.
     """
     W: tl.constexpr = words[0][0].shape[0] // 8
     places: tl.constexpr = min(4, 8 // width) if F == tl.float16 and 8 - width + bits <= 10 else 1

@@ -138,7 +138,7 @@ def block(n, rows: tl.constexpr, N):
 @triton.jit
 def of_rows(plane, row, count, column, block: tl.constexpr, kind: tl.constexpr):
     """A field's value of a column in rows [16 * W, 1]; `block` columns share one, and a row has `count`."""
-    return group_numbers.number(tl.load(plane + (row * count + column // block)), kind)
+    return group_numbers.loaded(plane, row * count + column // block, kind)
 
 
 @triton.jit

@@ -41,7 +41,7 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
     """A field's values in rows of w at a column, [16 * W, 1], or one number; at: (rows, column, N, K)."""
     if columns == 0:
         if rows == 0:
-            return group_numbers.number(tl.load(plane), kind)
+            return group_numbers.loaded(plane, 0, kind)
         else:
             return tile.of_rows(plane, tile.block(at[0], rows, at[2]), 1, 0, 1, kind)
     else:

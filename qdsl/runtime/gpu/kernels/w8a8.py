@@ -30,7 +30,7 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
     """A field's values in rows of w at a column, or one number; at: (rows of w, rows of x, column, K, BN)."""
     if columns == 0:
         if rows == 0:
-            return group_numbers.number(tl.load(plane), kind)
+            return group_numbers.loaded(plane, 0, kind)
         else:
             return tile.of_rows(plane, tile.block(at[0], rows, 1), 1, 0, 1, kind)
     else:
