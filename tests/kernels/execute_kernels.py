@@ -160,6 +160,23 @@ def products_of_bytes(name: str, arch: str, sums: str) -> dict[str, Any]:
     return {"kernel": "w8a8", "error": share_of(out, exact, allowed), "findings": list(map(str, findings))}
 
 
+def parts_of_bytes(name: str) -> dict[str, Any]:
+    """Three programs share K in products of bytes: in any order the same bits, and counters at 0."""
+    packed = importlib.import_module(f"qdsl.generated.{name}").quantize(sample(72, 1280, torch.float32))
+    x, outs, findings = sample(20, 1280, torch.bfloat16), [], []
+    for order in ("lockstep", 0, 1):
+        out = torch.full((20, 72), torch.nan, dtype=x.dtype)
+        with configure.assumed(9, configure.MULTIPROCESSORS), patch.object(launch, "parts_of_k", lambda *_: 3):
+            calls = list(launch.quantized_calls(x, packed, None, out))
+        findings += map(str, run(calls, "sm_90", out, Options(order=order)))
+        findings += [] if not calls[1].scratch[1].any() else [f"counters are left at {calls[1].scratch[1].max()}"]
+        outs.append(out)
+    findings += [] if all(torch.equal(out, outs[0]) for out in outs) else ["bits depend on the order of programs"]
+    exact, spread = test_w8a8.exact(x, packed)
+    allowed = exact.abs() * 2.0 ** -8 + spread * 2.0 ** -22 + torch.finfo(torch.bfloat16).tiny
+    return {"kernel": "w8a8", "error": share_of(outs[0], exact, allowed), "findings": findings}
+
+
 def experts_in_one_launch(arch: str, fused: bool) -> dict[str, Any]:
     """Rows of four experts, one of them without any: few rows of packed weights, or many of decoded ones, in any order of x."""
     form = importlib.import_module("qdsl.generated.q4_0")
@@ -251,6 +268,7 @@ SPECIAL: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"{name} of bytes {arch} {sums}": partial(products_of_bytes, name, arch, sums) for name, arch, sums in (
         ("fp8_block", "sm_90", "exact"), ("fp8_channel", "sm_90", "truncated"), ("int8_channel", "sm_90", "exact"),
         ("int8_channel", "sm_80", "exact"))},
+    **{f"parts of bytes {name}": partial(parts_of_bytes, name) for name in ("fp8_block", "int8_channel")},
     **{f"overlapping {name}.{kind} {rows}": partial(overlapping, name, kind, rows, dtype) for name, kind, rows, dtype in (
         ("q4_k", "planar", 1, torch.bfloat16), ("q4_k", "gguf", 1, torch.float16), ("q2_0", "planar", 5, torch.float16),
         ("fp8_block", "planar", 9, torch.bfloat16))},

@@ -14,7 +14,9 @@ import torch
 
 from qdsl.generated import bf16, fp8_block, fp8_channel, fp8_tensor, int8_block, int8_channel, int8_tensor, q4_0
 from qdsl.runtime import FormatError, PackedWeight
-from qdsl.runtime.gpu import configure, launch
+from qdsl.runtime.gpu import configure, costs, launch
+from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.gpu.devices import GPUS
 from qdsl.runtime.torch import ops
 from qdsl.runtime.weight import eight
 from tests.support.formats import ROOT, Case, cases, random_packed
@@ -69,14 +71,17 @@ def check(product: torch.Tensor, x: torch.Tensor, packed: PackedWeight, bias: to
     assert ((product.cpu().double().clamp(info.min, info.max) - wanted).abs() <= bound).all()
 
 
-def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """By the kernels; they touch nothing else, and store every element once."""
+def product(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None = None, launched: list[Call] | None = None,
+            ) -> torch.Tensor:
+    """By the kernels; they touch nothing else, and store every element once.  launched: gets their launches."""
     out = torch.full((x.shape[0], packed.shape[0]), torch.nan, dtype=x.dtype, device=DEVICE)
     calls = list(launch.quantized_calls(x, packed, bias, out))
     assert [call.family for call in calls] == ["quantize", "w8a8"]
     with guarded(packed, x, bias, out, *(tensor for call in calls for tensor in call.tensors)) as trace:
         for call in calls:
             call.run()
+    if launched is not None:
+        launched.extend(calls)
     assert not INTERPRETED or (times(trace.stores, out) == 1).all()
     for operand in calls[0].arguments[1:4]:
         assert not INTERPRETED or operand is None or (times(trace.stores, operand) == 1).all()
@@ -177,6 +182,29 @@ def test_rows_of_x_as_rows_of_the_matrix_unit(case: Case, monkeypatch: pytest.Mo
     packed, x = packed_of(case, (200, 256)), x_of(33, 256, torch.bfloat16)
     bias = x_of(3, 200, torch.bfloat16)[0]
     check(product(x, packed, bias), x, packed, bias, bits_of(packed))
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_programs_that_share_k(case: Case, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of them take 2, 2 and 1 chunks of 128 columns: the same sums, and of int8 the same bits; counters are 0 again."""
+    monkeypatch.setattr(configure, "w8a8", lambda *_: ({"BN": 64, "BM": 16, "STAGES": 3, "TOKENS": tokens}, 4))
+    packed, x = packed_of(case, (72, 640)), x_of(18, 640, torch.bfloat16)
+    bias = x_of(3, 72, torch.bfloat16)[0]
+    alone = product(x, packed, bias)
+    monkeypatch.setattr(launch, "parts_of_k", lambda *_: 3)
+    shared = product(x, packed, bias, launched := [])
+    assert launched[1].grid == (2, 2, 3) and not launched[1].scratch[1].any()
+    check(shared, x, packed, bias, bits_of(packed))
+    kind, groups = narrow_of(packed)
+    assert kind != "i8" or groups or torch.equal(shared, alone)
+
+
+def test_how_many_programs_share_k() -> None:
+    """None where tiles fill the GPU; more of them for fewer tiles; at least 512 columns each."""
+    parts = [costs.parts_of_k(n // 64, 64, 16, 4096, n * 4096, GPUS["h200"]) for n in (512, 1024, 2048, 4096, 8192, 28672)]
+    assert parts[-2:] == [1, 1] and parts[0] > 4 and sorted(parts, reverse=True) == parts and parts[3] == 2
+    assert costs.parts_of_k(8, 64, 16, 1024, 512 * 1024, GPUS["h200"]) == 2
 
 
 def test_a_weight_without_zero_points() -> None:

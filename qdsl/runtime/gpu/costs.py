@@ -35,6 +35,7 @@ ARRIVAL = 3 * 270                                                # cycles: a sto
 MATMUL = 0.7                                                     # of the data sheet's matrix rate that a vendor's matmul reaches
 MATMUL_TILE = 128 * 128                                          # elements of out that an SM has at a time in it
 DECODED = 1 << 25                                                # weights that runtime/torch/linear.py decodes at a time on a GPU
+MOST_SPLIT = 8                                                   # programs of `w8a8` that share K
 KINDS = ("matvec", "gemm", "gemv", "skinny", "tile_gemm", "decode")
 TABLE = Path(__file__).with_name("costs.json")
 
@@ -139,6 +140,21 @@ def launch_terms(packed: PackedWeight, candidate: Candidate, m: int, dtype: torc
 def _part_bytes(candidate: Candidate, n: int) -> int:
     """Bytes of the sums of a program that shares K with others."""
     return 4 * _rows(candidate.config, n, candidate.grid[0]) * candidate.config["BM"]
+
+
+def parts_of_k(tiles: int, rows: int, columns: int, k: int, nbytes: int, target: Gpu) -> int:
+    """How many programs of `w8a8` share K, by the least modelled time: 1 where tiles fill the GPU.
+
+    tiles: of out, [rows of w, columns].  nbytes: of the weight, [N, k] codes of 8 bits.  A program has 4 chunks of 128 columns or
+    more, of which it streams as many bytes as the L2 cache gives its multiprocessor.
+    """
+    def taken(split: int) -> float:
+        streamed = cdiv(tiles * split, target.multiprocessors) * (rows + columns) * k / split / L2_BYTES
+        merged = merge_seconds(split, 4 * rows * columns, tiles, target) if split > 1 else 0.0
+        return max(nbytes / (REACHABLE * target.bandwidth * 1e9), streamed / (target.clock * 1e9)) + merged
+
+    most = min(MOST_SPLIT, max(1, k // 512)) if tiles < target.multiprocessors and target.is_nvidia else 1
+    return min(range(1, most + 1), key=taken)
 
 
 def merge_seconds(split: int, part: int, tiles: int, target: Gpu) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from qdsl.core.shapes import axis
 from qdsl.runtime.gpu import configure, plan
 from qdsl.runtime.gpu.call import Call
-from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.gpu.costs import Candidate, parts_of_k
 from qdsl.runtime.gpu.kernels import dequantize as dequantize_kernel
 from qdsl.runtime.gpu.kernels import eight_bit, gemm, matvec
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
@@ -156,11 +156,15 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
     weight = packed.tensors[w8a8.codes].contiguous()
     weight = weight.view(torch.uint8) if stored == torch.float16 else weight
     config, warps = configure.w8a8(m, n, stored == torch.float16, x.device)
-    yield Call(w8a8.kernel, (tuple(_tensors(packed)), weight, codes, scales, sums if w8a8.sums else None, bias, out, m, n, k),
-               {**kernels.constants("w8a8", False, packed.sizes, packed.layout.coded), **config},
-               (cdiv(n, config["BN"]), cdiv(m, config["BM"])),
-               {"num_warps": warps, "num_stages": config["STAGES"]},
-               weights=min(config["BN"], n) * k, step=config["BN"] * eight.CHUNK)
+    grid, tile = (cdiv(n, config["BN"]), cdiv(m, config["BM"])), config["BN"] * config["BM"]
+    split = parts_of_k(math.prod(grid), config["BN"], config["BM"], k, packed.nbytes, configure.gpu(x.device))
+    scratch = scratch_of(math.prod(grid), split * tile, x.device) if split > 1 else ()
+    yield Call(w8a8.kernel, (tuple(_tensors(packed)), weight, codes, scales, sums if w8a8.sums else None, bias, out,
+                             *(scratch or (None, None)), m, n, k),
+               {**kernels.constants("w8a8", False, packed.sizes, packed.layout.coded), **config, "SPLIT": split},
+               (*grid, split) if split > 1 else grid, {"num_warps": warps, "num_stages": config["STAGES"]},
+               weights=min(config["BN"], n) * cdiv(k // eight.CHUNK, split) * eight.CHUNK, step=config["BN"] * eight.CHUNK,
+               scratch=scratch)
 
 
 def _scaled(x: Tensor, packed: PackedWeight) -> Generator[Call, None, Tensor]:

@@ -19,6 +19,8 @@ is unpacked, so shared memory costs nothing that unpacking would save.
 - With TOKENS, from 128 rows of x on, the drawing is turned by 90 degrees: a thread then has the sums of 2 rows of x, and loads
   2 of their scales in place of 32.
 - Where scales vary along K, x has one per 128 columns, too: their product meets each sum.  Else both are applied at the end.
+- SPLIT programs may share K, as those of tile_gemm do, where a few rows of x have fewer tiles than the GPU has multiprocessors.
+  Parts of int8 are integers, so that their sum is exact in any case.
 """
 
 from qdsl.runtime.gpu.kernels import eight_bit, group_numbers, lanes, tile
@@ -40,14 +42,17 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
 
 @triton.jit
 def w8a8(
-    tensors, w, x, x_scale, x_sum, bias, out, M, N, K,
+    tensors, w, x, x_scale, x_sum, bias, out, parts, arrivals, M, N, K,
     scale: tl.constexpr, finish: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, TOKENS: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
 ):
     """out[m, n] = sum over k of x_scale * x[m, k] * w[n, k], plus bias[n], in float32.
 
     w: [N, K] int8, E4M3, or uint8 that are E4M3 and meet float16.  x: [M, K] codes.  x_scale: [K / 128, M], or [1, M] where
     nothing varies along K.  x_sum: [1, M], the sums of codes, or None.  TOKENS: rows of x are the rows of the sums.
+
+    SPLIT: programs that share K; more than one need parts, float32 [tiles, SPLIT, BN * BM], and arrivals, int32 [tiles], zeros
+    before and after the launch.
     """
     n, m = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
     exact: tl.constexpr = scale is None and w.dtype.element_ty == tl.int8
@@ -58,13 +63,29 @@ def w8a8(
     else:
         n, m = lanes.within(n, N).to(tl.int64)[:, None], lanes.within(m, M).to(tl.int64)[None, :]
         first, second, acc = w + n * K + columns[None, :], x + m * K + columns[:, None], eight_bit.zeros(BN, BM, exact)
-    for chunk in tl.range(0, K // 128, num_stages=STAGES):
+    begin, end = tile.part_of_k(tl.program_id(2), K // 128, SPLIT)
+    for chunk in tl.range(begin, end, num_stages=STAGES):
         if scale is None:
             acc = eight_bit.added(acc, tl.load(first + chunk * 128), tl.load(second + chunk * 128))
         else:
             sum = eight_bit.product(tl.load(first + chunk * 128), tl.load(second + chunk * 128))
             values = group_numbers.values(tensors, FIELDS, (n, m, chunk * 128, K, BN), field)
             acc += sum * scale(values, tl.load(x_scale + (chunk * M + m)), None, 0)
+    if SPLIT == 1:
+        store(tensors, acc, x_scale, x_sum, bias, out, n, m, M, N, K, scale, finish, ROW_FIELDS, BN, BM, TOKENS)
+    else:
+        place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        parts = (parts + place.to(tl.int64) * (SPLIT * BN * BM)).to(tl.pointer_type(acc.dtype), bitcast=True)
+        tile.store_part(acc, parts, tl.program_id(2))
+        if tile.is_last(arrivals + place, SPLIT):
+            acc = tile.sum_of_parts(parts, 1, SPLIT, acc.shape[0], acc.shape[1])
+            store(tensors, acc, x_scale, x_sum, bias, out, n, m, M, N, K, scale, finish, ROW_FIELDS, BN, BM, TOKENS)
+
+
+@triton.jit
+def store(tensors, acc, x_scale, x_sum, bias, out, n, m, M, N, K, scale: tl.constexpr, finish: tl.constexpr,
+          ROW_FIELDS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, TOKENS: tl.constexpr):
+    """Apply what is the same all along K to a tile's sums, and store them."""
     sum = acc.to(tl.float32)
     if finish is not None:
         ones = None
