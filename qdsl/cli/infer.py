@@ -60,7 +60,8 @@ def infer(file: File = None, packed: Packed = None, values: ValuesName = "expect
 
 
 @app.command()
-def new(name: Annotated[str, typer.Argument(help="The format: the files are NAME.yaml and NAME.safetensors.")],
+def new(name: Annotated[str | None, typer.Argument(help="The format: the files are NAME.yaml and NAME.safetensors.  Without it "
+                                                   "the command asks for all that follows.", show_default=False)] = None,
         file: Annotated[Path | None, typer.Option("--from-infer", metavar="FILE", help="Find the layout of the tensors of this "
                                                   "file, as `qdsl infer` does.")] = None,
         packed: Packed = None, values: ValuesName = "expected", values_file: ValuesFile = None, scales: Scales = None,
@@ -69,6 +70,10 @@ def new(name: Annotated[str, typer.Argument(help="The format: the files are NAME
         group: Annotated[int, typer.Option("--group", min=1, help="Columns that share a scale, without --from-infer.")] = 32,
         force: Force = False, as_json: Json = False) -> None:
     """Start a format: write a spec, with --from-infer a golden file of its tensors and values, and run `qdsl test` on them."""
+    if name is None:
+        name, file, asked = _asked(file)
+        packed, values, scales = asked.get("packed", packed), asked.get("values", values), [*asked.get("scales", scales or ())]
+        bits, group = asked.get("bits", bits), asked.get("group", group)
     from qdsl.checkpoint.files import safetensors
     from qdsl.cli.formats import test
     from qdsl.host.files import check_output, write_text
@@ -85,12 +90,39 @@ def new(name: Annotated[str, typer.Argument(help="The format: the files are NAME
             check_output(golden, file, *([values_file] if values_file else []), force=force)
             inferred, tensors = _of_tensors(file, packed, values, values_file, [*(scales or ()), *(zeros or ())], name)
             text = inferred.text
+            if not inferred.is_exact:
+                typer.echo(_summary(inferred, "values"), err=True)
             safetensors.write(golden, tensors)
         write_text(spec, text)
     if not as_json:
         for path in (spec, golden)[:2 if tensors else 1]:
             typer.echo(f"written  {path}")
     test(str(spec), golden if tensors else None, as_json)
+
+
+def _asked(file: Path | None) -> tuple[str, Path | None, dict[str, Any]]:
+    """(name, file, options) of a new format, as a user answers.  Raises Exit for a file that cannot be read."""
+    name = typer.prompt("Name of the format")
+    if file is None:
+        answer = typer.prompt("File with its stored tensors and decoded weights (.safetensors, .npz; empty for none)", default="",
+                              show_default=False)
+        file = Path(answer) if answer else None
+    if file is None:
+        bits, group = typer.prompt("Bits of a code, 2 to 8", default=4), typer.prompt("Columns that share a scale", default=32)
+        if not 2 <= bits <= 8 or group < 1:
+            fail(f"codes of {bits} bits in groups of {group}: expected 2 to 8 bits, and a column or more", 2)
+        return name, None, {"bits": bits, "group": group}
+    tensors = _read(file, None)
+    for key, tensor in tensors.items():
+        typer.echo(f"  {key}: {str(tensor.dtype)[6:]} {list(tensor.shape)}")
+    by_size = sorted(tensors, key=lambda key: -tensors[key].nbytes)
+    codes = next((key for key in by_size if not tensors[key].is_floating_point()), None)
+    packed = typer.prompt("Tensor of the codes", default=codes)
+    weights = next((key for key in by_size if str(tensors[key].dtype) == "torch.float32" and tensors[key].dim() == 2), None)
+    values = typer.prompt("Decoded weights, float32 [N, K]", default=weights)
+    others = [key for key in tensors if key not in (packed, values)]
+    scales = typer.prompt("Tensors of scales and zero points, with commas", default=",".join(others), show_default=bool(others))
+    return name, file, {"packed": packed, "values": values, "scales": [key.strip() for key in scales.split(",") if key.strip()]}
 
 
 def _of_tensors(file: Path, packed: str | None, values: str, values_file: Path | None, others: list[str],
@@ -101,7 +133,7 @@ def _of_tensors(file: Path, packed: str | None, values: str, values_file: Path |
     from qdsl.infer.text import stored_name
 
     if packed is None:
-        fail("name the tensor that holds the codes with --packed", 2)
+        fail(f"name the tensor that holds the codes with --packed; {file} has {', '.join(map(repr, _read(file, None)))}", 2)
     tensors = _read(file, {packed, *others, *({values} if values_file is None else ())})
     weights = tensors.pop(values) if values_file is None else _read(values_file, {values})[values]
     try:
@@ -111,8 +143,8 @@ def _of_tensors(file: Path, packed: str | None, values: str, values_file: Path |
     return inferred, {**{stored_name(key): tensors[key] for key in inferred.names}, EXPECTED: weights}
 
 
-def _read(path: Path, names: Collection[str]) -> dict[str, Any]:
-    """The tensors of these names in a .npz or .safetensors file."""
+def _read(path: Path, names: Collection[str] | None) -> dict[str, Any]:
+    """The tensors of these names in a .npz or .safetensors file, or all of them."""
     from qdsl.analyze.check.formats import GoldenError, read_golden
 
     try:

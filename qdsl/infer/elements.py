@@ -96,6 +96,16 @@ def ends_of_rows(name: str, element: Element, shape: tuple[int, int]) -> Iterato
             yield Cut(((name, codes),), tuple(one for one in (header, trailer) if one.start < one.stop))
 
 
+def regions_of_codes(name: str, element: Element, shape: tuple[int, int]) -> Iterator[Cut]:
+    """Cuts of a tensor into plain codes and, ahead of them or behind, less of something else."""
+    total = len(element.stored.data)
+    for bits in range(8, 1, -1):
+        size = shape[0] * shape[1] * bits // 8
+        if size < total < 1.25 * size and (total - size) % element.stored.width == 0:
+            for start in (0, total - size):
+                yield Cut(((name, Section(False, start, start + size)),))
+
+
 def planes(name: str, element: Element, shape: tuple[int, int], bits: int) -> Iterator[Cut]:
     """Cuts of a tensor of codes alone into regions, or parts of rows, that have some bits of every code."""
     n, k = shape

@@ -35,7 +35,7 @@ def stored_tables(values: Values, tensors: Mapping[str, Element], most_bits: flo
             if codes is not None:
                 width = 8 * element.stored.width
                 layout = Layout(Tile(1, 1 << bits), width, np.arange(width << bits))
-                field = Field("levels", element.kind, Blocks(n // count, k), name, layout, entries=1 << bits)
+                field = Field("levels", element.kind, Blocks(n // count, k), name, layout, entries=(1 << bits,))
                 yield Labels(codes, bits, _is_single(levels.reshape(count, -1), codes)), field
 
 

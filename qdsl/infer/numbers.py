@@ -23,7 +23,7 @@ TILE_ROWS, TILE_COLUMNS = (1, 2, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8, 16)
 class Field:
     """A field of the spec: its number type, which weights share a value, the tensor that holds it, and where in that.
 
-    zero: what decode takes off its integers, after `times`.  entries: of a stored table of levels, their number; 0 for numbers.
+    zero: what decode takes off its integers, after `times`.  entries: the axes of a stored table.
     section: the part of the tensor that holds it, where that is not the whole.
     """
 
@@ -33,7 +33,7 @@ class Field:
     tensor: str
     layout: Layout
     zero: int = 0
-    entries: int = 0
+    entries: tuple[int, ...] = ()
     times: int = 1
     section: Section | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from qdsl.infer.elements import Cut, Element, ends_of_rows, planes, several
+from qdsl.infer.elements import Cut, Element, ends_of_rows, planes, regions_of_codes, several
 from qdsl.infer.fit import Blocks, fit
 from qdsl.infer.grids import grid_rows
 from qdsl.infer.labels import Values, labelings
@@ -15,12 +15,15 @@ from qdsl.infer.records import Record, row_end
 from qdsl.infer.solve import Solution, solve
 from qdsl.infer.text import looked_up
 from qdsl.infer.tiles import Labels, Layout, Stored, Tile, candidates, match
+from qdsl.infer.vectors import stored_vectors
 
 
 def search(packed: str, elements: Mapping[str, Element], values: Values) -> Solution | None:
     """The fields and the formula of the first cut and labeling of the values [N, K] of which a layout and a meaning follow."""
     search = _Search(packed, elements, values)
-    return search.in_stored_tables() or search.in_records() or grid_rows(packed, elements, values) or search.in_planes()
+    ways = (search.in_stored_tables, lambda: stored_vectors(packed, elements, values), search.in_records,
+            lambda: grid_rows(packed, elements, values), search.in_planes, search.in_regions)
+    return next((solution for way in ways if (solution := way()) is not None), None)
 
 
 class _Search:
@@ -58,6 +61,11 @@ class _Search:
         return self._first((labels for labels in labelings(self.values, most_bits) if not labels.top),
                            lambda labels: [*self._planes(labels.bits), *cuts])
 
+    def in_regions(self) -> Solution | None:
+        """Codes ahead of other numbers in the same tensor, or behind them."""
+        cuts = list(regions_of_codes(self.packed, self.elements[self.packed], self.shape))
+        return self._first(labelings(self.values, self.most_bits), lambda labels: cuts) if cuts else None
+
     def _planes(self, bits: int) -> Iterator[Cut]:
         return planes(self.packed, self.elements[self.packed], self.shape, bits)
 
@@ -89,7 +97,7 @@ class _Search:
         name, section = cut.codes[0]
         records = [Record(name, section, stored, layout, self.shape)] if len(cut.codes) == 1 else []
         records += [row_end(name, one, self.elements[name], self.shape) for one in cut.ends]
-        holders = {name for name, _ in cut.codes}
+        holders = {name for name, part in cut.codes if part is None or part.by_rows}
         others = {name: element for name, element in self.elements.items() if name not in holders}
         return solve(self._fields(cut, layout, meaning.kind), meaning, codes, self.values, others, records)
 

@@ -16,6 +16,8 @@ from qdsl.infer.numbers import Field, close, in_tensors
 from qdsl.infer.records import WHOLE, Record, in_records
 from qdsl.infer.tiles import Codes, Labels, match
 
+HIDDEN, MOST_HIDDEN = 0.1, 0.25                                  # of the scale, below which an offset says little; of the offsets
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -79,7 +81,7 @@ def offsets(code: str, meaning: Meaning, shape: tuple[int, ...], tensors: Mappin
     """Fields that are the offsets; the code as the scale multiplies it; what is added behind; what is unexplained."""
     if meaning.offset is None:
         return [], code, "", ""
-    blocks, offset = meaning.blocks, meaning.offset
+    blocks, offset = meaning.blocks, _certain(meaning.offset, meaning.scale)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         zero = -offset / meaning.scale
     zero[~np.isfinite(zero)] = np.nan
@@ -102,6 +104,13 @@ def offsets(code: str, meaning: Meaning, shape: tuple[int, ...], tensors: Mappin
     return [], code, "", f"no tensor has the zero points or minima of {_blocks(blocks, shape)}; --zeros names it"
 
 
+def _certain(offset: Numbers, scale: Numbers) -> Numbers:
+    """Offsets with NaN, for any, where few are so small beside the scale that rounding hides them."""
+    with np.errstate(invalid="ignore"):
+        small = np.abs(offset) < HIDDEN * np.abs(scale)
+    return np.where(small, np.nan, offset) if small.mean() < MOST_HIDDEN else offset
+
+
 def integers(zero: Numbers, blocks: Blocks, tensors: Mapping[str, Element], middle: int) -> Field | None:
     """Integer zero points as a field: elements of a tensor, or packed in it as codes are."""
     for less in (0, middle, 1, -middle):
@@ -110,7 +119,7 @@ def integers(zero: Numbers, blocks: Blocks, tensors: Mapping[str, Element], midd
             if element.kind in ("i8", "u8", "i32"):
                 for one in in_tensors("zero", wanted, blocks, {name: element}):
                     if one.kind == element.kind:
-                        return Field("zero", "i32" if one.kind == "i32" else one.kind, blocks, name, one.layout, -less)
+                        return replace(one, zero=-less)
     known_at = ~np.isnan(zero)
     bits = middle.bit_length()
     for less in (0, 1):

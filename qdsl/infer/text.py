@@ -70,7 +70,7 @@ def _axes(one: Field, shape: tuple[int, int]) -> list[str]:
     for letter, size, extent in (("n", one.blocks.rows, shape[0]), ("k", one.blocks.columns, shape[1])):
         if size < extent:
             subscripts.append(letter if size == 1 else f"{letter} // {size}")
-    return [*subscripts, *([str(one.entries)] if one.entries else [])]
+    return [*subscripts, *map(str, one.entries)]
 
 
 def looked_up(table: Field, code: Field, shape: tuple[int, int]) -> str:
@@ -163,6 +163,10 @@ def _tensor(element: Element, fields: Sequence[Field], shape: tuple[int, int]) -
     """The lines of type and axes, and of the record."""
     fields = _as_in_file(element, fields, shape)
     main = fields[0]
+    if len(main.entries) > 1:                                    # a table of rows, which the whole weight has
+        names = "cij"[-len(main.entries):]
+        axes = [f"{name}<{extent}" for name, extent in zip(names, main.entries, strict=True)]
+        return [f"      tensor: {element.kind}[{', '.join(axes)}]", f'      record: "{main.name}[{", ".join(names)}]"']
     tile, bits = main.layout.tile, 8 * element.stored.width
     words = len(main.layout.source) // bits
     counts = tile.grid(main.blocks.count(shape))

@@ -22,7 +22,9 @@ from qdsl.core.text import counted
 
 ARRAY_SHOWN = 8                                                  # elements of a metadata array
 TEXT_SHOWN = 100                                                 # characters of a string, in a line of text
-INFER = "`qdsl infer` finds the layout of a weight from its stored tensors and its values"
+INFER = "`qdsl infer FILE --packed {}` finds the layout of a weight from its stored tensors and its values"
+PACKED = ("U8", "I8", "I16", "U16", "I32", "U32")                # types of tensors that may hold packed codes
+LEAST_AXIS = 8                                                   # of such a tensor; others are positions or counts
 STRING_SHOWN = 1 << 16                                           # characters of a string, in data
 
 
@@ -138,9 +140,18 @@ def lines(report: Mapping[str, Any]) -> list[str]:
             *([f"{counted(report['problems'], 'tensor')} cannot be read"] if report["problems"] else []),
             *_block(["metadata", "type", "value"], metadata, ""),
             *_block(["quantization", "", "settings"], settings, ""), *surveyed,
-            *(["", INFER] if report.get("unknown") else []),
+            *_offer(report),
             *_block(["tensor", "type", "shape", "bits", "size", ""], tensors, "   >>"),
             *_block(["type", "tensors", "numbers" if "layers" in report else "weights", "bits", "size"], types, " >>>>")]
+
+
+def _offer(report: Mapping[str, Any]) -> list[str]:
+    """The command for a layer whose layout no format describes, or for a plain tensor of integers that may be a packed weight."""
+    unknown = [name for layer in report.get("layers", []) if layer["format"] is None for name in layer["others"].values()]
+    packed = [entry["name"] for entry in report.get("plain", [])
+              if entry["type"] in PACKED and len(entry["shape"]) > 1 and min(entry["shape"]) >= LEAST_AXIS]
+    names = [*unknown, *packed, *(["NAME"] if report.get("unknown") else [])]
+    return ["", INFER.format(escaped(names[0]))] if names else []
 
 
 def escaped(text: str, limit: int | None = None) -> str:
