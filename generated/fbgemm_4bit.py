@@ -20,7 +20,7 @@ from torch import Tensor
 from qdsl.encode import affine
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
         as_type, empty, joined, pad, spread, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -123,17 +123,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a row adds up to, with w = s * q + b."""
-    s, b = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= s
-    sum += ones * b
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -152,7 +141,7 @@ VARIANT = Variant(
             "b": Stored("f16", "N", bits=("b[1@0]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.u4, finish=_finish_planar,
+                    numbers=bitplanes.u4, finish=group_sums.with_offset,
                     row_fields=(GroupField("s", 1, 0), GroupField("b", 1, 0)), ones=True, sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, importance=True,

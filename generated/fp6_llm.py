@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qdsl.encode import absmax
 from qdsl.runtime import Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, pad
-from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e3m2
 
@@ -135,14 +135,6 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a row adds up to, with w = s * q."""
-    s, = fields
-    sum *= s
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -161,7 +153,7 @@ VARIANT = Variant(
             "s": Stored("scale_type", "N", bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_6,
-                    numbers=bitplanes.e3m2, finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), width=8,
+                    numbers=bitplanes.e3m2, finish=group_sums.scaled, row_fields=(GroupField("s", 1, 0),), width=8,
                     bits=0, unit=(4096.0, 1.0), base=(0, 0), zero=(0, 0), spans=(0, 2)))),
     },
     decode=decode, encode=encode,

@@ -24,7 +24,7 @@ from torch import Tensor
 from qdsl.encode import absmax
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Stream, Variant, W8A8,
         as_type, cdiv, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm, w8a8
+from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
 
@@ -135,14 +135,6 @@ def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
 
 
 @triton.jit
-def _finish_safetensors(fields, sum, ones, BASE: tl.constexpr):
-    """What a row adds up to, with w = s * q."""
-    s, = fields
-    sum *= s
-    return sum
-
-
-@triton.jit
 def _decode_fp8_lane(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     """The weight in column k of row n, in float32."""
     exponents, sign_mantissa, weight_scale = tensors
@@ -178,14 +170,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a row adds up to, with w = s * q."""
-    s, = fields
-    sum *= s
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -200,7 +184,7 @@ VARIANT = Variant(
                 bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3,
-                    finish=_finish_safetensors, row_fields=(GroupField("weight_scale", 1, 0),), in_order=True, width=8,
+                    finish=group_sums.scaled, row_fields=(GroupField("weight_scale", 1, 0),), in_order=True, width=8,
                     bits=0, unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127,
                     w8a8=W8A8(w8a8, "e4m3", "weight")))),
         "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
@@ -208,17 +192,15 @@ VARIANT = Variant(
             "scale": Stored("scale_type", "N", "1", aliases=("_weight_scale",), bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3,
-                    finish=_finish_safetensors, row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8,
-                    bits=0, unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127,
-                    w8a8=W8A8(w8a8, "e4m3", "qdata")))),
+                    finish=group_sums.scaled, row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8, bits=0,
+                    unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127, w8a8=W8A8(w8a8, "e4m3", "qdata")))),
         "quanto": Storage(unpack=unpack_quanto, pack=pack_quanto, tensors={
             "data": Stored("e4m3", "N", "K", aliases=("weight._data",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("scale_type", "N", "1", aliases=("weight._scale",), bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3,
-                    finish=_finish_safetensors, row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8,
-                    bits=0, unit=(256.0, 1.0), base=(0, 0), codes="data", special=127,
-                    w8a8=W8A8(w8a8, "e4m3", "data")))),
+                    finish=group_sums.scaled, row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8, bits=0,
+                    unit=(256.0, 1.0), base=(0, 0), codes="data", special=127, w8a8=W8A8(w8a8, "e4m3", "data")))),
         "fp8_lane": Storage(unpack=unpack_fp8_lane, pack=pack_fp8_lane, reads=("K",),
                 streams={"exponents": Stream("huffman_lanes", Stored("u8", "N", "K"), words="words", starts="starts",
                     table="table")},
@@ -236,7 +218,7 @@ VARIANT = Variant(
             "s": Stored("scale_type", "N", bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.e4m3, finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), width=8,
+                    numbers=bitplanes.e4m3, finish=group_sums.scaled, row_fields=(GroupField("s", 1, 0),), width=8,
                     bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127))),
     },
     decode=decode, encode=encode,

@@ -22,7 +22,7 @@ from torch import Tensor
 from qdsl.encode import absmax
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8,
         as_type, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm, w8a8
+from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
 
@@ -56,25 +56,20 @@ def pack_torchao(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     return {"qdata": q, "scale": s.unsqueeze(-1).unsqueeze(-1)}
 
 
-def unpack_planar(q: Tensor, s: Tensor | None, *, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, s: Tensor | None, *, K: int) -> dict[str, Tensor | None]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type []."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
-    fields = {
+    return {
         "q": as_type(r, torch.float8_e4m3fn).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
+        "s": s,
     }
-    if s is not None:
-        fields["s"] = s
-    return fields
 
 
-def pack_planar(q: Tensor, s: Tensor | None) -> dict[str, Tensor]:
+def pack_planar(q: Tensor, s: Tensor | None) -> dict[str, Tensor | None]:
     """q, s of the fields; the inverse of unpack_planar."""
     r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5,
         3).view(torch.uint8).flatten(2)
-    tensors = {"q": as_type(r, torch.int32).flatten(1)}
-    if s is not None:
-        tensors["s"] = s
-    return tensors
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s}
 
 
 def decode(q: Tensor, s: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -111,14 +106,6 @@ def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
 
 
 @triton.jit
-def _finish_safetensors(fields, sum, ones, BASE: tl.constexpr):
-    """What a row adds up to, with w = s * q."""
-    s, = fields
-    sum *= s
-    return sum
-
-
-@triton.jit
 def _decode_torchao(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     """The weight in column k of row n, in float32."""
     qdata, scale = tensors
@@ -151,14 +138,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a row adds up to, with w = s * q."""
-    s, = fields
-    sum *= s
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -173,7 +152,7 @@ VARIANT = Variant(
                 aliases=("weight_scale_inv", "scale", "qscale_weight", "scale_weight"), optional="s", bits=("s[]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3,
-                    finish=_finish_safetensors, row_fields=(GroupField("weight_scale", 0, 0, default=1.0),),
+                    finish=group_sums.scaled, row_fields=(GroupField("weight_scale", 0, 0, default=1.0),),
                     in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127,
                     w8a8=W8A8(w8a8, "e4m3", "weight")))),
         "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, always=("s",), tensors={
@@ -181,15 +160,14 @@ VARIANT = Variant(
             "scale": Stored("scale_type", "1", "1", aliases=("_weight_scale",), bits=("s[]",)),
         }, kernels=Kernels(_decode_torchao, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3,
-                    finish=_finish_safetensors, row_fields=(GroupField("scale", 0, 0),), in_order=True, width=8,
-                    bits=0, unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127,
-                    w8a8=W8A8(w8a8, "e4m3", "qdata")))),
+                    finish=group_sums.scaled, row_fields=(GroupField("scale", 0, 0),), in_order=True, width=8, bits=0,
+                    unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127, w8a8=W8A8(w8a8, "e4m3", "qdata")))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("scale_type", optional="s", bits=("s[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.e4m3, finish=_finish_planar, row_fields=(GroupField("s", 0, 0, default=1.0),),
+                    numbers=bitplanes.e4m3, finish=group_sums.scaled, row_fields=(GroupField("s", 0, 0, default=1.0),),
                     width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127))),
     },
     decode=decode, encode=encode,

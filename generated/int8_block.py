@@ -21,7 +21,7 @@ from torch import Tensor
 from qdsl.encode import absmax
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8,
         as_float, as_type, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm, w8a8
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -84,16 +84,6 @@ def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
 
 
 @triton.jit
-def _scale_safetensors(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = s * q."""
-    s, = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= s
-    return sum
-
-
-@triton.jit
 def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     """The 4 weights of unit u of row n, in float32."""
     q, s = tensors
@@ -114,16 +104,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = s * q."""
-    s, = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= s
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -138,7 +118,7 @@ VARIANT = Variant(
                 bits=("s[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8,
-                    scale=_scale_safetensors, group_fields=(GroupField("weight_scale_inv", "bn", "bk"),),
+                    scale=group_sums.scaled_codes, group_fields=(GroupField("weight_scale_inv", "bn", "bk"),),
                     blocks=("bk",), in_order=True, width=8, bits=8, signed=True, base=(128, 2304), double=True,
                     w8a8=W8A8(w8a8, "i8", "weight", groups=True)))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
@@ -146,7 +126,7 @@ VARIANT = Variant(
             "s": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", bits=("s[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.i8, scale=_scale_planar, group_fields=(GroupField("s", "bn", "bk"),),
+                    numbers=bitplanes.i8, scale=group_sums.scaled_codes, group_fields=(GroupField("s", "bn", "bk"),),
                     blocks=("bk",), size=32, width=8, bits=8, signed=True, base=(128, 2304), double=True,
                     zero=(-128, -128)))),
     },

@@ -23,7 +23,7 @@ from torch import Tensor
 from qdsl.encode import absmax
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8,
         as_float, as_type, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, lanes, skinny, tile_gemm, w8a8
+from qdsl.runtime.gpu.kernels import bitplanes, group_sums, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -62,26 +62,21 @@ def pack_torchao(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     return tensors
 
 
-def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str, Tensor | None]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type []; z int8 []."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
-    fields = {
+    return {
         "q": as_type(r, torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
+        "z": z,
         "s": s,
     }
-    if z is not None:
-        fields["z"] = z
-    return fields
 
 
-def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor | None]:
     """q, s, z of the fields; the inverse of unpack_planar."""
     r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5,
         3).view(torch.uint8).flatten(2)
-    tensors = {"q": as_type(r, torch.int32).flatten(1), "s": s}
-    if z is not None:
-        tensors["z"] = z
-    return tensors
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s, "z": z}
 
 
 def decode(q: Tensor, s: Tensor, z: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -120,15 +115,6 @@ def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
 
 
 @triton.jit
-def _finish_safetensors(fields, sum, ones, BASE: tl.constexpr):
-    """What a row adds up to, with w = s * (q - z)."""
-    s, z = fields
-    sum += lanes.shifted(-z, BASE) * ones
-    sum *= s
-    return sum
-
-
-@triton.jit
 def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     """The 4 weights of unit u of row n, in float32."""
     q, s, z = tensors
@@ -151,15 +137,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a row adds up to, with w = s * (q - z)."""
-    s, z = fields
-    sum += lanes.shifted(-z, BASE) * ones
-    sum *= s
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -175,7 +152,7 @@ VARIANT = Variant(
             "weight_zero_point": Stored("i8", "1", optional="z", bits=("z[]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8,
-                    finish=_finish_safetensors,
+                    finish=group_sums.with_zero,
                     row_fields=(GroupField("weight_scale", 0, 0),
                     GroupField("weight_zero_point", 0, 0, 8, default=0.0)), in_order=True, width=8, bits=8,
                     signed=True, base=(128, 2304), ones=True, double=True,
@@ -186,7 +163,7 @@ VARIANT = Variant(
             "zero_point": Stored("i8", "1", "1", aliases=("_weight_zero_point",), optional="z", bits=("z[]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8,
-                    finish=_finish_safetensors,
+                    finish=group_sums.with_zero,
                     row_fields=(GroupField("scale", 0, 0), GroupField("zero_point", 0, 0, 8, default=0.0)),
                     in_order=True, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
                     w8a8=W8A8(w8a8, "i8", "qdata", sums=True)))),
@@ -196,7 +173,7 @@ VARIANT = Variant(
             "z": Stored("i8", optional="z", bits=("z[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.i8, finish=_finish_planar,
+                    numbers=bitplanes.i8, finish=group_sums.with_zero,
                     row_fields=(GroupField("s", 0, 0), GroupField("z", 0, 0, 8, default=0.0)), width=8, bits=8,
                     signed=True, base=(128, 2304), ones=True, double=True, zero=(-128, -128), sums_in_tile_gemm=True))),
     },

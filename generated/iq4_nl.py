@@ -19,7 +19,7 @@ from torch import Tensor
 from qdsl.encode import block_levels
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
         as_type, empty, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -126,14 +126,6 @@ def _table_planar(g, N, F: tl.constexpr):
             0x20b00c44, 0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e, 0x4241413f, 0x42424242, 0x43434343)
 
 
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = d * levels[q]."""
-    d, = fields
-    sum *= d
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -150,7 +142,7 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.split_entries_of_16, table=_table_planar, scale=_scale_planar,
+                    numbers=bitplanes.split_entries_of_16, table=_table_planar, scale=group_sums.scaled,
                     group_fields=(GroupField("d", 1, 32),), blocks=("32",), size=32, width=8, bits=-1, base=(0, 0),
                     zero=(0, 0)))),
     },

@@ -19,7 +19,7 @@ from torch import Tensor
 from qdsl.encode import unit_level
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
         as_type, joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -125,14 +125,6 @@ def _table_planar(g, N, F: tl.constexpr):
             0x3e3e3e3d, 0x3f3f3f3e)
 
 
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = s * levels[q]."""
-    s, = fields
-    sum *= s
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -150,7 +142,7 @@ VARIANT = Variant(
             "s": Stored("f32", "N", "K/block"),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.float_entries_of_16, table=_table_planar, scale=_scale_planar,
+                    numbers=bitplanes.float_entries_of_16, table=_table_planar, scale=group_sums.scaled,
                     group_fields=(GroupField("s", 1, "block"),), blocks=("block",), size=32, width=8, bits=0,
                     unit=(2.0, 1.0), base=(0, 0), zero=(0, 0)))),
     },

@@ -20,7 +20,7 @@ from torch import Tensor
 from qdsl.encode import absmax_level
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
         as_type, empty, pad, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import ue4m3
 
@@ -31,46 +31,38 @@ from qdsl.runtime.weight.numbers import ue4m3
 LEVEL = Table("f32", 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
-def unpack_gguf(blocks: Tensor, scale: Tensor | None) -> dict[str, Tensor]:
+def unpack_gguf(blocks: Tensor, scale: Tensor | None) -> dict[str, Tensor | None]:
     """Fields of blocks uint8 [N, 36*K/64]; scale float32 []."""
     r = blocks.unflatten(-1, (-1, 36))
     q_bytes = r[..., 4:36].unflatten(-1, (4, 8)).contiguous()
-    fields = {"e": r[..., 0:4].flatten(1), "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)}
-    if scale is not None:
-        fields["s"] = scale
-    return fields
+    return {"e": r[..., 0:4].flatten(1), "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1), "s": scale}
 
 
-def pack_gguf(e: Tensor, q: Tensor, s: Tensor | None) -> dict[str, Tensor]:
+def pack_gguf(e: Tensor, q: Tensor, s: Tensor | None) -> dict[str, Tensor | None]:
     """blocks, scale of the fields; the inverse of unpack_gguf."""
     r = empty((e.shape[0], e.shape[1] // 4, 36), torch.uint8, e.device)
     r[..., 0:4] = e.unflatten(-1, (-1, 4))
     q_split = q.unflatten(-1, (-1, 4, 2, 8))
     r[..., 4:36] = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).flatten(2)
-    tensors = {"blocks": r.flatten(1)}
-    if s is not None:
-        tensors["scale"] = s
-    return tensors
+    return {"blocks": r.flatten(1), "scale": s}
 
 
-def unpack_planar(q: Tensor, e: Tensor, s: Tensor | None, *, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, e: Tensor, s: Tensor | None, *, K: int) -> dict[str, Tensor | None]:
     """Fields of q int32 [N, 16*ceil(K/128)]; e uint8 [N, K/16]; s float32 []."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    fields = {"e": e, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]}
-    if s is not None:
-        fields["s"] = s
-    return fields
+    return {
+        "e": e,
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
+        "s": s,
+    }
 
 
-def pack_planar(e: Tensor, q: Tensor, s: Tensor | None) -> dict[str, Tensor]:
+def pack_planar(e: Tensor, q: Tensor, s: Tensor | None) -> dict[str, Tensor | None]:
     """q, e, s of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
     r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    tensors = {"q": as_type(r, torch.int32).flatten(1), "e": e}
-    if s is not None:
-        tensors["s"] = s
-    return tensors
+    return {"q": as_type(r, torch.int32).flatten(1), "e": e, "s": s}
 
 
 def decode(e: Tensor, q: Tensor, s: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -141,22 +133,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = e * s * q."""
-    e, = fields
-    sum *= e
-    return sum
-
-
-@triton.jit
-def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a row adds up to, with w = e * s * q."""
-    s, = fields
-    sum *= s
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -176,7 +152,7 @@ VARIANT = Variant(
             "s": Stored("f32", optional="s", bits=("s[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1,
-                    scale=_scale_planar, finish=_finish_planar, group_fields=(GroupField("e", 1, 16, "ue4m3"),),
+                    scale=group_sums.scaled, finish=group_sums.scaled, group_fields=(GroupField("e", 1, 16, "ue4m3"),),
                     row_fields=(GroupField("s", 0, 0, default=1.0),), blocks=("16",), size=16, width=8, bits=0,
                     unit=(16384.0, 1.0), base=(0, 0)))),
     },

@@ -22,7 +22,7 @@ from torch import Tensor
 from qdsl.encode import nested_absmax
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type,
         joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e4m3
 
@@ -118,14 +118,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = s / g * q."""
-    s, = fields
-    sum *= s
-    return sum
-
-
-@triton.jit
 def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
     """What a row adds up to, with w = s / g * q."""
     g_, = fields
@@ -153,7 +145,7 @@ VARIANT = Variant(
             "s": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", divides=True,
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1,
-                    scale=_scale_planar, finish=_finish_planar, group_fields=(GroupField("s", 1, 16, "e4m3"),),
+                    scale=group_sums.scaled, finish=_finish_planar, group_fields=(GroupField("s", 1, 16, "e4m3"),),
                     row_fields=(GroupField("g", 0, 0),), blocks=("16",), size=16, width=8, bits=0, unit=(16384.0, 1.0),
                     base=(0, 0)))),
     },

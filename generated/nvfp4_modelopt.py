@@ -25,7 +25,7 @@ from torch import Tensor
 from qdsl.encode import nested_absmax
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type,
         cdiv, joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e4m3
 
@@ -45,51 +45,40 @@ def pack_modelopt(s: Tensor, g: Tensor, q: Tensor) -> dict[str, Tensor]:
     return {"weight": r, "weight_scale": s, "weight_scale_2": g}
 
 
-def unpack_torchao(qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor | None) -> dict[str, Tensor]:
+def unpack_torchao(qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor | None) -> dict[str, Tensor | None]:
     """Fields of qdata uint8 [N, K/2]; scale float8_e4m3fn [N, K/16]; per_tensor_scale float32 []."""
-    fields = {"s": scale, "q": spread(qdata, 4).flatten(1)}
-    if per_tensor_scale is not None:
-        fields["g"] = per_tensor_scale
-    return fields
+    return {"s": scale, "g": per_tensor_scale, "q": spread(qdata, 4).flatten(1)}
 
 
-def pack_torchao(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, Tensor]:
+def pack_torchao(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, Tensor | None]:
     """qdata, scale, per_tensor_scale of the fields; the inverse of unpack_torchao."""
     q_split = q.unflatten(-1, (-1, 2))
     r = joined(q_split, 4).squeeze(-1)
-    tensors = {"qdata": r, "scale": s}
-    if g is not None:
-        tensors["per_tensor_scale"] = g
-    return tensors
+    return {"qdata": r, "scale": s, "per_tensor_scale": g}
 
 
 def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor | None, *, N: int,
-        K: int) -> dict[str, Tensor]:
+        K: int) -> dict[str, Tensor | None]:
     """Fields of qdata uint8 [N, 8*K/16]; scale float8_e4m3fn [ceil(N/128), ceil(K/64), 512]; per_tensor_scale
     float32 [].
     """
     qdata_bytes = qdata.unflatten(-1, (-1, 8))
     scale_bytes = as_type(scale, torch.uint8)
-    fields = {
+    return {
         "s": as_type(scale_bytes, torch.float8_e4m3fn).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
             2).flatten(1)[:N, :cdiv(K, 16)],
+        "g": per_tensor_scale,
         "q": spread(qdata_bytes, 4).flatten(1),
     }
-    if per_tensor_scale is not None:
-        fields["g"] = per_tensor_scale
-    return fields
 
 
-def pack_torchao_swizzled(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, Tensor]:
+def pack_torchao_swizzled(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, Tensor | None]:
     """qdata, scale, per_tensor_scale of the fields; the inverse of unpack_torchao_swizzled."""
     q_split = q.unflatten(-1, (-1, 8, 2))
     qdata_bytes = joined(q_split, 4).squeeze(-1)
     scale_bytes = pad(s, (0, -s.shape[1] % 4, 0, -s.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0,
         (-1, 4, 32)).permute(0, 3, 2, 1, 4).view(torch.uint8).flatten(2)
-    tensors = {"qdata": qdata_bytes.flatten(1), "scale": as_type(scale_bytes, torch.float8_e4m3fn)}
-    if g is not None:
-        tensors["per_tensor_scale"] = g
-    return tensors
+    return {"qdata": qdata_bytes.flatten(1), "scale": as_type(scale_bytes, torch.float8_e4m3fn), "per_tensor_scale": g}
 
 
 def unpack_mlx(weight: Tensor, scales: Tensor) -> dict[str, Tensor]:
@@ -105,24 +94,22 @@ def pack_mlx(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     return {"weight": as_type(r, torch.uint32).squeeze(-1), "scales": s.view(torch.uint8)}
 
 
-def unpack_planar(q: Tensor, g: Tensor | None, s: Tensor, *, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, g: Tensor | None, s: Tensor, *, K: int) -> dict[str, Tensor | None]:
     """Fields of q int32 [N, 16*ceil(K/128)]; g float32 []; s float8_e4m3fn [N, K/16]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    fields = {"s": s, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]}
-    if g is not None:
-        fields["g"] = g
-    return fields
+    return {
+        "s": s,
+        "g": g,
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
+    }
 
 
-def pack_planar(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, Tensor]:
+def pack_planar(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, Tensor | None]:
     """q, g, s of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
     r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    tensors = {"q": as_type(r, torch.int32).flatten(1), "s": s}
-    if g is not None:
-        tensors["g"] = g
-    return tensors
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s, "g": g}
 
 
 def decode(s: Tensor, q: Tensor, g: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -238,22 +225,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = g * s * q."""
-    s, = fields
-    sum *= s
-    return sum
-
-
-@triton.jit
-def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a row adds up to, with w = g * s * q."""
-    g_, = fields
-    sum *= g_
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -290,7 +261,7 @@ VARIANT = Variant(
             "s": Stored("e4m3", "N", "K/16", bits=("s[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1,
-                    scale=_scale_planar, finish=_finish_planar, group_fields=(GroupField("s", 1, 16, "e4m3"),),
+                    scale=group_sums.scaled, finish=group_sums.scaled, group_fields=(GroupField("s", 1, 16, "e4m3"),),
                     row_fields=(GroupField("g", 0, 0, default=1.0),), blocks=("16",), size=16, width=8, bits=0,
                     unit=(16384.0, 1.0), base=(0, 0)))),
     },

@@ -22,7 +22,7 @@ from torch import Tensor
 from qdsl.encode import kquant_minmax
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
         as_type, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -162,17 +162,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = d * sc * q - dmin * mn."""
-    d, sc, dmin, mn = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= d * sc
-    sum += ones * (-dmin * mn)
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -197,7 +186,7 @@ VARIANT = Variant(
             "mn": Stored("u8", "N", "K/16", bits=("mn[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_2, numbers=bitplanes.u2,
-                    scale=_scale_planar,
+                    scale=group_sums.nested_with_minimum,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 4), GroupField("dmin", 1, 256),
                     GroupField("mn", 1, 16, 4)), blocks=("256", "16"), size=16, width=2, bits=2))),
     },

@@ -20,7 +20,7 @@ from torch import Tensor
 from qdsl.encode import affine
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
         as_type, empty, pad, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -127,17 +127,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = d * q + m."""
-    d, m = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= d
-    sum += ones * m
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -157,7 +146,7 @@ VARIANT = Variant(
             "m": Stored("f16", "N", "K/32", bits=("m[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.u4, scale=_scale_planar,
+                    numbers=bitplanes.u4, scale=group_sums.with_offset,
                     group_fields=(GroupField("d", 1, 32), GroupField("m", 1, 32)), blocks=("32",), size=32,
                     sums_in_tile_gemm=True))),
     },

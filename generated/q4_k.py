@@ -22,7 +22,7 @@ from torch import Tensor
 from qdsl.encode import kquant_minmax
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Records, Storage, Stored, Variant,
         as_float, as_type, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, gemv_records, records, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, gemv_records, group_sums, records, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -169,17 +169,6 @@ def _fields_gguf(head, lane):
 
 
 @triton.jit
-def _scale_gguf(fields, sum, ones, BASE: tl.constexpr):
-    """What a run adds up to, with w = d * sc * q - dmin * mn."""
-    d, sc, dmin, mn = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= d * sc
-    sum += ones * (-dmin * mn)
-    return sum
-
-
-@triton.jit
 def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     """The 8 weights of unit u of row n, in float32."""
     q, d, sc, dmin, mn = tensors
@@ -203,17 +192,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = d * sc * q - dmin * mn."""
-    d, sc, dmin, mn = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= d * sc
-    sum += ones * (-dmin * mn)
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -229,7 +207,7 @@ VARIANT = Variant(
             "blocks": Stored("u8", "N", "144*K/256"),
         }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k",
                 matrix_unit=MatrixUnitKernels(None, gemv=gemv_records, start=_start_gguf, numbers=bitplanes.u4,
-                    fields=_fields_gguf, scale=_scale_gguf, blocks=("256", "32"),
+                    fields=_fields_gguf, scale=group_sums.nested_with_minimum, blocks=("256", "32"),
                     records=Records("blocks", size=36, codes=4, head=(0,))))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
@@ -239,7 +217,7 @@ VARIANT = Variant(
             "mn": Stored("u8", "N", "K/32", bits=("mn[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.u4, scale=_scale_planar,
+                    numbers=bitplanes.u4, scale=group_sums.nested_with_minimum,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6), GroupField("dmin", 1, 256),
                     GroupField("mn", 1, 32, 6)), blocks=("256", "32"), size=32, sums_in_tile_gemm=True))),
     },

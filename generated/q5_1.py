@@ -20,7 +20,7 @@ from torch import Tensor
 from qdsl.encode import affine
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
         as_type, empty, joined, pad, spread, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -143,17 +143,6 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = d * q + m."""
-    d, m = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= d
-    sum += ones * m
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -175,7 +164,7 @@ VARIANT = Variant(
             "m": Stored("f16", "N", "K/32", bits=("m[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5,
-                    numbers=bitplanes.u5, scale=_scale_planar,
+                    numbers=bitplanes.u5, scale=group_sums.with_offset,
                     group_fields=(GroupField("d", 1, 32), GroupField("m", 1, 32)), blocks=("32",), size=32, width=4,
                     bits=5, sums_in_tile_gemm=True, spans=(0, 1)))),
     },

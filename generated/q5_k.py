@@ -22,7 +22,7 @@ from torch import Tensor
 from qdsl.encode import kquant_minmax
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
         as_type, pad, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -188,17 +188,6 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = d * sc * q - dmin * mn."""
-    d, sc, dmin, mn = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= d * sc
-    sum += ones * (-dmin * mn)
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -222,7 +211,7 @@ VARIANT = Variant(
             "mn": Stored("u8", "N", "K/32", bits=("mn[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5,
-                    numbers=bitplanes.u5, scale=_scale_planar,
+                    numbers=bitplanes.u5, scale=group_sums.nested_with_minimum,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6), GroupField("dmin", 1, 256),
                     GroupField("mn", 1, 32, 6)), blocks=("256", "32"), size=32, width=4, bits=5,
                     sums_in_tile_gemm=True, spans=(0, 1)))),

@@ -21,7 +21,7 @@ from torch import Tensor
 from qdsl.encode import absmax
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
         as_type, empty, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -109,16 +109,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = d * q."""
-    d, = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= d
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -135,8 +125,9 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.i8, scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",),
-                    size=32, width=8, bits=8, signed=True, base=(128, 2304), double=True, zero=(-128, -128)))),
+                    numbers=bitplanes.i8, scale=group_sums.scaled_codes, group_fields=(GroupField("d", 1, 32),),
+                    blocks=("32",), size=32, width=8, bits=8, signed=True, base=(128, 2304), double=True,
+                    zero=(-128, -128)))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},

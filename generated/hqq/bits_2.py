@@ -19,10 +19,10 @@ from torch import Tensor
 
 from qdsl.encode import float_zero
 from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, pad
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
-from .bits_4 import decode, _scale_planar
+from .bits_4 import decode
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -140,8 +140,9 @@ VARIANT = Variant(
             "z": Stored("scale_type", "N", "K/group"),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_2, numbers=bitplanes.u2,
-                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
-                    blocks=("group",), size=16, width=2, bits=2))),
+                    scale=group_sums.with_zero,
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
+                    size=16, width=2, bits=2))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/group)"),
 )

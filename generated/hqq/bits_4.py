@@ -20,7 +20,7 @@ from torch import Tensor
 from qdsl.encode import float_zero
 from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
         pad, spread, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -127,15 +127,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = s * (q - z)."""
-    s, z = fields
-    sum += lanes.shifted(-z, BASE) * ones
-    sum *= s
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -157,8 +148,9 @@ VARIANT = Variant(
             "z": Stored("scale_type", "N", "K/group"),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.u4,
-                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
-                    blocks=("group",), size=16))),
+                    scale=group_sums.with_zero,
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
+                    size=16))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/group)"),
 )

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from qdsl.encode import float_zero
 from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, pad
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
-from .bits_4 import decode, _scale_planar
+from .bits_4 import decode
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -127,8 +127,9 @@ VARIANT = Variant(
             "z": Stored("scale_type", "N", "K/group"),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_8, numbers=bitplanes.u8,
-                    scale=_scale_planar, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
-                    blocks=("group",), size=16, width=8, bits=8, base=(0, 2176), double=True))),
+                    scale=group_sums.with_zero,
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
+                    size=16, width=8, bits=8, base=(0, 2176), double=True))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/group)"),
 )

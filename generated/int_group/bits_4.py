@@ -40,68 +40,60 @@ from qdsl.runtime.gpu.triton import tl, triton
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
+def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor | None]:
     """Fields of qweight int32 [K/8, N]; qzeros int32 [ceil(K/group), N/8]; scales scale_type [ceil(K/group), N];
     g_idx int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = as_type(qzeros, torch.uint8).t().contiguous().unflatten(0, (-1, 4))
-    fields = {
+    return {
+        "g": g_idx,
         "q": spread(qweight_bytes, 4).flatten(1),
         "z": torch.stack([qzeros_bytes & 15, qzeros_bytes >> 4], -2).flatten(0, 2),
         "s": scales.t(),
     }
-    if g_idx is not None:
-        fields["g"] = g_idx
-    return fields
 
 
-def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor | None]:
     """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v2."""
     q_split = q.unflatten(-1, (-1, 4, 2))
     qweight_bytes = joined(q_split, 4).squeeze(-1)
     z_split = z.unflatten(0, (-1, 4, 2))
     qzeros_bytes = z_split[:, :, 0] | z_split[:, :, 1] << 4
-    tensors = {
+    return {
         "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
         "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous(),
         "scales": s.t().contiguous(),
+        "g_idx": g,
     }
-    if g is not None:
-        tensors["g_idx"] = g
-    return tensors
 
 
-def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
+def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor | None]:
     """Fields of qweight int32 [K/8, N]; qzeros int32 [ceil(K/group), N/8]; scales scale_type [ceil(K/group), N];
     g_idx int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = as_type(qzeros + 0x11111111, torch.uint8).t().contiguous().unflatten(0, (-1, 4))
-    fields = {
+    return {
+        "g": g_idx,
         "q": spread(qweight_bytes, 4).flatten(1),
         "z": torch.stack([qzeros_bytes & 15, qzeros_bytes >> 4], -2).flatten(0, 2),
         "s": scales.t(),
     }
-    if g_idx is not None:
-        fields["g"] = g_idx
-    return fields
 
 
-def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor | None]:
     """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v1."""
     q_split = q.unflatten(-1, (-1, 4, 2))
     qweight_bytes = joined(q_split, 4).squeeze(-1)
     z_split = z.unflatten(0, (-1, 4, 2))
     qzeros_bytes = z_split[:, :, 0] | z_split[:, :, 1] << 4
-    tensors = {
+    return {
         "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
         "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous() - 0x11111111,
         "scales": s.t().contiguous(),
+        "g_idx": g,
     }
-    if g is not None:
-        tensors["g_idx"] = g
-    return tensors
 
 
 def unpack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
@@ -157,33 +149,33 @@ def pack_awq_gemv(q: Tensor, z: Tensor, s: Tensor, *, K: int, group: int) -> dic
 
 
 def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
-        weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+        weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor | None]:
     """Fields of weight_packed int32 [N, ceil(K/8)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
     int32 [ceil(N/8), ceil(K/group)]; weight_g_idx int32 [K].
     """
     weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
-    fields = {"q": spread(weight_packed_bytes, 4).flatten(1)[:, :K], "s": weight_scale}
-    if weight_g_idx is not None:
-        fields["g"] = weight_g_idx
+    fields = {"g": weight_g_idx, "q": spread(weight_packed_bytes, 4).flatten(1)[:, :K], "s": weight_scale}
     if weight_zero_point is not None:
         weight_zero_point_bytes = as_type(weight_zero_point, torch.uint8).unflatten(-1, (-1, 4))
         fields["z"] = spread(weight_zero_point_bytes, 4).permute(0, 2, 3, 1).flatten(0, 2)[:N, :]
     return fields
 
 
-def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor | None]:
     """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
     unpack_pack_quantized.
     """
     q_split = pad(q, (0, -q.shape[1] % 8, 0, 0)).unflatten(-1, (-1, 4, 2))
     weight_packed_bytes = joined(q_split, 4).squeeze(-1)
-    tensors = {"weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1), "weight_scale": s}
+    tensors = {
+        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
+        "weight_scale": s,
+        "weight_g_idx": g,
+    }
     if z is not None:
         z_split = pad(z, (0, 0, 0, -z.shape[0] % 8)).unflatten(0, (-1, 4, 2))
         weight_zero_point_bytes = z_split[:, :, 0] | z_split[:, :, 1] << 4
         tensors["weight_zero_point"] = integer(weight_zero_point_bytes.transpose(-1, -2), torch.int32)
-    if g is not None:
-        tensors["weight_g_idx"] = g
     return tensors
 
 

@@ -34,7 +34,7 @@ from .bits_4 import _scale_planar
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def unpack_gptq_p(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
+def unpack_gptq_p(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor | None]:
     """Fields of qweight int32 [5*K/32, N]; qzeros int32 [ceil(K/group), 5*N/32]; scales scale_type [ceil(K/group),
     N]; g_idx int32 [K].
     """
@@ -44,13 +44,10 @@ def unpack_gptq_p(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor
     qzeros_bytes = as_type(qzeros.unflatten(-1, (-1, 5)).permute(1, 0, 2), torch.uint8)
     z_low = spread(qzeros_bytes[..., 0:16], 4).permute(0, 2, 3, 1).flatten(0, 2)
     z_high = spread(qzeros_bytes[..., 16:20], 1).permute(0, 2, 3, 1).flatten(0, 2)
-    fields = {"q": q_low | q_high << 4, "z": z_low | z_high << 4, "s": scales.t()}
-    if g_idx is not None:
-        fields["g"] = g_idx
-    return fields
+    return {"g": g_idx, "q": q_low | q_high << 4, "z": z_low | z_high << 4, "s": scales.t()}
 
 
-def pack_gptq_p(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+def pack_gptq_p(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor | None]:
     """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_p."""
     qweight_bytes = empty((q.shape[0], q.shape[1] // 32, 20), torch.uint8, q.device)
     q_split = q.unflatten(-1, (-1, 16, 2))
@@ -62,18 +59,16 @@ def pack_gptq_p(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, 
     qzeros_bytes[..., 0:16] = ((z_split[:, :, 0] & 15) | (z_split[:, :, 1] & 15) << 4).permute(0, 2, 1)
     z_split2 = z.unflatten(0, (-1, 4, 8))
     qzeros_bytes[..., 16:20] = sum((z_split2[:, :, i] >> 4) << 1 * i for i in range(8)).permute(0, 2, 1)
-    tensors = {
+    return {
         "qweight": as_type(qweight_bytes, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
         "qzeros": as_type(qzeros_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1),
         "scales": s.t().contiguous(),
+        "g_idx": g,
     }
-    if g is not None:
-        tensors["g_idx"] = g
-    return tensors
 
 
 def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
-        weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+        weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor | None]:
     """Fields of weight_packed int32 [N, ceil(5*K/32)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
     int32 [ceil(5*N/32), ceil(K/group)]; weight_g_idx int32 [K].
     """
@@ -81,11 +76,10 @@ def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_ze
         (-1, 20))
     q_words = integer(weight_packed_bytes.unflatten(-1, (4, 5)))
     fields = {
+        "g": weight_g_idx,
         "q": torch.stack([q_words >> 5 * i & 31 for i in range(8)], -1).to(torch.uint8).flatten(1)[:, :K],
         "s": weight_scale,
     }
-    if weight_g_idx is not None:
-        fields["g"] = weight_g_idx
     if weight_zero_point is not None:
         weight_zero_point_bytes = as_type(pad(weight_zero_point,
             (0, 0, 0, -weight_zero_point.shape[0] % 5)).unflatten(0, (-1, 5)).permute(0, 2, 1), torch.uint8)
@@ -95,7 +89,7 @@ def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_ze
     return fields
 
 
-def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor | None]:
     """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
     unpack_pack_quantized.
     """
@@ -106,6 +100,7 @@ def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor
         "weight_packed": as_type(weight_packed_bytes, torch.int32).flatten(1)[:,
             :cdiv(5 * q.shape[1], 32)].contiguous(),
         "weight_scale": s,
+        "weight_g_idx": g,
     }
     if z is not None:
         z_split = pad(z, (0, 0, 0, -z.shape[0] % 32)).unflatten(0, (-1, 4, 8))
@@ -113,24 +108,21 @@ def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor
         weight_zero_point_bytes = z_packed.unsqueeze(-1).view(torch.uint8)[..., :5].flatten(2)
         tensors["weight_zero_point"] = as_type(weight_zero_point_bytes, torch.int32).permute(0, 2,
             1).contiguous().flatten(0, 1)[:cdiv(5 * z.shape[0], 32)].contiguous()
-    if g is not None:
-        tensors["weight_g_idx"] = g
     return tensors
 
 
 def unpack_pack_quantized_0_17(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
-        weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+        weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor | None]:
     """Fields of weight_packed int32 [N, ceil(K/6)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
     int32 [ceil(N/6), ceil(K/group)]; weight_g_idx int32 [K].
     """
     weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
     q_words = integer(weight_packed_bytes)
     fields = {
+        "g": weight_g_idx,
         "q": torch.stack([q_words >> 5 * i & 31 for i in range(6)], -1).to(torch.uint8).flatten(1)[:, :K],
         "s": weight_scale,
     }
-    if weight_g_idx is not None:
-        fields["g"] = weight_g_idx
     if weight_zero_point is not None:
         weight_zero_point_bytes = as_type(weight_zero_point, torch.uint8).unflatten(-1, (-1, 4))
         z_words = integer(weight_zero_point_bytes)
@@ -139,7 +131,7 @@ def unpack_pack_quantized_0_17(weight_packed: Tensor, weight_scale: Tensor, weig
     return fields
 
 
-def pack_pack_quantized_0_17(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+def pack_pack_quantized_0_17(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor | None]:
     """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
     unpack_pack_quantized_0_17.
     """
@@ -147,15 +139,17 @@ def pack_pack_quantized_0_17(g: Tensor | None, q: Tensor, z: Tensor | None, s: T
     q_split = pad(q, (0, -q.shape[1] % 6, 0, 0)).unflatten(-1, (-1, 6))
     q_packed = sum(q_split[..., i].to(torch.int64) << 5 * i for i in range(6))
     weight_packed_bytes[...] = q_packed.unsqueeze(-1).view(torch.uint8)[..., :4]
-    tensors = {"weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1), "weight_scale": s}
+    tensors = {
+        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
+        "weight_scale": s,
+        "weight_g_idx": g,
+    }
     if z is not None:
         weight_zero_point_bytes = torch.zeros(cdiv(z.shape[0], 6), z.shape[1], 4, dtype=torch.uint8, device=z.device)
         z_split = pad(z, (0, 0, 0, -z.shape[0] % 6)).unflatten(0, (-1, 6))
         z_packed = sum(z_split[:, i].to(torch.int64) << 5 * i for i in range(6))
         weight_zero_point_bytes[...] = z_packed.unsqueeze(-1).view(torch.uint8)[..., :4]
         tensors["weight_zero_point"] = as_type(weight_zero_point_bytes, torch.int32).squeeze(-1)
-    if g is not None:
-        tensors["weight_g_idx"] = g
     return tensors
 
 

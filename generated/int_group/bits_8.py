@@ -29,91 +29,91 @@ from torch import Tensor
 from qdsl.encode import minmax
 from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
         integer, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
+def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor | None]:
     """Fields of qweight int32 [K/4, N]; qzeros int32 [ceil(K/group), N/4]; scales scale_type [ceil(K/group), N];
     g_idx int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = as_type(qzeros.t(), torch.uint8).unflatten(-1, (-1, 4))
-    fields = {"q": qweight_bytes.flatten(1), "z": qzeros_bytes.permute(0, 2, 1).flatten(0, 1), "s": scales.t()}
-    if g_idx is not None:
-        fields["g"] = g_idx
-    return fields
+    return {
+        "g": g_idx,
+        "q": qweight_bytes.flatten(1),
+        "z": qzeros_bytes.permute(0, 2, 1).flatten(0, 1),
+        "s": scales.t(),
+    }
 
 
-def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor | None]:
     """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v2."""
     qweight_bytes = q.unflatten(-1, (-1, 4))
     qzeros_bytes = z.unflatten(0, (-1, 4))
-    tensors = {
+    return {
         "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
         "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous(),
         "scales": s.t().contiguous(),
+        "g_idx": g,
     }
-    if g is not None:
-        tensors["g_idx"] = g
-    return tensors
 
 
-def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor]:
+def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor | None]:
     """Fields of qweight int32 [K/4, N]; qzeros int32 [ceil(K/group), N/4]; scales scale_type [ceil(K/group), N];
     g_idx int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = as_type((qzeros + 0x1010101).t(), torch.uint8).unflatten(-1, (-1, 4))
-    fields = {"q": qweight_bytes.flatten(1), "z": qzeros_bytes.permute(0, 2, 1).flatten(0, 1), "s": scales.t()}
-    if g_idx is not None:
-        fields["g"] = g_idx
-    return fields
+    return {
+        "g": g_idx,
+        "q": qweight_bytes.flatten(1),
+        "z": qzeros_bytes.permute(0, 2, 1).flatten(0, 1),
+        "s": scales.t(),
+    }
 
 
-def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor | None]:
     """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v1."""
     qweight_bytes = q.unflatten(-1, (-1, 4))
     qzeros_bytes = z.unflatten(0, (-1, 4))
-    tensors = {
+    return {
         "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
         "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous() - 0x1010101,
         "scales": s.t().contiguous(),
+        "g_idx": g,
     }
-    if g is not None:
-        tensors["g_idx"] = g
-    return tensors
 
 
 def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
-        weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor]:
+        weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor | None]:
     """Fields of weight_packed int32 [N, ceil(K/4)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
     int32 [ceil(N/4), ceil(K/group)]; weight_g_idx int32 [K].
     """
     weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
-    fields = {"q": weight_packed_bytes.flatten(1)[:, :K], "s": weight_scale}
-    if weight_g_idx is not None:
-        fields["g"] = weight_g_idx
+    fields = {"g": weight_g_idx, "q": weight_packed_bytes.flatten(1)[:, :K], "s": weight_scale}
     if weight_zero_point is not None:
         weight_zero_point_bytes = as_type(weight_zero_point, torch.uint8).unflatten(-1, (-1, 4))
         fields["z"] = weight_zero_point_bytes.permute(0, 2, 1).flatten(0, 1)[:N, :]
     return fields
 
 
-def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor | None]:
     """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
     unpack_pack_quantized.
     """
     weight_packed_bytes = pad(q, (0, -q.shape[1] % 4, 0, 0)).unflatten(-1, (-1, 4))
-    tensors = {"weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1), "weight_scale": s}
+    tensors = {
+        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
+        "weight_scale": s,
+        "weight_g_idx": g,
+    }
     if z is not None:
         weight_zero_point_bytes = pad(z, (0, 0, 0, -z.shape[0] % 4)).unflatten(0, (-1, 4))
         tensors["weight_zero_point"] = integer(weight_zero_point_bytes.transpose(-1, -2), torch.int32)
-    if g is not None:
-        tensors["weight_g_idx"] = g
     return tensors
 
 
@@ -170,38 +170,26 @@ def pack_torchao_int8(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tenso
     return tensors
 
 
-def unpack_onnx_matmul_nbits(B: Tensor, scales: Tensor, zero_points: Tensor | None) -> dict[str, Tensor]:
+def unpack_onnx_matmul_nbits(B: Tensor, scales: Tensor, zero_points: Tensor | None) -> dict[str, Tensor | None]:
     """Fields of B uint8 [N, K]; scales scale_type [N, K/group]; zero_points uint8 [N, ceil(K/group)]."""
-    fields = {"q": B, "s": scales}
-    if zero_points is not None:
-        fields["z"] = zero_points
-    return fields
+    return {"q": B, "z": zero_points, "s": scales}
 
 
-def pack_onnx_matmul_nbits(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+def pack_onnx_matmul_nbits(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor | None]:
     """B, scales, zero_points of the fields; the inverse of unpack_onnx_matmul_nbits."""
-    tensors = {"B": q, "scales": s}
-    if z is not None:
-        tensors["zero_points"] = z
-    return tensors
+    return {"B": q, "scales": s, "zero_points": z}
 
 
-def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str, Tensor]:
+def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str, Tensor | None]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type [N, ceil(K/group)]; z uint8 [N, ceil(K/group)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
-    fields = {"q": r.unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K], "s": s}
-    if z is not None:
-        fields["z"] = z
-    return fields
+    return {"q": r.unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K], "z": z, "s": s}
 
 
-def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
+def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor | None]:
     """q, s, z of the fields; the inverse of unpack_planar."""
     r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    tensors = {"q": as_type(r, torch.int32).flatten(1), "s": s}
-    if z is not None:
-        tensors["z"] = z
-    return tensors
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s, "z": z}
 
 
 def decode(q: Tensor, s: Tensor, g: Tensor | None = None, z: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -372,15 +360,6 @@ def _decode_onnx_matmul_nbits(tensors, n, k, live, N, K, sizes, use: tl.constexp
 
 
 @triton.jit
-def _scale_onnx_matmul_nbits(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = s * (q - z)."""
-    s, z = fields
-    sum += lanes.shifted(-z, BASE) * ones
-    sum *= s
-    return sum
-
-
-@triton.jit
 def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     """The 4 weights of unit u of row n, in float32."""
     q, s, z = tensors
@@ -406,15 +385,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
             q1 = (q_word >> 16 * i + 8 * h & 255).to(tl.int32)
             state = use(state, 128 * t + 32 * j + 16 * h + 2 * c + i, (q1 - z1) * s1, inside)
     return state
-
-
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = s * (q - z)."""
-    s, z = fields
-    sum += lanes.shifted(-z, BASE) * ones
-    sum *= s
-    return sum
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -472,7 +442,7 @@ VARIANT = Variant(
             "zero_points": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_onnx_matmul_nbits, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.u8,
-                    scale=_scale_onnx_matmul_nbits,
+                    scale=group_sums.with_zero,
                     group_fields=(GroupField("scales", 1, "group"),
                     GroupField("zero_points", 1, "group", 8, default=128.0)), blocks=("group",), in_order=True,
                     width=8, bits=8, base=(0, 2176), double=True))),
@@ -483,7 +453,7 @@ VARIANT = Variant(
             "order": Stored("i32", "K", optional="order"),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.u8, scale=_scale_planar,
+                    numbers=bitplanes.u8, scale=group_sums.with_zero,
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 8, default=128.0)),
                     blocks=("group",), size=32, width=8, bits=8, base=(0, 2176), double=True, zero=(0, 0),
                     sums_in_tile_gemm=True))),

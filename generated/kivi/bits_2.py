@@ -20,7 +20,7 @@ from torch import Tensor
 from qdsl.encode import float_middle
 from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
         joined, pad, spread, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -131,17 +131,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = s * q + m."""
-    s, m = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= s
-    sum += ones * m
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -162,7 +151,7 @@ VARIANT = Variant(
             "m": Stored("scale_type", "ceil(N/gn)", "ceil(K/gk)", bits=("m[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2,
-                    numbers=bitplanes.u2, scale=_scale_planar,
+                    numbers=bitplanes.u2, scale=group_sums.with_offset,
                     group_fields=(GroupField("s", "gn", "gk"), GroupField("m", "gn", "gk")), blocks=("gk",), size=32,
                     width=2, bits=2, sums_in_tile_gemm=True, spans=(4,)))),
     },

@@ -20,10 +20,10 @@ from torch import Tensor
 from qdsl.encode import float_middle
 from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, joined, pad,
         spread)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
-from .bits_2 import decode, _scale_planar
+from .bits_2 import decode
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ VARIANT = Variant(
             "m": Stored("scale_type", "ceil(N/gn)", "ceil(K/gk)", bits=("m[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.u4, scale=_scale_planar,
+                    numbers=bitplanes.u4, scale=group_sums.with_offset,
                     group_fields=(GroupField("s", "gn", "gk"), GroupField("m", "gn", "gk")), blocks=("gk",), size=32,
                     sums_in_tile_gemm=True))),
     },

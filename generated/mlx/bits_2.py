@@ -20,10 +20,10 @@ from torch import Tensor
 from qdsl.encode import edge_affine
 from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, joined, pad,
         spread)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
-from .bits_4 import decode, _scale_planar
+from .bits_4 import decode
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ VARIANT = Variant(
             "b": Stored("scale_type", "N", "ceil(K/group)", bits=("b[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2,
-                    numbers=bitplanes.u2, scale=_scale_planar,
+                    numbers=bitplanes.u2, scale=group_sums.with_offset,
                     group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",),
                     size=32, width=2, bits=2, sums_in_tile_gemm=True, spans=(4,)))),
     },

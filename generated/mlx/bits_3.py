@@ -19,10 +19,10 @@ from torch import Tensor
 
 from qdsl.encode import edge_affine
 from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, integer, pad
-from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
-from .bits_4 import decode, _scale_planar
+from .bits_4 import decode
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ VARIANT = Variant(
             "b": Stored("scale_type", "N", "ceil(K/group)", bits=("b[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_3,
-                    numbers=bitplanes.u3, scale=_scale_planar,
+                    numbers=bitplanes.u3, scale=group_sums.with_offset,
                     group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",),
                     size=32, width=2, bits=3, sums_in_tile_gemm=True, spans=(4, 4)))),
     },

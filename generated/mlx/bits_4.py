@@ -20,7 +20,7 @@ from torch import Tensor
 from qdsl.encode import edge_affine
 from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
         joined, pad, spread, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -120,17 +120,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = s * q + b."""
-    s, b = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= s
-    sum += ones * b
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -151,7 +140,7 @@ VARIANT = Variant(
             "b": Stored("scale_type", "N", "ceil(K/group)", bits=("b[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.u4, scale=_scale_planar,
+                    numbers=bitplanes.u4, scale=group_sums.with_offset,
                     group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",),
                     size=32, sums_in_tile_gemm=True))),
     },

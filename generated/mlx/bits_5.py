@@ -19,10 +19,10 @@ from torch import Tensor
 
 from qdsl.encode import edge_affine
 from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, integer, pad
-from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
-from .bits_4 import decode, _scale_planar
+from .bits_4 import decode
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ VARIANT = Variant(
             "b": Stored("scale_type", "N", "ceil(K/group)", bits=("b[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5,
-                    numbers=bitplanes.u5, scale=_scale_planar,
+                    numbers=bitplanes.u5, scale=group_sums.with_offset,
                     group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",),
                     size=32, width=4, bits=5, sums_in_tile_gemm=True, spans=(0, 1)))),
     },

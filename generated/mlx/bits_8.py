@@ -19,10 +19,10 @@ from torch import Tensor
 
 from qdsl.encode import edge_affine
 from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, pad
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
-from .bits_4 import decode, _scale_planar
+from .bits_4 import decode
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ VARIANT = Variant(
             "b": Stored("scale_type", "N", "ceil(K/group)", bits=("b[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.u8, scale=_scale_planar,
+                    numbers=bitplanes.u8, scale=group_sums.with_offset,
                     group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",),
                     size=32, width=8, bits=8, base=(0, 2176), double=True, zero=(0, 0), sums_in_tile_gemm=True))),
     },

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qdsl.encode import absmax
 from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, cdiv, pad
-from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3, e8m0
 
@@ -174,14 +174,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     return state
 
 
-@triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
-    """What a group adds up to, with w = e * q."""
-    e, = fields
-    sum *= e
-    return sum
-
-
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
@@ -213,7 +205,7 @@ VARIANT = Variant(
             "e": Stored("e8m0", "N", "ceil(K/32)", bits=("e[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.e4m3, scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0"),),
+                    numbers=bitplanes.e4m3, scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0"),),
                     blocks=("32",), size=32, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q",
                     special=127))),
     },

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type
-from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e5m2, e8m0
 
 from .code_e4m3 import (unpack_compressed_tensors, pack_compressed_tensors, unpack_torchao, pack_torchao,
-        unpack_torchao_swizzled, pack_torchao_swizzled, pack_planar, encode, _scale_planar)
+        unpack_torchao_swizzled, pack_torchao_swizzled, pack_planar, encode)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ VARIANT = Variant(
             "e": Stored("e8m0", "N", "ceil(K/32)", bits=("e[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.e5m2, scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0"),),
+                    numbers=bitplanes.e5m2, scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0"),),
                     blocks=("32",), size=32, width=8, bits=0, unit=(1.0, 1.0), base=(0, 0), zero=(0, 0), codes="q",
                     special=124))),
     },

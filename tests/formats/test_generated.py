@@ -15,7 +15,7 @@ import torch
 
 import qdsl
 from qdsl.compiler.emit.module.build import BuildError, build
-from qdsl.compiler.emit.triton.matrix_unit import FUNCTIONS
+from qdsl.compiler.emit.triton.matrix_unit import FUNCTIONS, SHARED
 from qdsl.compiler.emit.triton.plan import LOCALS
 from qdsl.compiler.spec.schema import RESERVED
 from qdsl.compiler.spec.source import SpecError
@@ -173,3 +173,18 @@ def test_a_row_and_a_field_of_its_own_are_looked_up_together(decode: str, joined
     wanted = {"(1": d * (grid * (1 - 2 * s)), "/ 3": d * (grid / 3 - s), "d * s": d * s * (grid + s)}
     weight = form.dequantize(form.pack(fields), torch.float32)
     assert torch.equal(weight, next(w for key, w in wanted.items() if key in decode).flatten(1))
+
+
+def test_functions_that_formats_share_have_the_lines_they_are_chosen_by() -> None:
+    functions = [node for node in ast.parse((ROOT / "qdsl/runtime/gpu/kernels/group_sums.py").read_text()).body
+                 if isinstance(node, ast.FunctionDef)]
+    lines = {}
+    for function in functions:
+        _, values, *body, result = function.body                 # behind the docstring
+        names = ast.unparse(values).removesuffix(" = fields").strip("()").replace(",", " ").split()
+        text = "\n".join(map(ast.unparse, body))
+        for place, name in enumerate(names):
+            text = re.sub(rf"\b{name}\b", f"${place}", text)
+        assert ast.unparse(result) == "return sum" and ast.get_docstring(function)
+        lines[tuple(text.split("\n"))] = function.name
+    assert lines == SHARED

@@ -13,7 +13,8 @@ LANGUAGE = ("n", "k", "N", "K", "word", "pad", "index", "ceil", "lcm", "base3", 
 RUNTIME = ("Branch", "BranchTensor", "Field", "Format", "GroupField", "Kernels", "MatrixUnitKernels", "Pairs", "Records",
            "RowCodes", "Storage", "Stored", "Stream", "Table", "Variant", "W8A8", "as_float", "as_type", "base3", "cdiv",
            "empty", "entries", "first_trit", "integer", "joined", "lookup", "pad", "rounded", "spread", "workspace")
-KERNELS = ("bitplanes", "codebook", "device", "gemv", "gemv_records", "lanes", "records", "skinny", "tile_gemm", "w8a8")
+KERNELS = ("bitplanes", "codebook", "device", "gemv", "gemv_records", "group_sums", "lanes", "records", "skinny", "tile_gemm",
+           "w8a8")
 # Other modules, and builtins that generated code calls.
 MODULES = ("torch", "triton", "tl", "qdsl", "Tensor", "Any")
 BUILTINS = ("sum", "range", "int", "str", "dict", "float")

@@ -279,8 +279,8 @@ class Storage:
     """
 
     tensors: Mapping[str, Stored]
-    unpack: Callable[..., dict[str, torch.Tensor]]
-    pack: Callable[..., dict[str, torch.Tensor]]
+    unpack: Callable[..., Mapping[str, torch.Tensor | None]]
+    pack: Callable[..., Mapping[str, torch.Tensor | None]]
     kernels: Kernels
     where: tuple[str, ...] = ()
     always: tuple[str, ...] = ()
@@ -306,11 +306,11 @@ class Storage:
 
     def fields_of(self, tensors: Iterable[torch.Tensor | None], extents: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """The fields that unpack returns for the tensors in `coded`; extents: N, K and the size parameters."""
-        return self.unpack(*tensors, **{name: extents[name] for name in self.reads})
+        return _present(self.unpack(*tensors, **{name: extents[name] for name in self.reads}))
 
     def tensors_of(self, fields: Mapping[str, torch.Tensor | None], extents: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """The tensors that pack returns for all fields that it takes, None where one is missing."""
-        return self.pack(**fields, **{name: extents[name] for name in self.extents})
+        return _present(self.pack(**fields, **{name: extents[name] for name in self.extents}))
 
     def why_not(self, shape: tuple[int, int], sizes: Mapping[str, int]) -> str:
         """Why the storage is not for weights of this shape, too few elements or another N or K; '' where it is."""
@@ -326,6 +326,11 @@ class Storage:
     def coded(self) -> list[str]:
         """The tensors that hold the fields, which unpack and the kernels take."""
         return [name for name in self.tensors if name not in (self.order, self.shape)]
+
+
+def _present(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """What is there: functions of generated modules return None for what is missing."""
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 @dataclass(frozen=True, slots=True)

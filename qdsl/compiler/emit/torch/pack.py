@@ -35,7 +35,7 @@ from qdsl.core.layout import Slice
 
 
 def pack_body(program: Program) -> list[str]:
-    """Statements that turn fields into a dict of stored tensors."""
+    """Statements that turn fields into a dict of stored tensors; one that is its field and may be missing is None then."""
     lines = codes_lines(program)
     entries: dict[str, list[str]] = {}
     optional: list[str] = []
@@ -44,7 +44,7 @@ def pack_body(program: Program) -> list[str]:
         chain = _plain(program, tensor, tensor.placements[0]) if is_plain(program, tensor) else \
             _stacked(program, tensor) if elements(program, tensor) else _records(program, tensor, lines)
         text = to_axes(tensor, chain)
-        if tensor.optional:
+        if tensor.optional and text != tensor.placements[0].field:
             optional += [f"if {tensor.placements[0].field} is not None:", *indent(lines[before:]),
                          f'    tensors["{tensor.name}"] = {text}']
             del lines[before:]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from qdsl.compiler.emit.axes import field_axes, stored_axes
@@ -52,7 +53,7 @@ def _unpack_function(program: Program, body: list[str], extents: list[str]) -> l
     arguments += ["*", *(f"{word}: int" for word in extents)] if extents else []
     stored = "; ".join(f"{name} {t.kind if t.kind in program.params else tensor_dtype(t)} [{', '.join(stored_axes(tensors))}]"
                        for name, tensors in program.stored.items() for t in tensors[:1])
-    return [*wrapped(f"def unpack_{program.storage}(", arguments, ") -> dict[str, Tensor]:"),
+    return [*wrapped(f"def unpack_{program.storage}(", arguments, f") -> {_dict_type(body, optional)}:"),
             *indent([*_doc(f"Fields of {stored}."), *body])]
 
 
@@ -65,8 +66,14 @@ def _pack_function(program: Program, body: list[str], extents: list[str]) -> lis
     arguments = [f"{field}: Tensor{' | None' if field in optional else ''}" for field in stored]
     arguments += ["*", *(f"{word}: int" for word in extents)] if extents else []
     names = ", ".join(program.stored)
-    return [*wrapped(f"def pack_{program.storage}(", arguments, ") -> dict[str, Tensor]:"),
+    return [*wrapped(f"def pack_{program.storage}(", arguments, f") -> {_dict_type(body, optional)}:"),
             *indent([*_doc(f"{names} of the fields; the inverse of unpack_{program.storage}."), *body])]
+
+
+def _dict_type(body: Sequence[str], optional: Iterable[str]) -> str:
+    """The type of the dict that a body returns, which may hold what may be missing."""
+    entry = re.compile(rf'": ({"|".join(optional)})\b(?![.(\[])') if optional else None
+    return f"dict[str, Tensor{' | None' if entry and entry.search(' '.join(body)) else ''}]"
 
 
 def decode_function(programs: Sequence[Program], decoded: Decode) -> list[str]:

@@ -40,7 +40,7 @@ from qdsl.core.layout import Slice
 
 
 def unpack_body(program: Program) -> list[str]:
-    """Statements that turn the stored tensors into a dict of fields."""
+    """Statements that turn the stored tensors into a dict of fields; one that is its tensor and may be missing is None then."""
     lines = cut_lines(program)
     inside: dict[str, list[str]] = {}                            # of tensors that may be missing
     parts: dict[str, list[tuple[int, str]]] = {}
@@ -52,6 +52,7 @@ def unpack_body(program: Program) -> list[str]:
             inside[tensor.name] = lines[before:]
     lines = lines[:len(lines) - sum(map(len, inside.values()))]
     optional = {tensor.placements[0].field: tensor.name for tensor in program.tensors if tensor.optional}
+    optional = {field: name for field, name in optional.items() if parts[field] != [(0, name)]}
     stored = [field for field in program.fields if field.name in parts]
     entries = [field_entry(program, f.name, _join(f, parts[f.name])) for f in stored if f.name not in optional]
     if len(optional) == 0:

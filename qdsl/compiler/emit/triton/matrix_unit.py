@@ -10,9 +10,10 @@ A storage whose records hold codes and numbers together (compiler/emit/triton/re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from qdsl.compiler.emit.formula import constant
+from qdsl.compiler.emit.lines import WORD
 from qdsl.compiler.emit.literals import bare_tuple, tupled
 from qdsl.compiler.emit.templates import render
 from qdsl.compiler.emit.triton import records
@@ -35,8 +36,7 @@ def matrix_unit_functions(program: Program) -> list[str]:
         "lanes", storage=program.storage, code=_code(plan.affine), first=plan.first, bits=plan.code.bits, table=_table(plan),
         line=_line(plan),
         functions=[(name, what, bare_tuple(group.name for group in groups), body)
-                   for name, what, groups, body in (("scale", "group", plan.inner, _scale(plan)),
-                                                    ("finish", "row", plan.outer, _finish(plan))) if body])
+                   for name, what, groups, body in _lines(plan) if not _shared(groups, body)])
     return lines if any(lines) else []
 
 
@@ -44,10 +44,10 @@ def _of_record(plan: Plan, record: Record) -> list[str]:
     """The lines of the functions for records as they are stored."""
     loads = [line for name in plan.affine.fields
              for line in records.field_lines(record, plan.program.field(name), f"{argument(name)}_g")]
-    names = [group.name for group in plan.groups]
+    names, scale = [group.name for group in plan.groups], _line_of(plan, [])
     return render("records", storage=plan.program.storage, line=_line(plan),
                   start=records.start_text(record), fields=[*loads, f"return {bare_tuple(f'{name}_g' for name in names)}"],
-                  values=bare_tuple(names), scale=_line_of(plan, []))
+                  values=bare_tuple(names), scale=[] if _shared(plan.groups, scale) else scale)
 
 
 def constants(plan: Plan) -> list[str]:
@@ -58,10 +58,11 @@ def constants(plan: Plan) -> list[str]:
     arguments += ["tile_gemm=tile_gemm"] if plan.has_tile_gemm else []
     arguments += [f"words={_words(plan)}"] if has_skinny else [f"start=_start_{storage}"]
     arguments.append(f"numbers={_numbers(plan)}")
-    names = [*(["table"] if plan.book else []), *(["scale"] if _scale(plan) else []),
-             *(["finish"] if _finish(plan) else [])] if has_skinny else ["fields", "scale"]
-    arguments += [f"{name}=_{name}_{storage}" for name in names]
-    if has_skinny:
+    arguments += [f"table=_table_{storage}"] if plan.book else []
+    if not has_skinny:
+        arguments += [f"fields=_fields_{storage}", f"scale={_shared(plan.groups, _line_of(plan, [])) or f'_scale_{storage}'}"]
+    else:
+        arguments += [f"{name}={_shared(groups, body) or f'_{name}_{storage}'}" for name, _, groups, body in _lines(plan)]
         arguments += [f"{name}=({bare_tuple(map(_group_field, groups))})"
                       for name, groups in (("group_fields", plan.inner), ("row_fields", plan.outer)) if groups]
         arguments += [f"point={plan.inner.index(plan.point)}"] if plan.point else []
@@ -165,6 +166,30 @@ def _group_field(group: Group) -> str:
     arguments += [f"table={constant(group.table)}"] if group.table else []
     arguments += [f"shared={group.shared}"] if group.shared > 1 else []
     return f"GroupField({', '.join(arguments)}{'' if group.optional is None else f', default={float(group.optional)}'})"
+
+
+# The functions of runtime/gpu/kernels/group_sums.py by their lines, in which $0 is the first field and so on.
+_BASE = ("if BASE != 0:", "    sum -= BASE * ones")
+SHARED = {
+    ("sum *= $0",): "scaled",
+    (*_BASE, "sum *= $0"): "scaled_codes",
+    ("sum += lanes.shifted(-$1, BASE) * ones", "sum *= $0"): "with_zero",
+    (*_BASE, "sum *= $0", "sum += ones * $1"): "with_offset",
+    (*_BASE, "sum *= $0 * $1", "sum += ones * (-$2 * $3)"): "nested_with_minimum",
+}
+
+
+def _shared(groups: Sequence[Group], body: Sequence[str]) -> str:
+    """The function that formats share which has these lines, '' where there is none."""
+    places = {group.name: f"${place}" for place, group in enumerate(groups)}
+    function = SHARED.get(tuple(WORD.sub(lambda word: places.get(word[0], word[0]), line) for line in body))
+    return f"group_sums.{function}" if function else ""
+
+
+def _lines(plan: Plan) -> list[tuple[str, str, Sequence[Group], list[str]]]:
+    """What scales sums: the function's name, of what the sum is, the numbers that it takes, and its lines."""
+    functions = (("scale", "group", plan.inner, _scale(plan)), ("finish", "row", plan.outer, _finish(plan)))
+    return [function for function in functions if function[-1]]
 
 
 def _scale(plan: Plan) -> list[str]:

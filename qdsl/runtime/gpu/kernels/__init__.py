@@ -21,7 +21,7 @@ of its own:
 - table(g, N, F): the words of a table that codes are looked up in
 - scale(fields, sum, ones, BASE): what a group adds up to, of its numbers, such as its scale, of the sum of its codes times x,
   and of `ones`, the sum of its x.  BASE is what numbers have more than codes; None says that their zero point is off already
-- finish(fields, sum, ones, BASE): the same for what all columns of a row share
+- finish(fields, sum, ones, BASE): the same for what all columns of a row share; group_sums.py has those that formats share
 
 Where the numbers of groups lie and which lanes want them depends on the family, so a format never loads one.  It says which they
 are, as GroupFields (runtime/weight/layout.py), and the family loads them by a `field(plane, at, rows, columns, kind)` of its own.
