@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qdsl.host import library
-from qdsl.runtime.cpu import integers
+from qdsl.runtime.cpu import integers, threads
 from qdsl.runtime.cpu.source import DECODE, Reads, Source, source_of
 from qdsl.runtime.cpu.trace import SIZES, Unsupported
 from qdsl.runtime.gpu.configure import grid_axes
@@ -28,7 +26,6 @@ TILE = 1 << 18                                                   # weights that 
 SHARE = 1 << 17                                                  # weights that are worth a thread of their own
 
 _loops: dict[tuple[Any, ...], Loop | None] = {}
-_pools: dict[int, ThreadPoolExecutor] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,32 +185,14 @@ def _new_loop(packed: PackedWeight, rows: int, rounds_x: bool) -> Loop | None:
 
 
 def _run(loop: Loop, packed: PackedWeight, out: int, x: int, ordered: int, start: int, stop: int) -> None:
-    """Run a loop over rows [start, stop) of a weight, in parts of equal size on torch's number of threads."""
+    """Run a loop over rows [start, stop) of a weight, on as many threads as torch has, where they have enough to do."""
     tensors = read_tensors(packed)
     places = (ctypes.c_void_p * len(tensors))(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
     sums, units = packed.layout.kernels.sums, grid_axes(packed)[1]
     first, last = start // sums, stop // sums
     count = max(1, min(torch.get_num_threads(), (stop - start) * packed.shape[1] // SHARE))
-    step = loop.source.step
-    part = -(-(last - first) // (count * step)) * step
-    bounds = [(at, min(at + part, last)) for at in range(first, last, part)]
-
-    def work(begin: int, end: int) -> None:
-        loop.run(places, x, ordered, out, *packed.shape, begin, end, units)
-
-    others = [_pool(len(bounds) - 1).submit(work, *bound) for bound in bounds[1:]]
-    for bound in bounds[:1]:
-        work(*bound)
-    for other in others:
-        other.result()
-
-
-def _pool(count: int) -> ThreadPoolExecutor:
-    """Threads of this process; a forked one starts its own."""
-    if count not in _pools:
-        _pools[count] = ThreadPoolExecutor(count, "qdsl-cpu")
-    return _pools[count]
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pools.clear)
+    arguments = (places, x, ordered, out, *packed.shape)
+    if count == 1:
+        loop.run(*arguments, first, last, units)
+    else:
+        threads.run_divided(loop.run, arguments, (first, last), units, loop.source.step, count)

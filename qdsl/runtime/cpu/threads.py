@@ -1,0 +1,69 @@
+"""Divides the rows of a loop among threads of this process, which take small parts in turn.
+
+A thread that wakes late, or that has to share its processor, then delays nobody: the others take its parts.  One that has not
+begun when all parts are taken is not waited for.  Threads sleep where they have nothing to do: OpenMP's, which spin, cost more
+than they bring as soon as another program or pool has a processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+from qdsl.host import library
+
+PARTS = 8                                                        # of the rows, that a thread has on average
+SOURCE = """
+#include <stdint.h>
+
+typedef void Run(const uint8_t *const *, const float *, const float *, float *, int64_t, int64_t, int64_t, int64_t, int64_t);
+typedef struct { int64_t next, last, part; Run *run; const void *tensors, *x, *ordered; void *out; int64_t N, K, units; } Work;
+
+void take(Work *w) {
+    for (int64_t begin; (begin = __atomic_fetch_add(&w->next, w->part, __ATOMIC_RELAXED)) < w->last;)
+        w->run(w->tensors, w->x, w->ordered, w->out, w->N, w->K, begin, begin + w->part < w->last ? begin + w->part : w->last,
+               w->units);
+}
+"""
+
+_pools: dict[int, ThreadPoolExecutor] = {}
+
+
+def run_divided(run: Any, arguments: tuple[Any, ...], rows: tuple[int, int], units: int, step: int, count: int) -> None:
+    """Call run(*arguments, begin, end, units) for parts of `rows`, multiples of `step`, on `count` threads.
+
+    arguments: addresses of tensors, x, ordered and out, N and K.
+    """
+    first, last = rows
+    part = max(1, -(-(last - first) // (count * PARTS * step))) * step
+    *places, n, k = arguments
+    addresses = [ctypes.cast(place, ctypes.c_void_p).value or 0 for place in (run, *places)]
+    work = (ctypes.c_int64 * 11)(first, last, part, *addresses, n, k, units)
+    take = _take()
+    others = [_pool(count - 1).submit(take, work) for _ in range(count - 1)]
+    take(work)
+    for other in others:
+        if not other.cancel():
+            other.result()
+
+
+@cache
+def _take() -> Any:
+    """The compiled function that takes parts until there are none.  Raises as `library.load` does."""
+    take = library.load(SOURCE).take
+    take.restype, take.argtypes = None, [ctypes.c_void_p]
+    return take
+
+
+def _pool(count: int) -> ThreadPoolExecutor:
+    """Threads of this process; a forked one starts its own."""
+    if count not in _pools:
+        _pools[count] = ThreadPoolExecutor(count, "qdsl-cpu")
+    return _pools[count]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pools.clear)
