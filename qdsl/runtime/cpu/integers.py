@@ -4,11 +4,13 @@
 
 A vector of codes is four times as long as one of floats, and a dot product adds four neighbours to one integer: neighbours share
 scale and offset.  They come from the decode function of the kernels, run on three sets of lanes: four neighbours, which say
-what the code is; all lanes, for the codes; and every fourth, for scales and offsets.
+what the code is; all lanes, for the codes; and every fourth, for scales and offsets.  Where these are the same for a run of many
+units, a step of several vectors computes each once, in a lane per run: offsets meet sums of x over runs, scales are spread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qdsl.runtime.cpu.expressions import SHORT, Writer
@@ -18,7 +20,8 @@ from qdsl.runtime.cpu.trace import INTEGERS, Index, Indivisible, Node, Trace, Un
 
 X_BLOCK = 32                                                     # columns of x that share a scale, as in ggml's Q8_0
 ARRANGE = """
-/* x [K] as 8-bit integers in the order of use, and after them per four: the scale, scale times sum, and BASE times the sum. */
+/* x [K] as 8-bit integers in the order of use, and after them per four the scale, per four or run scale times sum, and per four
+   BASE times the sum. */
 void arrange(const float *x, int8_t *codes, int64_t K) {
     float *scales = (float *)(codes + K), *sums = scales + K / 4;
     int32_t *starts = (int32_t *)(sums + K / 4);
@@ -30,6 +33,7 @@ void arrange(const float *x, int8_t *codes, int64_t K) {
             d[b] = most / 127;
             inverse[b] = most > 0 ? 127 / most : 0;
         }
+        for (int i = 0; i < COLUMNS / 4; i++) sums[step * (COLUMNS / 4) + i] = 0;
         for (int i = 0; i < COLUMNS; i += 4) {
             const int64_t at = step * COLUMNS + i;
             int32_t sum = 0;
@@ -38,7 +42,7 @@ void arrange(const float *x, int8_t *codes, int64_t K) {
                 sum += codes[at + j];
             }
             scales[at / 4] = d[order[i] / 32];
-            sums[at / 4] = d[order[i] / 32] * sum;
+            sums[step * (COLUMNS / 4) + slots[i / 4]] += d[order[i] / 32] * sum;
             starts[at / 4] = -BASE * sum;
         }
     }
@@ -72,7 +76,7 @@ def source_of(reads: Reads, rows: int, width: int) -> Source:
     raise Unsupported("a step that is too long")
 
 
-def _trace(reads: Reads, length: int, units: range) -> Trace:
+def _trace(reads: Reads, length: int, units: Sequence[int]) -> Trace:
     """The decode function at these units of a step."""
     trace = Trace("step", len(units), True)
     u = trace.symbol("step") * length + Index(trace, (), tuple(units))
@@ -105,34 +109,66 @@ class _Program:
     def __init__(self, reads: Reads, rows: int, width: int, length: int) -> None:
         self.rows, self.width = rows, width
         starts = range(0, length, 4 * width)
-        self.writer = Writer(width, [_trace(reads, length, range(start, start + 4 * width)) for start in starts])
+        self.traces = [_trace(reads, length, range(start, start + 4 * width)) for start in starts]
+        self.writer = Writer(width, self.traces)
         self._bytes: dict[Node, str] = {}
         body: list[str] = []
         order: list[int] = []
+        slots: list[int] = []
         bases = set()
+        run_length = self._run_length(reads, length) if len(starts) > 1 else 0
         for start in starts:
             wide = _trace(reads, length, range(start, start + 4 * width))
             four = _trace(reads, length, range(start, start + 4))
-            first, last = (_trace(reads, length, range(start + i, start + 4 * width, 4)) for i in (0, 3))
-            for uses in zip(*(trace.uses for trace in (four, wide, first, last)), strict=True):
+            units = [start + 4 * lane for lane in range(width)]
+            coarse = _trace(reads, length, units) if not run_length else \
+                _trace(reads, length, [lane * run_length % length for lane in range(width)])
+            last = _trace(reads, length, [unit + 3 for unit in units])
+            for place, uses in enumerate(zip(*(trace.uses for trace in (four, wide, coarse, last)), strict=True)):
                 weights = _split(*(use.weight for use in uses[:3]))
-                at_end = _split(*(use.weight for use in (uses[0], uses[1], uses[3])))
                 base = self._base(weights.code)
                 bases.add(base)
-                body += self._multiplied(weights, at_end, base, len(order))
+                runs = [unit // run_length for unit in units] if run_length else []
+                if not run_length:
+                    self._check_neighbours(weights, _split(uses[0].weight, uses[1].weight, uses[3].weight))
+                body += self._multiplied(weights, base, len(order), runs, place * width if start == 0 else -1)
+                slots += [place * width + run for run in runs] or [len(order) // 4 + lane for lane in range(width)]
                 order += (uses[1].columns.lanes * (4 * width))[:4 * width]
         count = len(order)
         if sorted(order) != list(range(count)) or len(bases) > 1 or count % X_BLOCK:
             raise Unsupported("columns that are not those of a step")
         if any(len({column // X_BLOCK for column in order[i:i + 4]}) > 1 for i in range(0, count, 4)):
             raise Unsupported("neighbours from several blocks of x")
-        self.source = Source(self._text(reads, body, order, bases.pop()), count, 1, ())
+        self.source = Source(self._text(reads, body, order, slots, bases.pop()), count, 1, ())
 
-    def _text(self, reads: Reads, body: list[str], order: list[int], base: int) -> str:
+    def _run_length(self, reads: Reads, length: int) -> int:
+        """Of how many units, at most, scales and offsets are the same, so that a vector has those of a step; 0 for none."""
+        for count in (1, 2, 4, 8, 16):
+            if count <= self.width and length % (4 * count) == 0 and self._has_runs(reads, length, length // count):
+                return length // count
+        return 0
+
+    def _has_runs(self, reads: Reads, length: int, run: int) -> bool:
+        writer, names = Writer(self.width, self.traces), set()
+        four, wide = (_trace(reads, length, range(count)) for count in (4, 4 * self.width))
+        for inside in range(run):
+            coarse = _trace(reads, length, [(lane * run + inside) % length for lane in range(self.width)])
+            parts = [_split(*(use.weight for use in uses)) for uses in zip(four.uses, wide.uses, coarse.uses, strict=True)]
+            names.add(tuple(node and writer.write(node) for part in parts for node in (part.scale, part.offset)))
+        return len(names) == 1
+
+    def _check_neighbours(self, weights: _Weights, at_end: _Weights) -> None:
+        """Raises Unsupported where four neighbours have several scales or offsets."""
+        for one, other in ((weights.scale, at_end.scale), (weights.offset, at_end.offset)):
+            if one is not None and other is not None and self.writer.write(one) != self.writer.write(other):
+                raise Unsupported("neighbours of several scales")
+
+    def _text(self, reads: Reads, body: list[str], order: list[int], slots: list[int], base: int) -> str:
         count = len(order)
+        tables = [f"static const int16_t {name}[] = {{{', '.join(map(str, numbers))}}};"
+                  for name, numbers in (("order", order), ("slots", slots))]
         head = [f"#define LANES {self.width}", f"#define COLUMNS {count}", f"#define BASE {base}",
-                VECTORS.read_text(encoding="utf-8"), 
-                f"static const int16_t order[] = {{{', '.join(map(str, order))}}};", ARRANGE, SIGNATURE, "{"]
+                VECTORS.read_text(encoding="utf-8"), *tables, ARRANGE, SIGNATURE, "{"]
         tensors = [f"const uint8_t *const t{i} = tensors[{i}];" for i in range(len(reads.dtypes) + len(reads.kernels.tables))]
         sums = [f"a{m}_{i}" for m in range(self.rows) for i in range(2)]
         loops = ["for (int64_t n = first; n < last; n++) {", *(f"vf {name} = {{0}};" for name in sums),
@@ -143,27 +179,28 @@ class _Program:
         ends = [f"out[{m} * N + n] = sum(a{m}_0 + a{m}_1);" for m in range(self.rows)]
         return "\n".join([*head, *tensors, *loops, *body, "}", *ends, "}", "}", ""])
 
-    def _multiplied(self, weights: _Weights, at_end: _Weights, base: int, place: int) -> list[str]:
-        """Lines that add a vector of weights, times x, to the sums."""
+    def _multiplied(self, weights: _Weights, base: int, place: int, runs: list[int], sums: int) -> list[str]:
+        """Lines that add a vector of weights, times x, to the sums of a row.
+
+        runs: the runs that the lanes' scales belong to; then the sums of x of its runs lie from `sums` on, -1 for done already.
+        """
         writer = self.writer
         code = self._byte(weights.code)
         code = writer.name("vb", f"{code} + (uint8_t){base}") if base else code
-        factors = []
-        for one, other in ((weights.scale, at_end.scale), (weights.offset, at_end.offset)):
-            names = ["" if node is None else writer.write(node) if node.has_lanes else f"all_float({writer.write(node)})"
-                     for node in (one, other)]
-            if names[0] != names[1]:
-                raise Unsupported("neighbours of several scales")
-            factors.append(names[0])
+        scale, offset = ("" if node is None else writer.write(node) if node.has_lanes else f"all_float({writer.write(node)})"
+                         for node in (weights.scale, weights.offset))
+        if scale and runs:
+            scale = writer.name("vf", f"permute({scale}, (vi){{{', '.join(map(str, runs))}}})")
         lines, writer.lines = writer.lines, []
         turn = place // (4 * self.width) % 2
         for m in range(self.rows):
             name = f"a{m}_{turn}"
             dot = f"to_float(dot(vload_int32(d{m} + 2 * K + {place}), {code}, vload_bytes(q{m} + {place})))"
-            scale = f"vload_float32(d{m} + {place})"
-            lines.append(f"{name} = multiply_add({dot}, {f'{factors[0]} * {scale}' if factors[0] else scale}, {name});")
-            if factors[1]:
-                lines.append(f"{name} = multiply_add({weights.sign}{factors[1]}, vload_float32(d{m} + K + {place}), {name});")
+            factor = f"vload_float32(d{m} + {place})"
+            lines.append(f"{name} = multiply_add({dot}, {f'{scale} * {factor}' if scale else factor}, {name});")
+            if offset and (not runs or sums >= 0):
+                at = 4 * sums if runs else place
+                lines.append(f"{name} = multiply_add({weights.sign}{offset}, vload_float32(d{m} + K + {at}), {name});")
         return lines
 
     # -- codes as bytes ------------------------------------------------------------------------------------------------

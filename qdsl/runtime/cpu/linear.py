@@ -23,7 +23,7 @@ from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.tiles import decode_rows, row_tiles, unpack
 
 ROUNDING = "QDSL_CPU_INT8"
-TILE = 1 << 21                                                   # weights decoded at a time: less, and calls cost more than work
+TILE = 1 << 20                                                   # weights decoded at a time: more leave caches, less need calls
 
 
 def compile_products(on: bool = True) -> None:

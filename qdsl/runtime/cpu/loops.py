@@ -26,9 +26,10 @@ TILE = 1 << 18                                                   # weights that 
 SHARE = 1 << 17                                                  # weights that are worth a thread of their own
 
 _loops: dict[tuple[Any, ...], Loop | None] = {}
+_units: dict[tuple[Any, ...], int | None] = {}                   # of a row, by loop and shape; None where the loop does not fit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Loop:
     """A compiled loop, and its source.  arrange: prepares a row of x, for products of 8-bit integers."""
 
@@ -37,23 +38,33 @@ class Loop:
     arrange: Callable[..., None] | None
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A loop with what it reads of a weight: the units of a row, and the tensors."""
+
+    loop: Loop
+    units: int
+    tensors: tuple[Tensor | None, ...]
+
+
 def product(x: Tensor, packed: PackedWeight, rounds_x: bool = False) -> Tensor | None:
     """x [M, K] @ w.T in float32, for few rows of x; None where the weight has no such loop.
 
     rounds_x: x in 8 bits, with a scale for every 32 columns, in products of integers.
     """
-    together = TOGETHER if x.shape[0] > 2 else 1
-    loop = _loop_of(packed, together, rounds_x)
-    if loop is None:
-        return None
     m = x.shape[0]
-    x = torch.nn.functional.pad(x.float(), (0, 0, 0, -m % together)).contiguous()
-    if loop.arrange is not None:
-        x = _arranged(x, loop.arrange)
-    ordered = _ordered(x, loop.source.order)
+    together = TOGETHER if m > 2 else 1
+    prepared = _prepared(packed, together, rounds_x)
+    if prepared is None:
+        return None
+    x = x.float()
+    x = (torch.nn.functional.pad(x, (0, 0, 0, -m % together)) if m % together else x).contiguous()
+    if prepared.loop.arrange is not None:
+        x = _arranged(x, prepared.loop.arrange)
+    ordered = _ordered(x, prepared.loop.source.order)
     out = torch.empty(len(x), packed.shape[0])
     for row in range(0, len(x), together):
-        _run(loop, packed, out[row:].data_ptr(), x[row:].data_ptr(), ordered[row:].data_ptr(), 0, packed.shape[0])
+        _run(prepared, packed, out[row:].data_ptr(), x[row:].data_ptr(), ordered[row:].data_ptr(), 0, packed.shape[0])
     return out[:m]
 
 
@@ -62,24 +73,24 @@ def decode(packed: PackedWeight) -> Callable[[Tensor, int], None] | None:
 
     start is a multiple of the rows of a step.
     """
-    loop = _loop_of(packed, DECODE)
-    if loop is None:
+    prepared = _prepared(packed, DECODE)
+    if prepared is None:
         return None
 
     def rows(out: Tensor, start: int) -> None:
         before = 4 * start * packed.shape[1]
-        _run(loop, packed, out.data_ptr() - before, 0, 0, start, start + out.shape[0])
+        _run(prepared, packed, out.data_ptr() - before, 0, 0, start, start + out.shape[0])
 
     return rows
 
 
 def decoded_tiles(packed: PackedWeight) -> Iterator[tuple[int, Tensor]] | None:
     """The first row of every tile and its weights in float32, in memory that the next tile takes; None without a loop."""
-    write, loop = decode(packed), _loop_of(packed, DECODE)
-    if write is None or loop is None:
+    write, prepared = decode(packed), _prepared(packed, DECODE)
+    if write is None or prepared is None:
         return None
     n, k = packed.shape
-    step = loop.source.step * packed.layout.kernels.sums         # of which the first row is a multiple
+    step = prepared.loop.source.step * packed.layout.kernels.sums         # of which the first row is a multiple
     rows = max(1, TILE // k // step) * step
 
     def tiles() -> Iterator[tuple[int, Tensor]]:
@@ -93,8 +104,8 @@ def decoded_tiles(packed: PackedWeight) -> Iterator[tuple[int, Tensor]] | None:
 
 def has_vectors(packed: PackedWeight) -> bool:
     """Whether a loop decodes many weights at a time."""
-    loop = _loop_of(packed, DECODE)
-    return loop is not None and loop.source.has_vectors
+    prepared = _prepared(packed, DECODE)
+    return prepared is not None and prepared.loop.source.has_vectors
 
 
 def are_compiled(packed: PackedWeight) -> bool:
@@ -132,18 +143,24 @@ def _positions(order: tuple[int, ...]) -> Tensor:
     return _orders[order]
 
 
-def _loop_of(packed: PackedWeight, rows: int, rounds_x: bool = False) -> Loop | None:
-    """The loop that takes this weight; None where there is none."""
+def _prepared(packed: PackedWeight, rows: int, rounds_x: bool = False) -> Prepared | None:
+    """The loop that takes this weight; None where there is none.  Looked up in few steps: the weight evicts Python's data."""
     if not all(tensor.is_contiguous() for tensor in packed.tensors.values()):
         return None
-    key = (packed.format, packed.storage, tuple(packed.params.values()), _dtypes(packed), rows, rounds_x, _capability())
+    tensors = read_tensors(packed)
+    key = (packed.format, packed.storage, *packed.params.values(), *(tensor is not None and tensor.dtype for tensor in tensors),
+           rows, rounds_x, _capability())
     if key not in _loops:
         _loops[key] = _new_loop(packed, rows, rounds_x)
     loop = _loops[key]
-    n, k = packed.shape
-    if loop is None or k % loop.source.divisor or n != grid_axes(packed)[0] * packed.layout.kernels.sums:
+    if loop is None:
         return None
-    return loop
+    if (fit := (loop, packed.shape)) not in _units:
+        tiles, units = grid_axes(packed)
+        is_whole = packed.shape[1] % loop.source.divisor == 0 and packed.shape[0] == tiles * packed.layout.kernels.sums
+        _units[fit] = units if is_whole else None
+    units_of_row = _units[fit]
+    return None if units_of_row is None else Prepared(loop, units_of_row, tensors)
 
 
 def _dtypes(packed: PackedWeight) -> tuple[str | None, ...]:
@@ -184,15 +201,14 @@ def _new_loop(packed: PackedWeight, rows: int, rounds_x: bool) -> Loop | None:
     return Loop(source, run, arrange)
 
 
-def _run(loop: Loop, packed: PackedWeight, out: int, x: int, ordered: int, start: int, stop: int) -> None:
+def _run(prepared: Prepared, packed: PackedWeight, out: int, x: int, ordered: int, start: int, stop: int) -> None:
     """Run a loop over rows [start, stop) of a weight, on as many threads as torch has, where they have enough to do."""
-    tensors = read_tensors(packed)
+    loop, tensors = prepared.loop, prepared.tensors
     places = (ctypes.c_void_p * len(tensors))(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
-    sums, units = packed.layout.kernels.sums, grid_axes(packed)[1]
-    first, last = start // sums, stop // sums
+    sums = packed.layout.kernels.sums
     count = max(1, min(torch.get_num_threads(), (stop - start) * packed.shape[1] // SHARE))
-    arguments = (places, x, ordered, out, *packed.shape)
     if count == 1:
-        loop.run(*arguments, first, last, units)
+        loop.run(places, x, ordered, out, *packed.shape, start // sums, stop // sums, prepared.units)
     else:
-        threads.run_divided(loop.run, arguments, (first, last), units, loop.source.step, count)
+        threads.run_divided(loop.run, (places, x, ordered, out, *packed.shape), (start // sums, stop // sums), prepared.units,
+                            loop.source.step, count)
