@@ -181,7 +181,7 @@ def in_8_bits(x: Tensor) -> Tensor:
     return (torch.round(blocks * torch.where(most > 0, 127 / most, 0)) * (most / 127)).flatten(1)
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q8_0", "q4_k", "q6_k"])
+@pytest.mark.parametrize("name", ["q4_0", "q8_0", "q4_k", "q6_k", "q2_k", "q5_k"])
 def test_products_of_integers_have_the_error_of_x_in_8_bits_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are the product with x so rounded; the error is that of ggml, which rounds x so, too."""
     case = next(case for case in CASES if str(case) == f"{name}.gguf")

@@ -11,10 +11,11 @@ units, a step of several vectors computes each once, in a lane per run: offsets 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qdsl.runtime.cpu.expressions import SHORT, Writer
 from qdsl.runtime.cpu.language import run
+from qdsl.runtime.cpu.merge import merged
 from qdsl.runtime.cpu.source import LONGEST, SIGNATURE, VECTORS, Reads, Source
 from qdsl.runtime.cpu.trace import INTEGERS, Index, Indivisible, Node, Trace, Unsupported
 
@@ -60,6 +61,15 @@ class _Weights:
     sign: str = ""
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """Scales and offsets of the runs of a step.  vector: which one their sums of x are; lane: where they begin in it."""
+
+    weights: _Weights
+    vector: int
+    lane: int
+
+
 def source_of(reads: Reads, rows: int, width: int) -> Source:
     """The C source of the product of 8-bit integers for `rows` rows of x at a time.
 
@@ -103,6 +113,14 @@ def _split(four: Node, wide: Node, coarse: Node) -> _Weights:
     return _Weights(part.code, part.scale, other, "-" if four.op == "-" else "")
 
 
+def _merged(nodes: Sequence[Node | None]) -> Node | None:
+    """One vector of scales or offsets; None where no weight has them.  Raises Unsupported."""
+    own = [node for node in nodes if node is not None]
+    if own and len(own) < len(nodes):
+        raise Unsupported("scales or offsets that not all weights have")
+    return merged(own) if own else None
+
+
 class _Program:
     """The source in the making."""
 
@@ -117,23 +135,27 @@ class _Program:
         slots: list[int] = []
         bases = set()
         run_length = self._run_length(reads, length) if len(starts) > 1 else 0
+        shared = self._shared(reads, length, run_length) if run_length else []
         for start in starts:
             wide = _trace(reads, length, range(start, start + 4 * width))
             four = _trace(reads, length, range(start, start + 4))
             units = [start + 4 * lane for lane in range(width)]
-            coarse = _trace(reads, length, units) if not run_length else \
-                _trace(reads, length, [lane * run_length % length for lane in range(width)])
-            last = _trace(reads, length, [unit + 3 for unit in units])
+            coarse, last = (_trace(reads, length, [unit + i for unit in units]) for i in (0, 3))
             for place, uses in enumerate(zip(*(trace.uses for trace in (four, wide, coarse, last)), strict=True)):
                 weights = _split(*(use.weight for use in uses[:3]))
                 base = self._base(weights.code)
                 bases.add(base)
-                runs = [unit // run_length for unit in units] if run_length else []
-                if not run_length:
-                    self._check_neighbours(weights, _split(uses[0].weight, uses[1].weight, uses[3].weight))
-                body += self._multiplied(weights, base, len(order), runs, place * width if start == 0 else -1)
-                slots += [place * width + run for run in runs] or [len(order) // 4 + lane for lane in range(width)]
+                at = len(order)
                 order += (uses[1].columns.lanes * (4 * width))[:4 * width]
+                if shared:
+                    runs = [shared[place].lane + unit // run_length for unit in units]
+                    slots += [shared[place].vector * width + run for run in runs]
+                    body += self._multiplied(replace(shared[place].weights, code=weights.code), base, at, runs,
+                                             shared[place].vector * width if start == shared[place].lane == 0 else -1)
+                else:
+                    self._check_neighbours(weights, _split(uses[0].weight, uses[1].weight, uses[3].weight))
+                    slots += range(at // 4, at // 4 + width)
+                    body += self._multiplied(weights, base, at, [], -1)
         count = len(order)
         if sorted(order) != list(range(count)) or len(bases) > 1 or count % X_BLOCK:
             raise Unsupported("columns that are not those of a step")
@@ -156,6 +178,21 @@ class _Program:
             parts = [_split(*(use.weight for use in uses)) for uses in zip(four.uses, wide.uses, coarse.uses, strict=True)]
             names.add(tuple(node and writer.write(node) for part in parts for node in (part.scale, part.offset)))
         return len(names) == 1
+
+    def _shared(self, reads: Reads, length: int, run: int) -> list[_Shared]:
+        """The scales and offsets of a step, for every weight of a unit: in one vector, where they are computed alike."""
+        four, wide = (_trace(reads, length, range(count)) for count in (4, 4 * self.width))
+        coarse = _trace(reads, length, [lane * run % length for lane in range(self.width)])
+        parts = [_split(*(use.weight for use in uses)) for uses in zip(four.uses, wide.uses, coarse.uses, strict=True)]
+        count = len(parts)
+        if self.width % count or self.width // count % (length // run):
+            return [_Shared(part, place, 0) for place, part in enumerate(parts)]
+        try:
+            scale, offset = (_merged(own) for own in ([part.scale for part in parts], [part.offset for part in parts]))
+        except Unsupported:
+            return [_Shared(part, place, 0) for place, part in enumerate(parts)]
+        return [_Shared(replace(part, scale=scale, offset=offset), 0, place * self.width // count)
+                for place, part in enumerate(parts)]
 
     def _check_neighbours(self, weights: _Weights, at_end: _Weights) -> None:
         """Raises Unsupported where four neighbours have several scales or offsets."""
