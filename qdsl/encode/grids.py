@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qdsl.encode import rows
+from qdsl.encode import native, rows
 from qdsl.encode.blocks import stored_scale
 from qdsl.encode.scheme import scheme
 from qdsl.encode.search import Floats
@@ -31,7 +31,7 @@ Integers = NDArray[np.int64]
 
 RATIOS = tuple(0.65 * 2.9 ** (i / 6) for i in range(7))         # scales to try, of what the mean square says: to 1.9 times that
 FACTORS = (1.06, 1.0, 0.93)                                      # super-scales to try, of what puts the largest scale last
-GAINS = 1 << 18                                                  # groups times rows of a grid at a time: they stay in a cache
+GAINS = 1 << 20                                                  # groups times rows of a grid at a time: more leave the caches
 PRODUCTS = 1 << 18                                               # in a matrix product: more would be shared out among threads
 
 
@@ -200,12 +200,18 @@ class _Search:
         factor = scale.ravel().repeat(self.groups)[:, None] * self.ratio
         chosen, gains = [], []
         for linear, square in zip(self.linear, self.square, strict=True):
-            np.subtract(linear, np.multiply(square, factor, out=self.room), out=self.room)
-            chosen.append(self.room.argmax(axis=1))
-            gains.append(_sums(np.take_along_axis(self.room, chosen[-1][:, None], axis=1) * self.worth, self.kind.shared, 0))
+            columns, gain = native.best_rows(linear, square, factor) or self.best_rows(linear, square, factor)
+            chosen.append(columns)
+            gains.append(_sums(gain[:, None] * self.worth, self.kind.shared, 0))
         tables = np.stack(gains)[..., 0].argmax(axis=0)
         total = _sums(np.stack(gains).max(axis=0), self.groups // self.kind.shared, 0).reshape(scale.shape) * scale
         return np.stack(chosen)[tables.repeat(self.kind.shared), np.arange(len(chosen[0]))], tables, total
+
+    def best_rows(self, linear: Floats, square: Floats, factor: Floats) -> tuple[Integers, Floats]:
+        """As `native.best_rows`."""
+        np.subtract(linear, np.multiply(square, factor, out=self.room), out=self.room)
+        columns = self.room.argmax(axis=1)
+        return columns, np.take_along_axis(self.room, columns[:, None], axis=1)[:, 0]
 
     def refitted(self, chosen: Integers, tables: Integers, steps: Floats) -> Floats:
         """The super-scale [B, 1] of least error for what is chosen."""

@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime/cpu": {"runtime/base", "runtime/weight", "runtime/gpu", "core", "host"},
     "runtime/torch": {"runtime/base", "runtime/weight", "runtime/gpu", "runtime/cpu", "core", "host"},
     "runtime": {"runtime/weight", "runtime/cpu", "runtime/torch", "core"},
-    "encode": {"runtime/weight", "core"},
+    "encode": {"runtime/weight", "core", "host"},
     "checkpoint/files": {"host"},
     "checkpoint/detect": {"checkpoint/files", "codecs", "core", "generated", "runtime/weight"},
     "checkpoint/report": {"checkpoint/files", "checkpoint/detect", "codecs", "core", "host", "runtime/weight"},
