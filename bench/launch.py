@@ -30,6 +30,7 @@ class StubDriver:
 
     def __init__(self, launched: list[tuple[Any, ...]] | None = None) -> None:
         self.launched = launched
+        self.stream = 0
         self.functions = 0
         self.utils = self
 
@@ -37,7 +38,7 @@ class StubDriver:
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        return 0
+        return self.stream
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

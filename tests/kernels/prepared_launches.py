@@ -186,25 +186,62 @@ def functions() -> dict[str, list[str]]:
         return {name: called(function) for name, function in row.items()}
 
 
-def operators() -> dict[str, list[str]]:
-    """The operators of torch that run in what may be captured in a CUDA graph, where none may wait for the device."""
+def capturable() -> dict[str, Callable[[], object]]:
+    """What may be captured in a CUDA graph: products, those of experts, and weights that are decoded."""
     packed, x, offsets = weight("q4_0.planar"), drawn((4, 256), BF16), torch.tensor([0, 1, 1, 2, 4])
     (tensors, key), (coded, coded_key) = ops.operands(packed), ops.operands(weight("hlane"))
-    row = products()
-    row |= {"grouped_linear": lambda: torch.ops.qdsl.grouped_linear(x, tensors, offsets, None, key, True),
-            "grouped_linear decoded": lambda: torch.ops.qdsl.grouped_linear(x, coded, offsets, None, coded_key, False),
-            "dequantize": lambda: torch.ops.qdsl.dequantize(tensors, key, BF16),
-            "dequantize streams": lambda: torch.ops.qdsl.dequantize(coded, coded_key, BF16)}
+    large, rows = weight("q4_0.large"), drawn((96, 2048), BF16)
+    return products() | {
+        "shared K": lambda: q4_0.linear(rows, large),
+        "grouped_linear": lambda: torch.ops.qdsl.grouped_linear(x, tensors, offsets, None, key, True),
+        "grouped_linear decoded": lambda: torch.ops.qdsl.grouped_linear(x, coded, offsets, None, coded_key, False),
+        "dequantize": lambda: torch.ops.qdsl.dequantize(tensors, key, BF16),
+        "dequantize streams": lambda: torch.ops.qdsl.dequantize(coded, coded_key, BF16)}
+
+
+def on_gpu() -> ExitStack:
+    """Tensors on the CPU meet kernels in what is no `linear`, too."""
+    stack = ExitStack()
+    for module in (experts, decode, packed_weights):
+        stack.enter_context(patch.object(module, "runs_kernels", lambda device: True))
+    return stack
+
+
+def operators(row: dict[str, Callable[[], object]]) -> dict[str, list[str]]:
+    """The operators of torch that run in it, where none may wait for the device."""
     names = {}
-    with torch.no_grad(), ExitStack() as stack:
-        for module in (experts, decode, packed_weights):
-            stack.enter_context(patch.object(module, "runs_kernels", lambda device: True))
-        for name, function in row.items():
-            function()                                           # before a capture everything has run once
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-                function()
-            names[name] = sorted({event.key for event in profile.key_averages()})
+    for name, function in row.items():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            function()
+        names[name] = sorted({event.key for event in profile.key_averages()})
     return names
+
+
+def captured(row: dict[str, Callable[[], object]], launched: list[tuple[Any, ...]]) -> dict[str, Any]:
+    """A simulated capture, twice: of each the streams of its launches, and the counters of those that share K.
+
+    Whatever a capture forbids raises: to load a kernel, which allocates, and to zero counters that another launch may use.
+    """
+    def forbidden(*arguments: object, **options: object) -> None:
+        raise RuntimeError("a capture has no such call")
+
+    driver, rows, counters = triton.runtime.driver.active, {}, list[int]()
+    take = scratch.counters.take
+
+    def taken(*arguments: Any) -> torch.Tensor:
+        zeros = take(*arguments)
+        counters.append(zeros.data_ptr())
+        return zeros
+
+    with ExitStack() as stack:
+        for owner, name, value in ((scratch, "is_captured", lambda device: True), (driver, "load_binary", forbidden),
+                                   (torch, "zeros", forbidden), (driver, "stream", 99), (scratch.counters, "take", taken)):
+            stack.enter_context(patch.object(owner, name, value))
+        for name, function in (*row.items(), *row.items()):
+            launched.clear()
+            function()
+            rows[name] = sorted({*rows.get(name, ()), *(call[3] for call in launched)})
+    return {"streams": rows, "counters": counters}
 
 
 if __name__ == "__main__":
@@ -213,4 +250,9 @@ if __name__ == "__main__":
         for row in every(launched):
             print(json.dumps(row), flush=True)
         print(json.dumps(functions()), flush=True)
-        print(json.dumps(operators()), flush=True)
+        with torch.no_grad(), on_gpu():
+            row = capturable()
+            for function in row.values():
+                function()                                       # before a capture everything has run once
+            print(json.dumps(operators(row)), flush=True)
+            print(json.dumps(captured(row, launched)), flush=True)

@@ -279,7 +279,7 @@ def test_prepared_launches() -> None:
     run = subprocess.run([sys.executable, "-m", "tests.kernels.prepared_launches"], cwd=ROOT, capture_output=True, text=True,
                          check=False, env=environment)
     assert not run.returncode, run.stderr
-    *rows, without, with_hook, called, operators = map(json.loads, run.stdout.splitlines())
+    *rows, without, with_hook, called, operators, captured = map(json.loads, run.stdout.splitlines())
     for row in rows:
         is_aligned = " 0" in row["case"][-13:]
         assert row["same"] and row["prepared"] == [False, is_aligned, is_aligned], row
@@ -296,3 +296,5 @@ def test_prepared_launches() -> None:
     assert {"linear", "quantize_x", "decoded", "grouped_linear", "grouped_linear decoded", "dequantize"} <= operators.keys()
     for name, row in operators.items():
         assert not {*row} & {"aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::is_nonzero"}, (name, row)
+    assert operators.keys() == captured["streams"].keys() and all(streams == [99] for streams in captured["streams"].values())
+    assert len({*captured["counters"]}) == len(captured["counters"]) == 2    # own ones for each launch that shares K
