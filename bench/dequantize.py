@@ -1,4 +1,4 @@
-"""The torch reference's dequantize to float32 on one thread; GB/s are 1e9 bytes of float32 output per second.
+"""dequantize to float32 on one thread, by compiled loops or torch; GB/s are 1e9 bytes of float32 output per second.
 
 A fresh output is allocated by the call, whose time then includes the page faults; `out=` writes over the same memory at
 every call.  gguf-py always allocates, so both are compared with that.
