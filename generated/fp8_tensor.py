@@ -97,7 +97,7 @@ def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
     weight, weight_scale = tensors
     weight += n * K
     if weight_scale is None:
-        s = 1
+        s = 1.0
     else:
         s = device.scale(tl.load(weight_scale))
     q = device.e4m3(tl.load(weight + k, live, 0))
@@ -122,7 +122,7 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     q, s = tensors
     q += 32 * (n * tl.cdiv(K, 128))
     if s is None:
-        s1 = 1
+        s1 = 1.0
     else:
         s1 = device.scale(tl.load(s))
     t = u // 32

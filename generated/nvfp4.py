@@ -95,7 +95,7 @@ def _decode_gguf(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     blocks, scale, level = tensors
     blocks += 36 * (n * (K // 64))
     if scale is None:
-        s = 1
+        s = 1.0
     else:
         s = tl.load(scale)
     t = u // 32
@@ -116,7 +116,7 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     e += n * (K // 16)
     q += 16 * (n * tl.cdiv(K, 128))
     if s is None:
-        s1 = 1
+        s1 = 1.0
     else:
         s1 = tl.load(s)
     t = u // 16

@@ -154,7 +154,7 @@ def _decode_torchao(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
     qdata, scale, per_tensor_scale = tensors
     scale += n * (K // 16)
     if per_tensor_scale is None:
-        g = 1
+        g = 1.0
     else:
         g = tl.load(per_tensor_scale)
     qdata += n * (K // 2)
@@ -172,7 +172,7 @@ def _decode_torchao_swizzled(tensors, n, u, live, N, K, sizes, use: tl.constexpr
     qdata, scale, per_tensor_scale = tensors
     scale += 512 * (n // 128 * tl.cdiv(K, 64))
     if per_tensor_scale is None:
-        g = 1
+        g = 1.0
     else:
         g = tl.load(per_tensor_scale)
     qdata += 8 * (n * (K // 16))
@@ -207,7 +207,7 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     q, g, s = tensors
     s += n * (K // 16)
     if g is None:
-        g1 = 1
+        g1 = 1.0
     else:
         g1 = tl.load(g)
     q += 16 * (n * tl.cdiv(K, 128))

@@ -58,7 +58,8 @@ def fits(weight: Weight) -> bool:
     form = format_of(weight.name)
     sizes = form.sizes(weight.chosen, weight.shape)
     layout = form.storage(weight.storage, weight.chosen)[1]
-    return all(extents(stored.axes, *weight.shape, sizes) is not None for stored in layout.tensors.values())
+    return not layout.decoded.why_not(weight.shape, sizes) and all(
+        extents(stored.axes, *weight.shape, sizes) is not None for stored in layout.tensors.values())
 
 
 def packed(weight: Weight, seed: int = 0) -> PackedWeight:

@@ -34,9 +34,11 @@ FUSED = r"\bfma\.rn\.f32|\bv_(?:pk_)?fma(?:c|mk|ak)?_f32|\bv_mac_f32"
 
 
 def launched(case: Case, kind: str, optional: bool, dtype: torch.dtype) -> Call:
-    """The launch of a kernel on a large layer, of at least SHAPE; with optional tensors or without."""
+    """The launch of a kernel on a layer of at least SHAPE, but for extents that are fixed; with optional tensors or without."""
     names = [name for name, tensor in layout_of(case).tensors.items() if tensor.optional and optional]
-    n, k = (math.lcm(least, 128) * -(-size // math.lcm(least, 128)) for least, size in zip(smallest(case), SHAPE, strict=True))
+    fixed = layout_of(case).fixed
+    n, k = (fixed.get(dim) or math.lcm(least, 128) * -(-size // math.lcm(least, 128))
+            for dim, least, size in zip("NK", smallest(case), SHAPE, strict=True))
     packed = case.module.FORMAT.empty((n, k), case.storage, "meta", names, **case.choice).decode_streams().as_stored()
     x, bias, product, weight = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((1, k), n, (1, n), (n, k)))
     [call] = (launch.dequantize_calls(packed, weight) if kind == "dequantize" else

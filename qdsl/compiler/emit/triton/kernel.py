@@ -126,6 +126,12 @@ def shown(index: Index, tight: int = 0) -> str:
     return ix.text(index, tight, "tl.cdiv")
 
 
+def _default(field: Field, value: Index) -> str:
+    """The value of a field that is not stored, as Triton text; a float's with a point, since div_rn takes no integer."""
+    is_float = field.groups is None and (field.number is None or field.number.is_float)
+    return shown(value) + (".0" if is_float and not value.terms else "")
+
+
 class Decoder:
     """Fills a Body with the loads and cuts that make the fields of one weight.
 
@@ -208,7 +214,7 @@ class Decoder:
         if field.name in program.defaults:
             tensor = stored[field.name].name
             default = ix.substitute(program.defaults[field.name], coordinates, self.tile.domain)
-            self.body.add(self.level(default), field.name, shown(default), f"{tensor} is None")
+            self.body.add(self.level(default), field.name, _default(field, default), f"{tensor} is None")
             alternative = f"{tensor} is not None"
         if not gathers:
             return self.load_field(field, coordinates, alternative)
