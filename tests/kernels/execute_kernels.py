@@ -132,7 +132,10 @@ def result(job: Job, flush: bool = False) -> dict[str, Any]:
             bias = sample(1, packed.shape[0], job.dtype)[0] if job.rows % 2 else None
             out = torch.full((job.rows, packed.shape[0]), torch.nan, dtype=job.dtype)
             stored, weight = as_stored(x, packed)
-            calls = list(launch.linear_calls(stored, weight, bias, out, candidate=regimes.candidate(stored, weight)))
+            candidate = regimes.candidate(stored, weight)
+            if job.kind == "skinny" and job.rows > 16 and job.sums == "truncated":
+                candidate = replace(candidate, config={**candidate.config, "BM": 16})
+            calls = list(launch.linear_calls(stored, weight, bias, out, candidate=candidate))
             findings = run(calls, job.arch, out, options)
             exact, allowed = expected(job.case, packed, x, bias)
             error = share_of(out, exact, allowed)

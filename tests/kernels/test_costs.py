@@ -142,7 +142,7 @@ def test_configurations_that_the_table_lacks_follow_from_near_ones() -> None:
     wide = costs.kernel_cost(packed, "gemv", {**ROW, "WK": 8}, "sm_90")
     assert (wide.warps, wide.step, wide.trip) == (8, 2 * exact.step, exact.trip)
     assert costs.kernel_cost(packed, "tile_gemm", {"R": 2, "W": 4, "BM": 48}, "sm_90").step == entry["tile_gemm R=2 32"][3]
-    assert costs.kernel_cost(packed, "gemv", ROW, "sm_89") == costs.kernel_cost(packed, "gemv", ROW, "sm_80")
+    assert costs.kernel_cost(packed, "gemv", ROW, "sm_89") == costs.kernel_cost(packed, "gemv", ROW, "sm_120")
     assert costs.kernel_cost(packed, "gemv", ROW, "gfx942") == costs.USUAL["gemv"]
 
 

@@ -139,6 +139,19 @@ def test_few_rows(case: Case) -> None:
             check(case, shapes[i % 3], params, (3, 8, 11)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
 
 
+@pytest.mark.parametrize("case", [case for case in FEW if case in COVERING], ids=str)
+def test_two_blocks_of_rows(case: Case) -> None:
+    """With 16 rows of x in a program a row has the bits that it has with 8."""
+    number = COVERING.index(case)
+    shape = shapes_of(case)[number % 3]
+    packed, rows, r = packed_of(case, shape, next(choices(case))), (16, 9, 21)[number % 3], 1 + number % 2
+    x, bias = x_of(rows, shape[1], DTYPES[number % 2]), x_of(1, shape[0], DTYPES[number % 2], 7)[0]
+    config = {"R": r, "WN": 1, "WK": 2, "EVEN": shape[1] % 512 == 0}
+    one, two = (Candidate("skinny", {**config, **more}, (-(-shape[0] // (16 * r)), -(-rows // count)))
+                for count, more in ((8, {}), (16, {"BM": 16})))
+    assert torch.equal(product(x, packed, bias, two), product(x, packed, bias, one))
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if matrix_unit_of(case).tile_gemm], ids=str)
 def test_many_rows(case: Case, hopper: None) -> None:
     for i, params in enumerate(tried(case)):

@@ -21,7 +21,7 @@ import triton
 
 from bench import dispatch
 from bench.launch import StubDriver
-from qdsl.generated import awq_gemv_fast, int_group, iq2_xxs, q4_0, q4_k
+from qdsl.generated import awq_gemv_fast, fp8_block, int_group, iq2_xxs, q4_0, q4_k
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch, plan
 from qdsl.runtime.gpu.call import Call
@@ -77,10 +77,25 @@ def test_traps(gpu: Gpu) -> None:
 
 
 def test_more_rows_are_no_cliff() -> None:
-    """Programs that share K: int4, 4096 x 4096, on an H200."""
-    int4 = int_group.FORMAT.empty((4096, 4096), "planar", "meta", bits=4)
-    times = {m: choice_for(int4, m, GPUS["h200"]).options[0].seconds for m in (1, 9, 16, 64)}
-    assert times[9] <= times[16] <= 1.4 * times[1] and times[64] <= 2 * times[1]
+    """Programs that share K, and 16 rows of x in a program: 4096 x 4096, on an H200."""
+    for packed in (int_group.FORMAT.empty((4096, 4096), "planar", "meta", bits=4), q4_0.FORMAT.empty((4096, 4096), "planar", "meta"),
+                   fp8_block.FORMAT.empty((4096, 4096), "planar", "meta")):
+        times = {m: choice_for(packed, m, GPUS["h200"]).options[0].seconds for m in (1, 9, 16, 64)}
+        assert times[9] <= times[16] <= 1.3 * times[1] and times[64] <= 2 * times[1]
+
+
+def test_sixteen_rows_of_x_where_they_are_counted() -> None:
+    """`skinny` takes them in the configurations of the table, which has none that spills; never with 8 rows or fewer."""
+    counted = 0
+    for packed in (q4_0.FORMAT.empty((4096, 4096), "planar", "meta"), q4_k.FORMAT.empty((4096, 4096), "planar", "meta")):
+        for gpu in (GPUS["h200"], GPUS["t4"]):
+            wide = {option.candidate.config["R"] for option in choice_for(packed, 9, gpu).options
+                    if option.candidate.kind == "skinny" and "BM" in option.candidate.config}
+            entry = costs.table()["sm_90"][costs.storage_key(packed)] if gpu.name == "h200" else {}
+            assert wide == {r for r in (1, 2) if f"skinny R={r} 16" in entry}
+            assert not any("BM" in option.candidate.config for option in choice_for(packed, 8, gpu).options)
+            counted += len(wide)
+    assert counted
 
 
 def test_candidates_are_launches() -> None:

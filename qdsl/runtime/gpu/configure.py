@@ -163,7 +163,9 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
         trip = kernels.trip(packed.sizes) if kernels is not None and kind == "gemv" else TRIP
         rule = lane_tiles(n, k, device, trip)
         others = [_split(r, wk, k, trip) for r in (2, 1) for wk in (8, 4, 2, 1) if trip * wk <= k]
-    configs = [rule, *(other for other in others if other != rule)]
+        if kind == "skinny" and m > 8:
+            others += [{**config, "BM": 16} for config in (rule, *others)]
+    configs = [rule, *(other for i, other in enumerate(others) if other != rule and other not in others[:i])]
     if kind != "tile_gemm":
         return configs
     return [{**config, "SPLIT": split} for split in range(1, MOST_PARTS + 1) for config in configs

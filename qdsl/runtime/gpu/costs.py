@@ -45,9 +45,9 @@ class Candidate:
     """One way to compute x @ w.T.
 
     kind: a kernel of the storage ('matvec', 'gemm', 'gemv', 'skinny', 'tile_gemm'), or 'decode': dequantize and the vendor's
-    matmul.  config: the launch's constants by name (R, WN, WK of 'gemv' and 'skinny'; R, W, BM, UNROLL, SPLIT of 'tile_gemm'; BN,
-    BK of 'matvec', and with BM and SPLIT of 'gemm'; R, W, BLOCKS of an entropy code's 'skinny').  grid: of the launch.  'decode'
-    needs neither.
+    matmul.  config: the launch's constants by name (R, WN, WK of 'gemv' and 'skinny', BM of 'skinny' where it is 16; R, W, BM,
+    UNROLL, SPLIT of 'tile_gemm'; BN, BK of 'matvec', and with BM and SPLIT of 'gemm'; R, W, BLOCKS of an entropy code's
+    'skinny').  grid: of the launch.  'decode' needs neither.
     """
 
     kind: str
@@ -260,10 +260,21 @@ def counted_on(storage: str, kind: str, arch: str) -> str | None:
                  if any(key.split()[0] == kind for key in table().get(name, {}).get(storage, ()))), None)
 
 
+def is_counted(packed: PackedWeight, candidate: Candidate, arch: str) -> bool:
+    """Whether the table has counts of a candidate's own configuration, other numbers of warps aside."""
+    storage = storage_key(packed)
+    counted = counted_on(storage, candidate.kind, arch)
+    return counted is not None and config_key(candidate.kind, *configuration(candidate.config)) in table()[counted][storage]
+
+
 def similar_archs(arch: str) -> tuple[str, ...]:
-    """Architectures whose counts serve another one, the best first."""
-    return {"sm_80": ("sm_80",), "sm_89": ("sm_89", "sm_80"), "sm_90": ("sm_90", "sm_80"), "sm_100": ("sm_100", "sm_90", "sm_80"),
-            "sm_120": ("sm_120", "sm_80"), "sm_75": ("sm_80",), "gfx942": ("gfx942",), "gfx950": ("gfx942",)}.get(arch, ())
+    """Architectures whose counts serve another one, the best first.
+
+    sm_89 and sm_120 have GeForce's matrix units, a quarter as fast as those of sm_80.
+    """
+    return {"sm_80": ("sm_80",), "sm_89": ("sm_89", "sm_120", "sm_80"), "sm_90": ("sm_90", "sm_80"),
+            "sm_100": ("sm_100", "sm_90", "sm_80"), "sm_120": ("sm_120", "sm_80"), "sm_75": ("sm_80",),
+            "gfx942": ("gfx942",), "gfx950": ("gfx942",)}.get(arch, ())
 
 
 def _distance(key: str, r: int, columns: int) -> tuple[int, int]:

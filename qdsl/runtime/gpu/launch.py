@@ -262,9 +262,11 @@ def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
     (m, k), n = x.shape, out.shape[1]
     tensors = _lane_tensors(packed)
     early = _early(tensors) if tiles is None else None
+    config = {"BM": 8, **config}
     return Call(kernels.skinny, (tensors, x.view(torch.int32), bias, out, m, n, k, tiles, early),
                 {**_lane_constants(packed, "skinny", x.dtype), **config, "FENCE": _has_fence(packed, x)},
-                (cdiv(n, _lane_rows(config)), cdiv(m, 8) if tiles is None else tiles.shape[0]), _lane_options(config, early),
+                (cdiv(n, _lane_rows(config)), cdiv(m, config["BM"]) if tiles is None else tiles.shape[0]),
+                _lane_options(config, early),
                 **_lane_weights(config, n, k, configure.TRIP))
 
 

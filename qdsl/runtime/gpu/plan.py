@@ -144,7 +144,8 @@ def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.d
     """Every legal way to multiply x [m, K]."""
     legal = _stream_candidates(packed, m, dtype, device) if packed.layout.streams else []
     for kind in kinds(packed, m, dtype, device, is_aligned):
-        legal += [_lane_candidate(kind, packed, m, config) for config in configure.candidates(kind, packed, m, device)]
+        ways = (_lane_candidate(kind, packed, m, config) for config in configure.candidates(kind, packed, m, device))
+        legal += [way for way in ways if not _is_wide(way) or costs.is_counted(packed, way, configure.gpu(device).arch)]
     if 1 < m <= GEMM and not legal and not packed.layout.streams and configure.has_gemm(dtype, device):
         legal += [gemm(packed, m, config) for config in configure.candidates("gemm", packed, m, device)]
     if m <= MATVEC and not packed.layout.streams:
@@ -153,7 +154,7 @@ def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.d
 
 
 def kinds(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> list[str]:
-    """Kernels for matrix units that serve x [m, K]: 'gemv' one row, 'skinny' any in blocks of 8, 'tile_gemm' more than 8."""
+    """Kernels for matrix units that serve x [m, K]: 'gemv' one row, 'skinny' any in blocks, 'tile_gemm' more than 8."""
     kernels = packed.layout.kernels.matrix_unit
     if kernels is None or packed.layout.streams or not fits_matrix_units(packed, dtype, device, is_aligned):
         return []
@@ -199,7 +200,12 @@ def _lane_candidate(kind: str, packed: PackedWeight, m: int, config: dict[str, i
         grid = (cdiv(n, 16 * config["R"] * config["W"]), cdiv(m, config["BM"]))
         return Candidate(kind, config, (*grid, config["SPLIT"]) if config["SPLIT"] > 1 else grid)
     rows = cdiv(n, 16 * config["R"] * config["WN"])
-    return Candidate(kind, config, (rows,) if kind == "gemv" else (rows, cdiv(m, 8)))
+    return Candidate(kind, config, (rows,) if kind == "gemv" else (rows, cdiv(m, config.get("BM", 8))))
+
+
+def _is_wide(candidate: Candidate) -> bool:
+    """Whether it is `skinny` with 16 rows of x, which some formats' kernels have too few registers for: those are not counted."""
+    return candidate.kind == "skinny" and "BM" in candidate.config
 
 
 def _stream_candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device) -> list[Candidate]:

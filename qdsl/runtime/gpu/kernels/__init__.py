@@ -7,7 +7,7 @@
 | gemm | any, in blocks of 16 or 64 | any format, shape and GPU, by the matrix units that it has |
 | gemv | 1 | groups of columns of w in the columns of the matrix instruction |
 | gemv_records | 1 | the same for weights in records, as files store them |
-| skinny | up to 8, or 8 of each expert | rows of x in the columns of the matrix instruction |
+| skinny | up to 8, blocks of 8 or 16, or 8 of each expert | rows of x in the columns of the matrix instruction |
 | tile_gemm | more | warp groups of Hopper, which take w from registers and x from shared memory |
 | w8a8 | any | x in 8 bits, and codes of 8 bits as files store them |
 

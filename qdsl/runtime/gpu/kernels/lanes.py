@@ -37,13 +37,14 @@ def warps(W: tl.constexpr):
 
 
 @triton.jit
-def tile(tiles, M, N):
+def tile(tiles, M, N, BM: tl.constexpr):
     """A program's rows of x, the first and one past the last, and the row of w at which those that they meet begin.
 
-    tiles: int32 [T, 3] of (expert, first row, one past the last); None for a weight that all rows of x meet.
+    BM: rows of a program.  tiles: int32 [T, 3] of (expert, first row, one past the last); None for a weight that all rows of x
+    meet.
     """
     if tiles is None:
-        return tl.program_id(1) * 8, M, 0
+        return tl.program_id(1) * BM, M, 0
     else:
         p = tiles + tl.program_id(1) * 3
         return tl.load(p + 1), tl.load(p + 2), tl.load(p).to(tl.int64) * N
