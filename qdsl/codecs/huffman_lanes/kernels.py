@@ -1,4 +1,29 @@
-"""Kernels of `huffman_lanes` (reference.py): a thread decodes a lane, eight columns of its row at a time."""
+"""Kernels of `huffman_lanes` (reference.py): a thread decodes a lane, eight columns of its row at a time.
+
+A program of `skinny` multiplies 2 * W groups of lanes with 8 * BLOCKS rows of x, or half of that where a row has 8 lanes.
+
+      words of a group, in turns         a row of w, of R = 4 lanes          w's operand       x, transposed      sums
+
+        lane 0   1        31             0      8      16     24     32       k of lane c      rows of x
+       +------+------+- -+------+       +------+------+------+------+- -     +-----------+    +---------+       +---------+
+turn 0 | 32   | 32   |   | 32   |    n  |lane 0| 1    | 2    | 3    | 0  row | 8 columns |    | 8       |    g  | 2c,     |
+       | bits | bits |   | bits |       +------+------+------+------+- -  g  | of lane   |    | columns | =     | 2c + 1  |
+turn 1 |      |      |   |      |  n+1  |lane 4| 5    | 6    | 7    | 4 g+8 | 4g + c    |    | of c    |  g+8  |         |
+       +------+------+- -+------+       +------+------+------+------+- -     +-----------+    +---------+       +---------+
+
+Lane 4g + c keeps up to 64 bits of two streams, one of row g and one of row g + 8, each in a register pair.  What it decodes is
+what the matrix instruction takes from it, so that weights stay where they are made, and x is loaded as w lies.
+
+- A code has at most 8 bits: one load from a table of 512 bytes, in the L1 cache, gives symbol and length.  Table and address
+  are joined by OR, since the table begins at a multiple of 512.
+- Four codes fit the 32 bits that are there at least, so a stream is looked after once per four symbols, by selects, not
+  branches: lanes that need a word load one side by side, as the words take turns.
+- A symbol goes to its bit of a pair by mask and shift.  `to_weights` then adds the uncoded bits: two weights an instruction.
+- mma.sync rather than wgmma, for its 8 columns; the matrix unit is idle most of the time.
+- Four symbols follow from one another: shift, mask, load, subtraction.  Two streams of a lane and other warps fill the waits.
+
+Cost, counted on sm_90, in instructions of a thread per weight: `skinny` 13.8, most of them for codes, `dequantize` 12.8.
+"""
 
 
 from qdsl.codecs import pairs

@@ -1,6 +1,25 @@
 """Kernel of `huffman_windows` (qdsl/codecs/huffman_windows/reference.py): a thread decodes a window, twice.
 
-First it counts symbols; the sums of the counts say where those of each window go, and then it writes them.
+A program has a block of T windows, of 64 bits each.  A thread's codes are those that begin in its window.
+
+             window 0          window 1          window 2                     out: symbols
+            +-----------------+-----------------+-----------------+- -       +---------+-------+---------+- -
+    data    |  codes of       |..|  codes of    |....|            |          | of 0    | of 1  | of 2    |
+            +-----------------+-----------------+-----------------+- -       +---------+-------+---------+- -
+                               gap 1             gap 2                        e of 0    e of 1  e of 2
+            thread 0           thread 1          thread 2
+            count 9            count 7           count 9      -> running sum plus the block's position
+
+First a thread counts its symbols.  The running sum of the counts, over the threads of the program, says where the symbols of
+every window go; then it decodes again and writes them.
+
+- A thread holds 96 bits, its window and what its last code may reach into.  Two shifts give the 32 bits at any place.
+- A code has up to 32 bits, 8 in each row of the tables: LEVELS loads, of which later ones are masked in most threads.  The length
+  is one more load.  All tables are a few KB and stay in the L1 cache.
+- Loops have as many steps as a window can have codes.  Threads that are done go on without effect, so that no warp diverges.
+- Decoding twice costs arithmetic alone, while storing symbols between would need a place whose size nobody knows.
+
+Cost: two chains of dependent loads per symbol.  Loops depend on the weights, so that `qdsl analyze` counts nothing per weight.
 """
 
 

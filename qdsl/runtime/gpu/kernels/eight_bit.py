@@ -1,6 +1,24 @@
 """Device functions for products of 8-bit codes, and the kernel that quantizes x to 8 bits (weight/eight.py is its reference).
 
-Products of E4M3 and of int8 are what matrix units do; where they do not take E4M3, its values are float16, exactly.
+A program of `quantize` takes BR groups of L columns of x, BK columns in a step, twice.
+
+               x: groups of L columns                     codes                       scales, sums [K / L, M]
+
+              BK      BK                                  BK      BK
+            +-------+-------+- -                        +-------+-------+- -         +---+
+    group r |       |       |    -> largest -> scale    | bytes |       |            | r |  one number per group
+            +-------+-------+- -    of the group        +-------+-------+- -         +---+
+    r + 1   |       |       |                           |       |       |
+            +-------+-------+- -                        +-------+-------+- -
+
+The first pass finds the largest magnitude, as an integer: bits of floats order as they do, and NaN stands above infinity.  The
+second pass multiplies by the inverse and rounds.  x comes from the L1 or L2 cache by then.
+
+- Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits: no conversion, which only a quarter of the
+  lanes do at once.  E4M3 is rounded the same way, below its normal numbers, and by an integer addition above.
+- Products of E4M3 and of int8 are what matrix units do; where they do not take E4M3, its values are float16, exactly.
+
+Cost: x is loaded twice and its codes are stored once; a launch of its own, which `w8a8` waits for.
 """
 
 

@@ -1,4 +1,24 @@
-"""Kernels of routed experts: the product of decoded weights, and the weighted sum of what experts make of a token."""
+"""Kernels of routed experts: the product of decoded weights, and the weighted sum of what experts make of a token.
+
+A program of `matmul` multiplies BM rows of x with BN rows of one expert's decoded weight, BK columns in a step.
+
+            x: rows that `rows` names        w[e]: as it was decoded              sums, float32
+
+              K ->                             K ->                                BN rows of w
+            +------+------+- -               +------+------+- -                   +--------------+
+    row 7   | BK   |      |             n    | BK   |      |                 m    |              |
+    row 2   | wide |      |    BM       n+1  | wide |      |    BN      ->   m+1  |  registers   |
+    row 31  |      |      |             n+2  |      |      |                 m+2  |              |
+            +------+------+- -               +------+------+- -                   +--------------+
+
+Both tiles pass through shared memory, where warps that share rows of x or of w read them: tl.dot puts them there, for the
+matrix instruction that the GPU has.  w is loaded along K and read transposed, so that 16 bytes of a row are one load.  The
+host does not know how many rows an expert has: a tile of the list that is empty ends at once.  float32 stays float32.
+
+`weighted_sum` has a program per token and BN columns.  It adds in the order of the list, so that every run gives the same bits.
+
+Cost: the vendor's for such a tile.  w was decoded before, and is read once for every BM rows of x that its expert has.
+"""
 
 from qdsl.runtime.gpu.triton import tl, triton
 

@@ -17,6 +17,11 @@ encode.py chooses codes and numbers of a tile at once.
 Of keys that share numbers among tokens a program looks whether its token is the last of a group.  Members of the group come
 from x, or from the tail if an earlier launch had them.  `store_tail` keeps the others, in a launch of its own after this one: it
 may write where this one reads.
+
+A thread holds whole bytes, so that no code leaves it: E is the fastest axis of the tile.  Codes are added up rather than
+shifted together by a chain, for Triton makes a tree of a sum.
+
+Cost: x is read once and the row is written once.  Bytes are stored one by one; the L2 cache merges them to sectors.
 """
 
 from qdsl.runtime.gpu.triton import tl, triton

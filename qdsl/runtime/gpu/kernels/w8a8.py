@@ -21,6 +21,11 @@ is unpacked, so shared memory costs nothing that unpacking would save.
 - Where scales vary along K, x has one per 128 columns, too: their product meets each sum.  Else both are applied at the end.
 - SPLIT programs may share K, as those of tile_gemm do, where a few rows of x have fewer tiles than the GPU has multiprocessors.
   Parts of int8 are integers, so that their sum is exact in any case.
+
+A thread holds of the sums what its matrix instruction gives it: two rows, and two columns of every eight.
+
+Cost, counted on sm_90, in instructions of a thread per weight: with scales of 128 columns 1.8 for 16 rows of x and 2.7 for 128,
+of which sums and scales are the most; int8 with scales of rows 1.2 and 1.3.
 """
 
 from qdsl.runtime.gpu.kernels import eight_bit, group_numbers, lanes, tile
