@@ -1,33 +1,50 @@
 """What plans choose beside the best of all ways, for every storage, number of rows, shape and GPU.
 
-Nothing is timed: seconds are modelled (qdsl/runtime/gpu/costs.py).  Over all products both sides are modelled by the shipped
-counts, which shows what classes of rows cost.  For SAMPLE every way is compiled for the GPU, and modelled by the counts of this
-very kernel: that shows what the table costs, whose counts are of few configurations and of some architectures.
+Nothing is timed: seconds are modelled (qdsl/runtime/gpu/costs.py).  `python -m bench --only dispatch` models both sides by the
+shipped counts, which shows what classes of rows cost, and SAMPLE by the counts of kernels compiled for its GPUs.
+
+`python -m bench.dispatch` compiles what it needs of all products for their own GPUs, and compares by these counts: that shows
+what the shipped table costs, whose counts are of few configurations.  It takes half a day of one core.  Kernels are counted once
+and kept in $QDSL_CACHE: the same command goes on where it was stopped.  Several processes may share the file, one for every GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+import itertools
+import json
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from bench.compiled_costs import CompiledCosts, Counted, NotCounted
 from bench.figure import Figure
-from qdsl.analyze import report
-from qdsl.analyze.predict import cost
 from qdsl.core import places
 from qdsl.runtime import FormatError, PackedWeight
-from qdsl.runtime.gpu import configure, costs, launch, plan
+from qdsl.runtime.gpu import configure, costs, plan
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu
 from qdsl.runtime.weight import streams
 
 SHAPES = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (152064, 4096))
 ROWS = (*range(1, 18), 24, 32, 33, 48, 64, 65, 96, 127, 128, 129, 160, 255, 256, 257, 300, 384, 385, 511, 512,
         513, 769, 1000, 1025, 1153, 4097, 5000, 7000)
+# 1 to 512: between these every kernel has the same programs, and only bytes of x and out grow.
+EDGES = (1, 2, 3, *(rows for tile in range(0, 512, 8) for rows in (tile + 1, tile + 8) if rows > 3))
+COMPARED = ("a100", "h100", "h200", "b200", "rtx4090", "rtx5090")
+HEADS = ["GPU", "products", "above 1.15", "worst", "which"]
+RESULTS = Path(__file__).parent / "results"
+RECORD, KERNELS = RESULTS / "dispatch.json", RESULTS / "dispatch-kernels.jsonl"
+PAIRED_ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512)
 META, X = torch.device("meta"), torch.bfloat16
 WORST = 1.15                                                     # times the best way's seconds that a choice may take
+EXACT = 1.1                                                      # a ratio above it is exact, another is known to be less
 
 
 class Product(NamedTuple):
@@ -61,9 +78,12 @@ SAMPLE = (
 )
 
 
-def storages(shape: tuple[int, int]) -> Iterator[PackedWeight]:
-    """A weight on meta of every storage of every format that ships, streams as large as those of normal weights."""
-    for path in sorted(places.specs().glob("*.yaml")):
+def storages(shape: tuple[int, int], only: str = "") -> Iterator[PackedWeight]:
+    """A weight on meta of every storage of every format that ships, streams as large as those of normal weights.
+
+    only: formats whose name begins so.
+    """
+    for path in sorted(places.specs().glob(f"{only}*.yaml")):
         form = importlib.import_module(f"qdsl.generated.{path.stem}").FORMAT
         for key, variant in form.variants.items():
             for storage in variant.storages:
@@ -71,6 +91,9 @@ def storages(shape: tuple[int, int]) -> Iterator[PackedWeight]:
                     yield streams.usual(form.empty(shape, storage, **dict(zip(form.by, key, strict=True))))
                 except FormatError:
                     continue                                     # the storage has no weight of this shape
+
+
+# -- by the shipped counts --------------------------------------------------------------------------------------------
 
 
 def ratios(packed: PackedWeight, gpu: Gpu, rows: Iterable[int] = ROWS) -> Iterator[tuple[float, int]]:
@@ -82,41 +105,146 @@ def ratios(packed: PackedWeight, gpu: Gpu, rows: Iterable[int] = ROWS) -> Iterat
             yield chosen / best, m
 
 
-def compiled_ratio(product: Product, nearest: int | None = None) -> float:
-    """The same for one product, by counts of the kernels compiled for its GPU; Triton must not be interpreting.
-
-    nearest: how many ways are compared, the best ones by the table; all by default.
-    """
-    packed, gpu = product.weight(), GPUS[product.gpu]
-    with configure.assumed(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
-        options = plan.choice(packed, product.m, X, META).options[:nearest]
-        compiled: dict[str, costs.Cost] = {}
-        seconds = [costs.seconds(packed, option.candidate, product.m, X, gpu,
-                                 _counts(packed, option.candidate, product.m, gpu, compiled)) for option in options]
-    return seconds[0] / min(seconds)
-
-
-def _counts(packed: PackedWeight, candidate: costs.Candidate, m: int, gpu: Gpu, compiled: dict[str, costs.Cost]) -> costs.Cost:
-    """Counts of a candidate's kernel, kept in `compiled`.  Where programs share K, those of the kernel whose programs do not:
-    what is added up after the loop has a term of its own.
-    """
-    n, k = packed.shape
-    config = {key: 1 if key == "SPLIT" else value for key, value in candidate.config.items()}
-    key = f"{candidate.kind} {config}"
-    if key not in compiled:
-        x, out, w = (torch.empty(size, dtype=X, device="meta") for size in ((m, k), (m, n), (n, k)))
-        decodes = candidate.kind == "decode"
-        [call] = launch.dequantize_calls(packed, w) if decodes else \
-            launch.linear_calls(x, packed, None, out, candidate=replace(candidate, config=config))
-        counts = report(call, gpu.arch)
-        compiled[key] = replace(cost(counts), rows=counts.weights / k if decodes and counts.has_loop else 0.0)
-    return compiled[key]
-
-
 def has_counts(packed: PackedWeight, gpu: Gpu) -> bool:
     """Whether the table has counts of a storage for the GPU's architecture, or one whose counts serve it."""
     return costs.counted_on(costs.storage_key(packed), "matvec", gpu.arch) is not None or \
         costs.counted_on(costs.storage_key(packed), "dequantize", gpu.arch) is not None
+
+
+# -- by counts of compiled kernels ------------------------------------------------------------------------------------
+
+
+def compiled_ratio(product: Product, compiled: CompiledCosts, nearest: int | None = None, exact: float = EXACT) -> float:
+    """The same for one product, by counts of kernels compiled for its GPU; Triton must not be interpreting.
+
+    nearest: how many ways are compared, the best ones by the table; all by default.  A way is compiled unless its bytes
+    alone take so long that the ratio is below `exact`: such ratios are given as too small, but not below 1.
+    """
+    return compared(product.weight(), product.m, GPUS[product.gpu], compiled, nearest, exact)
+
+
+def compared(packed: PackedWeight, m: int, gpu: Gpu, compiled: CompiledCosts, nearest: int | None = None,
+             exact: float = EXACT) -> float:
+    """compiled_ratio of a weight and m rows of x on a GPU; inf where the kernel that a plan chooses does not compile."""
+    with configure.assumed(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
+        first, *others = plan.choice(packed, m, X, META).options[:nearest]
+        chosen = best = _compiled_seconds(packed, first.candidate, m, gpu, compiled)
+        for option in others:
+            if min(best, chosen / exact) > least_seconds(packed, option.candidate, m, gpu):
+                best = min(best, _compiled_seconds(packed, option.candidate, m, gpu, compiled))
+    return chosen / best if chosen < float("inf") else chosen
+
+
+def _compiled_seconds(packed: PackedWeight, candidate: costs.Candidate, m: int, gpu: Gpu, compiled: CompiledCosts) -> float:
+    counted = compiled.counted(packed, candidate, m, gpu.arch) or Counted(None)
+    if counted.refused:
+        return float("inf")
+    seconds = costs.seconds(packed, candidate, m, X, gpu, counted.cost)
+    if seconds < least_seconds(packed, candidate, m, gpu):
+        raise ValueError(f"{candidate} of {costs.storage_key(packed)}, M = {m}, takes less than its bytes on a {gpu.title}")
+    return seconds
+
+
+def least_seconds(packed: PackedWeight, candidate: costs.Candidate, m: int, gpu: Gpu) -> float:
+    """Modelled seconds of a kernel of a candidate's grid that only loads and stores: nothing takes less."""
+    is_gemm = candidate.kind == "gemm"                           # whose matrix instructions are a term of the model
+    weights = 1 if is_gemm else packed.shape[0] * packed.shape[1]
+    loads = costs.Cost(registers=1, shared=0, warps=4 if is_gemm else 1, step=weights, trip=0.0, fixed=0.0, chain=0.0,
+                       chain_loads=0.0, start=0.0, start_loads=0.9)
+    return costs.seconds(packed, candidate, m, X, gpu, loads)
+
+
+# -- which products ---------------------------------------------------------------------------------------------------
+
+
+def products(gpu: str, only: str = "") -> Iterator[tuple[PackedWeight, int, str]]:
+    """Every product on a GPU: a weight and rows of x."""
+    return ((packed, m, gpu) for shape in SHAPES for packed in storages(shape, only) for m in EDGES)
+
+
+def pairs(only: str = "") -> Iterator[tuple[PackedWeight, int, str]]:
+    """Products in which every two of (kernels of a storage, GPU, rows of x, shape) meet, and every storage stands."""
+    weights = {shape: {costs.storage_key(packed): packed for packed in storages(shape, only)} for shape in SHAPES}
+    kinds = {key: _kernels_of(packed) for by_key in weights.values() for key, packed in by_key.items()}
+    left = set().union(*(_pairs(setting) for kind in {*kinds.values()} for setting in _settings(kind)))
+    uses: Counter[object] = Counter()
+    for turn in range(len(PAIRED_ROWS) * len(kinds)):
+        key = [*kinds][turn % len(kinds)]
+        legal = [setting for setting in _settings(kinds[key]) if key in weights[setting[3]]]
+        setting = max(legal, key=lambda one: (len(left & _pairs(one)), -sum(map(uses.__getitem__, one[1:]))))
+        if turn < len(kinds) or left & _pairs(setting):
+            left -= _pairs(setting)
+            uses.update(setting[1:])
+            yield weights[setting[3]][key], setting[2], setting[1]
+
+
+def _settings(kind: tuple[object, ...]) -> list[tuple[tuple[object, ...], str, int, tuple[int, int]]]:
+    return list(itertools.product([kind], COMPARED, PAIRED_ROWS, SHAPES))
+
+
+def _pairs(setting: tuple[object, ...]) -> set[frozenset[object]]:
+    return {frozenset(pair) for pair in itertools.combinations(setting, 2)}
+
+
+def _kernels_of(packed: PackedWeight) -> tuple[object, ...]:
+    """What tells kernels of storages apart: which there are, how wide groups are, along which axis tiles are long."""
+    kernels = packed.layout.kernels
+    lanes = kernels.matrix_unit
+    if lanes is None:
+        return bool(packed.layout.streams), kernels.last, kernels.sums
+    return (lanes.gemv is not None, lanes.skinny is not None, lanes.tile_gemm is not None, lanes.records is not None,
+            min(lanes.sizes(packed.sizes), default=0), lanes.in_order)
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A product, and how many times the best way's seconds its choice takes: exact above EXACT."""
+
+    product: Product
+    ratio: float
+
+
+def rows(every: Iterable[tuple[PackedWeight, int, str]], compiled: CompiledCosts, seconds: float = math.inf) -> Iterator[Row]:
+    """Rows of as many products as so many seconds allow.  Those that need a kernel which is not to be compiled are left out."""
+    end = time.monotonic() + seconds
+    for packed, m, gpu in every:
+        if time.monotonic() > end:
+            break
+        params = {name: packed.params[name] for name in packed.format.by}
+        try:
+            yield Row(Product(packed.format.name, packed.storage, params, m, packed.shape, gpu),
+                      compared(packed, m, GPUS[gpu], compiled))
+        except NotCounted:
+            continue
+
+
+def table(compared_rows: Sequence[Row]) -> list[list[str]]:
+    """By GPU: how many products were compared, how many choices take more than WORST times the best way, and the worst."""
+    cells = []
+    for gpu in COMPARED:
+        of_gpu = [row for row in compared_rows if row.product.gpu == gpu]
+        worst = max(of_gpu, key=lambda row: row.ratio, default=None)
+        if worst is not None:
+            is_exact = worst.ratio > EXACT
+            cells.append([GPUS[gpu].title, str(len(of_gpu)), str(sum(row.ratio > WORST for row in of_gpu)),
+                          f"{worst.ratio:.2f}" if is_exact else f"at most {EXACT:.2f}",
+                          str(worst.product).rpartition(",")[0] if is_exact else ""])
+    return cells
+
+
+def recorded() -> list[Row]:
+    """The rows of RECORD."""
+    return [Row(Product(form, storage, params, m, tuple(shape), gpu), ratio)
+            for form, storage, params, m, shape, gpu, ratio in json.loads(RECORD.read_text(encoding="utf-8"))["products"]]
+
+
+def record(compared_rows: Sequence[Row], compiled: CompiledCosts) -> None:
+    """Writes rows to RECORD, and the kernels that were compared for them to KERNELS."""
+    lines = ",\n".join(json.dumps([*row.product, round(row.ratio, 3)]) for row in compared_rows)
+    RECORD.write_text(f'{{"products": [\n{lines}\n]}}\n', encoding="utf-8")
+    KERNELS.write_text("\n".join(compiled.lines()) + "\n", encoding="utf-8")
 
 
 def figures(rounds: int) -> Iterator[Figure]:
@@ -132,6 +260,35 @@ def figures(rounds: int) -> Iterator[Figure]:
                         worst, where = ratio, f"{costs.storage_key(packed)}, M = {m}, {shape[0]} x {shape[1]}"
         yield Figure(f"{name}: the plan's choice beside the best way", "x", [worst], WORST, more=False,
                      note=f"{counted} of {count} weights have counts; {where}")
+    compiled = CompiledCosts()
     for product in SAMPLE:
-        yield Figure(f"{product}: the plan's choice beside the best way, compiled", "x", [compiled_ratio(product)], WORST,
-                     more=False)
+        ratio = compiled_ratio(product, compiled)
+        yield Figure(f"{product}: the plan's choice beside the best way, compiled", "x", [ratio], WORST, more=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 where a choice takes more than WORST times the best way."""
+    parser = argparse.ArgumentParser(prog="python -m bench.dispatch", description=(__doc__ or "").split("\n\n")[2])
+    parser.add_argument("--gpu", action="append", choices=COMPARED, help="may be repeated; by default all of them")
+    parser.add_argument("--only", default="", metavar="PREFIX", help="formats whose name begins so")
+    parser.add_argument("--pairs", action="store_true", help="a sample: GPU, rows, shape and kind of storage meet in pairs")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no product after so many")
+    parser.add_argument("--counted", action="store_true", help="only products whose kernels are all counted; compile none")
+    parser.add_argument("--record", action="store_true", help=f"write rows and kernels to {RECORD.name} and {KERNELS.name}")
+    options = parser.parse_args(arguments)
+    gpus, compiled = options.gpu or COMPARED, CompiledCosts(compiles=not options.counted)
+    every = pairs(options.only) if options.pairs else itertools.chain.from_iterable(products(gpu, options.only) for gpu in gpus)
+    compared_rows = []
+    for row in rows((product for product in every if product[2] in gpus), compiled, options.seconds):
+        compared_rows.append(row)
+        if row.ratio > WORST:
+            print(f"{row.product}: {row.ratio:.2f}", file=sys.stderr, flush=True)
+    print("\n".join(f"| {' | '.join(cells)} |" for cells in [HEADS, ["---"] * len(HEADS), *table(compared_rows)]))
+    print(f"\n{compiled.fresh} kernels were compiled, {len(compiled.used)} compared.")
+    if options.record:
+        record(compared_rows, compiled)
+    return int(any(row.ratio > WORST for row in compared_rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

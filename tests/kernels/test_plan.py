@@ -78,8 +78,8 @@ def test_traps(gpu: Gpu) -> None:
 
 def test_more_rows_are_no_cliff() -> None:
     """Programs that share K, and 16 rows of x in a program: 4096 x 4096, on an H200."""
-    for packed in (int_group.FORMAT.empty((4096, 4096), "planar", "meta", bits=4), q4_0.FORMAT.empty((4096, 4096), "planar", "meta"),
-                   fp8_block.FORMAT.empty((4096, 4096), "planar", "meta")):
+    others = [form.FORMAT.empty((4096, 4096), "planar", "meta") for form in (q4_0, fp8_block)]
+    for packed in (int_group.FORMAT.empty((4096, 4096), "planar", "meta", bits=4), *others):
         times = {m: choice_for(packed, m, GPUS["h200"]).options[0].seconds for m in (1, 9, 16, 64)}
         assert times[9] <= times[16] <= 1.3 * times[1] and times[64] <= 2 * times[1]
 

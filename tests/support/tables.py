@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from bench import dispatch as ways
 from bench.bandwidth import REACHED, reaches
 from qdsl.compiler.emit.show.page import summary
 from qdsl.compiler.passes import PASSES, choose_variants, compile_spec
@@ -224,6 +225,11 @@ def public() -> list[str]:
     return rows(public_figures.HEADS, public_figures.lines())
 
 
+def dispatch() -> list[str]:
+    """What plans choose beside the best way, by counts of compiled kernels."""
+    return rows(ways.HEADS, ways.table(ways.recorded()))
+
+
 def bandwidth() -> list[str]:
     """What every format reaches of an H200's bandwidth, as modelled; those that miss the goal with what bounds them."""
     lines = [[f"`{reach.format}`", reach.storage, reach.kernel, f"{100 * reach.part:.0f}",
@@ -241,4 +247,4 @@ def matrix() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     function.__name__: function for function in (
         keys, tensor_keys, floats, schemes, streams, branch_kinds, limits, reserved, passes, formats, no_planar, figures, missed,
-        speeds, gguf_maps, quality, compatibility, public, bandwidth, matrix)}
+        speeds, gguf_maps, quality, compatibility, public, bandwidth, dispatch, matrix)}
