@@ -209,7 +209,7 @@ def files_of(module: str) -> list[Path]:
 # docstrings of what had none.
 # The package was planned with 30,000 lines and has 1.7 times that, for features that were not planned then: models, engines,
 # infer, test, caches of keys and values, products on a CPU, side branches.  Generated modules were planned with 17,000.
-BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 53_000, "generated": 17_000}
+BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 53_200, "generated": 17_000}
 
 
 @pytest.mark.parametrize("folder", BUDGET)
