@@ -92,6 +92,8 @@ def at(p: Program, op: str) -> int:
 BREAKS: dict[str, Callable[[Program], Program]] = {
     "subscripts-are-known": lambda p: replace(p, fields=(
         replace(p.fields[0], index=(ix.name("n"), ix.name("t"))), *p.fields[1:])),
+    "positions-are-at-most-weights": lambda p: replace(p, fields=(
+        replace(p.fields[0], index=(ix.name("n"), ix.name("n") * ix.name("k") * ix.name("n"))), *p.fields[1:])),
     "placements-are-of-fields": with_tensor(lambda p: {"placements": (
         replace(p.tensors[0].placements[0], digits=(("n", ""), ("z", ""))), *p.tensors[0].placements[1:])}),
     "slices-say-what-records-say": with_tensor(moved_slice),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from math import prod
 
-from qdsl.compiler.ir.index import flat_of
+from qdsl.compiler.ir.index import Domain, Index, bounds, flat_of
 from qdsl.compiler.ir.program import Program
 from qdsl.compiler.ir.text import text
 from qdsl.core.layout import BYTE, RecordBit, spread, walk
@@ -18,6 +18,7 @@ from qdsl.core.layout import BYTE, RecordBit, spread, walk
 Rule = Callable[[Program], Iterator[str]]
 RULES: dict[str, Rule] = {}
 F32_EXACT = 1 << 24
+SIDE = 1 << 20                                                   # N and K of a large weight
 
 
 class IllegalProgram(AssertionError):
@@ -46,6 +47,28 @@ def subscripts_are_known(program: Program) -> Iterator[str]:
         for index in field.index:
             if not index.names() <= allowed | ({"N", "K"} if flat_of(index) is not None else set()):
                 yield f"{field.name} is subscripted by {index}"
+
+
+@_rule
+def positions_are_at_most_weights(program: Program) -> Iterator[str]:
+    """No part of a subscript exceeds N * K: launches choose 32 or 64 bits for positions by the number of weights."""
+    n, k = (program.spec.fixed.get(axis, SIDE) for axis in "NK")
+    groups = (field.name for field in program.fields if field.number is None)
+    domain = Domain({"N": (n, n), "K": (k, k), "n": (0, n - 1), "k": (0, k - 1), **dict.fromkeys(groups, (0, k - 1)),
+                     **dict.fromkeys(program.sizes, (1, k))})
+    for field in program.fields:
+        for part in (part for index in field.index for part in _parts(index)):
+            high = bounds(part, domain)[1]
+            if high is None or high > n * k:
+                yield f"{field.name} is subscripted by {part}, which is up to {high} with {n * k} weights"
+
+
+def _parts(index: Index) -> Iterator[Index]:
+    """An index, and all that it divides and multiplies."""
+    yield index
+    for atom, _ in index.terms:
+        for argument in atom.args:
+            yield from _parts(argument)
 
 
 @_rule
