@@ -446,13 +446,13 @@ EXL2 = {"quantization_config": {"quant_method": "exl2", "bits": 4.0}}
 
 @pytest.mark.parametrize(("tensors", "config", "unknown_tensors"), [
     ({"weight": torch.zeros(64, 64, dtype=torch.int8)}, None, "weight I8 [64, 64]"),
-    ({"qweight": torch.zeros(64, 32, dtype=torch.int8), "wscales": torch.ones(4, 64)}, None,
-     "wscales F32 [4, 64], qweight I8 [64, 32]"),
+    ({"qweight": torch.zeros(64, 32, dtype=torch.int8), "s_channel": torch.ones(1, 64)}, None,
+     "s_channel F32 [1, 64], qweight I8 [64, 32]"),
     ({"q_weight": torch.zeros(8, 64, dtype=torch.int32), "q_groups": torch.ones(4, dtype=torch.int16)}, EXL2,
      "q_weight I32 [8, 64], q_groups I16 [4]"),
     ({"weight": torch.zeros(64, 8, dtype=torch.int32), "weight_scale": torch.ones(1, 64)},
      quark([], {}, dtype="uint4", qscheme="per_group"), "weight_scale F32 [1, 64], weight I32 [64, 8]"),
-], ids=["weight", "nunchaku", "exl2", "quark"])
+], ids=["weight", "qqq", "exl2", "quark"])
 def test_unknown_ways_are_no_contradictions(tmp_path: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None,
                                             unknown_tensors: str) -> None:
     """And their words are no weights: sums are without them, and say so."""

@@ -11,9 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import qdsl
 from qdsl.analyze.check.branches import branch_fields
-from qdsl.generated import int4pack, q4_0, squeezellm
+from qdsl.checkpoint.detect.layers import layers
+from qdsl.checkpoint.files.folder import Folder
+from qdsl.generated import int4pack, nunchaku_int4, q4_0, squeezellm
 from qdsl.runtime import FormatError, PackedWeight
+from tests.formats.test_infer import nunchaku
+from tests.support import checkpoints
 from tests.support.formats import EXTRA, SPECS, module, same_bits, spec
 from tests.support.slow_branches import add_branches
 from tests.support.traits import sample
@@ -307,8 +312,6 @@ storage:
 
 
 def test_a_branch_of_the_same_kind_in_another_format(tmp_path: Any) -> None:
-    import qdsl
-
     (tmp_path / "low_rank_rows.yaml").write_text(PLAIN)
     plain = qdsl.load(tmp_path / "low_rank_rows.yaml")
     packed = branched("tiles")
@@ -322,3 +325,54 @@ def test_a_branch_of_the_same_kind_in_another_format(tmp_path: Any) -> None:
     third = plain.wrap({**converted.tensors, "lora_a": converted.tensors["lora_a"] / 3})
     with pytest.raises(FormatError, match="'proj_down' is float16 there, which does not hold its numbers"):
         packed.format.convert(third, "rows")
+
+
+# -- as packages write it -----------------------------------------------------------------------------------------------
+
+
+def in_tiles(matrix: Tensor, is_down: bool) -> Tensor:
+    """Factors [K, R] or [N, R] by fragments of 16 x 16: 8 x 4 lanes, each with 2 x 2 pairs of the inner axis."""
+    a, b = (extent // 16 for extent in matrix.shape)
+    tiles = matrix.reshape(a, 2, 8, b, 2, 4, 2).permute(*((3, 0) if is_down else (0, 3)), 2, 5, 1, 4, 6)
+    return tiles.reshape(matrix.shape[::-1] if is_down else matrix.shape)
+
+
+def by_lanes(scales: Tensor) -> Tensor:
+    """Scales [N, groups] as warps of 128 rows read them: 8 x 4 lanes, and pairs of rows."""
+    return scales.reshape(-1, 8, 2, 4, 2, scales.shape[1]).permute(0, 5, 1, 3, 2, 4).reshape(scales.shape[::-1])
+
+
+def test_nunchakus_layout(tmp_path: Any) -> None:
+    """The weight that its kernel multiplies: codes and scales take x over the smoothing factors, the low rank x itself."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-8, 8, (256, 384), generator=generator)
+    s, up = (torch.rand(256, extent, generator=generator).add(0.5).bfloat16() for extent in (6, 32))
+    smooth, down = torch.rand(384, 1, generator=generator).add(0.5).bfloat16(), sample(32, 384, dtype=torch.bfloat16)
+    tensors = {"qweight": nunchaku(codes & 15).view(torch.int8).view(256, 192), "wscales": by_lanes(s),
+               "smooth_factor": by_lanes(smooth).flatten(), "proj_up": in_tiles(up, False), "proj_down": in_tiles(down, True)}
+    packed = nunchaku_int4.wrap(tensors)
+    wanted = codes.float() * s.float().repeat_interleave(64, 1) / smooth.float().T
+    assert same_bits(decoded(packed.base), wanted)
+    for r in range(32):
+        wanted = wanted + up[:, r, None].float() * down[r].float()
+    planar = nunchaku_int4.planar(packed)
+    assert same_bits(decoded(packed), wanted) and planar.storage == "planar" and same_bits(decoded(planar), wanted)
+    back = nunchaku_int4.convert(planar, "nunchaku")
+    assert all(same_bits(back.tensors[key], tensor) for key, tensor in packed.tensors.items())
+    raw = {{"smooth_factor": "smooth", "proj_up": "lora_up", "proj_down": "lora_down"}.get(key, key): tensor
+           for key, tensor in tensors.items()}                   # deepcompressor's names
+    assert same_bits(decoded(nunchaku_int4.wrap(raw)), wanted)
+    x = sample(3, 384, dtype=torch.bfloat16)
+    exact = x.double() / smooth.double().T @ (codes * s.double().repeat_interleave(64, 1)).T
+    exact = exact + x.double() @ down.double().T @ up.double().T
+    for weight in (packed, planar):
+        y = nunchaku_int4.linear(x, weight)
+        assert bool(((y.double() - exact).abs() <= allowed(x, packed)).all())
+    part = planar.shard("N", 128, 256)
+    assert same_bits(decoded(part), wanted[128:])
+    written = checkpoints.folder(tmp_path, {"up": tensors, "down": {**tensors, "bias": torch.zeros(256, dtype=torch.bfloat16)}})
+    with qdsl.open(written) as checkpoint:
+        assert same_bits(checkpoint.weight("up", dtype=torch.float32), wanted)
+    with Folder(written) as folder:
+        reasons = {layer.name: layer.why for layer in layers(folder).layers}
+    assert reasons["up"] == "" and "whose bias is permuted" in reasons["down"]

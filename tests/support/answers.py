@@ -171,7 +171,7 @@ def _quantized(case: Answers, format: Format) -> Iterator[str]:
 
 def _with_branches(case: Answers, format: Format) -> Iterator[str]:
     """A weight with side branches, whose tensors the file has in full."""
-    tensors = {name: from_data(data) for part in ("base", "tensors") for name, data in case[part].items()}
+    tensors = {**inputs(case), **{name: from_data(data) for name, data in case["added"].items()}}
     n, k = case["shape"]
     packed = format.wrap(tensors, (n, k), case["storage"], **case["params"])
     fields = format.unpack(packed)

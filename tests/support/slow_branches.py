@@ -95,9 +95,8 @@ def add_branches(spec: Spec, fields: Fields, weight: Tensor) -> Tensor:
     values = {role: field.float().numpy() if field.is_floating_point() else field.numpy() for role, field in fields.items()}
     for branch in spec.plus:
         if branch.kind.value == "low_rank":
-            for n, k in np.ndindex(*out.shape):
-                for r in range(values["down"].shape[0]):
-                    out[n, k] = np.float32(out[n, k] + np.float32(values["up"][n, r] * values["down"][r, k]))
+            for n, r in np.ndindex(*values["up"].shape):         # one row of w at a time: its elements are apart
+                out[n] = out[n] + (values["up"][n, r] * values["down"][r]).astype(np.float32)
         elif branch.kind.value == "dense_rows":
             for r, n in enumerate(values["row"]):
                 for k in range(out.shape[1]):

@@ -56,6 +56,9 @@ class Judge:
         if reason := self._undecided(pool, best, settings, is_denied):
             return Layer(module.name, others=module.tensors, by=scheme.by, why=reason)
         assert best is not None
+        if "bias" in module.tensors and (order := best.format.detect.get("bias")):
+            return Layer(module.name, others=module.tensors, by=scheme.by,
+                         why=f"it is {best.label}, whose bias is {order}, and models take biases by rows")
         if is_denied:
             problems.append(self._disagreement(best, settings))
         return self._layer(module, best, scheme, settings, problems)

@@ -55,6 +55,7 @@ DETECT_KEYS = {
     "tensors": "small tensors beside a weight that say its parameters and shape",
     "words": "words that tell storages apart which fit alike",
     "spills": "fields that a producer lost, by the words that it wrote then",
+    "bias": "how producers store a bias beside the weight, where that is not row by row",
     "parts": "weights that one code holds together: the tensor that says where they begin, and the keys of their settings",
 }
 TENSOR_KEYS = {
