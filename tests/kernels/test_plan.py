@@ -21,7 +21,7 @@ import triton
 
 from bench import dispatch
 from bench.launch import StubDriver
-from qdsl.generated import awq_gemv_fast, fp8_block, int_group, iq2_xxs, q4_0, q4_k
+from qdsl.generated import awq_gemv_fast, fp8_block, int_group, iq2_xxs, q4_0, q4_k, quanto
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch, plan
 from qdsl.runtime.gpu.call import Call
@@ -96,6 +96,14 @@ def test_sixteen_rows_of_x_where_they_are_counted() -> None:
             assert not any("BM" in option.candidate.config for option in choice_for(packed, 8, gpu).options)
             counted += len(wide)
     assert counted
+
+
+def test_sizes_that_a_chunk_is_no_multiple_of() -> None:
+    """Groups of 96 columns are left to the kernels for any storage; those of other sizes have all kernels."""
+    for group, served in ((128, True), (32, True), (-1, True), (96, False)):
+        packed = quanto.FORMAT.empty((256, 384), "planar", bits=4, group=group, scale_type="bf16")
+        assert ("gemv" in plan.kinds(packed, 1, BF16, META)) == served
+        assert ("skinny" in plan.kinds(packed, 4, BF16, META)) == served
 
 
 def test_candidates_are_launches() -> None:

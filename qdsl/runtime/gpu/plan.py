@@ -176,7 +176,7 @@ def fits_matrix_units(packed: PackedWeight, dtype: torch.dtype, device: torch.de
         return False                                             # kernel `gemm` and the plain one serve them
     if skinny and kernels.skinny is None:
         return False
-    return min(kernels.sizes(packed.sizes), default=kernels.least) >= kernels.least and packed.finite
+    return all(map(kernels.serves, kernels.sizes(packed.sizes))) and packed.finite
 
 
 def matvec(packed: PackedWeight, m: int) -> Candidate:

@@ -18,6 +18,7 @@ from qdsl.runtime.weight.branches import stored
 from qdsl.runtime.weight.tables import Table
 
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
+SHORT = (16, 32, 64)                                             # columns of blocks that a chunk has several of
 SMALL_FLOATS = ("e8m0", "e8m0h", "ue4m3", "e4m3")                # of 8 bits, in tensors of bytes
 LOOKED_UP, SHARED = -5, -6                                       # kinds of numbers that follow those (group_numbers.loaded)
 FLOATS: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, name in TORCH_FLOATS.items()}
@@ -164,6 +165,10 @@ class MatrixUnitKernels:
     def least(self) -> int:
         """The shortest block that the kernels serve."""
         return CHUNK if self.in_order else 16
+
+    def serves(self, size: int) -> bool:
+        """Whether the kernels serve blocks of so many columns."""
+        return size >= self.least and (size in SHORT or size % CHUNK == 0)
 
     def constants(self, kind: str, half: bool, sizes: Mapping[str, int], tensors: Sequence[str]) -> dict[str, Any]:
         """Constants of kernel `kind` ('skinny', 'gemv', 'tile_gemm', 'w8a8'); half: x is float16, not bfloat16.

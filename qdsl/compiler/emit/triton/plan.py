@@ -18,6 +18,7 @@ from qdsl.compiler.passes.derive_planar import PLANAR, PLANES, coordinate, coord
 from qdsl.core.numbers import Number
 
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
+SHORT = (16, 32, 64)                                             # columns of blocks that a chunk has several of
 LOCALS = frozenset((
     "tensors", "row", "K", "chunk", "more", "F", "g", "N", "BASE", "fields", "sum", "ones", "head", "lane", "both", "low", "high",
     "lanes", "bitplanes", "codebook", "records", "tl"))
@@ -88,7 +89,11 @@ class Plan:
     @property
     def smallest(self) -> int:
         """The smallest block of columns that the kernels serve; 2^30 without any."""
-        return min((v for sizes in self.sizes.values() for v in sizes if v >= self.least), default=1 << 30)
+        return min((v for sizes in self.sizes.values() for v in sizes if self.serves(v)), default=1 << 30)
+
+    def serves(self, size: int) -> bool:
+        """Whether the kernels serve a block of so many columns."""
+        return size >= self.least and (size in SHORT or size % CHUNK == 0)
 
     @property
     def size(self) -> int:
@@ -97,10 +102,8 @@ class Plan:
 
     @property
     def supported(self) -> bool:
-        """Whether the kernels serve the sizes of all blocks."""
-        every = [v for sizes in self.sizes.values() for v in sizes if v >= self.least]
-        return all(max(sizes) >= self.least for sizes in self.sizes.values()) and \
-            all(v in (16, 32, 64) or v % CHUNK == 0 for v in every)
+        """Whether the kernels serve some size of every block; weights of other sizes are left to the kernels for any storage."""
+        return all(any(map(self.serves, sizes)) for sizes in self.sizes.values())
 
     @property
     def least(self) -> int:
