@@ -169,7 +169,7 @@ def parts_of_bytes(name: str) -> dict[str, Any]:
     x, outs, findings = sample(20, 1280, torch.bfloat16), [], []
     for order in ("lockstep", 0, 1):
         out = torch.full((20, 72), torch.nan, dtype=x.dtype)
-        with configure.assumed(9, configure.MULTIPROCESSORS), patch.object(launch, "parts_of_k", lambda *_: 3):
+        with configure.assumed(9, configure.MULTIPROCESSORS), patch.object(launch, "shared_k", lambda *_: (3, False)):
             calls = list(launch.quantized_calls(x, packed, None, out))
         findings += map(str, run(calls, "sm_90", out, Options(order=order)))
         findings += [] if not calls[1].scratch[1].any() else [f"counters are left at {calls[1].scratch[1].max()}"]
@@ -178,6 +178,19 @@ def parts_of_bytes(name: str) -> dict[str, Any]:
     exact, spread = test_w8a8.exact(x, packed)
     allowed = exact.abs() * 2.0 ** -8 + spread * 2.0 ** -22 + torch.finfo(torch.bfloat16).tiny
     return {"kernel": "w8a8", "error": share_of(outs[0], exact, allowed), "findings": findings}
+
+
+def bytes_made_in_place(name: str) -> dict[str, Any]:
+    """Programs that quantize x themselves: the bits of two launches."""
+    packed = importlib.import_module(f"qdsl.generated.{name}").quantize(sample(72, 512, torch.float32))
+    x, outs, findings = sample(11, 512, torch.bfloat16), [], []
+    for apart in (False, True):
+        outs.append(torch.full((11, 72), torch.nan, dtype=x.dtype))
+        way = (1, not apart)
+        with configure.assumed(9, configure.MULTIPROCESSORS), patch.object(launch, "shared_k", lambda *_, way=way: way):
+            calls = list(launch.quantized_calls(x, packed, None, outs[-1]))
+        findings += [*map(str, run(calls, "sm_90", outs[-1], Options())), *([] if len(calls) == 1 + apart else ["launches"])]
+    return {"kernel": "w8a8", "error": 0.0 if torch.equal(*outs) else torch.inf, "findings": findings}
 
 
 def experts_in_one_launch(arch: str, fused: bool) -> dict[str, Any]:
@@ -272,6 +285,7 @@ SPECIAL: dict[str, Callable[[], dict[str, Any]]] = {
         ("fp8_block", "sm_90", "exact"), ("fp8_channel", "sm_90", "truncated"), ("int8_channel", "sm_90", "exact"),
         ("int8_channel", "sm_80", "exact"))},
     **{f"parts of bytes {name}": partial(parts_of_bytes, name) for name in ("fp8_block", "int8_channel")},
+    **{f"bytes in place {name}": partial(bytes_made_in_place, name) for name in ("fp8_block", "int8_block")},
     **{f"overlapping {name}.{kind} {rows}": partial(overlapping, name, kind, rows, dtype) for name, kind, rows, dtype in (
         ("q4_k", "planar", 1, torch.bfloat16), ("q4_k", "gguf", 1, torch.float16), ("q2_0", "planar", 5, torch.float16),
         ("fp8_block", "planar", 9, torch.bfloat16))},

@@ -23,7 +23,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def quantized(name: str, rows: int) -> Call:
     """The product's launch, which comes after the one that quantizes x."""
     packed = launches.weight(launches.module(name), SHAPE, "safetensors", {})
-    return list(launch.quantized_calls(meta(rows, SHAPE[1]), packed, None, meta(rows, SHAPE[0])))[1]
+    return list(launch.quantized_calls(meta(rows, SHAPE[1]), packed, None, meta(rows, SHAPE[0])))[-1]
 
 
 def few() -> Iterator[tuple[str, Call]]:

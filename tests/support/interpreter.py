@@ -104,7 +104,7 @@ def _patch() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from qdsl.runtime.gpu.kernels import codebook
+    from qdsl.runtime.gpu.kernels import codebook, eight_bit
 
     builder = interpreter.InterpreterBuilder
     load, store, cast = builder.create_masked_load, builder.create_masked_store, builder.cast_impl
@@ -148,6 +148,7 @@ def _patch() -> None:
     # The interpreter knows no functions of libdevice, and no assembly.
     codebook.libdevice = SimpleNamespace(byte_perm=byte_perm)
     codebook.permute = codebook.plain_permute
+    eight_bit.to_e4m3 = eight_bit.plain_e4m3
     builder.create_masked_load, builder.create_masked_store, builder.cast_impl = masked_load, masked_store, cast_impl
     def get_bf16(self: Any, value: float) -> Any:
         return interpreter.TensorHandle(_round_to_bf16(np.array([value], np.float32)), tl.bfloat16)

@@ -35,7 +35,10 @@ ARRIVAL = 3 * 270                                                # cycles: a sto
 MATMUL = 0.7                                                     # of the data sheet's matrix rate that a vendor's matmul reaches
 MATMUL_TILE = 128 * 128                                          # elements of out that an SM has at a time in it
 DECODED = 1 << 25                                                # weights that runtime/torch/linear.py decodes at a time on a GPU
-MOST_SPLIT = 8                                                   # programs of `w8a8` that share K
+QUANTIZE = 12                                                    # instructions per number of x that `w8a8` quantizes, on sm_90
+TRIP, LONG_TRIP = 470, 955                                       # cycles of its trip of 128 columns without that, and with it
+RESIDENT, MOST_SPLIT = 3, 8                                      # its programs on an SM at a time, and those that share K
+LANES = 128                                                      # instructions of threads that an SM issues in a cycle
 KINDS = ("matvec", "gemm", "gemv", "skinny", "tile_gemm", "decode")
 TABLE = Path(__file__).with_name("costs.json")
 
@@ -142,19 +145,25 @@ def _part_bytes(candidate: Candidate, n: int) -> int:
     return 4 * _rows(candidate.config, n, candidate.grid[0]) * candidate.config["BM"]
 
 
-def parts_of_k(tiles: int, rows: int, columns: int, k: int, nbytes: int, target: Gpu) -> int:
-    """How many programs of `w8a8` share K, by the least modelled time: 1 where tiles fill the GPU.
+def shared_k(tiles: int, rows: int, columns: int, k: int, nbytes: int, quantizes: bool, target: Gpu,
+             ) -> tuple[int, bool]:
+    """How many programs of `w8a8` share K, and whether they quantize x themselves, by the least modelled time.
 
-    tiles: of out, [rows of w, columns].  nbytes: of the weight, [N, k] codes of 8 bits.  A program has 4 chunks of 128 columns or
-    more, of which it streams as many bytes as the L2 cache gives its multiprocessor.
+    tiles: of out, [rows of w, columns].  nbytes: of the weight, [N, k] codes of 8 bits.  quantizes: they can; else a launch
+    before does it.  A program has 4 chunks of 128 columns or more; one that quantizes its x waits longer in each of them.
     """
-    def taken(split: int) -> float:
-        streamed = cdiv(tiles * split, target.multiprocessors) * (rows + columns) * k / split / L2_BYTES
+    def taken(way: tuple[int, bool]) -> float:
+        split, itself = way
+        turns, chunks = cdiv(tiles * split, target.multiprocessors), cdiv(k // 128, split)
+        streamed = turns * chunks * 128 * (rows + columns) / L2_BYTES
+        issued = turns * chunks * 128 * (2 * rows + QUANTIZE * columns * itself) / LANES
+        waited = cdiv(turns, RESIDENT) * chunks * (LONG_TRIP if itself else TRIP)
         merged = merge_seconds(split, 4 * rows * columns, tiles, target) if split > 1 else 0.0
-        return max(nbytes / (REACHABLE * target.bandwidth * 1e9), streamed / (target.clock * 1e9)) + merged
+        busy = max(streamed, issued, waited) / (target.clock * 1e9)
+        return max(nbytes / (REACHABLE * target.bandwidth * 1e9), busy) + merged + (0.0 if itself else LAUNCH + LATENCY)
 
     most = min(MOST_SPLIT, max(1, k // 512)) if tiles < target.multiprocessors and target.is_nvidia else 1
-    return min(range(1, most + 1), key=taken)
+    return min(((split, itself) for split in range(1, most + 1) for itself in (False, True)[:1 + quantizes]), key=taken)
 
 
 def merge_seconds(split: int, part: int, tiles: int, target: Gpu) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from qdsl.core.shapes import axis
 from qdsl.runtime.gpu import configure, plan
 from qdsl.runtime.gpu.call import Call
-from qdsl.runtime.gpu.costs import Candidate, parts_of_k
+from qdsl.runtime.gpu.costs import Candidate, shared_k
 from qdsl.runtime.gpu.kernels import dequantize as dequantize_kernel
 from qdsl.runtime.gpu.kernels import eight_bit, gemm, matvec
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
@@ -20,6 +20,7 @@ from qdsl.runtime.gpu.scratch import scratch_of
 from qdsl.runtime.gpu.triton import is_installed, tl, triton
 from qdsl.runtime.weight import eight, streams
 from qdsl.runtime.weight.arrays import cdiv
+from qdsl.runtime.weight.layout import W8A8
 from qdsl.runtime.weight.packed import PackedWeight
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -138,33 +139,43 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
         return
     x = yield from _scaled(x, packed)
     stored = torch.int8 if w8a8.type == "i8" else torch.float8_e4m3fn if configure.has_fp8(x.device) else torch.float16
+    config, warps = configure.w8a8(m, n, stored == torch.float16, x.device)
+    grid, tile = (cdiv(n, config["BN"]), cdiv(m, config["BM"])), config["BN"] * config["BM"]
+    can = scale is None and stored != torch.float16 and w8a8.groups and config["BM"] == 16 and x.dtype.itemsize == 2
+    split, is_one = shared_k(math.prod(grid), config["BN"], config["BM"], k, packed.nbytes, can, configure.gpu(x.device))
+    codes, scales, sums = (x, None, None) if is_one else (yield from _quantized(x, w8a8, stored, scale))
+    weight = packed.tensors[w8a8.codes].contiguous()
+    weight = weight.view(torch.uint8) if stored == torch.float16 else weight
+    scratch = scratch_of(math.prod(grid), split * tile, x.device) if split > 1 else ()
+    yield Call(w8a8.kernel, (tuple(_tensors(packed)), weight, codes, scales, sums, bias, out, *(scratch or (None, None)),
+                             m, n, k),
+               {**kernels.constants("w8a8", False, packed.sizes, packed.layout.coded), **config, "SPLIT": split,
+                "LARGEST": eight.LARGEST[w8a8.type] if is_one else 0}, (*grid, split) if split > 1 else grid,
+               # contracted additions would skip a rounding of what is quantized
+               {"num_warps": warps, "num_stages": config["STAGES"], **({"enable_fp_fusion": False} if is_one else {})},
+               weights=min(config["BN"], n) * cdiv(k // eight.CHUNK, split) * eight.CHUNK, step=config["BN"] * eight.CHUNK,
+               scratch=scratch)
+
+
+def _quantized(x: Tensor, w8a8: W8A8, stored: torch.dtype, scale: float | None,
+               ) -> Generator[Call, None, tuple[Tensor, Tensor, Tensor | None]]:
+    """The launch that quantizes x [M, K], or torch where it has a static scale; returns codes, scales and sums of codes."""
+    m, k = x.shape
     groups = k // eight.CHUNK if w8a8.groups else 1
     if scale is not None:
         codes, scales = eight.quantized(x, w8a8.type, w8a8.groups, scale)
         codes, scales = codes.to(stored), scales.t().contiguous()
-        sums = codes.view(m, groups, -1).sum(2, dtype=torch.int32).float().t().contiguous() if w8a8.sums else None
-    else:
-        codes = x.new_empty(m, k, dtype=stored)
-        scales = x.new_empty(groups, m, dtype=torch.float32)
-        sums = torch.empty_like(scales) if w8a8.sums else None
-        bytes_ = codes.view(torch.uint8) if stored == torch.float8_e4m3fn else codes
-        br, bk = (16, eight.CHUNK) if w8a8.groups else (1, min(4096, configure.power(k)))
-        yield Call(eight_bit.quantize, (x, bytes_, scales, sums, m, k, k // groups),
-                   {"LARGEST": eight.LARGEST[w8a8.type], "BR": br, "BK": bk}, (cdiv(m * groups, br),),
-                   {"num_warps": WARPS, "enable_fp_fusion": False},                  # contracted additions would skip a rounding
-                   workspace=(codes, scales) if sums is None else (codes, scales, sums))
-    weight = packed.tensors[w8a8.codes].contiguous()
-    weight = weight.view(torch.uint8) if stored == torch.float16 else weight
-    config, warps = configure.w8a8(m, n, stored == torch.float16, x.device)
-    grid, tile = (cdiv(n, config["BN"]), cdiv(m, config["BM"])), config["BN"] * config["BM"]
-    split = parts_of_k(math.prod(grid), config["BN"], config["BM"], k, packed.nbytes, configure.gpu(x.device))
-    scratch = scratch_of(math.prod(grid), split * tile, x.device) if split > 1 else ()
-    yield Call(w8a8.kernel, (tuple(_tensors(packed)), weight, codes, scales, sums if w8a8.sums else None, bias, out,
-                             *(scratch or (None, None)), m, n, k),
-               {**kernels.constants("w8a8", False, packed.sizes, packed.layout.coded), **config, "SPLIT": split},
-               (*grid, split) if split > 1 else grid, {"num_warps": warps, "num_stages": config["STAGES"]},
-               weights=min(config["BN"], n) * cdiv(k // eight.CHUNK, split) * eight.CHUNK, step=config["BN"] * eight.CHUNK,
-               scratch=scratch)
+        return codes, scales, codes.view(m, groups, -1).sum(2, dtype=torch.int32).float().t().contiguous() if w8a8.sums else None
+    codes = x.new_empty(m, k, dtype=stored)
+    scales = x.new_empty(groups, m, dtype=torch.float32)
+    sums = torch.empty_like(scales) if w8a8.sums else None
+    bytes_ = codes.view(torch.uint8) if stored == torch.float8_e4m3fn else codes
+    br, bk = (16, eight.CHUNK) if w8a8.groups else (1, min(4096, configure.power(k)))
+    yield Call(eight_bit.quantize, (x, bytes_, scales, sums, m, k, k // groups),
+               {"LARGEST": eight.LARGEST[w8a8.type], "BR": br, "BK": bk}, (cdiv(m * groups, br),),
+               {"num_warps": WARPS, "enable_fp_fusion": False},                  # contracted additions would skip a rounding
+               workspace=(codes, scales) if sums is None else (codes, scales, sums))
+    return codes, scales, sums
 
 
 def _scaled(x: Tensor, packed: PackedWeight) -> Generator[Call, None, Tensor]:

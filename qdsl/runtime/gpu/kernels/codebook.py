@@ -11,11 +11,10 @@ for bytes below 128.  Other tables have a second byte for each entry.
 
 Where bytes are below 128, those of the other half's codes come out as 0, so that nothing is chosen: the halves are or-ed.  Where
 a table's negative integers are one half of it (IQ4_NL), each half is an operand of its own, and its sign is in the high byte:
-128 and -128 add up to nothing.  For 8 codes the two take 13 and 15 instructions, and tables of two bytes 21.  Those serve
-`tile_gemm`, to which a second matrix instruction is not as cheap.
+128 and -128 add up to nothing.  For 8 codes the two take 13 and 15 instructions, and tables of two bytes, as in tile_gemm, 21.
 
 `permute` is a line of assembly, for libdevice's byte_perm masks every selector, and so hides what the instruction does beyond 7.
-`plain_permute` is the same without assembly, for what cannot compile it: the interpreter.
+`plain_permute` is the same without it, for the interpreter.
 """
 
 from qdsl.runtime.gpu.kernels.lanes import halves
@@ -26,8 +25,7 @@ from qdsl.runtime.gpu.triton import libdevice, tl, triton
 def table(g, N, high: tl.constexpr, t0: tl.constexpr, t1: tl.constexpr, t2: tl.constexpr = None, t3: tl.constexpr = None,
           h0: tl.constexpr = None, h1: tl.constexpr = None, h2: tl.constexpr = None, h3: tl.constexpr = None):
     """What the functions below take, in registers: the selectors of bytes 0 to 3, twice; the high byte of integers as numbers;
-    the words of a table, the entries' low bytes and then their high ones.
-    """
+    the words of a table, the entries' low bytes and then their high ones."""
     g = g[:, :, None]
     return ((in_lane(0x32103210, g, N), in_lane(high, g, N),
              in_lane(t0, g, N), in_lane(t1, g, N), in_lane(t2, g, N), in_lane(t3, g, N),

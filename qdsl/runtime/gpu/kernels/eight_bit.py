@@ -40,10 +40,7 @@ def quantize(x, codes, scales, sums, M, K, L, LARGEST: tl.constexpr, BR: tl.cons
         k = start + tl.arange(0, BK)[None, :]
         v = tl.load(x + (at + k), live & (k < L), 0).to(tl.float32)
         most = tl.maximum(most, v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    top = tl.max(most, 1)[:, None].to(tl.float32, bitcast=True)
-    finite = top < float("inf")
-    scale = tl.where(finite, tl.maximum(tl.math.div_rn(top, LARGEST), 1.1754943508222875e-38), float("nan"))
-    inverse = tl.math.div_rn(1.0, scale)
+    finite, scale, inverse = scale_of(tl.max(most, 1)[:, None], LARGEST)
     place = r % (K // L) * M + r // (K // L)
     tl.store(scales + place, scale, live)
     total = tl.zeros((BR, BK), tl.int32)
@@ -61,6 +58,39 @@ def quantize(x, codes, scales, sums, M, K, L, LARGEST: tl.constexpr, BR: tl.cons
             tl.store(codes + (at + k), device.e4m3(e4m3_code(v)).to(tl.float16), live & (k < L))
     if sums is not None:
         tl.store(sums + place, tl.sum(total, 1)[:, None].to(tl.float32), live)
+
+
+@triton.jit
+def scale_of(top, LARGEST: tl.constexpr):
+    """Of the bits of groups' largest magnitudes: whether those are finite, scales, and what x is multiplied with."""
+    top = top.to(tl.float32, bitcast=True)
+    finite = top < float("inf")
+    scale = tl.where(finite, tl.maximum(tl.math.div_rn(top, LARGEST), 1.1754943508222875e-38), float("nan"))
+    return finite, scale, tl.math.div_rn(1.0, scale)
+
+
+@triton.jit
+def quantized(x, LARGEST: tl.constexpr, to: tl.constexpr):
+    """Codes of type `to` and scales [1, BM] of x [128, BM], each column a group: those that quantize() stores."""
+    v = x.to(tl.float32)
+    finite, scale, inverse = scale_of(tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)[None, :], LARGEST)
+    v = tl.where(finite, v * inverse, 0)
+    if to == tl.int8:
+        return ((v + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8), scale
+    else:
+        return to_e4m3(v, to), scale
+
+
+@triton.jit
+def to_e4m3(value, to: tl.constexpr):
+    """E4M3 nearest to float32 values of at most 448, by the conversion of two numbers that GPUs have from sm_89 on."""
+    return value.to(to)
+
+
+@triton.jit
+def plain_e4m3(value, to: tl.constexpr):
+    """The same by integers, for what converts otherwise: the interpreter, which does not round to even."""
+    return e4m3_code(value).to(tl.uint8).to(to, bitcast=True)
 
 
 @triton.jit

@@ -64,8 +64,7 @@ def number(value, kind: tl.constexpr):
 def loaded(plane, at, kind: tl.constexpr):
     """float32 of the numbers at places of a plane, stored as number() says.
 
-    Kind -5 are integers, looked up in a table: the plane is both.  -6 is a float that several places share: the plane, and how
-    many.
+    Kind -5 are integers, looked up in a table: the plane is both.  -6 is a float that places share: the plane, and how many.
     """
     if kind == -5:
         return tl.load(plane[1] + tl.load(plane[0] + at).to(tl.int32)).to(tl.float32)
@@ -153,9 +152,7 @@ def by_group(plane, row, count, chunk, size: tl.constexpr, block: tl.constexpr, 
 
 @triton.jit
 def of_chunk(plane, first, chunk, block: tl.constexpr, kind: tl.constexpr):
-    """The 128 // block values of a chunk of rows whose values begin at `first`: a tuple of [8 * W, 4], the same in each lane of a
-    row.
-    """
+    """The 128 // block values of a chunk of rows whose values begin at `first`: tuples of [8 * W, 4], alike in a row."""
     count: tl.constexpr = 128 // block
     width: tl.constexpr = 2 if count == 2 else 4                 # by a load of at most 16 bytes of a lane
     at = chunk * count + tl.arange(0, 4 * width)[None, :] % width
