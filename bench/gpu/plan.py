@@ -19,11 +19,11 @@ from qdsl.runtime.weight.tiles import row_tiles
 
 INVARIANT = (1, 3, 8)                                            # rows of x that the kernel for few must not tell apart
 # Candidates for N and K; the first pair that a storage can hold is taken.  Tall ones reach tiles of two and eight warps along K.
-WHOLE = (64, 96), (512, 1024)                                    # the second K is for records of 1024 columns
+WHOLE = (64, 96, 128), (512, 1024)                               # the last are for tiles of 128 rows, records of 1024 columns
 RAGGED = (40, 33, 56, 72, 24, 96), (384,)                        # N no multiple of 16, K one of 128 but not of 256
 RECORDS = RAGGED[0], (768,)                                      # where K is a multiple of 256: N alone is ragged
 ODD = (33, 40, 24, 32), (320, 288, 352)                          # K no multiple of 128
-OTHERS = (*RAGGED[0], 64), (*RAGGED[1], 4096)                    # a block may be as long, a tile as high
+OTHERS = (*RAGGED[0], 64, 128), (*RAGGED[1], 4096)               # a block may be as long, a tile as high
 TALL = (3208, 3232), (2176, 2304)                                # the second K is for records of 256 columns
 WIDE = (12680, 12704), (384, 512)
 CODED = ((72,), (2176,)), ((40,), (8320,))                       # four and eight lanes of a row, and chunks that are not even
