@@ -80,7 +80,7 @@ def plain_tensors(n: int, k: int) -> dict[str, Tensor]:
 
 
 IN_FILES = {(format.name, storage) for format in descriptions() for storages in format.variants.values() for storage in storages
-            if not {"safetensors", "parts"} & format.detect.keys()}
+            if not {"safetensors", "parts", "bias"} & format.detect.keys()}      # the model's layers have biases by rows
 IN_FILES -= {("fp6_llm", "fp6_llm")}                              # experts in one tensor would all lie in each of its regions
 ALL_CASES = [case for case in formats.cases() if (case.path.stem, case.storage) in IN_FILES]
 CASES = ALL_CASES if ALL else list({(case.path.stem, case.storage): case for case in ALL_CASES}.values())   # one of all widths
