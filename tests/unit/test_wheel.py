@@ -32,14 +32,14 @@ for name in names:
     module = importlib.import_module(f"qdsl.generated.{name}")
     assert module.__file__.startswith(sys.argv[1]), module.__file__
     if next(iter(module.SPEC.variants.values())).encode:
-        weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+        weight = torch.randn(128, 1024, generator=torch.Generator().manual_seed(0))
         packed = module.quantize(weight)
         error = (module.dequantize(packed, torch.float32) - weight).norm() / weight.norm()
         bits = 8 * packed.nbytes / weight.numel()
         assert error < max(4 * 2 ** -bits, 0.04), (name, error, bits)
     else:
-        packed = module.FORMAT.empty((64, 1024), next(iter(next(iter(module.SPEC.variants.values())).storages)))
-        packed = module.wrap({key: torch.zeros_like(tensor, device="cpu") for key, tensor in packed.tensors.items()}, (64, 1024))
+        packed = module.FORMAT.empty((128, 1024), next(iter(next(iter(module.SPEC.variants.values())).storages)))
+        packed = module.wrap({key: torch.ones_like(tensor, device="cpu") for key, tensor in packed.tensors.items()}, (128, 1024))
     dense, x = module.dequantize(packed, torch.float32), torch.ones(2, 1024)
     torch.testing.assert_close(module.linear(x, packed), x @ dense.T)
     torch.testing.assert_close(module.Linear(packed)(x), x @ dense.T)
