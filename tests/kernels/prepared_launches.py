@@ -191,9 +191,16 @@ def capturable() -> dict[str, Callable[[], object]]:
     packed, x, offsets = weight("q4_0.planar"), drawn((4, 256), BF16), torch.tensor([0, 1, 1, 2, 4])
     (tensors, key), (coded, coded_key) = ops.operands(packed), ops.operands(weight("hlane"))
     large, rows = weight("q4_0.large"), drawn((96, 2048), BF16)
+    def gradients() -> torch.Tensor:
+        with torch.enable_grad():
+            variable = x.clone().requires_grad_()
+            return torch.autograd.grad(q4_0.grouped_linear(variable, packed, offsets, partial=True).sum(), variable)[0]
+
     return products() | {
         "shared K": lambda: q4_0.linear(rows, large),
         "grouped_linear": lambda: torch.ops.qdsl.grouped_linear(x, tensors, offsets, None, key, True),
+        "grouped_linear float64": lambda: q4_0.grouped_linear(x.double(), packed, offsets, partial=True),
+        "gradients of grouped_linear": gradients,
         "grouped_linear decoded": lambda: torch.ops.qdsl.grouped_linear(x, coded, offsets, None, coded_key, False),
         "dequantize": lambda: torch.ops.qdsl.dequantize(tensors, key, BF16),
         "dequantize streams": lambda: torch.ops.qdsl.dequantize(coded, coded_key, BF16)}

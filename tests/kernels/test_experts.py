@@ -122,7 +122,7 @@ def test_one_launch_serves_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     x, bias = x_of(offsets[-1], 256, torch.float16), x_of(4, 128, torch.float16, 3)
     assert experts.is_on_gpu(x, bias, *packed.tensors.values()) is not INTERPRETED
     assert not experts.is_on_gpu(x.float().requires_grad_(), bias)
-    monkeypatch.setattr(experts, "is_on_gpu", lambda *arguments: True)
+    monkeypatch.setattr(experts, "runs_kernels", lambda device: True)
     out = torch.empty(offsets[-1], 128, dtype=x.dtype, device=DEVICE)
     launch.grouped(x, packed, experts.tile_map(torch.tensor(offsets, device=DEVICE), offsets[-1]), bias, out)
     for border in (offsets, torch.tensor(offsets, device=DEVICE)):
@@ -149,7 +149,7 @@ class NoWaiting(TorchDispatchMode):
                          ids=lambda value: value.SPEC.name if hasattr(value, "SPEC") else str(value)[6:])
 def test_decoded_experts(module: Any, dtype: torch.dtype, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts that have rows are decoded and multiplied, and all are where there are more rows than experts; nothing waits."""
-    monkeypatch.setattr(experts, "is_on_gpu", lambda *arguments: True)
+    monkeypatch.setattr(experts, "runs_kernels", lambda device: True)
     monkeypatch.setattr(experts, "_is_fused", lambda *arguments: False)
     monkeypatch.setattr(experts, "DECODED", 2 * 128 * 256)       # two experts at a time
     calls = []
@@ -221,7 +221,7 @@ def test_the_weighted_sum(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     weights, order = x_of(5, 2, torch.float32, 1), torch.randperm(10, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     offsets = torch.tensor([0, 3, 8], device=DEVICE)
     by_torch = experts.weighted_sum(results, order, weights, offsets)
-    monkeypatch.setattr(experts, "is_on_gpu", lambda *arguments: True)
+    monkeypatch.setattr(experts, "runs_kernels", lambda device: True)
     by_kernel = experts.weighted_sum(results, order, weights, offsets)
     assert by_kernel.dtype == dtype and by_kernel.shape == (5, 70) and not by_kernel.isnan().any()
     if INTERPRETED:
@@ -238,6 +238,64 @@ def test_gradients() -> None:
     assert torch.equal(to_bias, torch.tensor([2., 0, 3], dtype=torch.float64, device=DEVICE)[:, None].expand(3, 16))
 
 
+@pytest.mark.parametrize("rows", [(3, 0, 9), (0, 40, 0)], ids=str)
+@pytest.mark.parametrize(("module", "dtype"), [(q4_0, torch.float64), (q4_0, torch.float16), (hlane, torch.float64),
+                                               (hlane, torch.bfloat16)],
+                         ids=lambda value: value.SPEC.name if hasattr(value, "SPEC") else str(value)[6:])
+def test_nothing_waits_for_gradients_and_float64(module: Any, dtype: torch.dtype, rows: tuple[int, ...],
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row's gradient is that of its own expert; rows of none have 0, as their results have in float64."""
+    monkeypatch.setattr(experts, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(experts, "DECODED", 2 * 64 * 64)         # two experts in float32 at a time, one in float64
+    packed = module.quantize(torch.randn(3 * 64, 64, generator=torch.Generator().manual_seed(0))).to(DEVICE)
+    offsets = torch.tensor(offsets_of(rows), device=DEVICE)
+    m = sum(rows) + 2
+    x, cotangent = x_of(m, 64, dtype).requires_grad_(), x_of(m, 64, dtype, 1).requires_grad_()
+    bias = x_of(3, 64, dtype, 2).requires_grad_()
+    with NoWaiting(), monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", lambda self: pytest.fail("the host waits for a tensor"))
+        product = experts.linear(x, packed, offsets, bias, partial=True)
+        to_x, to_bias = torch.autograd.grad(product, (x, bias), cotangent, create_graph=True)
+        [again] = torch.autograd.grad(to_x, cotangent, torch.ones_like(to_x)) if dtype == torch.float64 else [None]
+    own = torch.arange(3, device=DEVICE).repeat_interleave(torch.tensor(rows, device=DEVICE))
+    weight = module.dequantize(packed, torch.float64).unflatten(0, (3, 64))[own]
+    wide, gradient = x.detach().double(), cotangent.detach().double()
+    tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 2 * torch.finfo(dtype).eps}
+    exact = torch.einsum("mnk,mk->mn", weight, wide[:-2]) + bias.detach().double()[own]
+    torch.testing.assert_close(product[:-2].double(), exact, **tolerance)
+    torch.testing.assert_close(to_x[:-2].double(), torch.einsum("mnk,mn->mk", weight, gradient[:-2]), **tolerance)
+    assert not product[-2:].any() and not to_x[-2:].any()
+    for e in range(3):
+        torch.testing.assert_close(to_bias[e].double(), gradient[:-2][own == e].sum(0), **tolerance)
+    if again is not None:
+        torch.testing.assert_close(again[:-2], weight.sum(2), **tolerance)
+
+
+def test_transforms_of_products() -> None:
+    """Batches, forward derivatives and gradients by torch.func are those of one product after the other."""
+    packed = q4_0.quantize(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)))
+    offsets = torch.tensor([0, 2, 2, 4])
+    x, bias = torch.rand(3, 5, 64, dtype=torch.float64), torch.rand(3, 3, 16, dtype=torch.float64)
+
+    def product(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return experts.linear(x, packed, offsets, bias, partial=True)
+
+    parts = torch.stack([product(*pair) for pair in zip(x, bias, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(product)(x, bias), parts)
+    torch.testing.assert_close(torch.func.vmap(product, (1, None), 1)(x.movedim(0, 1), bias[0]).movedim(1, 0),
+                               torch.stack([product(part, bias[0]) for part in x]))
+    torch.testing.assert_close(torch.func.vmap(product, (None, 0))(x[0], bias), torch.stack([product(x[0], b) for b in bias]))
+    out, tangent = torch.func.jvp(product, (x[0], bias[0]), (x[1], bias[1]))
+    assert torch.equal(out, parts[0])
+    torch.testing.assert_close(tangent, parts[1])                 # it is linear in both
+    to_x = torch.func.grad(lambda x: product(x, bias[0]).square().sum())(x[0])
+    variable = x[0].clone().requires_grad_()
+    [exact] = torch.autograd.grad(product(variable, bias[0]).square().sum(), variable)
+    torch.testing.assert_close(to_x, exact)
+    with pytest.raises(FormatError, match="offsets are the same for all of a batch"):
+        torch.func.vmap(lambda offsets: experts.linear(x[0], packed, offsets, None, True))(offsets.expand(2, -1))
+
+
 def test_experts_with_one_order_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """act-order: the index of an experts' weight is that of them all, and so is the order of its columns."""
     case = next(case for case in CASES if case.path.stem == "int_group")
@@ -251,7 +309,7 @@ def test_experts_with_one_order_of_columns(monkeypatch: pytest.MonkeyPatch) -> N
     [to_x] = torch.autograd.grad(product.sum(), wide)
     rows = case.module.dequantize(packed, torch.float32).double().unflatten(0, (4, 24)).sum(1)
     torch.testing.assert_close(to_x, rows.repeat_interleave(torch.tensor(ROWS[0], device=DEVICE), 0))
-    monkeypatch.setattr(experts, "is_on_gpu", lambda *arguments: True)
+    monkeypatch.setattr(experts, "runs_kernels", lambda device: True)
     close(experts.linear(x, packed, offsets, bias), x, packed, offsets, bias)
 
 
@@ -264,7 +322,7 @@ def test_rows_of_no_expert_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
         out = experts.linear(x, packed, offsets, partial=True)
         assert not out[5:].any() and out.shape == (9, 128)
         close(out[:5], x[:5], packed, offsets, None)
-        monkeypatch.setattr(experts, "is_on_gpu", lambda *arguments: True)
+        monkeypatch.setattr(experts, "runs_kernels", lambda device: True)
         monkeypatch.setattr(experts, "_is_fused", lambda *arguments: True)       # where a plan would decode so small a weight
     assert not experts.linear(x, packed, [0, 0, 0, 0], partial=True).any()
 

@@ -316,7 +316,8 @@ def test_prepared_launches() -> None:
     assert len(called.pop("gradients")) <= 17                    # torch asks for what its own derivatives need
     assert all(len(functions) <= 12 for functions in called.values()), called
     assert with_hook == {"case": "hook True", "prepared": [False], "hook": True}
-    assert {"linear", "quantize_x", "decoded", "grouped_linear", "grouped_linear decoded", "dequantize"} <= operators.keys()
+    assert {"linear", "quantize_x", "decoded", "grouped_linear", "grouped_linear decoded", "dequantize",
+            "grouped_linear float64", "gradients of grouped_linear"} <= operators.keys()
     for name, row in operators.items():
         assert not {*row} & {"aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::is_nonzero"}, (name, row)
     assert operators.keys() == captured["streams"].keys() and all(streams == [99] for streams in captured["streams"].values())

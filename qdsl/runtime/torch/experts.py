@@ -5,7 +5,8 @@
 
 On a GPU nothing waits for the host: a map of tiles is made on the device from the offsets.  Few rows per expert go through the
 fused kernel for few rows.  In every other case experts that have rows are decoded, some at a time, and one launch multiplies
-those.  On a CPU, in float64 and for gradients experts are multiplied one by one, and the host reads the offsets.
+those.  In float64 and for gradients torch's batched product multiplies tiles with the decoded weights of their experts.  On a CPU
+experts are multiplied one by one, and the host reads the offsets.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from qdsl.runtime.gpu.kernels import experts as kernels
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
 from qdsl.runtime.torch import ops
 from qdsl.runtime.torch.linear import FLOATS, as_stored
-from qdsl.runtime.weight import streams
+from qdsl.runtime.weight import order, streams
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
@@ -31,6 +32,8 @@ ROWS = 8                                                         # of x in a til
 MOST = 64                                                        # rows of x per expert up to which tiles decode anew (predicted)
 WIDTH = 1024                                                     # columns of a program that sums
 DECODED = 1 << 26                                                # weights that are decoded at a time, or one expert's
+
+Offsets = Tensor | Sequence[int]
 
 
 def tile_map(offsets: Tensor, rows: int, height: int = ROWS) -> Tensor:
@@ -50,7 +53,7 @@ def tile_map(offsets: Tensor, rows: int, height: int = ROWS) -> Tensor:
     return torch.stack((expert, start, last[expert]), 1).to(torch.int32)
 
 
-def linear(x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bias: Tensor | None = None, partial: bool = False,
+def linear(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None = None, partial: bool = False,
            rows: Tensor | None = None) -> Tensor:
     """Rows [offsets[e], offsets[e + 1]) of x [M, K] times the transpose of rows [e * N, (e + 1) * N) of w, plus bias[e]: [M, N].
 
@@ -63,35 +66,56 @@ def linear(x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bia
     x = ops.autocast(x)
     if rows is not None and not is_on_gpu(x, bias, *packed.tensors.values()):
         x, rows = x[rows], None
-    is_watched = ops.is_recorded() or not (ops.is_plain(x, bias, *packed.tensors.values()) or ops.is_differentiated(x, bias))
-    if isinstance(offsets, Tensor) and is_watched:
-        tensors, weight = ops.operands(packed)
-        result: Tensor = _grouped_linear(x, tensors, offsets, bias, weight, partial)
+    if ops.is_recorded():
+        return _operation(x, packed, offsets, bias, partial)
+    if ops.is_differentiated(x, bias):
+        result: Tensor = _Product.apply(x, bias, _as_tensor(offsets, x), packed, partial, False)  # type: ignore[no-untyped-call]
         return result
-    return _product(x, packed, offsets, bias, partial, ops.linear, rows)
+    compute = _computed if ops.is_plain(x, bias, *packed.tensors.values()) else _operation
+    return compute(x, packed, offsets, bias, partial, rows)
 
 
-def _product(x: Tensor, packed: PackedWeight, offsets: Tensor | Sequence[int], bias: Tensor | None, partial: bool,
-             one_expert: Callable[[Tensor, PackedWeight, Tensor | None], Tensor], rows: Tensor | None = None) -> Tensor:
-    """The product in a launch for all experts, or expert by expert with `one_expert`."""
+def _computed(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None, partial: bool, rows: Tensor | None = None,
+              ) -> Tensor:
+    """The product without gradients, in launches for all experts, or expert by expert."""
     experts = len(offsets) - 1
     n = _checked(x, packed, experts, bias)
     x, packed = as_stored(x, packed)                         # one order for all experts, as there is one index
-    if is_on_gpu(x, bias, *packed.tensors.values()):
+    if runs_kernels(x.device):
         with torch.no_grad(), on_device(x.device):
-            return _by_tiles(x, packed, torch.as_tensor(offsets, device=x.device), bias, partial, n, rows)
+            offsets = _as_tensor(offsets, x)
+            if x.dtype == torch.float64:
+                return _by_batches(x if rows is None else x[rows], packed, offsets, bias)
+            return _by_tiles(x, packed, offsets, bias, partial, n, rows)
     packed = packed if x.device.type == "cpu" else packed.decode_streams()
-    if runs_kernels(x.device) and ops.is_plain(*packed.tensors.values()):
-        packed.known_finite = packed.finite                      # read once for all experts, whose weights inherit it
     borders = host_borders(offsets, x.shape[0], partial)
-    parts = [one_expert(x[start:stop], weight, None if bias is None else bias[e])
+    parts = [ops.computed(x[start:stop], weight, None if bias is None else bias[e], False)
              for e, start, stop, weight in _weights(packed, borders)]
     if borders[-1] < x.shape[0] or not parts:
         parts.append(x.new_zeros(x.shape[0] - borders[-1], n))
     return torch.cat(parts)
 
 
-def host_borders(offsets: Tensor | Sequence[int], rows: int, partial: bool) -> list[int]:
+def _computed_gradient(gradient: Tensor, packed: PackedWeight, offsets: Offsets) -> Tensor:
+    """Rows of gradients [M, N] times the weights of their experts: [M, K], without gradients; rows of no expert are 0."""
+    if runs_kernels(gradient.device):
+        with torch.no_grad(), on_device(gradient.device):
+            stored = packed if packed.order is None else packed.as_stored()
+            out = _by_batches(gradient, stored, _as_tensor(offsets, gradient), None, transposed=True)
+            return out if packed.order is None else out.index_select(1, order.places(packed.order))
+    packed = packed.decode_streams()
+    borders = host_borders(offsets, gradient.shape[0], True)
+    out = gradient.new_zeros(gradient.shape[0], packed.shape[1])
+    for _, start, stop, expert in _weights(packed, borders):
+        out[start:stop] = ops.computed(gradient[start:stop], expert, None, transposed=True)
+    return out
+
+
+def _as_tensor(offsets: Offsets, like: Tensor) -> Tensor:
+    return torch.as_tensor(offsets if isinstance(offsets, Tensor) else [*offsets], device=like.device)
+
+
+def host_borders(offsets: Offsets, rows: int, partial: bool) -> list[int]:
     """Offsets as integers, for which the host waits.  Raises FormatError where they do not divide the rows of x."""
     borders = [int(border) for border in (offsets.tolist() if isinstance(offsets, Tensor) else offsets)]
     if borders[0] != 0 or borders[-1] > rows or (borders[-1] != rows and not partial) or any(a > b for a, b in pairwise(borders)):
@@ -135,7 +159,7 @@ def _checked(x: Tensor, packed: PackedWeight, experts: int, bias: Tensor | None)
 
 
 def is_on_gpu(x: Tensor, other: Tensor | None, *tensors: Tensor) -> bool:
-    """Whether kernels serve all experts: on a GPU, for floats of up to 32 bits, without tracing or transforms.
+    """Whether kernels multiply for all experts: on a GPU, floats of up to 32 bits, without gradients, tracing or transforms.
 
     other: the bias, or what else may need gradients.
     """
@@ -158,7 +182,7 @@ def _by_tiles(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor | N
         chosen, offsets = experts_with_rows(offsets, min(m, experts))
 
         def decode(start: int, stop: int) -> Tensor:
-            part = taken(packed, n, chosen[start:stop])
+            part = packed if stop - start == experts else taken(packed, n, chosen[start:stop])
             weight = x.new_empty(part.shape)
             launch.dequantize(part, weight)
             return weight
@@ -185,11 +209,16 @@ def matmul(x: Tensor, decode: Callable[[int, int], Tensor], offsets: Tensor, bia
     """
     (m, n), k, experts = out.shape, x.shape[1], offsets.shape[0] - 1
     size = max(1, DECODED // max(1, n * k))
-    height = min(128, max(16, 1 << (cdiv(m, experts) - 1).bit_length()))             # of a tile: the mean of an expert's rows
+    height = _tile_height(m, experts)
     for start in range(0, experts, size):
         stop = min(start + size, experts)
         tiles = tile_map(offsets[start:stop + 1], m, height)
         matmul_call(x, decode(start, stop), None if bias is None else bias[start:stop], rows, tiles, out, height).run()
+
+
+def _tile_height(rows: int, experts: int) -> int:
+    """Rows of a tile of decoded experts: about as many as an expert has on average."""
+    return min(128, max(16, 1 << (cdiv(rows, experts) - 1).bit_length()))
 
 
 def matmul_call(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, tiles: Tensor, out: Tensor, height: int,
@@ -199,6 +228,40 @@ def matmul_call(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | N
     bn, bk = (64, 32) if wide else (128, 64)
     return Call(kernels.matmul, (x, weight, bias, rows, tiles, out, n, k), {"BM": height, "BN": bn, "BK": bk},
                 (tiles.shape[0], cdiv(n, bn)), {"num_warps": 4, "num_stages": 3}, weights=bn * k, step=bn * bk)
+
+
+def _by_batches(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor | None, transposed: bool = False) -> Tensor:
+    """The product by torch, in float32 or wider, batches of tiles times the weights that are decoded for them.
+
+    x: [M, K], or where transposed [M, N], which meets weights as they are.  bias: [E, N].  Rows of no expert are 0.  Sizes of
+    batches follow from M and E alone; the host reads no offset.
+    """
+    (m, k), experts = (x.shape[0], packed.shape[1]), offsets.shape[0] - 1
+    n, wide = packed.shape[0] // experts, torch.promote_types(x.dtype, torch.float32)
+    width = k if transposed else n
+    if not m:
+        return x.new_zeros(0, width)
+    if packed.layout.streams and not streams.has_rows(packed, n):
+        packed = packed.decode_streams()
+    height = _tile_height(m, experts)
+    chosen, offsets = experts_with_rows(offsets, min(m, experts))
+    tiles = tile_map(offsets, m, height)
+    expert, rows = chosen[tiles[:, 0]], tiles[:, 1:2] + torch.arange(height, device=x.device)            # [T], [T, height]
+    products = x.new_empty(*rows.shape, width, dtype=wide)
+    size = max(1, 2 * DECODED // wide.itemsize // max(1, n * k))
+    for start in range(0, len(tiles), size):
+        part = slice(start, start + size)
+        decoded = taken(packed, n, expert[part])
+        weight = x.new_empty(decoded.shape, dtype=wide)
+        launch.dequantize(decoded, weight)
+        weight = weight.view(-1, n, k)
+        torch.bmm(x[rows[part].clamp(max=m - 1)].to(wide), weight if transposed else weight.transpose(1, 2), out=products[part])
+    if bias is not None:
+        products += bias[expert].to(wide)[:, None]
+    last = torch.where(rows < tiles[:, 2:], rows, m).flatten()   # a tile's rows behind its last all go to one place more
+    places = chosen.new_zeros(m + 1).scatter_(0, last, torch.arange(len(last), device=x.device))
+    is_counted = torch.arange(m, device=x.device) < offsets[-1]
+    return torch.where(is_counted[:, None], products.flatten(0, 1)[places[:m]], 0).to(x.dtype)
 
 
 def experts_with_rows(offsets: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -221,8 +284,6 @@ def taken(packed: PackedWeight, n: int, experts: Tensor) -> PackedWeight:
         for call in calls:
             call.run()
         return packed.with_plain(plain, rows)
-    if len(experts) * n == packed.shape[0]:
-        return packed
     one, tensors = packed.cut("N", 0, n), dict(packed.tensors)
     for name, tensor in packed.tensors.items():
         for place in range(tensor.dim()):
@@ -253,22 +314,100 @@ def weighted_sum(rows: Tensor, order: Tensor, weights: Tensor, offsets: Tensor) 
     return out
 
 
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+class _Product(torch.autograd.Function):
+    """The product with its derivatives, for autograd and torch.func: linear in x, so that each direction is the other's."""
+
+    @staticmethod
+    def forward(x: Tensor, bias: Tensor | None, offsets: Tensor, packed: PackedWeight, partial: bool, transposed: bool) -> Tensor:
+        is_plain = ops.is_plain(x, bias, *packed.tensors.values())
+        if transposed:
+            return (_computed_gradient if is_plain else _gradient_operation)(x, packed, offsets)
+        return (_computed if is_plain else _operation)(x, packed, offsets, bias, partial)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, bias, offsets, ctx.packed, _, ctx.transposed = inputs
+        ctx.save_for_backward(offsets)
+        ctx.save_for_forward(offsets)
+        ctx.bias = None if bias is None else bias.dtype
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (offsets,), to_x, to_bias = ctx.saved_tensors, None, None
+        if ctx.needs_input_grad[0]:
+            to_x = _Product.apply(gradients[0], None, offsets, ctx.packed, True, not ctx.transposed)  # type: ignore[no-untyped-call]
+        if ctx.needs_input_grad[1]:
+            to_bias = _bias_gradient(gradients[0], offsets, ctx.bias)
+        return to_x, to_bias, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor, bias: Tensor | None, *_: None) -> Tensor:
+        [offsets] = ctx.saved_tensors
+        out: Tensor = _Product.apply(x, None, offsets, ctx.packed, True, ctx.transposed)  # type: ignore[no-untyped-call]
+        return out if bias is None else out + _bias_rows(bias.to(out.dtype), offsets, len(out))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, bias: Tensor | None, offsets: Tensor, packed: PackedWeight,
+             partial: bool, transposed: bool) -> tuple[Tensor, int]:
+        """A batch of x gives every expert as many times its rows; a batch of biases is added afterwards."""
+        of_x, of_bias, of_offsets, *_ = in_dims
+        if of_offsets is not None:
+            raise FormatError("offsets are the same for all of a batch; multiply by other offsets one by one")
+        size = info.batch_size
+        x = x.unsqueeze(1).expand(-1, size, -1) if of_x is None else x.movedim(of_x, 1)              # [M, B, K]
+        own = bias if of_bias is None else None
+        out: Tensor = _Product.apply(x.flatten(0, 1), own, size * offsets, packed, partial,  # type: ignore[no-untyped-call]
+                                     transposed)
+        out = out.view(-1, size, out.shape[1])
+        if bias is None or of_bias is None:
+            return out, 1
+        return out + _bias_rows(bias.movedim(of_bias, 1).to(out.dtype), offsets, len(out)), 1
+
+
+def _bias_rows(bias: Tensor, offsets: Tensor, rows: int) -> Tensor:
+    """The bias [E, ...] of every row's expert: [rows, ...], 0 for rows of none."""
+    return torch.cat((bias, torch.zeros_like(bias[:1])))[_experts_of(offsets, rows)]
+
+
+def _experts_of(offsets: Tensor, rows: int) -> Tensor:
+    """The expert of every row: int64 [rows], E for rows of none."""
+    return torch.searchsorted(offsets[1:], torch.arange(rows, device=offsets.device, dtype=offsets.dtype), right=True)
+
+
+def _bias_gradient(gradient: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sums of each expert's rows of gradients [M, N]: [E, N]."""
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    experts = _experts_of(offsets, gradient.shape[0])
+    return wide.new_zeros(offsets.shape[0], gradient.shape[1]).index_add(0, experts, wide)[:-1].to(dtype)
+
+
 # -- operations --------------------------------------------------------------------------------------------------------
+
+
+def _operation(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None, partial: bool, rows: Tensor | None = None,
+               ) -> Tensor:
+    tensors, weight = ops.operands(packed)
+    x = x if rows is None else x[rows]
+    result: Tensor = _grouped_linear(x, tensors, _as_tensor(offsets, x), bias, weight, partial)
+    return result
+
+
+def _gradient_operation(gradient: Tensor, packed: PackedWeight, offsets: Tensor) -> Tensor:
+    tensors, weight = ops.operands(packed)
+    result: Tensor = _grouped_transposed(gradient, tensors, offsets, weight)
+    return result
 
 
 def _computed_linear(x: Tensor, tensors: Sequence[Tensor], offsets: Tensor, bias: Tensor | None, weight: str, partial: bool,
                      ) -> Tensor:
-    packed = ops.packed_weight(tensors, weight)
-    return _product(x, packed, offsets, bias, partial, lambda x, packed, bias: ops.computed(x, packed, bias, False))
+    return _computed(x, ops.packed_weight(tensors, weight), offsets, bias, partial)
 
 
 def _computed_transposed(gradient: Tensor, tensors: Sequence[Tensor], offsets: Tensor, weight: str) -> Tensor:
-    packed = ops.packed_weight(tensors, weight).decode_streams()
-    borders = host_borders(offsets, gradient.shape[0], True)
-    out = gradient.new_zeros(gradient.shape[0], packed.shape[1])
-    for _, start, stop, expert in _weights(packed, borders):
-        out[start:stop] = ops.computed(gradient[start:stop], expert, None, transposed=True)
-    return out
+    return _computed_gradient(gradient, ops.packed_weight(tensors, weight), offsets)
 
 
 def _empty_linear(x: Tensor, tensors: Sequence[Tensor], offsets: Tensor, bias: Tensor | None, weight: str, partial: bool,
@@ -302,14 +441,6 @@ def _keep_transposed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients_of_transposed(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     offsets, *tensors = ctx.saved_tensors
     return _grouped_linear(gradient, tensors, offsets, None, ctx.weight, True), [None] * len(tensors), None, None
-
-
-def _bias_gradient(gradient: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sums of each expert's rows of gradients [M, N]: [E, N]."""
-    experts = torch.searchsorted(offsets, torch.arange(gradient.shape[0], device=offsets.device, dtype=offsets.dtype), right=True)
-    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-    sums = wide.new_zeros(offsets.shape[0] + 1, gradient.shape[1]).index_add(0, experts.to(gradient.device), wide)
-    return sums[1:-1].to(dtype)
 
 
 _grouped_linear = ops.define("grouped_linear", _computed_linear, _empty_linear, _gradients, _keep, bias=3)
