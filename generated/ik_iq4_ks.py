@@ -10,7 +10,7 @@
 
     ik_llama: 4.25 bits per weight
 
-Built from the spec ik_iq4_ks (sha256 9c8b207acaac5d6c) by qdsl 0.1.0.
+Built from the spec ik_iq4_ks (sha256 f484603c1febc591) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -128,7 +128,8 @@ FORMAT = Format(
     source="ik_llama.cpp ggml-common.h block_iq4_ks, iqk_quantize.cpp dequantize_row_iq4_ks",
     formula="d * (2 * sc - 127) * levels[16 * h + q]",
     variants={(): VARIANT},
-    digest="9c8b207acaac5d6c",
+    detect={"gguf": "IQ4_KS"},
+    digest="f484603c1febc591",
 )
 SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize

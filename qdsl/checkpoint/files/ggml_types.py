@@ -8,12 +8,15 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class GgmlType:
     """One tensor type: a block of `elements` consecutive weights of a row takes `nbytes` bytes; both are 0 for an unknown type.
+
+    head: the bytes ahead of the blocks of each row.
     """
 
     id: int
     name: str
     elements: int
     nbytes: int
+    head: int = 0
 
     @property
     def is_readable(self) -> bool:
@@ -22,12 +25,12 @@ class GgmlType:
 
     @property
     def bits(self) -> float:
-        """Bits per element.  Only for readable types."""
+        """Bits per element of a block.  Only for readable types."""
         return 8 * self.nbytes / self.elements
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of a row, whose length must be a multiple of the block."""
-        return columns // self.elements * self.nbytes
+        return self.head + columns // self.elements * self.nbytes
 
 
 _TABLE = """
@@ -67,9 +70,15 @@ _TABLE = """
 41 Q1_0    128  18
 42 Q2_0     64  18
 """
+# Types of ik_llama.cpp, with the bytes ahead of a row.
+_IK_TABLE = """
+139 IQ4_K  256 144 0
+140 IQ5_K  256 176 0
+144 IQ4_KS 256 136 4
+"""
 
-TYPES = {type.id: type for type in (GgmlType(int(id), name, int(elements), int(nbytes))
-                                    for id, name, elements, nbytes in map(str.split, _TABLE.strip().splitlines()))}
+TYPES = {type.id: type for type in (GgmlType(int(id), name, *map(int, sizes))
+                                    for id, name, *sizes in map(str.split, (_TABLE.strip() + _IK_TABLE).splitlines()))}
 BY_NAME = {type.name: type for type in TYPES.values()}
 REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",
            38: "IQ4_NL_8_8"}
