@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qdsl.generated import bf16, fp8_block, int_group, q4_0, q8_0
+from qdsl.generated import bf16, fp8_block, int_group, q4_0, q4_k, q8_0
 from qdsl.host import library
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.cpu import linear as cpu
@@ -267,6 +267,17 @@ def test_threads_divide_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(4) as pool:
         products += pool.map(lambda _: int_group.linear(x, packed), range(8))
     assert all(same_bits(product, products[0]) for product in products)
+
+
+def test_no_thread_of_openmp_spins_beside_a_loop() -> None:
+    """torch divides even a small index among OpenMP's threads, which afterwards keep a processor for milliseconds."""
+    packed, x = q4_k.quantize(sample(48, 512)), sample(1, 512)
+    first = loops.product(x, packed)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        product = loops.product(x, packed)
+    operators = {event.key for event in profile.key_averages()}
+    assert first is not None and product is not None and torch.equal(first, product)
+    assert "aten::empty" in operators and not operators & {"aten::index", "aten::index_put_", "aten::copy_"}, operators
 
 
 def test_nan_codes_stay_nan() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -125,21 +126,25 @@ def _arranged(x: Tensor, arrange: Callable[..., None]) -> Tensor:
 
 
 def _ordered(x: Tensor, order: tuple[int, ...]) -> Tensor:
-    """x with its columns in the order of use, in whole steps."""
+    """x with its columns in the order of use, in whole steps.
+
+    By numpy: torch divides an index among OpenMP's threads, which spin afterwards on the processors that the loop wants.
+    """
     if not order or x.shape[1] < len(order):
         return x
     whole = x.shape[1] // len(order) * len(order)
     ordered = x.clone() if whole < x.shape[1] else torch.empty_like(x)
-    ordered[:, :whole] = x[:, :whole].view(len(x), -1, len(order))[..., _positions(order)].view(len(x), whole)
+    steps = x[:, :whole].numpy().reshape(len(x), -1, len(order))
+    ordered[:, :whole].numpy()[:] = steps.take(_positions(order), 2).reshape(len(x), whole)
     return ordered
 
 
-_orders: dict[tuple[int, ...], Tensor] = {}
+_orders: dict[tuple[int, ...], np.ndarray[Any, np.dtype[np.int64]]] = {}
 
 
-def _positions(order: tuple[int, ...]) -> Tensor:
+def _positions(order: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.int64]]:
     if order not in _orders:
-        _orders[order] = torch.tensor(order)
+        _orders[order] = np.array(order, dtype=np.int64)
     return _orders[order]
 
 
