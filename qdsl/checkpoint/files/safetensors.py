@@ -26,6 +26,8 @@ from qdsl.host.system import map_file
 if TYPE_CHECKING:
     import torch
 
+    from qdsl.checkpoint.files.rooms import Rooms
+
 HEADER_LIMIT = 100_000_000                                       # the library's own bound
 RANK_LIMIT = 64                                                  # as many dimensions as torch's operators take
 NAME_LIMIT = 1024
@@ -211,13 +213,14 @@ class TensorFile:
     """A safetensors file, mapped into memory privately: changing a tensor in place does not change the file.
 
     A tensor keeps the map alive, also after close().  The file must not shrink while it is mapped: that ends the process.
-    copies: read tensors into memory of their own, as jobs do; a file that shrinks is then an error.
+    copies: read tensors into memory of their own, as jobs do; a file that shrinks is then an error.  rooms: whose memory that is.
     Raises CheckpointError for anything that is wrong in the file, OSError when it cannot be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], copies: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], copies: bool = False, rooms: Rooms | None = None) -> None:
         self.path = Path(path)
         self._copies = copies
+        self._rooms = rooms
         with open_regular(path) as file:
             self.header = _read(file, self.path)
             self._map: mmap.mmap | None = map_file(file)
@@ -276,15 +279,16 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: the file is closed")
         check_whole(self._map, self.path)
         flat = elements(self.path if self._copies else self._map, entry.start + start * dtype.itemsize,
-                        (stop - start) * dtype.itemsize, dtype)
+                        (stop - start) * dtype.itemsize, dtype, self._rooms)
         if entry.dtype == "BOOL" and entry.nbytes and int(flat.view(torch.uint8).max()) > 1:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: a BOOL that is neither 0 nor 1")
         return flat
 
 
-def elements(data: mmap.mmap | Path, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+def elements(data: mmap.mmap | Path, start: int, nbytes: int, dtype: torch.dtype, rooms: Rooms | None = None) -> torch.Tensor:
     """Bytes of a memory map as a flat tensor, not copied where they are aligned; the bytes of a path are read from the file.
 
+    rooms: memory for these.
     Raises CheckpointError for a file that is too short.
     """
     import torch
@@ -292,7 +296,7 @@ def elements(data: mmap.mmap | Path, start: int, nbytes: int, dtype: torch.dtype
     if nbytes == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
     if isinstance(data, Path):
-        copied = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        copied = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if rooms is None else torch.from_numpy(rooms.take(nbytes))
         read_into(data, start, copied.numpy().data)
         return copied.view(dtype)
     raw = torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=start)
