@@ -167,12 +167,14 @@ def _short(path: Path) -> str:
 
 @app.command("list")
 def list_(as_json: Json = False) -> None:
-    """List the formats that ship with qdsl."""
+    """List the formats that ship with qdsl, and those of the folder that QDSL_SPECS names."""
+    import qdsl.generated
     from qdsl.core import places
 
     with reported():
+        built = {path.stem: path for folder in qdsl.generated.__path__ for path in Path(folder).glob("*.json")}
         try:
-            rows = [json.loads((places.generated() / f"{path.stem}.json").read_text())["summary"] for path in places.shipped()]
+            rows = [json.loads(built[path.stem].read_text())["summary"] for path in (*places.shipped(), *places.further())]
         except (FileNotFoundError, KeyError):
             fail("a spec was not built yet: run `qdsl build --all`")
     if as_json:

@@ -52,10 +52,12 @@ def spec_text(name: str, solution: Solution, tensors: Mapping[str, Element], sha
     lines.append("fields:")
     named = {one.name: one for one in solution.fields}
     lines += [f"  {name}: {one.kind}[{', '.join(_axes(one, shape))}]" for name, one in named.items()]
-    lines += [f"decode: {solution.decode}", "storage:", "  file:"]
+    stored: list[str] = []
+    unread: dict[str, str] = {}
     for tensor in dict.fromkeys(one.tensor for one in solution.fields):
-        lines += tensor_text(tensor, tensors[tensor], [one for one in solution.fields if one.tensor == tensor], shape)
-    return "\n".join(lines) + "\n"
+        stored += tensor_text(tensor, tensors[tensor], [one for one in solution.fields if one.tensor == tensor], shape, unread)
+    lines += [f"  {name}: {kind}" for name, kind in unread.items()]
+    return "\n".join([*lines, f"decode: {solution.decode}", "storage:", "  file:", *stored]) + "\n"
 
 
 def _number(number: float) -> str:
@@ -84,8 +86,9 @@ def stored_name(name: str) -> str:
     return last if last[:1].isalpha() and last not in RESERVED else f"stored_{last}"
 
 
-def tensor_text(name: str, element: Element, fields: Sequence[Field], shape: tuple[int, int]) -> list[str]:
-    """The lines of a stored tensor."""
+def tensor_text(name: str, element: Element, fields: Sequence[Field], shape: tuple[int, int], unread: dict[str, str],
+                ) -> list[str]:
+    """The lines of a stored tensor; adds fields of the sections that decode does not read, with their types, to `unread`."""
     last = name.rpartition(".")[2]
     aliases = [f"      aliases: [{last}]"] if last != stored_name(name) and last.isidentifier() else []
     head, sections = f"    {stored_name(name)}:", sorted({one.section for one in fields if one.section})
@@ -106,7 +109,7 @@ def tensor_text(name: str, element: Element, fields: Sequence[Field], shape: tup
     for number, section in enumerate(_all(sections, end)):
         inside = [one for one in fields if one.section == section]
         part = element.cut(section, rows)
-        text = _tensor(part, inside, shape) if inside else _padding(part, by_rows)
+        text = _tensor(part, inside, shape) if inside else _unread(part, by_rows, unread)
         lines += [f"        part{number}:", *(f"    {line}" for line in text)]
     return lines
 
@@ -134,11 +137,13 @@ def _all(sections: Sequence[Section], end: int) -> Iterator[Section]:
         start = section.stop
 
 
-def _padding(part: Element, by_rows: bool) -> list[str]:
-    """A section that holds nothing that is known."""
-    count = part.stored.shape[-1]
+def _unread(part: Element, by_rows: bool, unread: dict[str, str]) -> list[str]:
+    """A section of which decode reads nothing: a field of its own keeps what it holds."""
+    count, name = part.stored.shape[-1], f"unread{len(unread) or ''}"
+    kind = "i32" if part.kind == "u32" else part.kind
+    unread[name] = f"{kind}[{'n, ' if by_rows else ''}{count}]"
     axes = f"t<N, u<{count}" if by_rows else f"u<{count}"
-    return [f"      tensor: {part.kind}[{axes}]", f'      record: "pad:{8 * part.stored.width}"']
+    return [f"      tensor: {part.kind}[{axes}]", f"      record: {name}[{'t, ' if by_rows else ''}u]"]
 
 
 def _seen(element: Element, shape: tuple[int, int]) -> list[str]:

@@ -28,6 +28,7 @@ for line in sys.argv[1].splitlines():
     result = CliRunner().invoke(app, shlex.split(line)[1:])
     print(result.output)
     assert result.exit_code == 0, (line, result.output)
+assert "plain4  " in CliRunner().invoke(app, ["list"]).output
 import qdsl, torch
 with qdsl.open("Qwen3-8B-plain4") as checkpoint, qdsl.open("Qwen3-8B-GPTQ") as other:
     weight, same = checkpoint.weight("model.down"), other.weight("model.down")

@@ -246,6 +246,23 @@ def test_a_drawn_storage_is_found(seed: int, tmp_path: Path, monkeypatch: pytest
     assert inferred.is_exact and not inferred.problems, (spec.text, inferred.text, inferred.problems)
 
 
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_bytes_that_decode_does_not_read_are_kept(by_rows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the codes of each row, or of all of them: the spec has a field of them, and packs them again as they were."""
+    monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
+    with safetensors.TensorFile(written(tmp_path)) as file:
+        codes, scales, values = (file.tensor(name) for name in ("a.w", "a.s", "expected"))
+    noise = torch.randint(0, 256, (64, 4), generator=torch.Generator().manual_seed(5), dtype=torch.uint8)
+    packed = torch.cat([codes, noise], 1) if by_rows else torch.cat([codes.flatten(), noise.flatten()])
+    inferred = infer("w", {"w": packed, "s": scales}, values)
+    assert inferred.is_exact and not inferred.problems
+    (tmp_path / "kept.yaml").write_text(inferred.text)
+    module = qdsl.load(tmp_path / "kept.yaml")
+    fields = module.unpack(module.wrap({"stored_w": packed, "s": scales}))
+    assert torch.equal(fields["unread"], noise if by_rows else noise.flatten())
+    assert torch.equal(module.pack(fields).tensors["stored_w"].flatten(), packed.flatten())
+
+
 # The commands
 
 def written(folder: Path) -> Path:

@@ -75,6 +75,7 @@ _IK_TABLE = """
 139 IQ4_K  256 144 0
 140 IQ5_K  256 176 0
 144 IQ4_KS 256 136 4
+146 IQ4_KSS 256 128 4
 """
 
 TYPES = {type.id: type for type in (GgmlType(int(id), name, *map(int, sizes))

@@ -45,8 +45,6 @@ def tensor_axes(tensor: Tensor) -> list[str]:
     for axis in tensor.axes:
         variables = [digit for digit in axis.digits if digit]
         words = tensor.words if "" in axis.digits else 1
-        if len(variables) > 1:
-            raise Unsupported(f"an axis of '{tensor.name}' has two variables")
         extent = tensor.var(variables[0]).extent if variables else Index(1)
         texts.append(axis_text(extent, words) if axis.extent is None else axis_text(axis.extent))
     return texts

@@ -56,6 +56,8 @@ def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, s
         return known_name
     if value.op == "float":
         return _text(program, value.args[0], dialect, names, around)
+    if value.op == "digit":
+        return f"({value.name})" if around > _LEVEL["%"] else value.name
     if not value.args or value.op in ("table", "entry"):
         return _read_text(program, value, dialect, names)
     if value.op == "round":
@@ -69,9 +71,24 @@ def _text(program: Program, number: int, dialect: Dialect, names: Mapping[str, s
     if value.op == "/" and dialect.divide:
         operands = (_float_text(program, side, dialect, names) for side in (left, right))
         return f"{dialect.divide}({', '.join(operands)})"
+    if (bits := _bits_text(program, value, dialect, names)) is not None:
+        return f"({bits})" if around > 0 else bits
     level = _LEVEL[value.op]
     body = f"{_text(program, left, dialect, names, level)} {value.op} {_text(program, right, dialect, names, level + 1)}"
     return f"({body})" if around > level else body
+
+
+def _bits_text(program: Program, value: Value, dialect: Dialect, names: Mapping[str, str]) -> str | None:
+    """Powers of two, quotients by them and remainders of constant ones as shifts and masks, of integers that are not negative."""
+    left, right = value.args
+    by = program.values[right]
+    if value.op == "**":
+        return f"1 << {_text(program, right, dialect, names, 1)}"
+    if value.op == "//" and by.op == "**":
+        return f"{_text(program, left, dialect, names, 1)} >> {_text(program, by.args[1], dialect, names, 1)}"
+    if value.op == "%" and by.op == "const" and int(by.const).bit_count() == 1:
+        return f"{_text(program, left, dialect, names, 0)} & {int(by.const) - 1}"
+    return None
 
 
 def _read_text(program: Program, value: Value, dialect: Dialect, names: Mapping[str, str]) -> str:

@@ -137,12 +137,12 @@ def values_refer_back(program: Program) -> Iterator[str]:
 def types_agree(program: Program) -> Iterator[str]:
     """Integers meet integers, and floats meet floats; the result is a float."""
     for number, value in enumerate(program.values):
-        if value.op in ("field", "const", "float", "table", "entry", "row"):
+        if value.op in ("field", "const", "float", "table", "entry", "row", "digit"):
             continue
         if any(program.values[arg].is_int != value.is_int for arg in value.args):
             yield f"%{number} mixes integers and floats"
-        elif value.op in ("//", "%") and not value.is_int:
-            yield f"%{number} divides floats as integers"
+        elif value.op in ("//", "%", "**") and not value.is_int:
+            yield f"%{number} is an operation of integers on floats"
     if program.values and program.values[-1].is_int:
         yield "the last value is an integer"
 

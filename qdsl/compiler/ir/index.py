@@ -115,6 +115,16 @@ def flat_of(index: Index) -> Atom | None:
     return atom if atom is not None and coefficient == 1 and atom.op in ("div", "mod") and atom.args[0] == FLAT else None
 
 
+def digit_of(index: Index) -> tuple[int, int] | None:
+    """(a, m) where an index is the digit k // a % m of the column; else None."""
+    atom, coefficient = index.terms[0] if len(index.terms) == 1 and not index.const else (None, 0)
+    if atom is None or coefficient != 1 or atom.op != "mod" or not atom.args[1].is_const:
+        return None
+    top, extent = atom.args
+    by = top.terms[0][0].args[1].const if len(top.terms) == 1 and top.terms[0][0].op == "div" else 1
+    return (by, extent.const) if by and top == div(name("k"), by) else None
+
+
 def as_index(value: Index | int) -> Index:
     """An integer as an Index; an Index as it is."""
     return Index(value) if isinstance(value, int) else value

@@ -43,6 +43,8 @@ def expand_codes(program: Program, divisor: int) -> Program | str:
     fields = [field for field in program.fields if _columns(field) is not None and field.index != (name("k"),)]
     if not fields or [field.index for field in fields] == [(name("n"), name("k"))]:
         return program
+    if any(value.op == "digit" for value in program.values):
+        return "decode reads digits of the column, which a code per weight does not know"
     if stored := next((field for field in program.fields if field.table), None):
         return f"decode reads rows of '{stored.name}', whose numbers are stored with the weight"
     for field in fields:

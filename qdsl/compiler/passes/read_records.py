@@ -212,6 +212,10 @@ class _TensorReader:
                     variables.append(Var(digit.name, extent, True))
                     digits.append(digit.name)
             axes.append(Axis(tuple(digits)))
+            if len(several := [digit for digit in digits if digit]) > 1:
+                self.problems.add(axis.span, f"an axis of '{self.item.name}' has two variables, {several[0]} and {several[1]}: "
+                                             "give each an axis of its own", "'seen' says the shape that files have")
+                return None
         if words > 1:
             self.problems.add(shape.span, "a record's elements lie along one axis: 'word' may stand once")
             return None

@@ -20,6 +20,7 @@ from qdsl.core.numbers import round_to_f32
 
 F32_EXACT = 1 << 24
 INT32 = 1 << 31
+MAX_PERIOD = 1024                                                # columns after which a digit begins again
 
 
 def type_decode(program: Program, problems: Problems) -> Program:
@@ -68,6 +69,8 @@ class _Builder:
             case g.Negate(inner, span):
                 arg = self.value(inner)
                 return None if arg is None else self.negate(arg, span)
+            case g.Binary() if _is_digit(expr):
+                return self.digit(expr)
             case g.Binary():
                 left, right = self.value(expr.left), self.value(expr.right)
                 return None if left is None or right is None else self.binary(expr, left, right)
@@ -81,6 +84,17 @@ class _Builder:
             case g.Apply(word, _, _, span):
                 self.problems.add(span, f"unknown function '{word}' in decode{did_you_mean(word, ['round'])}")
         return None
+
+    def digit(self, expr: g.Binary) -> int | None:
+        """A digit of the column, k % m or k // a % m, with constants a and m."""
+        index = self.index(expr)
+        digit = None if index is None else ix.digit_of(index)
+        if digit is None or digit[0] * digit[1] > MAX_PERIOD:
+            self.problems.add(expr.span, "decode reads the column by its digits alone, k % m or k // a % m, with constants a and "
+                                         f"m whose product is at most {MAX_PERIOD}")
+            return None
+        step, extent = digit
+        return self.add("digit", (), expr.span, name=str(index), const=step, range=(0, extent - 1), index=(ix.name("k"),))
 
     def name(self, expr: g.Name) -> int | None:
         program = self.program
@@ -223,7 +237,10 @@ class _Builder:
             if a.op == b.op == "const" and a.const == 2 and isinstance(b.const, int) and -126 <= b.const <= 30:
                 power = 2 ** b.const
                 return self.add("const", (), expr.span, const=power, range=(power, power) if b.const >= 0 else None)
-            self.problems.add(expr.span, "'**' takes constants: 2 ** a, with a from -126 to 30")
+            low, high = b.range or (-1, -1)
+            if a.op == "const" and a.const == 2 and b.op != "const" and 0 <= low <= high <= 30:
+                return self.add("**", (left, right), expr.span, range=(2 ** low, 2 ** high), index=b.index)
+            self.problems.add(expr.span, "'**' is 2 ** a, with a constant a from -126 to 30 or an integer that is always 0 to 30")
             return None
         if a.is_int and b.is_int and expr.op != "/":
             return self.integer(expr, left, right)
@@ -286,6 +303,15 @@ class _Builder:
             self.problems.add(value.span, f"{value.const} does not fit 32 bits")
             return None
         return number
+
+
+def _is_digit(expr: g.Expr) -> bool:
+    """Whether an expression divides the column k, or takes a remainder of it."""
+    while isinstance(expr, g.Binary) and expr.op in ("//", "%"):
+        expr = expr.left
+        if isinstance(expr, g.Name) and expr.name == "k":
+            return True
+    return False
 
 
 def _limits(field: Field) -> tuple[int, int] | None:

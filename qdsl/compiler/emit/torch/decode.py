@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import lcm
 
 from qdsl.compiler.emit.formula import constant, integer_fields, plane, step_name, steps
 from qdsl.compiler.emit.tensors import Unsupported, is_read_by_dtype
@@ -61,6 +62,8 @@ def decode(programs: Sequence[Program]) -> Decode:
     extents: dict[str, set[int]] = {"n": set(), "k": set()}
     for value in lookups.values():
         extents[program.row_axis(value) if value.op == "row" else "k"].add(_shape(program, value)[-1])
+    period = lcm(*(int(value.const) * (value.range[1] + 1) for value in program.values if value.op == "digit" and value.range))
+    extents["k"] |= {period} if period > 1 else set()
     shared = [*read, *(f for f in fields if f.number is None or f.table)]
     rows, columns = (_levels(programs, shared, axis, extents[axis]) for axis in "nk")
     lines = [*_types(program), *_gathers(fields, optional)]
@@ -77,6 +80,8 @@ def decode(programs: Sequence[Program]) -> Decode:
         name, text = _rows(programs, [*lookups.values()], value, rows, columns, together)
         lines.append(f"{name} = {text}")
         names[step_name(number) if value.op == "row" else _key(program, value, together)] = name
+    if period > 1:
+        lines.append(f"k = {_columns_of_a_period(read[0].name, period, columns)}")
     deep = (len(rows.blocks), len(columns.blocks))
     if deep != (1, 1):
         digits = "".join(f".unflatten({axis}, ({_counts(fields, letter, levels, len(levels.blocks) - 1, optional)}))"
@@ -90,6 +95,15 @@ def decode(programs: Sequence[Program]) -> Decode:
     cuts = tuple(Index(1) if axis.fixed and not along else axis.blocks[0]
                  for axis, along in ((rows, extents["n"]), (columns, ())))
     return Decode(tuple(lines), fields, optional, (cuts[0], cuts[1]), last.name if last.op == "field" else None)
+
+
+def _columns_of_a_period(like: str, period: int, columns: Levels) -> str:
+    """The columns of a run after which all digits begin again, along the levels below it."""
+    if not columns.fixed or Index(period) not in columns.blocks:
+        raise Unsupported(f"digits of columns that begin again every {period}, where rows are no whole runs of them")
+    sizes = [str(a.const // b.const) for a, b in pairwise(columns.blocks[columns.blocks.index(Index(period)):])]
+    text = f"torch.arange({period}, dtype=torch.int32, device={like}.device)"
+    return f"{text}.view({', '.join(sizes)})" if len(sizes) > 1 else text
 
 
 def _types(program: Program) -> list[str]:

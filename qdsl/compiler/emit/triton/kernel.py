@@ -153,10 +153,19 @@ class Decoder:
         for value in self.program.values:
             if value.op == "table" and len(shape := self.program.spec.table(value.name).shape) > 1:
                 names[f"k % {shape[1]}"] = self.column(shape[1])
+        computed = {arg for value in self.program.values if value.op != "entry" for arg in value.args}
         for number, value in enumerate(self.program.values):
-            if value.op in ("entry", "row"):
+            if value.op == "digit" and number in computed:
+                index = self.digit(value)
+                names[step_name(number)] = self.body.add(self.level(index), "digit", shown(index))
+            elif value.op in ("entry", "row"):
                 names[step_name(number)] = self.entry(value, names)
         return formula(self.program, TRITON, names, 0)
+
+    def digit(self, value: Value) -> Index:
+        """A digit of the column."""
+        assert value.range is not None
+        return ix.mod(ix.div(self.coordinate("k"), int(value.const), self.tile.domain), value.range[1] + 1, self.tile.domain)
 
     def column(self, columns: int, axis: str = "k") -> str:
         """A variable that holds k, or n, modulo the length of a table's row."""
@@ -170,7 +179,8 @@ class Decoder:
         columns = field.table[-1:] if value.op == "row" else ()
         before = field.table[:-1 - len(columns)]
         at += [Index(int(value.const) // prod(before[i + 1:]) % extent) for i, extent in enumerate(before)]
-        at += [name(self.place(value.args[0], names))]
+        row = self.program.values[value.args[0]]
+        at += [self.digit(row) if row.op == "digit" else name(self.place(value.args[0], names))]
         at += [name(self.column(length, self.program.row_axis(value))) for length in columns]
         return self.load_at(field, at, "")
 
