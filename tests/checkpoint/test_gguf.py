@@ -67,7 +67,8 @@ def test_types_are_what_gguf_py_says() -> None:
 
 
 # Types of ik_llama.cpp as its ggml.h numbers them, with its sizes of a row of 512 elements (ggml_row_size).
-IK_ROWS = {"IQ4_K": (139, 288), "IQ5_K": (140, 352), "IQ4_KS": (144, 276), "IQ4_KSS": (146, 260)}
+IK_ROWS = {"IQ2_K": (137, 152), "IQ3_K": (138, 220),
+           "IQ4_K": (139, 288), "IQ5_K": (140, 352), "IQ4_KS": (144, 276), "IQ4_KSS": (146, 260)}
 
 
 @pytest.mark.parametrize("name", IK_ROWS)

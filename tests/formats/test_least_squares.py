@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qdsl.generated import ik_iq4_k, ik_iq4_ks, ik_iq5_k
+from qdsl.generated import ik_iq2_k, ik_iq3_k, ik_iq4_k, ik_iq4_ks, ik_iq5_k
 from qdsl.runtime import FormatError
 from tests.support.blessing import prove_quantized, reading
 from tests.support.formats import Case
@@ -100,7 +100,8 @@ def test_no_scale_of_a_plain_search_has_a_smaller_error(case: Case) -> None:
         assert (kept <= errors * (1 + 1e-5) + 1e-15).all(), share
 
 
-@pytest.mark.parametrize(("form", "most"), [(ik_iq4_ks, 0.0052), (ik_iq4_k, 0.0041), (ik_iq5_k, 0.001)])
+@pytest.mark.parametrize(("form", "most"), [(ik_iq4_ks, 0.0052), (ik_iq2_k, 0.0851), (ik_iq3_k, 0.0183),
+                                           (ik_iq4_k, 0.00414), (ik_iq5_k, 0.000951)])
 def test_steps_of_a_super_scale_lose_little(form: ModuleType, most: float) -> None:
     """Small scales in steps: the error is below that of scales in float32 of one table, or within a hundredth of it."""
     weight = torch.randn(16, 1024, generator=torch.Generator().manual_seed(3))

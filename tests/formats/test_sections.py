@@ -8,13 +8,24 @@ import torch
 from torch import Tensor
 
 from qdsl.core.shapes import axis
-from qdsl.generated import any_precision, fbgemm_4bit, fbgemm_8bit, fp6_llm, ik_iq4_k, ik_iq4_ks, ik_iq4_kss, ik_iq5_k
+from qdsl.generated import (
+    any_precision,
+    fbgemm_4bit,
+    fbgemm_8bit,
+    fp6_llm,
+    ik_iq2_k,
+    ik_iq3_k,
+    ik_iq4_k,
+    ik_iq4_ks,
+    ik_iq4_kss,
+    ik_iq5_k,
+)
 from qdsl.runtime import FormatError, PackedWeight
 from tests.kernels.test_kernels import DEVICE, dequantized
 from tests.support.formats import ROOT, same_bits
 
-GOLDEN = {"ik_iq4_k": ik_iq4_k, "ik_iq4_ks": ik_iq4_ks, "ik_iq4_kss": ik_iq4_kss, "ik_iq5_k": ik_iq5_k, "fp6_llm": fp6_llm,
-          "any_precision": any_precision}
+GOLDEN = {"ik_iq2_k": ik_iq2_k, "ik_iq3_k": ik_iq3_k, "ik_iq4_k": ik_iq4_k, "ik_iq4_ks": ik_iq4_ks, "ik_iq4_kss": ik_iq4_kss,
+          "ik_iq5_k": ik_iq5_k, "fp6_llm": fp6_llm, "any_precision": any_precision}
 
 
 @pytest.mark.parametrize("name", GOLDEN)

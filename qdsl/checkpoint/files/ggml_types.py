@@ -72,6 +72,8 @@ _TABLE = """
 """
 # Types of ik_llama.cpp, with the bytes ahead of a row.
 _IK_TABLE = """
+137 IQ2_K  256 76 0
+138 IQ3_K  256 110 0
 139 IQ4_K  256 144 0
 140 IQ5_K  256 176 0
 144 IQ4_KS 256 136 4

@@ -1,0 +1,129 @@
+"""ik_iq2_k: ik_llama.cpp IQ2_K, 2-bit codes into two tables of levels, 4-bit scales of blocks of 16.
+
+    w = d * (sc - 8) * levels[4 * h + q]
+    float32, rounded after each operation
+
+    d      f16 [N, K/256]
+    sc     u4  [N, K/16]
+    h      u1  [N, K/16]
+    q      u2  [N, K]
+
+    ik_llama: 2.375 bits per weight
+
+Built from the spec ik_iq2_k (sha256 bf33de139d500c05) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+from torch import Tensor
+
+from qdsl.encode import least_squares_nested
+from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type, empty, joined, spread
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+LEVELS = Table("f32", -31, -13, 1, 17, -26, -8, 6, 22)
+
+
+def unpack_ik_llama(blocks: Tensor) -> dict[str, Tensor]:
+    """Fields of blocks uint8 [N, 76*K/256]."""
+    r = blocks.unflatten(-1, (-1, 76))
+    q_bytes = r[..., 12:76].unflatten(-1, (2, 32)).contiguous()
+    return {
+        "d": as_type(r, torch.float16)[..., 0],
+        "sc": spread(r[..., 4:12], 4).flatten(1),
+        "h": spread(r[..., 2:4], 1).flatten(1),
+        "q": torch.stack([q_bytes >> 2 * i & 3 for i in range(4)], -2).flatten(1),
+    }
+
+
+def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """blocks of the fields; the inverse of unpack_ik_llama."""
+    r = empty((d.shape[0], d.shape[1], 76), torch.uint8, d.device)
+    r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
+    h_split = h.unflatten(-1, (-1, 2, 8))
+    r[..., 2:4] = joined(h_split, 1).squeeze(-1)
+    sc_split = sc.unflatten(-1, (-1, 8, 2))
+    r[..., 4:12] = joined(sc_split, 4).squeeze(-1)
+    q_split = q.unflatten(-1, (-1, 2, 4, 32))
+    r[..., 12:76] = sum(q_split[:, :, :, i] << 2 * i for i in range(4)).flatten(2)
+    return {"blocks": r.flatten(1)}
+
+
+def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc - 8) * levels[4 * h + q].  d [N, K/256], sc
+    [N, K/16], h [N, K/16], q [N, K].
+    """
+    out = out if out is None else out.unflatten(1, (-1, 16, 16))
+    d = d.float()[..., None, None]
+    sc = sc.view(torch.int8).unflatten(1, (-1, 16)).unsqueeze(-1)
+    h = h.view(torch.int8).unflatten(1, (-1, 16)).unsqueeze(-1)
+    q = q.view(torch.int8).unflatten(1, (-1, 16, 16))
+    return torch.mul(d * (sc - 8), LEVELS[4 * h + q], out=out).flatten(1)
+
+
+def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: as least_squares; scales are steps of a super-scale of columns or of the
+    row.  importance: float32 [K].
+    """
+    q, h, sc, d = least_squares_nested(weight, code="u2", choice="u1", scale="u4", super_scale="f16", columns=16,
+            super_axes=2, super_columns=256, steps=(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7),
+            values=(-31, -13, 1, 17, -26, -8, 6, 22), importance=importance)
+    return {"q": q, "h": h, "sc": sc, "d": d}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _decode_ik_llama(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit u of row n, in float32."""
+    blocks, levels = tensors
+    blocks += 76 * (n * (K // 256))
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    t = u // 64
+    j = u // 32 % 2
+    c = u % 32
+    d = tl.load(blocks_f16 + 38 * t, live, 0).to(tl.float32)
+    h_word = tl.load(blocks + 76 * t + j + 2, live, 0)
+    q_word = tl.load(blocks + 76 * t + 32 * j + c + 12, live, 0)
+    for i in tl.static_range(4):
+        sc = (tl.load(blocks + 76 * t + 4 * j + i + 4, live, 0) >> 4 * (c // 16) & 15).to(tl.int32)
+        h = (h_word >> 2 * i + c // 16 & 1).to(tl.int32)
+        q = (q_word >> 2 * i & 3).to(tl.int32)
+        state = use(state, 256 * t + 128 * j + 32 * i + c, d * (sc - 8) * tl.load(levels + 4 * h + q), live)
+    return state
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "d": Field("f16", "N", "K/256"),
+        "sc": Field("u4", "N", "K/16"),
+        "h": Field("u1", "N", "K/16"),
+        "q": Field("u2", "N", "K"),
+    },
+    storages={
+        "ik_llama": Storage(unpack=unpack_ik_llama, pack=pack_ik_llama, tensors={
+            "blocks": Stored("u8", "N", "76*K/256"),
+        }, kernels=Kernels(_decode_ik_llama, rows="N", units="K/4", last="k", tables=(LEVELS,))),
+    },
+    decode=decode, encode=encode, importance=True,
+)
+
+FORMAT = Format(
+    name="ik_iq2_k", title="ik_llama.cpp IQ2_K, 2-bit codes into two tables of levels, 4-bit scales of blocks of 16",
+    source="ik_llama.cpp ggml-common.h block_iq2_k, iqk_quantize.cpp dequantize_row_iq2_k",
+    formula="d * (sc - 8) * levels[4 * h + q]",
+    variants={(): VARIANT},
+    detect={"gguf": "IQ2_K"},
+    digest="bf33de139d500c05",
+)
+SPEC = FORMAT.spec
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding
