@@ -40,10 +40,11 @@ def weights(only: str = "") -> Iterator[PackedWeight]:
     for path in sorted(places.specs().glob(f"{only}*.yaml")):
         form = importlib.import_module(f"qdsl.generated.{path.stem}").FORMAT
         for key, variant in form.variants.items():
-            for storage in variant.storages:
+            for storage, layout in variant.storages.items():
+                shape = layout.fixed.get("N", SHAPE[0]), layout.fixed.get("K", SHAPE[1])
                 params = form.complete(dict(zip(form.by, key, strict=True)))
                 try:
-                    yield streams.usual(form.empty(SHAPE, storage, **params))
+                    yield streams.usual(form.empty(shape, storage, **params))
                 except FormatError as error:
                     print(f"{form.name}.{storage}: {error}", file=sys.stderr)
 

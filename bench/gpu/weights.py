@@ -48,9 +48,13 @@ class Weight:
 
 
 def every(shape: tuple[int, int] = (0, 0)) -> list[Weight]:
-    """Every storage of every format, other parameters at their defaults."""
-    return [Weight(name, storage, tuple(format_of(name).complete(params).items()), shape)
-            for name, storage, params in choices()]
+    """Every storage of every format, other parameters at their defaults, of a shape where the format fixes none."""
+    weights = []
+    for name, storage, params in choices():
+        chosen = format_of(name).complete(params)
+        fixed = format_of(name).variant(chosen).storages[storage].fixed
+        weights.append(Weight(name, storage, tuple(chosen.items()), (fixed.get("N", shape[0]), fixed.get("K", shape[1]))))
+    return weights
 
 
 def fits(weight: Weight) -> bool:

@@ -80,7 +80,7 @@ def piece_step(format: Description, params: Params, shape: tuple[int, int], dim:
     """The same for pieces of one storage, with parameters `new`; `params` are the weight's."""
     fields = format.fields.get(format.key(params))
     whole = max(1, shape[dim == "K"])
-    if fields is None:                                           # weights of one block lie all over the matrix
+    if fields is None or dim in format.fixed:                    # blocks lie all over the matrix, or no extent is less
         return whole
     old, sizes = format.numbers(params, shape), format.numbers(new, shape)
     stored = format.variants[format.key(new)].get(storage, {})

@@ -14,17 +14,18 @@ from qdsl.runtime.gpu.triton import on_device, runs_kernels
 
 def attention(q: Tensor, cache: KVCache, block_tables: Tensor, seq_lens: Tensor, scale: float | None = None,
               sequences: Tensor | None = None) -> Tensor:
-    """softmax(q k^T * scale) v of queries [B, query heads, head_dim] over the cached tokens of their sequences, in q's dtype.
+    """softmax(q k^T * scale) v [B, query heads, value_dim] of queries [B, query heads, head_dim] over their sequences' tokens.
 
     block_tables: int32 [B, pages], the blocks of a sequence in order.  seq_lens: int32 [B], tokens, the query's own too.  scale:
     by default head_dim ** -0.5.  sequences: int32 [B], as in `store`; by default 0, 1, ...  Heads of a group follow one another.
+    The result has q's dtype.
     On a GPU one kernel reads the cache as it is packed, and a second adds up parts of sequences.  No tokens give 0.  Raises
     FormatError for tensors that do not fit.
     """
     _check(q, cache, block_tables, seq_lens)
     if not runs_kernels(q.device) or launch.why_not_attend(cache, q):
         return attention_reference(q, cache, block_tables, seq_lens, scale, sequences)
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], cache.value_dim)
     with on_device(q.device):
         for call in launch.attention_calls(q.contiguous(), cache, block_tables, seq_lens, out, scale, sequences):
             call.run()
@@ -35,7 +36,7 @@ def attention_reference(q: Tensor, cache: KVCache, block_tables: Tensor, seq_len
                         sequences: Tensor | None = None) -> Tensor:
     """As `attention`, in torch in float32, on any device, a sequence after the other."""
     _check(q, cache, block_tables, seq_lens)
-    out = torch.zeros_like(q)
+    out = q.new_zeros(*q.shape[:2], cache.value_dim)
     for b, length in enumerate(seq_lens.tolist()):
         if length:
             t = torch.arange(length, device=q.device)

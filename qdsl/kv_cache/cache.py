@@ -3,6 +3,9 @@
 Row (block * heads + head) * block_size + offset of a weight [blocks * heads * block_size, head_dim] is a token's head, where
 slot = block * block_size + offset.  The tokens of a block and head lie next to one another, so that they may share numbers: a
 spec says `s: f16[n // 32, k]`, and `block_size` is a multiple of 32.
+
+A row may have numbers behind the columns that the weight decodes, which stay as they are: `rope: bf16[n, 64]`.  Values may be the
+first numbers of the rows of keys; then there is one packed weight.
 """
 
 from __future__ import annotations
@@ -63,14 +66,42 @@ class CachedRows:
     @property
     def shared(self) -> dict[str, Tensor]:
         """The numbers that all rows share, as they are stored."""
-        types = {name: self.packed.params.get(field.type, field.type) for name, field in self.packed.variant.fields.items()}
-        return {name: torch.tensor(number, dtype=FLOATS[str(types[name])]) for name, number in self.numbers.items()}
+        return {name: torch.tensor(number, dtype=FLOATS[self.type_of(name)]) for name, number in self.numbers.items()}
+
+    def type_of(self, field: str) -> str:
+        """The number type of a field."""
+        kind = self.packed.variant.fields[field].type
+        return str(self.packed.params.get(kind, kind))
+
+    @property
+    def appended(self) -> dict[str, int]:
+        """Fields of numbers behind the columns of a row, and how many of them there are."""
+        fields = self.packed.variant.fields
+        return {name: fields[name].axes[1].extent(*self.packed.shape, {}) or 0 for name in self.packed.variant.appended}
+
+    @property
+    def row_numbers(self) -> int:
+        """How many numbers a row holds: columns, and those behind them."""
+        return self.packed.shape[1] + sum(self.appended.values())
+
+    def decoded(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """All numbers of rows, by their numbers [..., row_numbers]."""
+        packed = self.packed
+        columns = packed.format.dequantize_rows(packed, rows, dtype)
+        if not self.appended:
+            return columns
+        fields = packed.format.unpack(packed.rows(rows.flatten()))
+        return torch.cat([columns, *(fields[name].to(dtype).view(*rows.shape, -1) for name in self.appended)], -1)
 
     def encoded(self, rows: Tensor) -> PackedWeight:
-        """Rows [R * group, head_dim] as the reference encodes them, from float32.  Raises FormatError for those not finite."""
+        """Rows [R * group, row_numbers] as the reference encodes them, from float32.
+
+        Raises FormatError for columns that are not finite.
+        """
         packed, variant = self.packed, self.packed.variant
         shared = {name: number.to(rows.device) for name, number in self.shared.items()}
-        rows, scale = rows.float(), variant.roles.get("scale", "")
+        scale = variant.roles.get("scale", "")
+        rows, *behind = torch.split(rows.float(), [packed.shape[1], *self.appended.values()], 1)
         sample = rows
         for name, number in shared.items():
             rows = rows / number.float()                         # by a scale of codes, or of all scales
@@ -80,13 +111,14 @@ class CachedRows:
             code = variant.roles["code"]
             ties, offset = str(self.settings.get("ties", "even")), int(self.settings.get("offset", 0))
             fields[code] = codes(rows, self.code_type, ties, offset)
+        for name, numbers in zip(self.appended, behind, strict=True):
+            fields[name] = numbers.to(FLOATS[self.type_of(name)])
         return packed.format.pack(fields, packed.storage, **packed.params)
 
     @property
     def code_type(self) -> str:
         """The number type of codes."""
-        kind = self.packed.variant.fields[self.packed.variant.roles["code"]].type
-        return str(self.packed.params.get(kind, kind))
+        return self.type_of(self.packed.variant.roles["code"])
 
     def rows_of(self, tensor: Tensor) -> int:
         """How many rows of the weight share a row of one of its tensors; 0 for a tensor that all share."""
@@ -98,6 +130,7 @@ class CachedRows:
 class KVCache:
     """Keys and values of `blocks` blocks of `block_size` tokens, of `heads` heads of `head_dim` channels.
 
+    value_dim: channels of values.  Where these are the first of keys, `values` is `keys`.
     tail: [sequences, heads, group, head_dim], the keys of the open group of every sequence, where keys share numbers among
     tokens; else None.
     """
@@ -108,7 +141,13 @@ class KVCache:
     block_size: int
     heads: int
     head_dim: int
+    value_dim: int
     tail: Tensor | None = field(default=None)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether values are the first channels of keys."""
+        return self.values is self.keys
 
     @property
     def device(self) -> torch.device:
@@ -119,7 +158,7 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes of keys, values and tail."""
         tail = 0 if self.tail is None else self.tail.numel() * self.tail.element_size()
-        return self.keys.packed.nbytes + self.values.packed.nbytes + tail
+        return self.keys.packed.nbytes + (0 if self.is_shared else self.values.packed.nbytes) + tail
 
     def rows(self, slots: Tensor) -> Tensor:
         """Rows of the packed weights that slots [T] are, of all heads: int64 [T, heads]."""
@@ -129,10 +168,11 @@ class KVCache:
 
 
 def allocate(keys: CacheFormat | str, values: CacheFormat | str | None = None, *, blocks: int, block_size: int, heads: int,
-             head_dim: int, sequences: int = 0, dtype: torch.dtype = torch.bfloat16,
+             head_dim: int, value_dim: int | None = None, sequences: int = 0, dtype: torch.dtype = torch.bfloat16,
              device: torch.device | str = "cpu") -> KVCache:
     """An empty cache; values have the format of keys by default.
 
+    value_dim: values are the first so many channels of keys, in the same memory (multi-head latent attention).
     sequences, dtype: of the tail, where keys share numbers among tokens.  Raises FormatError for a format whose rows cannot be
     stored one by one, for values that share numbers among tokens, and for sizes that do not divide.
     """
@@ -140,8 +180,12 @@ def allocate(keys: CacheFormat | str, values: CacheFormat | str | None = None, *
     value_format = key_format if values is None else CacheFormat(values) if isinstance(values, str) else values
     if blocks * block_size >= LARGEST:
         raise FormatError(f"{blocks} blocks of {block_size} tokens are 2^31 slots or more")
+    if value_dim is not None and not (values is None and 0 < value_dim <= head_dim):
+        raise FormatError(f"values are at most the {head_dim} channels of keys, and at least one, not {value_dim}" if not values
+                          else f"values that are the first {value_dim} of {head_dim} channels of keys have the format of keys")
     rows = blocks * heads * block_size
-    key_rows, value_rows = (_allocated(choice, rows, block_size, head_dim, device) for choice in (key_format, value_format))
+    key_rows = _allocated(key_format, rows, block_size, head_dim, device)
+    value_rows = key_rows if value_dim is not None else _allocated(value_format, rows, block_size, head_dim, device)
     if value_rows.group > 1:
         raise FormatError(f"{value_format.format.name}: values that share numbers among {value_rows.group} tokens cannot be "
                           "cached")
@@ -151,7 +195,7 @@ def allocate(keys: CacheFormat | str, values: CacheFormat | str | None = None, *
             raise FormatError(f"{key_format.format.name}: keys share numbers among {key_rows.group} tokens: say how many "
                               "sequences there may be, each of which has a group that is not full")
         tail = torch.zeros(sequences, heads, key_rows.group, head_dim, dtype=dtype, device=device)
-    return KVCache(key_rows, value_rows, blocks, block_size, heads, head_dim, tail)
+    return KVCache(key_rows, value_rows, blocks, block_size, heads, head_dim, value_dim or head_dim, tail)
 
 
 def _allocated(choice: CacheFormat, rows: int, block_size: int, head_dim: int, device: torch.device | str) -> CachedRows:
@@ -163,12 +207,18 @@ def _allocated(choice: CacheFormat, rows: int, block_size: int, head_dim: int, d
     if layout.streams or layout.whole or layout.order:
         raise FormatError(f"{format.name}.{storage}: a row cannot be stored by itself")
     _check_numbers(format, variant, choice.numbers)
-    sizes = format.sizes(params, (block_size, head_dim))
+    behind = sum(variant.fields[name].axes[1].extent(1, 1, {}) or 0 for name in variant.appended)
+    k = head_dim - behind
+    if k < 1:
+        raise FormatError(f"head_dim is {head_dim} and {format.name}.{storage} has {behind} channels behind its columns")
+    if fault := layout.why_not((block_size, k), format.sizes(params, (block_size, k))):
+        raise FormatError(f"{format.name}.{storage}: {fault}" + (f", and {behind} channels behind them" if behind else ""))
+    sizes = format.sizes(params, (block_size, k))
     group = max(axis.by(sizes) for field in variant.fields.values() for axis in field.axes if axis.dim == "N")
     if block_size % group:
         raise FormatError(f"{format.name}: {group} tokens share numbers, and blocks have {block_size}")
     settings = {**variant.settings, **layout.options, **scheme_options}
-    template = full_template(format, storage, (group, head_dim), params)
+    template = full_template(format, storage, (group, k), params)
     cached = CachedRows(template, group, choice.numbers, choice.options, settings)
     tensors: dict[str, Tensor] = {}
     for name, tensor in cached.encoded(torch.zeros(group, head_dim)).tensors.items():
@@ -179,7 +229,7 @@ def _allocated(choice: CacheFormat, rows: int, block_size: int, head_dim: int, d
             raise FormatError(f"{format.name}.{storage}: rows do not lie one by one in '{name}' [{layout.tensors[name].text}]")
         else:
             tensors[name] = torch.zeros(rows // group * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype, device=device)
-    packed = assemble(format, storage, tensors, (rows, head_dim), params)
+    packed = assemble(format, storage, tensors, (rows, k), params)
     return CachedRows(packed, group, choice.numbers, choice.options, settings)
 
 

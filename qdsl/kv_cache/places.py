@@ -9,15 +9,19 @@ from qdsl.core.numbers import number
 from qdsl.core.schemes import SCHEMES
 from qdsl.kv_cache.cache import CachedRows
 from qdsl.runtime.weight.bits import Piece, pieces, place
+from qdsl.runtime.weight.layout import FLOATS
 
 Digit = tuple[int, int, int]                                     # extent, columns of a step, bytes or bits of a step
-KNOWN_SETTINGS = {"divisor", "offset", "by", "ties", "level", "factor"}
+KNOWN_SETTINGS = {"divisor", "offset", "by", "ties", "level", "factor", "least"}
 TYPES = ("f32", "f16", "bf16", "ue4m3")
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Constants of store_rows: a place is (tensor, first byte, bytes of a row); of_groups: where numbers of groups lie."""
+    """Constants of store_rows: a place is (tensor, first byte, bytes of a row); of_groups: where numbers of groups lie.
+
+    appended: of numbers behind the columns of a row also how many, and their type.
+    """
 
     static: int | None
     whole: int | None
@@ -28,6 +32,7 @@ class Places:
     of_groups: tuple[Digit, ...]
     groups: int
     units_of_group: int
+    appended: tuple[tuple[int, int, int, int, str], ...] = ()
 
     @property
     def codes_of_byte(self) -> int:
@@ -47,7 +52,7 @@ def why_not(cached: CachedRows) -> str:
     if kind is None or (kind.is_float and kind.name != "e4m3") or by not in ("stored", "exact"):
         return f"{packed.format.name}: kernels do not encode {cached.code_type} so"
     numbers = [name for role, name in variant.roles.items() if role != "code" and name not in cached.numbers]
-    if any(str(packed.params.get(variant.fields[name].type, variant.fields[name].type)) not in TYPES for name in numbers):
+    if any(cached.type_of(name) not in TYPES for name in (*numbers, *variant.appended)):
         return f"{packed.format.name}: kernels do not store its scales"
     try:
         places(cached)
@@ -83,7 +88,17 @@ def places(cached: CachedRows) -> Places:
     whole = [place for name, place in shared.items() if name != scale]
     units_of_group = k // prod(extent for extent, _, _ in bits) // groups
     return Places(shared.get(scale), whole[0] if whole else None, (tensor, start, row), units, bits,
-                  tuple((at, first, bytes_of_row) for at, first, bytes_of_row, _ in stored), of_groups, groups, units_of_group)
+                  tuple((at, first, bytes_of_row) for at, first, bytes_of_row, _ in stored), of_groups, groups, units_of_group,
+                  tuple(_appended(cached, name) for name in variant.appended))
+
+
+def _appended(cached: CachedRows, name: str) -> tuple[int, int, int, int, str]:
+    """Where numbers behind the columns lie, how many, and their type.  Raises ValueError where they are no run of bytes."""
+    tensor, first, row, digits = _placed(cached, name)
+    extent, size = prod(extent for extent, _, _ in digits), FLOATS[cached.type_of(name)].itemsize
+    if cached.group > 1 or extent & (extent - 1) or digits != ((extent, 1, 8 * size),):
+        raise ValueError(f"'{name}' is no run of 2^n numbers of a token")
+    return tensor, first, row, extent, cached.type_of(name)
 
 
 def _ordered(cached: CachedRows) -> list[tuple[str, str]]:

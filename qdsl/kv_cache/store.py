@@ -13,9 +13,10 @@ from qdsl.runtime.gpu.triton import on_device, runs_kernels
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
-def store(cache: KVCache, k: Tensor, v: Tensor, slots: Tensor, sequences: Tensor | None = None) -> None:
+def store(cache: KVCache, k: Tensor, v: Tensor | None, slots: Tensor, sequences: Tensor | None = None) -> None:
     """Encode keys and values [T, heads, head_dim] into the cache at slots [T], in place; a slot of -1 is left out.
 
+    v: None where values are channels of keys.
     slots, sequences: int32 or int64.  Tokens of a sequence come in order.  sequences [T]: which sequence a token is of, below the
     number that `allocate` was called with; needed where keys share numbers among tokens.  A group of keys is encoded when its
     last token comes; until then they are numbers in the tail.
@@ -31,27 +32,28 @@ def store(cache: KVCache, k: Tensor, v: Tensor, slots: Tensor, sequences: Tensor
             call.run()
 
 
-def store_reference(cache: KVCache, k: Tensor, v: Tensor, slots: Tensor, sequences: Tensor | None = None) -> None:
+def store_reference(cache: KVCache, k: Tensor, v: Tensor | None, slots: Tensor, sequences: Tensor | None = None) -> None:
     """As `store`, in torch, on any device, for every scheme."""
     _check(cache, k, v, slots, sequences)
     kept = slots >= 0
-    k, v, slots = k[kept], v[kept], slots[kept].long()
+    k, v, slots = k[kept], None if v is None else v[kept], slots[kept].long()
     if cache.keys.group == 1:
         _write(cache.keys, k, cache.rows(slots))
     else:
         assert sequences is not None
         _store_groups(cache, k, slots, sequences[kept].long())
-    _write(cache.values, v, cache.rows(slots))
+    if v is not None:
+        _write(cache.values, v, cache.rows(slots))
 
 
 def load(cache: KVCache, slots: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """Decoded keys and values [T, heads, head_dim] at slots [T], int32 or int64, on any device.
+    """Decoded keys [T, heads, head_dim] and values [T, heads, value_dim] at slots [T], int32 or int64, on any device.
 
     Keys of a group that is not full are not in their slots yet, but in the tail.
     """
     rows = cache.rows(slots)
-    keys, values = cache.keys.packed, cache.values.packed
-    return keys.format.dequantize_rows(keys, rows, dtype), values.format.dequantize_rows(values, rows, dtype)
+    keys = cache.keys.decoded(rows, dtype)
+    return keys, keys[..., :cache.value_dim] if cache.is_shared else cache.values.decoded(rows, dtype)
 
 
 def _write(cached: CachedRows, tokens: Tensor, rows: Tensor) -> None:
@@ -88,10 +90,13 @@ def _store_groups(cache: KVCache, k: Tensor, slots: Tensor, sequences: Tensor) -
     cache.tail[sequences[~closes], :, place[~closes]] = k[~closes].to(cache.tail.dtype)
 
 
-def _check(cache: KVCache, k: Tensor, v: Tensor, slots: Tensor, sequences: Tensor | None) -> None:
+def _check(cache: KVCache, k: Tensor, v: Tensor | None, slots: Tensor, sequences: Tensor | None) -> None:
     """Raises FormatError for tensors that do not fit the cache."""
     shape = (slots.numel(), cache.heads, cache.head_dim)
-    for name, tensor in (("k", k), ("v", v)):
+    if cache.is_shared != (v is None):
+        raise FormatError(f"values are the first {cache.value_dim} channels of keys: v is None" if cache.is_shared else
+                          "v is None, and values are not channels of keys")
+    for name, tensor in (("k", k), ("v", k if v is None else v)):
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():
             raise FormatError(f"{name} is floats {list(shape)}, not {str(tensor.dtype)[6:]} {list(tensor.shape)}")
     if slots.dtype not in (torch.int32, torch.int64):

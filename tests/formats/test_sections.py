@@ -13,6 +13,7 @@ from qdsl.generated import (
     fbgemm_4bit,
     fbgemm_8bit,
     fp6_llm,
+    fp8_ds_mla,
     ik_iq2_k,
     ik_iq3_k,
     ik_iq4_k,
@@ -20,12 +21,13 @@ from qdsl.generated import (
     ik_iq4_kss,
     ik_iq5_k,
 )
+from qdsl.kv_cache import CacheFormat, allocate, store
 from qdsl.runtime import FormatError, PackedWeight
 from tests.kernels.test_kernels import DEVICE, dequantized
 from tests.support.formats import ROOT, same_bits
 
 GOLDEN = {"ik_iq2_k": ik_iq2_k, "ik_iq3_k": ik_iq3_k, "ik_iq4_k": ik_iq4_k, "ik_iq4_ks": ik_iq4_ks, "ik_iq4_kss": ik_iq4_kss,
-          "ik_iq5_k": ik_iq5_k, "fp6_llm": fp6_llm, "any_precision": any_precision}
+          "ik_iq5_k": ik_iq5_k, "fp6_llm": fp6_llm, "any_precision": any_precision, "fp8_ds_mla": fp8_ds_mla}
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -40,7 +42,17 @@ def test_files_of_the_package(name: str) -> None:
     assert same_bits(module.dequantize(packed, torch.float32), expected)
     assert same_bits(dequantized(packed.to(DEVICE)).cpu(), expected)
     again = module.pack(module.unpack(packed)).tensors
-    assert all(same_bits(again[key].flatten(), tensor.flatten()) for key, tensor in tensors.items())
+    assert all(same_bits(again[key].flatten(), tensor.flatten()) for key, tensor in packed.tensors.items())
+
+
+def test_a_cache_stores_the_bytes_of_flash_mla() -> None:
+    """Whose scales are powers of two; rotary numbers are stored as they are."""
+    with np.load(ROOT / "tests" / "data" / "sections" / "fp8_ds_mla.npz") as file:
+        rows, x = torch.from_numpy(file["kv_c_and_k_pe"]), torch.from_numpy(file["x"]).view(torch.bfloat16)
+    rule = CacheFormat("fp8_ds_mla", power="up", least=1e-4)
+    cache = allocate(rule, blocks=1, block_size=16, heads=1, head_dim=576, value_dim=512)
+    store(cache, x[:, None], None, torch.arange(16))
+    assert same_bits(cache.keys.packed.tensors["kv_c_and_k_pe"], rows)
 
 
 ROWS = [(fbgemm_8bit, "byte", 98), (fbgemm_8bit, "byte", 7), (fbgemm_4bit, "4bit", 98)]

@@ -12,7 +12,7 @@ from qdsl.analyze.execute import Finding, execute
 from qdsl.analyze.gpus import arch_of
 from qdsl.kv_cache import launch, store_reference
 from qdsl.runtime.gpu import configure
-from tests.kernels.kv_caches import FORMATS, LENGTHS, TABLES, empty, expected, queries, tokens
+from tests.kernels.kv_caches import FORMATS, LENGTHS, TABLES, dims_of, empty, expected, queries, tokens
 from tests.kernels.test_kv_cache import differences
 from tests.support.covering import ALL
 from tests.support.only_ptx import stop_at_ptx
@@ -23,16 +23,16 @@ ARCHS = ("sm_80", "sm_90")
 def result(name: str, arch: str, dtype: torch.dtype) -> dict[str, Any]:
     """Tensors in which what kernels store differs, the error of attention as a share of what is allowed, and findings."""
     reference, cache, findings = empty(name), empty(name), list[Finding]()
-    for step in islice(tokens(), 2):                             # the third is as the second
+    for step in islice(tokens(dims_of(name)), 2):                             # the third is as the second
         store_reference(reference, *step)
         for call in launch.store_calls(cache, *step):
             findings += execute(call, arch).findings
-    q = queries(dtype)
+    q = queries(dtype, dims_of(name))
     wanted, allowed = expected(q, reference)
-    out = torch.full_like(q, torch.nan)
+    out = torch.full_like(wanted, torch.nan, dtype=dtype)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
     for call in launch.attention_calls(q, cache, TABLES, lengths, out, splits=2):
-        outputs = (out,) if call.family == "combine" else call.arguments[7:9]
+        outputs = (out,) if call.family == "combine" else call.arguments[8:10]
         findings += execute(call, arch, outputs=[tensor for tensor in outputs if isinstance(tensor, torch.Tensor)]).findings
     error = float(((out.float() - wanted).abs() / allowed).nan_to_num(torch.inf).max())
     tail = [] if reference.tail is None or torch.equal(reference.tail, cache.tail) else ["tail"]

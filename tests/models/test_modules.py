@@ -24,6 +24,13 @@ from tests.support.formats import ROOT, SHIPPED, same_bits
 from tests.support.packed_layers import CPU, is_unchanged, layer_of, module_of, quantized, sample, stored_bits
 
 FORMATS = [path.stem for path in SHIPPED]
+
+
+def columns_of(name: str) -> int:
+    """1024 columns, or as many as the format fixes."""
+    variant = next(iter(module_of(name).FORMAT.variants.values()))
+    return next(iter(variant.storages.values())).fixed.get("K", 1024)
+
 LAYERS = ["fp8_block", "fp8_tensor", "int8_channel", "nf4", "q4_0", "hlane"]
 
 
@@ -98,8 +105,8 @@ def test_part_of_a_state_dict(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_weight_has_the_compute_dtype(name: str) -> None:
     """Of every format; the stored tensors keep their names and dtypes, and another layer may be tied to them."""
-    module = module_of(name)
-    layer = module.Linear.empty((256, 1024), dtype=torch.bfloat16, device="cpu")
+    module, shape = module_of(name), (256, columns_of(name))
+    layer = module.Linear.empty(shape, dtype=torch.bfloat16, device="cpu")
     stored = {key: tensor.dtype for key, tensor in layer.state_dict().items()}
     assert layer.weight.dtype == torch.bfloat16 and layer.half().weight.dtype == torch.float16
     assert {key: p.dtype for key, p in layer.named_parameters()} == stored
@@ -107,11 +114,11 @@ def test_the_weight_has_the_compute_dtype(name: str) -> None:
     if "weight" in stored:
         assert layer._parameters["weight"].data_ptr() == layer.weight.data_ptr()
         assert layer.get_parameter("weight").shape == layer._parameters["weight"].shape
-        other = module.Linear.empty((256, 1024), device="cpu")
+        other = module.Linear.empty(shape, device="cpu")
         other.weight = layer.weight
         assert other._parameters["weight"] is layer._parameters["weight"]
     else:
-        assert layer.weight.shape == (256, 1024)
+        assert layer.weight.shape == shape
 
 
 class Casts(nn.Module):
@@ -175,7 +182,7 @@ def by_torch(value: Any) -> Any:
         variant.encode for variant in module_of(name).FORMAT.variants.values())])
 def test_copies_and_pickles(name: str) -> None:
     """Of weights and layers of every format; torch's own pickle of 8-bit floats cannot be read."""
-    module, packed = module_of(name), module_of(name).quantize(sample(64, 1024))
+    module, packed = module_of(name), module_of(name).quantize(sample(64, columns_of(name)))
     wanted = module.dequantize(packed, torch.float32)
     for value in (packed, module.Linear(packed), module.Embedding(packed)):
         for way in (copy.copy, copy.deepcopy, by_torch, lambda value: pickle.loads(pickle.dumps(value))):  # noqa: S301

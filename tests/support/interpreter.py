@@ -35,7 +35,8 @@ class Trace:
     """What launches may touch, and the addresses of what they touched, a load or store after the other."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors]
+        self.spans = [(t.data_ptr(), t.data_ptr() + (1 + sum((extent - 1) * step for extent, step in zip(
+            t.shape, t.stride(), strict=True))) * t.element_size()) for t in tensors if t.numel()]
         self.loads: list[np.ndarray] = []
         self.stores: list[np.ndarray] = []
 

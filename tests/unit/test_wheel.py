@@ -31,16 +31,18 @@ names = sorted(module.name for module in pkgutil.iter_modules(qdsl.generated.__p
 for name in names:
     module = importlib.import_module(f"qdsl.generated.{name}")
     assert module.__file__.startswith(sys.argv[1]), module.__file__
+    storages = next(iter(module.FORMAT.variants.values())).storages
+    columns = next(iter(storages.values())).fixed.get("K", 1024)
     if next(iter(module.SPEC.variants.values())).encode:
-        weight = torch.randn(128, 1024, generator=torch.Generator().manual_seed(0))
+        weight = torch.randn(128, columns, generator=torch.Generator().manual_seed(0))
         packed = module.quantize(weight)
         error = (module.dequantize(packed, torch.float32) - weight).norm() / weight.norm()
         bits = 8 * packed.nbytes / weight.numel()
         assert error < max(4 * 2 ** -bits, 0.04), (name, error, bits)
     else:
-        packed = module.FORMAT.empty((128, 1024), next(iter(next(iter(module.SPEC.variants.values())).storages)))
-        packed = module.wrap({key: torch.ones_like(tensor, device="cpu") for key, tensor in packed.tensors.items()}, (128, 1024))
-    dense, x = module.dequantize(packed, torch.float32), torch.ones(2, 1024)
+        packed = module.FORMAT.empty((128, columns), next(iter(storages)))
+        packed = module.wrap({key: torch.ones_like(tensor, device="cpu") for key, tensor in packed.tensors.items()}, packed.shape)
+    dense, x = module.dequantize(packed, torch.float32), torch.ones(2, columns)
     torch.testing.assert_close(module.linear(x, packed), x @ dense.T)
     torch.testing.assert_close(module.Linear(packed)(x), x @ dense.T)
 print(*names)

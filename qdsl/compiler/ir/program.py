@@ -385,6 +385,13 @@ class Program:
         """The values of fields that no tensor holds, or that an optional one does."""
         return {**self.defaults, **self.where}
 
+    @property
+    def appended(self) -> tuple[str, ...]:
+        """Fields of floats [n, extent] that decode does not read: numbers of a row behind its K columns."""
+        read = {value.name for value in self.values}
+        return tuple(field.name for field in self.fields if field.name not in read and field.number is not None
+                     and field.number.is_float and len(field.table) == 1 and list(map(str, field.index)) == ["n"])
+
     def field(self, name: str) -> Field:
         """The field of a name."""
         return next(field for field in self.fields if field.name == name)

@@ -48,7 +48,7 @@ def check_encode(program: Program, problems: Problems) -> Program:
         problems.add(call.span, f"'{call.name}' inverts {' or '.join(scheme.patterns)}, and decode is something else")
         return program
     _check_blocks(program, call, scheme, roles, constants, problems)
-    chosen = set(roles.values()) | set(program.unstored) | {f.name for f in program.fields if f.number is None}
+    chosen = {*roles.values(), *program.unstored, *program.appended, *(f.name for f in program.fields if f.number is None)}
     for field in program.fields:
         if field.name not in chosen:
             problems.add(call.span, f"'{call.name}' does not choose field '{field.name}'")

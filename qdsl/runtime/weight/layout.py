@@ -348,7 +348,8 @@ class Variant:
     columns, too; options: what a caller may choose about it, none listed where that is any positive number.  copies: decode is
     this field unchanged.
     scheme: what encode calls, where kernels encode rows by it too; roles: the fields that it chooses; settings: its constants
-    and the options of the spec.  plus: what is added to the numbers that decode returns.
+    and the options of the spec.  plus: what is added to the numbers that decode returns.  appended: fields [N, extent] of numbers
+    behind the K columns of a row, which decode does not read, and which are 0 where a weight is quantized.
     """
 
     fields: Mapping[str, Field]
@@ -364,6 +365,7 @@ class Variant:
     roles: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     plus: tuple[Branch, ...] = ()
+    appended: tuple[str, ...] = ()
 
     def tensors(self, storage: str) -> dict[str, Stored]:
         """The tensors that a weight in a storage may have: those of branches are behind its own."""

@@ -14,6 +14,7 @@ from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.assemble import full_template
 from qdsl.runtime.weight.defaults import default_field
 from qdsl.runtime.weight.fields import pack
+from qdsl.runtime.weight.layout import FLOATS, Variant
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, shape_tensor
 
 if TYPE_CHECKING:
@@ -47,13 +48,23 @@ def quantize(format: Format, weight: Tensor, storage: str | None, importance: Te
     index = {key: default_field(format, variant, key, shape, params, weight.device) for key, field in variant.fields.items()
              if field.type == "index" and key not in (*layout.where, *layout.omits)}
     whole = full_template(format, name, shape, params)
-    quantized = _stacked(whole, (pack(format, {**fields, **index}, name, params) for fields in tiles.encode_rows(
-        variant, weight, sizes, {**sizes, **types, **chosen}, whole.step("N"))))
+    quantized = _stacked(whole, (pack(format, {**fields, **index, **_zeros(variant, fields, params)}, name, params)
+        for fields in tiles.encode_rows(variant, weight, sizes, {**sizes, **types, **chosen}, whole.step("N"))))
     free = "symmetric" in variant.options and not chosen.get("symmetric")   # then all layers have what any may need
     left = set() if free else convert.omitted(quantized, layout)
     if not left:
         return quantized
     return quantized.derive({key: tensor for key, tensor in quantized.tensors.items() if key not in left})
+
+
+def _zeros(variant: Variant, fields: Mapping[str, Tensor], params: Mapping[str, int | str]) -> dict[str, Tensor]:
+    """The appended numbers of as many rows as the codes have."""
+    zeros: dict[str, Tensor] = {}
+    for name in variant.appended:
+        field, codes = variant.fields[name], fields[variant.roles["code"]]
+        dtype = FLOATS[str(params.get(field.type, field.type))]
+        zeros[name] = codes.new_zeros(codes.shape[0], field.axes[1].extent(1, 1, {}) or 0, dtype=dtype)
+    return zeros
 
 
 def _stacked(whole: PackedWeight, parts: Iterable[PackedWeight]) -> PackedWeight:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from qdsl.compiler.ir.program import Placement, Program, Tensor
 from qdsl.core.layout import Slice
 
 Digit = tuple[int, str]                                          # extent, 0 for the rest of the axis; step
 
 
-def bits_texts(program: Program, tensor: Tensor) -> list[str]:
-    """The pieces of a tensor, where all their bits lie at digits of subscripts; else none."""
-    if tensor.section is not None or (
-            tensor.stored is not None and (tensor.stored.field is not None or tensor.stored.op == "^")):
+def bits_texts(program: Program, tensors: Sequence[Tensor]) -> list[str]:
+    """The pieces of a tensor, or of its sections, where all their bits lie at digits of subscripts; else none."""
+    pieces = [_bits_texts(program, tensor) for tensor in tensors]
+    return [text for texts in pieces for text in texts] if all(pieces) else []
+
+
+def _bits_texts(program: Program, tensor: Tensor) -> list[str]:
+    """The pieces of one tensor, or of a section in a row whose elements are counted by constants."""
+    if tensor.stored is not None and (tensor.stored.field is not None or tensor.stored.op == "^"):
+        return []
+    section = tensor.section
+    if section is not None and not (section.by_rows and section.first.is_const and section.length.is_const
+                                    and len(tensor.axes) == 2 and not section.is_plane):
         return []
     if program.row_codes and any(placement.field == program.row_codes.code for placement in tensor.placements):
         return []                                                # what no other storage has
@@ -39,7 +50,8 @@ def _piece(program: Program, tensor: Tensor, placement: Placement, part: Slice) 
         coordinates.append(" ".join(f"{extent}:{step}" if extent else step for extent, step in digits))
     whole = part.lo == 0 and part.width == program.field(placement.field).bits
     shown = placement.field + ("" if whole else f".at({part.lo}):{part.width}")
-    start = f"+{part.offset}" if part.offset else ""
+    before = part.offset + (tensor.section.first.const * size if tensor.section is not None else 0)
+    start = f"+{before}" if before else ""
     return f"{shown}{start}[{', '.join(coordinates)}]"
 
 

@@ -37,9 +37,11 @@ def variant(programs: Sequence[Program], decoded: Decode, references: Sequence[R
         lines.append(f'        "{field.name}": Field("{field.kind}"{axes}{groups}),')
     lines += ["    },", "    storages={"]
     defaults = _defaults(programs)
+    moves = len(programs) > 1 or (first.encode is not None and SCHEMES[first.encode.scheme].kernel
+                                  and "sums" not in first.encode.roles)
     for program, reference in zip(programs, references, strict=True):
         always = [name for name in defaults if name not in program.unstored]
-        lines += indent(_storage(program, reference, len(programs) > 1, always), 2)
+        lines += indent(_storage(program, reference, moves, always), 2)
     lines.append("    },")
     arguments = ["decode=decode", *(_encode(first) if first.encode is not None else [])]
     if defaults:
@@ -50,6 +52,8 @@ def variant(programs: Sequence[Program], decoded: Decode, references: Sequence[R
         shown = [dim if str(cut) == "1" else axis_text(cut) if "K" in cut.names() else f"ceil({dim}/{cut})"
                  for dim, cut in zip("NK", decoded.cuts, strict=True)]
         arguments.append(f"cuts={tupled(shown)}")
+    if first.encode is not None and first.appended:
+        arguments.append(f"appended={tupled(first.appended)}")
     if decoded.copies:
         arguments.append(f'copies="{decoded.copies}"')
     return [*lines, *indent([*wrapped("", arguments, ",", level=1), *branch_lines(first)]), ")"]
@@ -87,23 +91,23 @@ def _defaults(programs: Sequence[Program]) -> dict[str, str]:
     return defaults
 
 
-def _storage(program: Program, reference: Reference, several: bool, always: Sequence[str]) -> list[str]:
-    """several: the format has other storages too, between which bits move.  always: fields that other storages may leave out,
-    and this one holds.
+def _storage(program: Program, reference: Reference, moves: bool, always: Sequence[str]) -> list[str]:
+    """moves: bits move between storages, or a kernel of caches puts them.  always: fields that other storages may leave out, and
+    this one holds.
     """
     name = program.storage
     arguments = [f"unpack=unpack_{name}", f"pack=pack_{name}", *_more_arguments(program, reference, always), "tensors={"]
     lines = wrapped(f'"{name}": Storage(', arguments, "", level=2)
     for name_in_files, tensors in program.stored.items():
         stream = tensors[0].stream
-        lines += _coded(stream) if stream else [f'    "{name_in_files}": {_stored(program, tensors, several)},']
+        lines += _coded(stream) if stream else [f'    "{name_in_files}": {_stored(program, tensors, moves)},']
     order, shape = order_name(program), _authored(program).shape
     lines += [f'    "{order}": Stored("i32", "K", optional="{order}"),'] if order else []
     lines += [f'    "{shape}": Stored("shape", "2"),'] if shape else []
     return [*lines, *wrapped("}, kernels=Kernels(", _kernels(program), ")),", level=2)]
 
 
-def _stored(program: Program, tensors: Sequence[Tensor], several: bool) -> str:
+def _stored(program: Program, tensors: Sequence[Tensor], moves: bool) -> str:
     """tensors: one, or its sections."""
     tensor = tensors[0]
     kind, axes = _typed(program, tensors)
@@ -111,10 +115,10 @@ def _stored(program: Program, tensors: Sequence[Tensor], several: bool) -> str:
     arguments += [f"aliases={tupled(tensor.aliases)}"] if tensor.aliases else []
     arguments += [f'optional="{tensor.placements[0].field}"'] if tensor.optional else []
     arguments += [f"seen={tupled([axis.value for axis in tensor.seen])}"] if tensor.seen else []
-    bits = bits_texts(program, tensor) if several else []
+    bits = bits_texts(program, tensors) if moves else []
     arguments += [f"bits={tupled(bits)}"] if bits else []
     change = tensor.stored
-    adds = change.amount if several and change is not None and change.field is None and change.op == "+" else 0
+    adds = change.amount if moves and change is not None and change.field is None and change.op == "+" else 0
     arguments += [f"adds={adds:#x}"] if adds else []
     return f"Stored({', '.join(arguments)})"
 

@@ -5,9 +5,9 @@ numbers, every column by itself; otherwise the units and codes of a group do.  k
 in int32, and the numbers of its roles in their order in core/schemes.py, as they are stored, with their shared axes of extent 1.
 static: a scale that is not chosen here, else None.
 
-FLOAT: codes are E4M3; else integers from LOW to HIGH.  DIVISOR, OFFSET, BY, TIES, FACTOR: settings of the spec.  LEVELS: of a
-table the borders between neighbouring levels, (border, whether the lower level has it, the code above), rising, and the first
-code.  TYPE: of the numbers, 'f32', 'f16', 'bf16' or 'ue4m3'.
+FLOAT: codes are E4M3; else integers from LOW to HIGH.  DIVISOR, OFFSET, BY, TIES, FACTOR, LEAST: settings of the spec.  LEVELS:
+of a table the borders between neighbouring levels, (border, whether the lower level has it, the code above), rising, and the
+first code.  TYPE: of the numbers, 'f32', 'f16', 'bf16' or 'ue4m3'.
 """
 
 from qdsl.runtime.gpu.kernels import device
@@ -67,13 +67,15 @@ def inverse(exact):
 @triton.jit
 def absmax(
     x, k, static, ACROSS: tl.constexpr, FLOAT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, DIVISOR: tl.constexpr,
-    OFFSET: tl.constexpr, BY: tl.constexpr, TIES: tl.constexpr, FACTOR: tl.constexpr, LEVELS: tl.constexpr, TYPE: tl.constexpr,
+    OFFSET: tl.constexpr, BY: tl.constexpr, TIES: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr,
+    TYPE: tl.constexpr,
 ):
-    """w = scale * (code - OFFSET), scale = largest magnitude / DIVISOR; BY 'stored' or 'exact'."""
+    """w = scale * (code - OFFSET), scale = largest magnitude / DIVISOR, at least LEAST; BY 'stored' or 'exact'."""
     if static is not None:
         return nearest(tl.math.div_rn(x, static), FLOAT, LOW, HIGH, OFFSET, TIES), ()
     else:
-        return by_scale(x, tl.math.div_rn(most(tl.abs(x), ACROSS), DIVISOR), FLOAT, LOW, HIGH, OFFSET, BY, TIES, TYPE)
+        exact = tl.maximum(tl.math.div_rn(most(tl.abs(x), ACROSS), DIVISOR), LEAST)
+        return by_scale(x, exact, FLOAT, LOW, HIGH, OFFSET, BY, TIES, TYPE)
 
 
 @triton.jit
@@ -95,7 +97,8 @@ def by_scale(
 @triton.jit
 def signmax(
     x, k, static, ACROSS: tl.constexpr, FLOAT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, DIVISOR: tl.constexpr,
-    OFFSET: tl.constexpr, BY: tl.constexpr, TIES: tl.constexpr, FACTOR: tl.constexpr, LEVELS: tl.constexpr, TYPE: tl.constexpr,
+    OFFSET: tl.constexpr, BY: tl.constexpr, TIES: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr,
+    TYPE: tl.constexpr,
 ):
     """As absmax, with the value of largest magnitude, sign and all; of equals, the first."""
     largest = most(tl.abs(x), ACROSS)
@@ -107,7 +110,8 @@ def signmax(
 @triton.jit
 def absmax_level(
     x, k, static, ACROSS: tl.constexpr, FLOAT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, DIVISOR: tl.constexpr,
-    OFFSET: tl.constexpr, BY: tl.constexpr, TIES: tl.constexpr, FACTOR: tl.constexpr, LEVELS: tl.constexpr, TYPE: tl.constexpr,
+    OFFSET: tl.constexpr, BY: tl.constexpr, TIES: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr,
+    TYPE: tl.constexpr,
 ):
     """w = scale * FACTOR * level[code], each code the nearest level; DIVISOR: the largest level times FACTOR."""
     number, used = stored(tl.math.div_rn(most(tl.abs(x), ACROSS), DIVISOR), TYPE)
@@ -125,7 +129,8 @@ def absmax_level(
 @triton.jit
 def edge_affine(
     x, k, static, ACROSS: tl.constexpr, FLOAT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, DIVISOR: tl.constexpr,
-    OFFSET: tl.constexpr, BY: tl.constexpr, TIES: tl.constexpr, FACTOR: tl.constexpr, LEVELS: tl.constexpr, TYPE: tl.constexpr,
+    OFFSET: tl.constexpr, BY: tl.constexpr, TIES: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr,
+    TYPE: tl.constexpr,
 ):
     """w = scale * code + min: the end of larger magnitude is exact, and 0 is a code."""
     low, high = -most(-x, ACROSS), most(x, ACROSS)
@@ -145,7 +150,8 @@ def edge_affine(
 @triton.jit
 def float_middle(
     x, k, static, ACROSS: tl.constexpr, FLOAT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, DIVISOR: tl.constexpr,
-    OFFSET: tl.constexpr, BY: tl.constexpr, TIES: tl.constexpr, FACTOR: tl.constexpr, LEVELS: tl.constexpr, TYPE: tl.constexpr,
+    OFFSET: tl.constexpr, BY: tl.constexpr, TIES: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr,
+    TYPE: tl.constexpr,
 ):
     """w = (code - OFFSET) * scale + zero: the least weight has code 0, codes by both as they are stored."""
     least: tl.constexpr = 6.103515625e-05 if TYPE == "f16" else 1.1754943508222875e-38           # the smallest normal number

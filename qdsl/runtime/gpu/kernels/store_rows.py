@@ -24,6 +24,7 @@ shifted together by a chain, for Triton makes a tree of a sum.
 Cost: x is read once and the row is written once.  Bytes are stored one by one; the L2 cache merges them to sectors.
 """
 
+from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -57,19 +58,20 @@ def shared(tensor, number: tl.constexpr):
 
 @triton.jit
 def store_rows(
-    x, tensors, slots, tail, sequences, T, HEADS,
+    x, tensors, behind, slots, tail, sequences, T, HEADS,
     scheme: tl.constexpr, FLOAT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, DIVISOR: tl.constexpr,
-    OFFSET: tl.constexpr, BY: tl.constexpr, TIES: tl.constexpr, FACTOR: tl.constexpr, LEVELS: tl.constexpr, TYPE: tl.constexpr,
-    STATIC: tl.constexpr, WHOLE: tl.constexpr, CODE: tl.constexpr, UNITS: tl.constexpr, BITS: tl.constexpr, NUMBERS: tl.constexpr,
-    GROUPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, U: tl.constexpr,
-    E: tl.constexpr, BR: tl.constexpr,
+    OFFSET: tl.constexpr, BY: tl.constexpr, TIES: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr,
+    TYPE: tl.constexpr, STATIC: tl.constexpr, WHOLE: tl.constexpr, CODE: tl.constexpr, UNITS: tl.constexpr, BITS: tl.constexpr,
+    NUMBERS: tl.constexpr, GROUPS: tl.constexpr, APPENDED: tl.constexpr, X: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, G: tl.constexpr, U: tl.constexpr, E: tl.constexpr, BR: tl.constexpr,
 ):
-    """Encode x [T, HEADS, D] into rows of slots [T].
+    """Encode x [T, HEADS, X] into rows of slots [T]: D columns, and as they are the numbers behind them.
 
     scheme: a function of encode.py, which says what FLOAT to TYPE are.
     STATIC, WHOLE: the tensors of a scale, and of a factor of all scales, that all rows share, or None.
     CODE: (tensor, first byte, bytes of a row).  NUMBERS: the same of every number.
     GROUPS: digits of the groups of numbers (extent, groups, bytes).
+    behind, APPENDED: numbers behind the columns, and of each the first column in x, how many, and how far rows are apart.
     """
     head = tl.program_id(1)
     r = tl.arange(0, BR)
@@ -89,7 +91,7 @@ def store_rows(
     more, shift = columns_and_bytes(tl.reshape(tl.arange(0, E), (1, 1, 1, E)), BITS)
     k = unit + more
     from_x = live[:, None, None, None]
-    at = (tl.maximum(t, 0).to(tl.int64) * HEADS + head)[:, None, None, None] * D
+    at = (tl.maximum(t, 0).to(tl.int64) * HEADS + head)[:, None, None, None] * X
     value = tl.load(x + (at + k), from_x & (k < D), 0).to(tl.float32)
     if GROUP > 1:
         base = (tl.load(sequences + tl.program_id(0)).to(tl.int64) * HEADS + head) * (GROUP * D)
@@ -100,12 +102,17 @@ def store_rows(
     if WHOLE is not None:
         value = tl.math.div_rn(value, whole)
     static = shared(tensors[STATIC] if STATIC is not None else None, STATIC)
-    codes, numbers = scheme(value, k, static, GROUP > 1, FLOAT, LOW, HIGH, DIVISOR, OFFSET, BY, TIES, FACTOR, LEVELS, TYPE)
+    codes, numbers = scheme(value, k, static, GROUP > 1, FLOAT, LOW, HIGH, DIVISOR, OFFSET, BY, TIES, FACTOR, LEAST, LEVELS, TYPE)
     packed = tl.sum((codes & ((1 << (8 // E)) - 1)) << shift, 3, keep_dims=True)
     target = tensors[CODE[0]].to(tl.pointer_type(tl.uint8)) + CODE[1]
     tl.store(target + (row * CODE[2] + place), packed.to(tl.uint8), from_x)
     for i in tl.static_range(len(NUMBERS)):
         store_number(tensors[NUMBERS[i][0]], numbers[i], row, from_x, k, NUMBERS, i, GROUPS, G, GROUP)
+    for i in tl.static_range(len(APPENDED)):
+        j = tl.reshape(tl.arange(0, APPENDED[i][1]), (1, 1, 1, APPENDED[i][1]))
+        kind: tl.constexpr = behind[i].dtype.element_ty
+        number = device.rounded(tl.load(x + (at + (APPENDED[i][0] + j)), from_x, 0).to(tl.float32), kind)
+        tl.store(behind[i] + (row * APPENDED[i][2] + j), number.to(kind), from_x)
 
 
 @triton.jit
