@@ -7,9 +7,10 @@
     q      u4  [N, K]
 
     gguf: 4.5 bits per weight
+    iq4_nl_r4: 4.5 bits per weight
     planar: 4.5 bits per weight
 
-Built from the spec iq4_nl (sha256 7417a27e4e888fe2) by qdsl 0.1.0.
+Built from the spec iq4_nl (sha256 51233cce86e2c6fd) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -42,6 +43,25 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
     q_split = q.unflatten(-1, (-1, 2, 16))
     r[..., 2:18] = q_split[:, :, 0] | q_split[:, :, 1] << 4
+    return {"blocks": r.flatten(1)}
+
+
+def unpack_iq4_nl_r4(blocks: Tensor) -> dict[str, Tensor]:
+    """Fields of blocks uint8 [N/4, 72*K/32]."""
+    r = blocks.unflatten(-1, (-1, 72))
+    q_bytes = r[..., 8:72].unflatten(-1, (2, 2, 4, 4)).contiguous()
+    return {
+        "d": as_type(r, torch.float16)[..., 0:4].permute(0, 2, 1).flatten(0, 1),
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 5, 1, 4, 2, 3, 6).flatten(0, 1).flatten(1),
+    }
+
+
+def pack_iq4_nl_r4(d: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """blocks of the fields; the inverse of unpack_iq4_nl_r4."""
+    r = empty((d.shape[0] // 4, d.shape[1], 72), torch.uint8, d.device)
+    r[..., 0:8] = as_type(d.unflatten(0, (-1, 4)).permute(0, 2, 1).unsqueeze(-1), torch.uint8).flatten(2)
+    q_split = q.unflatten(-1, (-1, 2, 2, 2, 4)).unflatten(0, (-1, 4))
+    r[..., 8:72] = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 2, 4, 3, 1, 5).flatten(2)
     return {"blocks": r.flatten(1)}
 
 
@@ -95,6 +115,19 @@ def _decode_gguf(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
+def _decode_iq4_nl_r4(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    blocks, levels = tensors
+    blocks += 72 * (n // 4 * (K // 32))
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    d = tl.load(blocks_f16 + 36 * (k // 32) + n % 4, live, 0).to(tl.float32)
+    q = (tl.load(blocks + 72 * (k // 32) + 32 * (k % 32 // 4 % 2) + 16 * (k % 32 // 16) + 4 * (n % 4) + k % 32 % 4
+        + 8, live, 0) >> 4 * (k % 32 // 8 % 2) & 15).to(tl.int32)
+    state = use(state, k, d * tl.load(levels + q), live)
+    return state
+
+
+@triton.jit
 def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     """The 8 weights of unit u of row n, in float32."""
     q, d, levels = tensors
@@ -137,6 +170,10 @@ VARIANT = Variant(
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "18*K/32", bits=("d[1@0, 18@1]", "q+16[1@0, 16:1@1 2:4 18@1]")),
         }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", tables=(LEVELS,))),
+        "iq4_nl_r4": Storage(unpack=unpack_iq4_nl_r4, pack=pack_iq4_nl_r4, tensors={
+            "blocks": Stored("u8", "N/4", "72*K/32", seen=("N", "18*K/32"),
+                bits=("d[4:2@1 1@0, 72@1]", "q+64[4:4@1 1@0, 4:1@1 2:32@1 2:4 2:16@1 72@1]")),
+        }, kernels=Kernels(_decode_iq4_nl_r4, rows="N", units="K", last="k", tables=(LEVELS,))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
@@ -153,8 +190,8 @@ FORMAT = Format(
     name="iq4_nl", title="GGML IQ4_NL, 4-bit codes into a table of 16 levels, with one scale per 32",
     source="ggml-common.h block_iq4_nl and kvalues_iq4nl", formula="d * levels[q]",
     variants={(): VARIANT},
-    detect={"gguf": "IQ4_NL"},
-    digest="7417a27e4e888fe2",
+    detect={"gguf": "IQ4_NL", "repacked": {"IQ4_NL_R4": "iq4_nl_r4"}},
+    digest="51233cce86e2c6fd",
 )
 SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize

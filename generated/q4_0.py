@@ -7,9 +7,13 @@
     q      u4  [N, K]
 
     gguf: 4.5 bits per weight
+    q4_0_r8: 4.5 bits per weight
+    q4_0_4_4: 4.5 bits per weight
+    q4_0_4_8: 4.5 bits per weight
+    q4_0_8_8: 4.5 bits per weight
     planar: 4.5 bits per weight
 
-Built from the spec q4_0 (sha256 81b7deebcf655f82) by qdsl 0.1.0.
+Built from the spec q4_0 (sha256 b4f403e71b9bb4d1) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -41,6 +45,82 @@ def pack_gguf(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     r[..., 0:2] = as_type(d.unsqueeze(-1), torch.uint8)
     q_split = q.unflatten(-1, (-1, 2, 16))
     r[..., 2:18] = q_split[:, :, 0] | q_split[:, :, 1] << 4
+    return {"blocks": r.flatten(1)}
+
+
+def unpack_q4_0_r8(blocks: Tensor) -> dict[str, Tensor]:
+    """Fields of blocks uint8 [N/8, 144*K/32]."""
+    r = blocks.unflatten(-1, (-1, 144))
+    q_bytes = r[..., 16:144].unflatten(-1, (4, 8, 4)).contiguous()
+    return {
+        "d": as_type(r, torch.float16)[..., 0:8].permute(0, 2, 1).flatten(0, 1),
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(1),
+    }
+
+
+def pack_q4_0_r8(d: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """blocks of the fields; the inverse of unpack_q4_0_r8."""
+    r = empty((d.shape[0] // 8, d.shape[1], 144), torch.uint8, d.device)
+    r[..., 0:16] = as_type(d.unflatten(0, (-1, 8)).permute(0, 2, 1).unsqueeze(-1), torch.uint8).flatten(2)
+    q_split = q.unflatten(-1, (-1, 2, 4, 4)).unflatten(0, (-1, 8))
+    r[..., 16:144] = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 2, 3, 1, 4).flatten(2)
+    return {"blocks": r.flatten(1)}
+
+
+def unpack_q4_0_4_4(blocks: Tensor) -> dict[str, Tensor]:
+    """Fields of blocks uint8 [N/4, 72*K/32]."""
+    r = blocks.unflatten(-1, (-1, 72))
+    q_bytes = r[..., 8:72].unflatten(-1, (4, 4, 4)).contiguous()
+    return {
+        "d": as_type(r, torch.float16)[..., 0:4].permute(0, 2, 1).flatten(0, 1),
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(1) + 8 & 15,
+    }
+
+
+def pack_q4_0_4_4(d: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """blocks of the fields; the inverse of unpack_q4_0_4_4."""
+    r = empty((d.shape[0] // 4, d.shape[1], 72), torch.uint8, d.device)
+    r[..., 0:8] = as_type(d.unflatten(0, (-1, 4)).permute(0, 2, 1).unsqueeze(-1), torch.uint8).flatten(2)
+    q_split = (q - 8 & 15).unflatten(-1, (-1, 2, 4, 4)).unflatten(0, (-1, 4))
+    r[..., 8:72] = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 2, 3, 1, 4).flatten(2)
+    return {"blocks": r.flatten(1)}
+
+
+def unpack_q4_0_4_8(blocks: Tensor) -> dict[str, Tensor]:
+    """Fields of blocks uint8 [N/4, 72*K/32]."""
+    r = blocks.unflatten(-1, (-1, 72))
+    q_bytes = r[..., 8:72].unflatten(-1, (2, 4, 8)).contiguous()
+    return {
+        "d": as_type(r, torch.float16)[..., 0:4].permute(0, 2, 1).flatten(0, 1),
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(1) + 8 & 15,
+    }
+
+
+def pack_q4_0_4_8(d: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """blocks of the fields; the inverse of unpack_q4_0_4_8."""
+    r = empty((d.shape[0] // 4, d.shape[1], 72), torch.uint8, d.device)
+    r[..., 0:8] = as_type(d.unflatten(0, (-1, 4)).permute(0, 2, 1).unsqueeze(-1), torch.uint8).flatten(2)
+    q_split = (q - 8 & 15).unflatten(-1, (-1, 2, 2, 8)).unflatten(0, (-1, 4))
+    r[..., 8:72] = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 2, 3, 1, 4).flatten(2)
+    return {"blocks": r.flatten(1)}
+
+
+def unpack_q4_0_8_8(blocks: Tensor) -> dict[str, Tensor]:
+    """Fields of blocks uint8 [N/8, 144*K/32]."""
+    r = blocks.unflatten(-1, (-1, 144))
+    q_bytes = r[..., 16:144].unflatten(-1, (2, 8, 8)).contiguous()
+    return {
+        "d": as_type(r, torch.float16)[..., 0:8].permute(0, 2, 1).flatten(0, 1),
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(1) + 8 & 15,
+    }
+
+
+def pack_q4_0_8_8(d: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """blocks of the fields; the inverse of unpack_q4_0_8_8."""
+    r = empty((d.shape[0] // 8, d.shape[1], 144), torch.uint8, d.device)
+    r[..., 0:16] = as_type(d.unflatten(0, (-1, 8)).permute(0, 2, 1).unsqueeze(-1), torch.uint8).flatten(2)
+    q_split = (q - 8 & 15).unflatten(-1, (-1, 2, 2, 8)).unflatten(0, (-1, 8))
+    r[..., 16:144] = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 2, 3, 1, 4).flatten(2)
     return {"blocks": r.flatten(1)}
 
 
@@ -95,6 +175,61 @@ def _decode_gguf(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
+def _decode_q4_0_r8(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    blocks, = tensors
+    blocks += 144 * (n // 8 * (K // 32))
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    d = tl.load(blocks_f16 + 72 * (k // 32) + n % 8, live, 0).to(tl.float32)
+    q = (tl.load(blocks + 144 * (k // 32) + 32 * (k % 32 // 4 % 4) + 4 * (n % 8) + k % 32 % 4 + 16, live, 0) >> 4
+        * (k % 32 // 16) & 15).to(tl.int32)
+    state = use(state, k, d * (q - 8), live)
+    return state
+
+
+@triton.jit
+def _decode_q4_0_4_4(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    blocks, = tensors
+    blocks += 72 * (n // 4 * (K // 32))
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    d = tl.load(blocks_f16 + 36 * (k // 32) + n % 4, live, 0).to(tl.float32)
+    q_word = tl.load(blocks + 72 * (k // 32) + 16 * (k % 32 // 4 % 4) + 4 * (n % 4) + k % 32 % 4
+        + 8, live, 0).to(tl.int32)
+    q = ((q_word >> 4 * (k % 32 // 16) & 15) + 8 & 15).to(tl.int32)
+    state = use(state, k, d * (q - 8), live)
+    return state
+
+
+@triton.jit
+def _decode_q4_0_4_8(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    blocks, = tensors
+    blocks += 72 * (n // 4 * (K // 32))
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    d = tl.load(blocks_f16 + 36 * (k // 32) + n % 4, live, 0).to(tl.float32)
+    q_word = tl.load(blocks + 72 * (k // 32) + 32 * (k % 32 // 8 % 2) + 8 * (n % 4) + k % 32 % 8
+        + 8, live, 0).to(tl.int32)
+    q = ((q_word >> 4 * (k % 32 // 16) & 15) + 8 & 15).to(tl.int32)
+    state = use(state, k, d * (q - 8), live)
+    return state
+
+
+@triton.jit
+def _decode_q4_0_8_8(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    blocks, = tensors
+    blocks += 144 * (n // 8 * (K // 32))
+    blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
+    d = tl.load(blocks_f16 + 72 * (k // 32) + n % 8, live, 0).to(tl.float32)
+    q_word = tl.load(blocks + 144 * (k // 32) + 64 * (k % 32 // 8 % 2) + 8 * (n % 8) + k % 32 % 8
+        + 16, live, 0).to(tl.int32)
+    q = ((q_word >> 4 * (k % 32 // 16) & 15) + 8 & 15).to(tl.int32)
+    state = use(state, k, d * (q - 8), live)
+    return state
+
+
+@triton.jit
 def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     """The 8 weights of unit u of row n, in float32."""
     q, d = tensors
@@ -135,6 +270,19 @@ VARIANT = Variant(
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "18*K/32", bits=("d[1@0, 18@1]", "q+16[1@0, 16:1@1 2:4 18@1]")),
         }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k")),
+        "q4_0_r8": Storage(unpack=unpack_q4_0_r8, pack=pack_q4_0_r8, tensors={
+            "blocks": Stored("u8", "N/8", "144*K/32", seen=("N", "18*K/32"),
+                bits=("d[8:2@1 1@0, 144@1]", "q+128[8:4@1 1@0, 4:1@1 4:32@1 2:4 144@1]")),
+        }, kernels=Kernels(_decode_q4_0_r8, rows="N", units="K", last="k")),
+        "q4_0_4_4": Storage(unpack=unpack_q4_0_4_4, pack=pack_q4_0_4_4, tensors={
+            "blocks": Stored("u8", "N/4", "72*K/32", seen=("N", "18*K/32")),
+        }, kernels=Kernels(_decode_q4_0_4_4, rows="N", units="K", last="k")),
+        "q4_0_4_8": Storage(unpack=unpack_q4_0_4_8, pack=pack_q4_0_4_8, tensors={
+            "blocks": Stored("u8", "N/4", "72*K/32", seen=("N", "18*K/32")),
+        }, kernels=Kernels(_decode_q4_0_4_8, rows="N", units="K", last="k")),
+        "q4_0_8_8": Storage(unpack=unpack_q4_0_8_8, pack=pack_q4_0_8_8, tensors={
+            "blocks": Stored("u8", "N/8", "144*K/32", seen=("N", "18*K/32")),
+        }, kernels=Kernels(_decode_q4_0_8_8, rows="N", units="K", last="k")),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
@@ -152,8 +300,9 @@ FORMAT = Format(
     name="q4_0", title="GGML Q4_0, 4-bit codes around 8 with one scale per 32",
     source="ggml-common.h block_q4_0", formula="d * (q - 8)",
     variants={(): VARIANT},
-    detect={"gguf": "Q4_0"},
-    digest="81b7deebcf655f82",
+    detect={"gguf": "Q4_0",
+        "repacked": {"Q4_0_R8": "q4_0_r8", "Q4_0_4_4": "q4_0_4_4", "Q4_0_4_8": "q4_0_4_8", "Q4_0_8_8": "q4_0_8_8"}},
+    digest="b4f403e71b9bb4d1",
 )
 SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize

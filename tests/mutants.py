@@ -103,6 +103,17 @@ EQUAL: dict[str, dict[str, str]] = {
         "torchao_plain_int32.zero_point: i8[g<K / group, n<N] -> i8[g<ceil(K / group), n<N]": ALSO_ELSEWHERE,
         "torchao_int8.qdata.stored: q = q - 128 -> q = q + 128": "modulo 256",
         "torchao_int8.zero_point.stored: z = z - 128 -> z = z + 128": "modulo 256",
+        "openvino_u4.weight: u8[n<N, t<K / 2 word] -> u8[n<N, t<ceil(K / 2) word]": ALSO_ELSEWHERE,
+        "openvino_u4.zero_point: u8[n<N, t<(K / group) / 2 word] -> u8[n<N, t<ceil(K / group) / 2 word]": ALSO_ELSEWHERE,
+        "openvino_u4.scale: scale_type[n<N, g<K / group] -> scale_type[n<N, g<ceil(K / group)]": ALSO_ELSEWHERE,
+        "openvino_i4.weight.stored: q = q - 8 -> q = q + 8": "modulo 16",
+    },
+    "q4_0": {f"q4_0_{rows}.blocks.stored: q = q - 8 -> q = q + 8": "modulo 16" for rows in ("4_4", "4_8", "8_8")},
+    "qserve": {
+        **{f"qserve.qweight: i8[t<N / 32, u<K / 32 word] -> i8[{axes} word]": ALSO_ELSEWHERE
+           for axes in ("t<ceil(N / 32), u<K / 32", "t<N / 32, u<ceil(K / 32)")},
+        **{f"qserve.{name}: i8[g<K / 128, t<N / 32 word] -> i8[{axes} word]": ALSO_ELSEWHERE
+           for name in ("s2_scales", "s2_zeros") for axes in ("g<ceil(K / 128), t<N / 32", "g<K / 128, t<ceil(N / 32)")},
     },
     "ocp_mxfp4": {
         "encode: absmax(code=q, scale=e, power=floor) -> absmax(code=q, scale=e, power=floor, by=exact)": BY_POWER,

@@ -24,10 +24,13 @@
     torchao_plain_int32: 4.1875 bits per weight at bits = 4 with group = 128
     torchao_int8: 8.125 bits per weight at bits = 8 with group = 128
     onnx_matmul_nbits: 4.125 bits per weight at bits = 4, 2.125 at 2, 8.125 at 8, with group = 128
+    openvino_u4: 4.15625 bits per weight at bits = 4 with group = 128
+    openvino_i4: 4.125 bits per weight at bits = 4 with group = 128
+    trt_llm: 4.125 bits per weight at bits = 4 with group = 128
     planar: 4.125 bits per weight at bits = 4, 2.125 at 2, 3.125 at 3, 8.125 at 8, 5.125 at 5, 6.125 at 6, 7.125 at 7,
         with group = 128
 
-Built from the spec int_group (sha256 06e1a033b41e5caa) by qdsl 0.1.0.
+Built from the spec int_group (sha256 acd82455e137a03e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -37,7 +40,7 @@ from . import bits_4, bits_2, bits_3, bits_8, bits_5, bits_6, bits_7
 
 FORMAT = Format(
     name="int_group", title="integer codes with a zero point and a scale per group of columns",
-    source="GPTQ and AWQ checkpoints (auto-gptq, gptqmodel, autoawq); compressed-tensors pack-quantized and int-quantized; onnxruntime",
+    source="GPTQ and AWQ checkpoints (auto-gptq, gptqmodel, autoawq); compressed-tensors; onnxruntime; OpenVINO; TensorRT-LLM",
     formula="(q - z) * s",
     by=("bits",),
     variants={
@@ -59,7 +62,7 @@ FORMAT = Format(
         {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
         {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}],
         "spills": [{"storage": "gptq_v1", "qzeros": "bits"}]},
-    digest="06e1a033b41e5caa",
+    digest="acd82455e137a03e",
 )
 SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize

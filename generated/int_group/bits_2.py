@@ -14,7 +14,7 @@
     onnx_matmul_nbits: 2.125 bits per weight with group = 128
     planar: 2.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 06e1a033b41e5caa) by qdsl 0.1.0.
+Built from the spec int_group (sha256 acd82455e137a03e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -375,7 +375,7 @@ VARIANT = Variant(
                     blocks=("group",), size=32, width=2, bits=2, zero=(0, 0), exact=True, spans=(4,)))),
     },
     decode=decode, encode=encode,
-    options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),
-        "span": ("found", "full", "tight")},
+    options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
+        "span": ("found", "full", "tight", "signed")},
     defaults={"g": None, "z": 2}, cuts=("N", "ceil(K/group)"),
 )

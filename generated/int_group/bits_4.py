@@ -19,9 +19,12 @@
     xpu_int4pack: 4.1875 bits per weight with group = 128
     torchao_plain_int32: 4.1875 bits per weight with group = 128
     onnx_matmul_nbits: 4.125 bits per weight with group = 128
+    openvino_u4: 4.15625 bits per weight with group = 128
+    openvino_i4: 4.125 bits per weight with group = 128
+    trt_llm: 4.125 bits per weight with group = 128
     planar: 4.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 06e1a033b41e5caa) by qdsl 0.1.0.
+Built from the spec int_group (sha256 acd82455e137a03e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -297,6 +300,49 @@ def pack_onnx_matmul_nbits(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, 
     return tensors
 
 
+def unpack_openvino_u4(weight: Tensor, zero_point: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    """Fields of weight uint8 [N, K/2]; zero_point uint8 [N, K/2*group]; scale scale_type [N, K/group]."""
+    return {"q": spread(weight, 4).flatten(1), "z": spread(zero_point, 4).flatten(1), "s": scale}
+
+
+def pack_openvino_u4(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """weight, zero_point, scale of the fields; the inverse of unpack_openvino_u4."""
+    q_split = q.unflatten(-1, (-1, 2))
+    weight_bytes = joined(q_split, 4).squeeze(-1)
+    z_split = z.unflatten(-1, (-1, 2))
+    zero_point_bytes = joined(z_split, 4).squeeze(-1)
+    return {"weight": weight_bytes, "zero_point": zero_point_bytes, "scale": s}
+
+
+def unpack_openvino_i4(weight: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    """Fields of weight uint8 [N, K/2]; scale scale_type [N, K/group]."""
+    return {"q": spread(weight, 4).flatten(1) + 8 & 15, "s": scale}
+
+
+def pack_openvino_i4(q: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """weight, scale of the fields; the inverse of unpack_openvino_i4."""
+    q_split = (q - 8 & 15).unflatten(-1, (-1, 2))
+    r = joined(q_split, 4).squeeze(-1)
+    return {"weight": r, "scale": s}
+
+
+def unpack_trt_llm(weight: Tensor, weights_scaling_factor: Tensor) -> dict[str, Tensor]:
+    """Fields of weight int8 [N/4, 128*K/64]; weights_scaling_factor scale_type [ceil(K/group), N]."""
+    r = as_type(weight, torch.uint8).unflatten(-1, (-1, 128))
+    q_bytes = r.unflatten(-1, (4, 2, 8, 2))
+    return {
+        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -3).permute(0, 2, 1, 3, 6, 4, 5).flatten(0, 1).flatten(1),
+        "s": weights_scaling_factor.t(),
+    }
+
+
+def pack_trt_llm(q: Tensor, s: Tensor) -> dict[str, Tensor]:
+    """weight, weights_scaling_factor of the fields; the inverse of unpack_trt_llm."""
+    q_split = q.unflatten(-1, (-1, 2, 2, 2, 8)).unflatten(0, (-1, 4))
+    r = (q_split[:, :, :, :, :, 0] | q_split[:, :, :, :, :, 1] << 4).permute(0, 2, 1, 3, 5, 4).flatten(2)
+    return {"weight": as_type(r, torch.int8).flatten(1), "weights_scaling_factor": s.t().contiguous()}
+
+
 def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; s scale_type [N, ceil(K/group)]; z uint8 [N, ceil(K/group)]."""
     q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
@@ -559,6 +605,57 @@ def _decode_onnx_matmul_nbits(tensors, n, t, live, N, K, sizes, use: tl.constexp
 
 
 @triton.jit
+def _decode_openvino_u4(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit t of row n, in float32."""
+    weight, zero_point, scale = tensors
+    group, = sizes
+    weight += n * (K // 2)
+    zero_point += n * (K // (2 * group))
+    scale += n * (K // group)
+    q_word = tl.load(weight + t, live, 0)
+    g = t // (group // 2)
+    z = (tl.load(zero_point + g // 2, live, 0) >> 4 * (g % 2) & 15).to(tl.int32)
+    s = tl.load(scale + g, live, 0).to(tl.float32)
+    for h in tl.static_range(2):
+        q = (q_word >> 4 * h & 15).to(tl.int32)
+        state = use(state, 2 * t + h, (q - z) * s, live)
+    return state
+
+
+@triton.jit
+def _decode_openvino_i4(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit t of row n, in float32."""
+    weight, scale = tensors
+    group, = sizes
+    weight += n * (K // 2)
+    z = 8
+    scale += n * (K // group)
+    q_word = tl.load(weight + t, live, 0).to(tl.int32)
+    g = t // (group // 2)
+    s = tl.load(scale + g, live, 0).to(tl.float32)
+    for h in tl.static_range(2):
+        q = ((q_word >> 4 * h & 15) + 8 & 15).to(tl.int32)
+        state = use(state, 2 * t + h, (q - z) * s, live)
+    return state
+
+
+@triton.jit
+def _decode_trt_llm(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    weight, weights_scaling_factor = tensors
+    group, = sizes
+    weight += 128 * (n // 4 * (K // 64))
+    z = 8
+    weights_scaling_factor += n
+    q = (tl.load(weight + 128 * (k // 64) + 32 * (n % 4) + 16 * (k % 64 // 32) + 2 * (k % 64 % 8)
+        + k % 64 // 16 % 2, live, 0) >> 4 * (k % 64 // 8 % 2) & 15).to(tl.int32)
+    g = k // group
+    s = tl.load(weights_scaling_factor + g * N, live, 0).to(tl.float32)
+    state = use(state, k, (q - z) * s, live)
+    return state
+
+
+@triton.jit
 def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     """The 8 weights of unit u of row n, in float32."""
     q, s, z = tensors
@@ -675,6 +772,23 @@ VARIANT = Variant(
             "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
             "zero_points": Stored("u8", "N", "ceil(K/2*group)", optional="z", bits=("z[1@0, 2:4 1@1]",)),
         }, kernels=Kernels(_decode_onnx_matmul_nbits, rows="N", units="K/2", last="k")),
+        "openvino_u4": Storage(unpack=unpack_openvino_u4, pack=pack_openvino_u4, where=("g",), always=("z",),
+                options={"by": "exact", "rounds": "code", "span": "signed"}, tensors={
+            "weight": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
+            "zero_point": Stored("u8", "N", "K/2*group", bits=("z[1@0, 2:4 1@1]",)),
+            "scale": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_openvino_u4, rows="N", units="K/2", last="k")),
+        "openvino_i4": Storage(unpack=unpack_openvino_i4, pack=pack_openvino_i4, where=("z", "g"),
+                options={"symmetric": True, "by": "exact", "span": "signed"}, tensors={
+            "weight": Stored("u8", "N", "K/2"),
+            "scale": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_openvino_i4, rows="N", units="K/2", last="k")),
+        "trt_llm": Storage(unpack=unpack_trt_llm, pack=pack_trt_llm, where=("z", "g"),
+                options={"symmetric": True, "span": "tight", "by": "exact"}, tensors={
+            "weight": Stored("i8", "N/4", "128*K/64", seen=("K", "N/2"),
+                bits=("q[4:32@1 1@0, 8:2@1 2:4 2:1@1 2:16@1 128@1]",)),
+            "weights_scaling_factor": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
+        }, kernels=Kernels(_decode_trt_llm, rows="N", units="K", last="k")),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order", tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
             "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
@@ -687,7 +801,7 @@ VARIANT = Variant(
                     blocks=("group",), size=32, zero=(0, 0), exact=True))),
     },
     decode=decode, encode=encode,
-    options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),
-        "span": ("found", "full", "tight")},
+    options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
+        "span": ("found", "full", "tight", "signed")},
     defaults={"g": None, "z": 8}, cuts=("N", "ceil(K/group)"),
 )

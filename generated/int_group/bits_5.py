@@ -13,7 +13,7 @@
     pack_quantized_0_17: 5.45834 bits per weight with group = 128
     planar: 5.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 06e1a033b41e5caa) by qdsl 0.1.0.
+Built from the spec int_group (sha256 acd82455e137a03e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -392,7 +392,7 @@ VARIANT = Variant(
                     blocks=("group",), size=32, width=4, bits=5, zero=(0, 0), exact=True, spans=(0, 1)))),
     },
     decode=decode, encode=encode,
-    options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),
-        "span": ("found", "full", "tight")},
+    options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
+        "span": ("found", "full", "tight", "signed")},
     defaults={"g": None, "z": 16}, cuts=("N", "ceil(K/group)"),
 )

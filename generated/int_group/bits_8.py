@@ -17,7 +17,7 @@
     onnx_matmul_nbits: 8.125 bits per weight with group = 128
     planar: 8.125 bits per weight with group = 128
 
-Built from the spec int_group (sha256 06e1a033b41e5caa) by qdsl 0.1.0.
+Built from the spec int_group (sha256 acd82455e137a03e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -459,7 +459,7 @@ VARIANT = Variant(
                     sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode,
-    options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum"),
-        "span": ("found", "full", "tight")},
+    options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),
+        "span": ("found", "full", "tight", "signed")},
     defaults={"g": None, "z": 128}, cuts=("N", "ceil(K/group)"),
 )

@@ -21,7 +21,7 @@ NO_SHAPE = "; give shape=(N, K)"                                 # how messages 
 INTEGERS = {"u8": "uint8", "i8": "int8", "u16": "uint16", "i16": "int16", "u32": "uint32", "i32": "int32", "index": "int32",
             "shape": "int64"}
 # Tensors of a layer without which its weight is another one: x is multiplied by them first.
-OF_X = ("pre_quant_scale", "act_pre_scale", "_weight_act_pre_scale")
+OF_X = ("pre_quant_scale", "act_pre_scale", "_weight_act_pre_scale", "prequant_scaling_factor")
 
 
 def field_dtype(kind: str) -> str:
@@ -208,7 +208,14 @@ def fits(format: Description, tensors: Mapping[str, TensorInfo], shape: tuple[in
             nearest = max(nearest, miss, key=lambda mismatch: mismatch.reached)
     if not matches:
         raise nearest
-    return [fit for fit in matches if fit.as_stored] or matches
+    matches = [fit for fit in matches if fit.as_stored] or matches
+    return [fit for fit in matches if not any(_leaves_out(fit, other) for other in matches)]
+
+
+def _leaves_out(fit: Fit, other: Fit) -> bool:
+    """Whether another storage of the same weight takes all tensors that this one takes, and more, such as zero points."""
+    taken, more = ({use.name for use in one.tensors.values()} for one in (fit, other))
+    return taken < more and (fit.params, fit.shape) == (other.params, other.shape)
 
 
 def _candidates(format: Description, storage: str | None, requested: Mapping[str, int | str],

@@ -25,20 +25,25 @@ def minmax(weight: Tensor, *, code: str, scale: str, zero: str, rows: int, colum
     The range from the smallest to the largest weight, zero included, is cut into 2^bits - 1 steps; symmetric makes it
     -largest to largest with the zero point in the middle code.
     by 'stored': codes are w / the stored scale; 'exact': w / the exact one.
-    rounds 'quotient': that is rounded, and the zero point added (GPTQ); 'sum': both are counted from the middle code, and their
-    sum is rounded (compressed-tensors).
+    rounds 'quotient': that is rounded, and the zero point added (GPTQ); 'code': their sum is rounded (NNCF); 'sum': the same,
+    counted from the middle code (compressed-tensors).
     span 'found': symmetric leaves a block without negative weights its range, and a block of zeros ranges from -1 to 1 (GPTQ);
     'full': symmetric doubles that range, and a scale that is 0 becomes the dtype's epsilon, after zero points are found
     (compressed-tensors).
     'tight': the range need not include zero, nor is it below 0.00001, and symmetric takes the largest for the last code (AWQ).
+    'signed': no scale is nearer to 0 than the dtype's epsilon, and symmetric gives the largest magnitude, sign and all, the
+    first code, so that a scale may be negative (NNCF).
     """
     kind = number(code)
     assert kind is not None
-    blocks = cut_blocks(arithmetic(weight, scale), rows, columns, "edge" if span == "tight" else "zeros")
+    blocks = cut_blocks(weight.float() if span == "signed" else arithmetic(weight, scale), rows, columns,
+                        "edge" if span == "tight" else "zeros")
     low, high = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
     if span == "tight":
         steps = (kind.high - kind.low) // 2 if symmetric else kind.high - kind.low
         exact = (torch.maximum(high, -low) if symmetric else high - low).clamp(min=LEAST) / steps
+    elif span == "signed":
+        exact, low = _signed(low, high, symmetric, kind.high - kind.low)
     else:
         exact, low = _with_zero(low, high, symmetric, span, kind.high - kind.low)
     none = exact == 0
@@ -71,6 +76,17 @@ def _with_zero(low: Tensor, high: Tensor, symmetric: bool, span: str, steps: int
     if span == "found":
         low, high = torch.where(empty, -1.0, low), torch.where(empty, 1.0, high)
     return (high - low) / steps, low
+
+
+def _signed(low: Tensor, high: Tensor, symmetric: bool, steps: int) -> tuple[Tensor, Tensor]:
+    """The same of a range whose step is at least the dtype's epsilon, and of symmetric codes may be negative."""
+    if symmetric:
+        step = torch.where(-low >= high, -low, -high) / ((steps + 1) // 2)
+    else:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        step = (high - low) / steps
+    least = torch.finfo(step.dtype).eps
+    return torch.where(step.abs() < least, least, step), low
 
 
 @scheme

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core.numbers import number
-from qdsl.encode.blocks import codes, cut_blocks, join_blocks, quotients, shaped
+from qdsl.encode.blocks import codes, cut_blocks, join_blocks, quotients, shaped, stored_scale
 from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import UnrepresentableValue
@@ -54,3 +54,28 @@ def nested_absmax(weight: Tensor, *, code: str, scale: str, super_scale: str, ro
         scaled = quotients(blocks, unit_scale / above if divided else unit_scale * above)
     return join_blocks(codes(scaled, code, ties, zeros=zeros), *weight.shape), \
         shaped(unit_scale.to(torch_dtype(scale)), axes).contiguous(), above.to(torch_dtype(super_scale))
+
+
+@scheme
+def progressive(weight: Tensor, *, code: str, scale: str, zero: str, super_scale: str, columns: int, super_columns: int,
+                super_axes: int, divisor: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(codes, scales, zeros, super-scales) of w = super_scale * (scale * code + zero), rounded twice (QServe).
+
+    The super-scale brings the largest magnitude of a row, or of super_columns columns, to `divisor`.  In its units weights are
+    integers.  A block's scale is the range of these, zero included, / the largest code, rounded to an integer of at least 1;
+    its zero is minus the code of zero, times that scale.
+    """
+    kind, step = number(code), number(scale)
+    assert kind is not None and step is not None
+    n, k = weight.shape
+    above = cut_blocks(weight.float(), 1, min(super_columns, k))
+    supers = stored_scale(above.abs().amax((1, 3), keepdim=True) / divisor, super_scale)
+    supers = torch.where(supers == 0, 1, supers)
+    whole = (above / supers.float()).round_().clamp_(-divisor, divisor)
+    blocks = cut_blocks(join_blocks(whole, n, k), 1, columns)
+    low, high = blocks.amin((1, 3), keepdim=True).clamp_(max=0), blocks.amax((1, 3), keepdim=True).clamp_(min=0)
+    scales = ((high - low) / kind.high).round_().clamp_(1, step.high)
+    points = (-low / scales).round_().clamp_(0, kind.high)
+    chosen = join_blocks(codes(blocks / scales + points, code, "even"), n, k)
+    zeros = shaped(-points * scales, 2).to(torch_dtype(zero)).contiguous()
+    return chosen, shaped(scales, 2).to(torch_dtype(scale)).contiguous(), zeros, shaped(supers, super_axes).contiguous()

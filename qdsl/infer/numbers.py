@@ -37,6 +37,11 @@ class Field:
     times: int = 1
     section: Section | None = None
 
+    def has_place_of(self, other: Field) -> bool:
+        """Whether the same bits are the other field."""
+        alike = (self.kind, self.blocks, self.tensor, self.section) == (other.kind, other.blocks, other.tensor, other.section)
+        return alike and self.layout.tile == other.layout.tile and np.array_equal(self.layout.source, other.layout.source)
+
     @property
     def term(self) -> str:
         """The field in decode."""

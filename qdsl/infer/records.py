@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +31,6 @@ class Record:
     shape: tuple[int, int]
 
     @property
-    def is_row(self) -> bool:
-        """Whether a record holds neighbouring columns of one row, whole bytes of which are free."""
-        return self.layout.tile.is_row and self.shape[1] % self.layout.tile.columns == 0
-
-    @property
     def bytes(self) -> npt.NDArray[np.uint8]:
         """All records [rows, records of a row, bytes]."""
         view = self.layout.tile.stored(self.stored, self.shape)
@@ -61,12 +56,13 @@ class Record:
             source[place:place + form.bits] = np.arange(form.bits) + i * form.bits
         return Layout(tile, form.bits, source)
 
-    def count(self, blocks: Blocks) -> int:
-        """How many blocks of a row a record holds; 0 where that is no whole number."""
-        columns = self.layout.tile.columns
-        count = columns // blocks.columns
-        is_whole = count * blocks.columns == columns and blocks.rows == 1 and not blocks.apart and self.is_row
-        return count if is_whole else 0
+    def count(self, blocks: Blocks, rows: int = 1) -> int:
+        """How many blocks of each of its `rows` neighbouring rows a record holds; 0 where that is no whole number."""
+        tile = self.layout.tile
+        count = tile.columns // blocks.columns
+        is_whole = count * blocks.columns == tile.columns and blocks.rows == 1 and not blocks.apart
+        divides = self.shape[0] % rows == 0 and self.shape[1] % tile.columns == 0
+        return count if is_whole and divides and replace(tile, rows=1).is_row and tile.rows == rows else 0
 
 
 def row_end(tensor: str, section: Section, element: Element, shape: tuple[int, int]) -> Record:
@@ -96,15 +92,16 @@ def in_records(name: str, wanted: Numbers, blocks: Blocks, records: Sequence[Rec
 
 def _plain(name: str, wanted: Numbers, blocks: Blocks, record: Record) -> Field | None:
     """The wanted numbers as numbers of a record."""
-    count = record.count(blocks)
+    rows = record.layout.tile.rows
+    count = record.count(blocks, rows)
     if not count:
         return None
-    tile = Tile(1, count)
-    tiles = tile.weights(wanted).reshape(*record.bytes.shape[:2], count)
+    tile = Tile(rows, count)
+    tiles = tile.weights(wanted).reshape(*record.bytes.shape[:2], tile.size)
     for kind in ("f16", "bf16", "f32", *SMALL):
         slots = dict(record.slots(kind))
         places = [next((place for place, values in slots.items() if close(values, tiles[..., i]).mean() >= FITTING), None)
-                  for i in range(count)]
+                  for i in range(tile.size)]
         if all(place is not None for place in places):
             layout = record.at(tile, kind, [8 * int(place or 0) for place in places])
             return Field(name, kind, blocks, record.tensor, layout, section=record.section)

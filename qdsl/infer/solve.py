@@ -45,6 +45,11 @@ def solve(code: Sequence[Field], meaning: Meaning, codes: Codes, values: Values,
     fields, start, end, problem = offsets(name, meaning, values.shape, tensors, records)
     if meaning.is_table:
         start = f"levels[{name}]"
+    for one in tuple(fields):
+        for other in scale:
+            if one.has_place_of(other):                          # scales and offsets in units of one number
+                fields.remove(one)
+                end = end.replace(one.name, other.name)
     decode = (factor.format(start) if factor else start) + end
     return Solution((*code, *scale, *fields), decode, tables, (problem,) if problem else ())
 

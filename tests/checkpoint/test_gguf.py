@@ -32,6 +32,8 @@ from tests.support.formats import ROOT, SHIPPED, same_bits, spec
 F32, Q8_0 = BY_NAME["F32"], BY_NAME["Q8_0"]
 # The specs that say of which type they are.
 FORMATS = {match[1]: path.stem for path in SHIPPED if (match := re.search(r"\bgguf: (\w+)", path.read_text()))}
+REPACKED = {str(type): (path.stem, str(storage)) for path in SHIPPED
+            for type, storage in dict(spec(path).detect.get("repacked", {})).items()}    # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def test_types_are_what_the_specs_say() -> None:
     """Every type but those that hold no weights has one spec, which says so, with its bytes and its bits."""
     rules = [(str(detect["gguf"]), path) for path in SHIPPED if "gguf" in (detect := spec(path).detect)]
     assert {name: path.stem for name, path in rules} == FORMATS and len(rules) == len(FORMATS)
-    assert BY_NAME.keys() - FORMATS.keys() == {*WEIGHTLESS}
+    assert BY_NAME.keys() - FORMATS.keys() == {*WEIGHTLESS, *REPACKED}
     assert {name: module.__name__.split(".")[-1] for name in FORMATS if (module := module_of(name))} == FORMATS
     for name, path in rules:
         claims = {claim.name.value: claim.value for claim in spec(path).claims}
@@ -213,6 +215,31 @@ def blocks(type: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     if type == "MXFP4":
         drawn[:, ::17] = 120                                     # its scale is one byte, and may be 2^127
     return drawn
+
+
+@pytest.mark.parametrize("type", REPACKED)
+def test_rows_in_turn_are_read_as_other_programs_write_them(place: Path, type: str) -> None:
+    """The bytes of ik_llama.cpp and llama.cpp, their values, and any rows of them; converted, those of the plain type."""
+    format, storage = REPACKED[type]
+    with np.load(ROOT / "tests" / "data" / "repacked.npz") as file:
+        rows, plain, values = (file[name] for name in (type, format, f"{format}_values"))
+    write(place, {}, [NewTensor("a.weight", BY_NAME[type], (2, 8, 96), [rows.tobytes()])])
+    with GgufFile(place) as gguf_file:
+        packed = packed_weight(gguf_file, "a.weight")
+        assert packed.storage == storage and next(iter(packed.tensors.values())).numpy().tobytes() == rows.tobytes()
+        assert same_bits(packed.format.dequantize(packed, torch.float32), torch.from_numpy(values))
+        other = packed.format.convert(packed, "gguf")
+        assert other.tensors["blocks"].numpy().tobytes() == plain.tobytes()
+        assert packed.format.convert(other, storage).tensors["blocks"].numpy().tobytes() == rows.tobytes()
+        for expert, start, stop, wanted in ((None, 3, 10, values[3:10]), (1, 0, None, values[8:]), (1, 2, 5, values[10:13])):
+            part = packed_weight(gguf_file, "a.weight", expert, start, stop)
+            assert same_bits(part.format.dequantize(part, torch.float32), torch.from_numpy(wanted))
+    with open_checkpoint(place) as checkpoint:
+        layer = checkpoint.layers["a"]
+        assert (layer.format, layer.storage, layer.experts) == (format, storage, 2)
+    write(place, {}, [NewTensor("a.weight", BY_NAME[type], (6, 96), [rows[:6].tobytes()])])
+    with GgufFile(place) as gguf_file, pytest.raises(CheckpointError, match=r"N = 6 must be a multiple of [48]"):
+        packed_weight(gguf_file, "a.weight")
 
 
 DECODED = [name for name in GGUF_TYPES if name not in ("Q8_K", "Q1_0") and name in FORMATS.keys() - TORCH.keys()]

@@ -489,9 +489,10 @@ def test_load_takes_names_and_threads(tmp_path: Path, monkeypatch: pytest.Monkey
         qdsl.load("q6k")
 
 
-def test_a_factor_of_x_is_not_passed_over() -> None:
-    """ModelOpt's AWQ divides weights by what it multiplies x by: without that, every product would be wrong."""
-    packed = int_group.quantize(torch.randn(32, 128), "modelopt", bits=4, symmetric=True)
-    tensors = {**packed.tensors, "pre_quant_scale": torch.ones(128)}
-    with pytest.raises(FormatError, match="'pre_quant_scale' multiplies the columns of x"):
+@pytest.mark.parametrize(("storage", "name"), [("modelopt", "pre_quant_scale"), ("trt_llm", "prequant_scaling_factor")])
+def test_a_factor_of_x_is_not_passed_over(storage: str, name: str) -> None:
+    """AWQ of ModelOpt and TensorRT-LLM divides weights by what it multiplies x by: without that, every product would be wrong."""
+    packed = int_group.quantize(torch.randn(32, 128), storage, bits=4, symmetric=True)
+    tensors = {**packed.tensors, name: torch.ones(128)}
+    with pytest.raises(FormatError, match=f"'{name}' multiplies the columns of x"):
         int_group.wrap(tensors, shape=(32, 128), bits=4)

@@ -29,7 +29,7 @@ from tests.support.formats import ROOT, SHIPPED
 NAMES = [path.stem for path in SHIPPED]
 INT_GROUP = ["gptq_v2", "gptq_v1", "gptq_p", "awq", "awq_gemv", "pack_quantized", "pack_quantized_0_8", "pack_quantized_0_17",
              "int_quantized", "marlin", "modelopt", "xpu_int4pack", "torchao_plain_int32", "torchao_int8",
-             "onnx_matmul_nbits", "planar"]
+             "onnx_matmul_nbits", "openvino_u4", "openvino_i4", "trt_llm", "planar"]
 SPEC = ROOT / "specs" / "q4_0.yaml"
 HEAVY = ("torch", "numpy", "triton", "gguf", "safetensors")
 

@@ -184,7 +184,9 @@ def has_codes(case: Case) -> bool:
 # Words that hold rows and columns, columns of several runs or rows far apart, lie along different axes or across rows, straddle
 # bytes by six or hold parts of codes for unlike numbers of columns: their kernels work weight by weight.
 BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "int_group.marlin-bits4-group128-scale_typef16", "planes.planes",
-             "planes.rows", "q6_k.planar", "nunchaku_int4.nunchaku-scale_typebf16",
+             "planes.rows", "q6_k.planar", "nunchaku_int4.nunchaku-scale_typebf16", "qserve.qserve",
+             "int_group.trt_llm-bits4-group128-scale_typef16", "iq4_nl.iq4_nl_r4",
+             *(f"q4_0.q4_0_{rows}" for rows in ("r8", "4_4", "4_8", "8_8")),
              *(f"int_group.planar-bits{bits}-group128-scale_typef16" for bits in (3, 5, 6, 7)),
              "awq_gemv_fast.gemv_fast-group128",
              *(f"{name}.transformers-scale_typebf16" for name in ("bitnet", "bitnet_offline")),

@@ -281,12 +281,12 @@ class Reading:
                 return [[c - low + bounds(kinds["code"])[0] for c in codes]], {"scale": [stored_scale(scale, kinds["scale"])[0]]}
             scale, least, codes = searches.ranged(x[0], counts, high, *searches.IMPORTANT)
             return [codes], {"scale": [stored_scale(scale, kinds["scale"])[0]], "min": [stored_scale(least, kinds["min"])[0]]}
-        if scheme == "affine":
-            codes, least_code, scale_code = schemes.affine(x[0], kinds, high)
+        if scheme in ("affine", "edge_affine"):
+            codes, least_code, scale_code = schemes.affine(x[0], kinds, high) if scheme == "affine" else \
+                schemes.edge_affine(x[0], kinds)
             return [codes], {"min": [least_code], "scale": [scale_code]}
-        if scheme == "edge_affine":
-            codes, least_code, scale_code = schemes.edge_affine(x[0], kinds)
-            return [codes], {"min": [least_code], "scale": [scale_code]}
+        if scheme == "progressive":
+            return schemes.progressive(x, kinds, self.arguments)
         if scheme == "meansign":
             mean = searches.total([abs(v) for v in x[0]]) / np.float32(len(x[0]))
             return [[int(v >= 0) for v in x[0]]], {"scale": [stored_scale(mean, kinds["scale"])[0]]}

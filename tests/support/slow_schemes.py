@@ -112,6 +112,24 @@ def super_signmax(x: Parts, by: Parts | None, kinds: Mapping[str, str], argument
              "super_scale": [stored_scale(d, kinds["super_scale"])[0]]})
 
 
+def progressive(x: Parts, kinds: Mapping[str, str], arguments: Mapping[str, Any]) -> Chosen:
+    """Codes, scales and zeros of integers, which are weights in units of the largest magnitude of all parts / divisor."""
+    divisor, most = int(arguments["divisor"]), bounds(kinds["code"])[1]
+    above, unit = stored_scale(max(abs(v) for part in x for v in part) / np.float32(divisor), kinds["super_scale"])
+    if not unit:
+        above, unit = stored_scale(np.float32(1), kinds["super_scale"])
+    codes, scales, zeros = [], [], []
+    for part in x:
+        whole = [max(-divisor, min(divisor, round(float(v / unit)))) for v in part]
+        low, high = min(0, *whole), max(0, *whole)
+        step = np.float32(max(1, min(bounds(kinds["scale"])[1], round(float(np.float32(high - low) / np.float32(most))))))
+        point = max(0, min(most, round(float(np.float32(-low) / step))))
+        codes.append([max(0, min(most, round(float(np.float32(v) / step + np.float32(point))))) for v in whole])
+        scales.append(int(step))
+        zeros.append(-point * int(step) & (1 << width(kinds["zero"])) - 1)
+    return codes, {"scale": scales, "zero": zeros, "super_scale": [above]}
+
+
 def leveled(x: Parts, by: Parts | None, kinds: Mapping[str, str], levels: list[np.float32], offset: int) -> Chosen:
     scales = searches.leveled(x, by, levels)
     if "super_scale" not in kinds:
@@ -212,11 +230,12 @@ def minmax(x: list[np.float32], kind: str, zero: str, scale: str, arguments: Map
     symmetric, full = arguments.get("symmetric") in (True, "true"), arguments.get("span") == "full"
     tight = arguments.get("span") == "tight"                     # zero need not be in the range
     low, high = (min(x), max(x)) if tight else (min(np.float32(0), *x), max(np.float32(0), *x))
+    signed = arguments.get("span") == "signed"                   # scales may be negative, and none is nearer to 0 than 2^-23
     if symmetric and not tight:
         high = max(high, -low)
         low = -high if full or low < 0 else low
     empty = low == high and not tight
-    if empty and not full:
+    if empty and not full and not signed:
         low, high = np.float32(-1), np.float32(1)
     bits, zeros = int(kind[1:]), int(zero[1:])
     least = -(1 << bits - 1) if kind[0] == "i" else 0
@@ -226,13 +245,17 @@ def minmax(x: list[np.float32], kind: str, zero: str, scale: str, arguments: Map
     if tight:
         reach, steps = (max(map(abs, x)), (1 << bits - 1) - 1) if symmetric else (high - low, (1 << bits) - 1)
         exact = max(reach, np.float32(1e-5)) / np.float32(steps)
+    if signed:
+        reach = -min(x) if -min(x) >= max(x) else -max(x)
+        exact = reach / np.float32(1 << bits - 1) if symmetric else (max(0, *x) - min(0, *x)) / np.float32((1 << bits) - 1)
+        exact = np.float32(2 ** -23) if abs(exact) < 2 ** -23 else exact
     code, stored = stored_scale(exact, scale)
     used = exact if arguments.get("by") == "exact" else stored
     point = middle - first
     if not symmetric and not (empty and full):
         wanted = round(float(np.float32(least - first) - low / used))
         point = min(max(wanted, least - first), least - first + (1 << bits) - 1)
-    if first or arguments.get("rounds") == "sum":
+    if arguments.get("rounds") in ("sum", "code"):
         codes = [round(float(v / used + np.float32(point))) + first for v in x]
     else:
         codes = [round(float(v / used)) + point for v in x]

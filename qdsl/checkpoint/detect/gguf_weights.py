@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pkgutil
 from functools import cache
 from importlib import import_module
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import qdsl.generated
 from qdsl.checkpoint.files.ggml_types import TORCH, WEIGHTLESS
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
+from qdsl.core.shapes import granule
 
 if TYPE_CHECKING:
     from qdsl.checkpoint.files.gguf import GgufFile, GgufTensor
@@ -28,6 +30,17 @@ def module_of(type: str) -> ModuleType | None:
     return None
 
 
+def type_storage(type: str) -> tuple[ModuleType, str] | None:
+    """The module of a ggml type's format, and the storage: the first, or that of weights in another order."""
+    if (module := module_of(type)) is not None:
+        return module, module.SPEC.storages[0]
+    for info in pkgutil.iter_modules(qdsl.generated.__path__):
+        module = import_module(f"qdsl.generated.{info.name}")
+        if (storage := module.SPEC.detect.get("repacked", {}).get(type)) is not None:
+            return module, storage
+    return None
+
+
 def packed_weight(file: GgufFile, name: str, expert: int | None = None, start: int = 0, stop: int | None = None) -> PackedWeight:
     """A tensor of floats as a weight of the format that ships for its type, not copied: [N, K] with N as in `file.rows`.
 
@@ -39,9 +52,10 @@ def packed_weight(file: GgufFile, name: str, expert: int | None = None, start: i
 
     entry = file.entry(name)
     where = f"{file.paths[entry.shard]}: tensor {shown(entry.name)}"
-    module = None if entry.type.name in WEIGHTLESS else module_of(entry.type.name)
-    if module is None:
+    of_type = None if entry.type.name in WEIGHTLESS else type_storage(entry.type.name)
+    if of_type is None:
         raise CheckpointError(f"{where}: {entry.type.name} is not the type of a weight")
+    module, storage = of_type
     others = {key: file.tensor(name) for key, name in companions(file, entry).items()}
     if expert is not None:
         if len(entry.shape) != 3 or not 0 <= expert < entry.shape[0]:
@@ -49,10 +63,19 @@ def packed_weight(file: GgufFile, name: str, expert: int | None = None, start: i
         count = entry.shape[1]
         start, stop = start + expert * count, min(count if stop is None else stop, count) + expert * count
         others = {key: tensor[expert] if tensor.shape == entry.shape[:1] else tensor for key, tensor in others.items()}
-    rows, columns = file.rows(entry.name, start, stop), entry.shape[-1] if entry.shape else 1
+    columns = entry.shape[-1] if entry.shape else 1
+    count = math.prod(entry.shape[:-1])
+    stop = count if stop is None else min(stop, count)
+    step = 1
+    if storage != module.SPEC.storages[0]:
+        stored = next(iter(module.SPEC.variants.values())).storages[storage].tensors.values()
+        step = granule([axis for tensor in stored for axis in tensor.axes], "N", {}, columns)
+    first, last = start // step * step, -(-stop // step) * step   # rows in turn are read together
     try:
-        packed: PackedWeight = module.wrap({_names(module)[0]: rows, **others}, shape=(rows.shape[0], columns),
-                                           storage=module.SPEC.storages[0])
+        rows = file.rows(entry.name, first, last)
+        packed: PackedWeight = module.wrap({_names(module)[0]: rows, **others}, shape=(rows.shape[0], columns), storage=storage)
+        if (first, last) != (start, stop):
+            packed = module.convert(packed, module.SPEC.storages[0]).cut("N", start - first, stop - first)
     except FormatError as error:
         raise CheckpointError(f"{where}: {error}") from None
     return packed
@@ -60,8 +83,8 @@ def packed_weight(file: GgufFile, name: str, expert: int | None = None, start: i
 
 def companions(file: GgufFile, entry: GgufTensor) -> dict[str, str]:
     """Other tensors of the file that belong to a weight, as NAME.scale of NAME.weight: names in the format -> in the file."""
-    module = None if entry.type.name in TORCH else module_of(entry.type.name)
-    others = _names(module)[1:] if module else []
+    of_type = None if entry.type.name in TORCH else type_storage(entry.type.name)
+    others = _names(of_type[0])[1:] if of_type else []
     stem = entry.name.removesuffix(".weight")
     return {leaf: f"{stem}.{leaf}" for leaf in others if f"{stem}.{leaf}" in file.tensors}
 

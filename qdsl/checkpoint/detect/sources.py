@@ -157,24 +157,26 @@ class GgufSource:
     @cached_property
     def layers(self) -> Mapping[str, Layer]:
         """Tensors of blocks, by their names without .weight."""
-        by_type = {str(spec.detect["gguf"]): spec for spec in descriptions() if "gguf" in spec.detect}
+        by_type = {type: (spec, storage) for spec in descriptions() if "gguf" in spec.detect
+                   for type, storage in ((spec.detect["gguf"], ""), *spec.detect.get("repacked", {}).items())}
         recognised: dict[str, Layer] = {}
         for name, entry in self.file.tensors.items():
             if entry.type.name in TORCH or name in self._scales:
                 continue
             module = name.removesuffix(".weight")
-            format = by_type.get(entry.type.name)
+            format, repacked = by_type.get(entry.type.name, (None, ""))
             problem = entry.problem or ("" if format else f"{entry.type.name} is the type of no format")
             if problem or format is None:
                 recognised[module] = Layer(module, others={"weight": name}, why=problem)
                 continue
             shape = entry.logical_shape if len(entry.logical_shape) > 1 else (1, *entry.logical_shape)
-            storage, tensors = next(iter(next(iter(format.variants.values())).items()))
+            storages = next(iter(format.variants.values()))
+            storage = repacked or next(iter(storages))
             params = {key: values[0] for key, values in format.params.items()}
             stack = len(shape) == 3
             n_k = (shape[-2], shape[-1]) if stack else (math.prod(shape[:-1]), shape[-1])
             recognised[module] = Layer(module, format.name, storage, params, n_k, shape[0] if stack else None,
-                                       {next(iter(tensors)): name, **companions(self.file, entry)})
+                                       {next(iter(storages[storage])): name, **companions(self.file, entry)})
         return recognised
 
     @cached_property

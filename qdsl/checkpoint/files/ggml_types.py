@@ -63,6 +63,9 @@ _TABLE = """
 28 F64       1   8
 29 IQ1_M   256  56
 30 BF16      1   2
+31 Q4_0_4_4 32  18
+32 Q4_0_4_8 32  18
+33 Q4_0_8_8 32  18
 34 TQ1_0   256  54
 35 TQ2_0   256  66
 39 MXFP4    32  17
@@ -78,13 +81,14 @@ _IK_TABLE = """
 140 IQ5_K  256 176 0
 144 IQ4_KS 256 136 4
 146 IQ4_KSS 256 128 4
+202 Q4_0_R8   32  18 0
+220 IQ4_NL_R4 32  18 0
 """
 
 TYPES = {type.id: type for type in (GgmlType(int(id), name, *map(int, sizes))
                                     for id, name, *sizes in map(str.split, (_TABLE.strip() + _IK_TABLE).splitlines()))}
 BY_NAME = {type.name: type for type in TYPES.values()}
-REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",
-           38: "IQ4_NL_8_8"}
+REMOVED = {4: "Q4_2", 5: "Q4_3", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
 
 # Types whose elements are numbers of torch's own, and what torch calls them.
 TORCH = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",

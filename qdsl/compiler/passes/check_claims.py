@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from math import prod
 
-from qdsl.compiler.ir.program import Program
+from qdsl.compiler.ir.program import Program, Tensor
 from qdsl.compiler.passes.samples import divisor_of, samples, size_axis
 from qdsl.compiler.spec.source import Problems
 from qdsl.core.codecs import CODECS
@@ -16,8 +16,8 @@ def check_claims(program: Program, problems: Problems) -> Program:
     """The program; adds a problem for each claim that its layout does not meet."""
     for claim in program.spec.claims:
         if claim.name.value == "bytes":
-            records = [tensor.record_bits // 8 for tensor in program.tensors if tensor.words > 1]
-            measured = Fraction(records[0]) if len(records) == 1 else None
+            records = [tensor for tensor in program.tensors if tensor.words > 1]
+            measured = _bytes_per_row(records[0]) if len(records) == 1 else None
             if measured is None:
                 problems.add(claim.name.span, "'bytes' is for storages with one tensor of records")
                 continue
@@ -28,6 +28,11 @@ def check_claims(program: Program, problems: Problems) -> Program:
                                           f"{float(measured):g}")
     _check_seen(program, problems)
     return program
+
+
+def _bytes_per_row(tensor: Tensor) -> Fraction:
+    """The bytes that each of the rows has which a record holds in turn."""
+    return Fraction(tensor.record_bits, 8 * divisor_of("N", [var.extent for var in tensor.vars]))
 
 
 def _check_seen(program: Program, problems: Problems) -> None:

@@ -51,6 +51,7 @@ KEYS = {
 }
 DETECT_KEYS = {
     "gguf": "the name of the GGML type",
+    "repacked": "GGML types that hold the same weights in another order, and the storage of each",
     "safetensors": "the dtype of a safetensors file",
     "tensors": "small tensors beside a weight that say its parameters and shape",
     "words": "words that tell storages apart which fit alike",
