@@ -11,7 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +21,7 @@ import triton
 
 from bench import dispatch
 from bench.launch import StubDriver
-from qdsl.generated import awq_gemv_fast, fp8_block, int_group, iq2_xxs, q4_0, q4_k, quanto
+from qdsl.generated import awq_gemv_fast, fp8_block, int_group, iq2_xxs, q4_0, q4_k, quanto, squeezellm
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.gpu import configure, costs, launch, plan
 from qdsl.runtime.gpu.call import Call
@@ -62,9 +62,10 @@ def test_no_candidate_is_much_cheaper(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
 def test_traps(gpu: Gpu) -> None:
-    """Few programs with long loops, a weight decoded anew for every row, and a cliff behind 8 rows."""
+    """Words along N, a weight decoded anew for every row, and a cliff behind 8 rows."""
     awq = int_group.FORMAT.empty((4096, 4096), "awq", "meta", bits=4)
-    assert choice_for(awq, 1, gpu).candidate.kind == "decode"
+    options = choice_for(awq, 1, gpu).options
+    assert {option.candidate.kind: option.seconds for option in options}["matvec"] <= 4 * options[0].seconds
     iq2 = iq2_xxs.FORMAT.empty((4096, 4096), None, "meta")
     assert choice_for(iq2, 16, gpu).candidate.kind == ("decode" if gpu.name == "t4" else "gemm")
     assert choice_for(iq2, 2048, gpu).candidate.kind == "decode"
@@ -190,6 +191,18 @@ def test_a_plan_holds_no_memory(kernels: None) -> None:
     for name, tensor in q4_0.planar(q4_0.quantize(torch.ones(32, 256))).tensors.items():
         layer._parameters[name].data = tensor
     assert torch.allclose(layer(x).float(), x.float().sum(1, keepdim=True).expand(2, 32), rtol=2 ** -7, atol=2 ** -6)
+
+
+@pytest.mark.parametrize(("form", "storage", "n"), [
+    (int_group, "awq", 4096), (int_group, "gptq_v2", 4096), (squeezellm, "", 1024)], ids=str)
+def test_words_that_neighbour_along_n_are_walked_by_programs_enough(form: ModuleType, storage: str, n: int) -> None:
+    """A program of `matvec` takes a sector of rows of tiles and is long along K; it does not walk thousands of short tiles."""
+    packed = form.FORMAT.empty((n, 4096), storage or None)
+    rows, units = configure.grid_axes(packed)
+    candidate = plan.matvec(packed, 1)
+    assert packed.layout.kernels.last == "n" and candidate.grid[0] >= min(64, rows // 8)
+    assert units // candidate.config["BK"] <= 32
+    assert candidate.config["BN"] * candidate.config["BK"] <= configure.UNITS
 
 
 def test_columns_in_another_order(kernels: None) -> None:

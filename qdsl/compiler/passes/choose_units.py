@@ -3,7 +3,8 @@
 Does: takes the tensor that holds most bits of a weight, lets one of its elements (a word) be the unit of work, and splits the
 digits of n and k into those that move inside a word (lanes, unrolled) and those that move from word to word (the unit).
 Where elements straddle words, the unit is a whole record.  Does not: choose tile sizes; leaves `units` None where the
-layout does not fit (flat positions, ranges of elements, rows inside a record), and kernels then work weight by weight.
+layout does not fit (flat positions, ranges of elements, rows inside a record), and kernels then work weight by weight.  Codes
+that blocks of rows share make a unit of those rows in one column, whose code is loaded once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from qdsl.compiler.spec.source import Problems
 from qdsl.core.layout import Slice, refine, split
 
 MAX_WORDS = 8
+ROWS = 8                                                         # of a unit: each has a sum of its own
 _LANE_NAMES = "hijabcefuvwxyz"
 
 
@@ -34,7 +36,7 @@ class _Digit:
 
 def choose_units(program: Program, problems: Problems) -> Program:
     """Never finds problems: a layout without units is served weight by weight."""
-    return replace(program, units=_units(program))
+    return replace(program, units=_units(program) or _rows_of_codes(program))
 
 
 def full_placements(program: Program) -> list[tuple[Tensor, Placement]]:
@@ -42,6 +44,16 @@ def full_placements(program: Program) -> list[tuple[Tensor, Placement]]:
     every = (ix.name("n"), ix.name("k"))
     return [(tensor, placement) for tensor in program.tensors for placement in tensor.placements
             if program.field(placement.field).index == every]
+
+
+def _rows_of_codes(program: Program) -> Units | None:
+    """A column of ROWS rows that share a code, where codes are all of [n // size, k]; None elsewhere."""
+    single = {field.index for field in program.fields if field.number is not None and len(field.index) == 2
+              and field.index[1] == ix.name("k")}
+    atom = next(iter(single))[0].terms[0][0] if len(single) == 1 else None
+    if atom is None or atom.op != "div" or not atom.args[1].is_const or atom.args[1].const % ROWS:
+        return None
+    return Units("", "k", {"n": ROWS, "k": 1}, (("k", 1, None),), (Lane(_LANE_NAMES[0], "n", 1, ROWS),), False)
 
 
 def _units(program: Program) -> Units | None:

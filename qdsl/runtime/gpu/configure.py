@@ -36,6 +36,7 @@ GEMM_PARTS = (1, 2, 4, 8, 16)                                    # programs of `
 GEMM = {16: (64, 128), 64: (128, 64)}                            # by rows of x of a program of `gemm`: its tile of w, N x K
 TENSOR_SUMS = 8                                                  # sums of 64 x 128 in the tensor memory of an SM of Blackwell
 UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
+PROGRAMS = 256                                                   # that fill a GPU, where tiles may be chosen so
 OVERLAP, OVERLAPS = "QDSL_PDL", ("never", "auto")               # the setting of overlaps(), and its values, the default first
 WARPS = 15                                                       # per multiprocessor, to have enough bytes under way (predicted)
 
@@ -291,6 +292,16 @@ def tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]:
     long = min(256 if last == "k" else 128, power(along), size)
     short = min(size // long, power(across))
     return (short, long) if last == "k" else (long, short)
+
+
+def product_tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]:
+    """Rows and units of a tile of `matvec`: along N as short as a sector of memory where that makes programs enough, then long
+    along K, so that a program walks few tiles.
+    """
+    if last == "k":
+        return tile(last, rows, units, sums)
+    long = min(128, power(rows), max(8, power(rows // PROGRAMS)))
+    return long, min(UNITS // long, power(units))
 
 
 def grid_axes(packed: PackedWeight) -> tuple[int, int]:

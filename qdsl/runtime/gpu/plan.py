@@ -183,7 +183,7 @@ def matvec(packed: PackedWeight, m: int) -> Candidate:
     """The kernel that decodes weight by weight; a program has one row of x."""
     kernels = packed.layout.kernels
     rows, units = configure.grid_axes(packed)
-    bn, bk = configure.tile(kernels.last, rows, units, kernels.sums)
+    bn, bk = configure.product_tile(kernels.last, rows, units, kernels.sums)
     return Candidate("matvec", {"BN": bn, "BK": bk}, (cdiv(rows, bn), m))
 
 

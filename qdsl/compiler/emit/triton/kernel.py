@@ -19,6 +19,7 @@ from qdsl.compiler.emit.triton.body import Body, both
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Domain, Index, name
 from qdsl.compiler.ir.program import Field, Lane, Placement, Program, Tensor, Units, Value
+from qdsl.compiler.passes.samples import divisor_of
 from qdsl.core.layout import Layout, Slice, split
 
 PARAMETERS = ("tensors", "live", "N", "K", "sizes", "use", "state")
@@ -107,6 +108,9 @@ def _records(program: Program, units: Units, axis: str) -> tuple[Index, bool]:
     whole = name({"n": "N", "k": "K"}[axis])
     if size == 1:
         return whole, True
+    if not units.tensor:                                         # rows that share a code
+        whole_rows = divisor_of("N", [var.extent for tensor in program.tensors for var in tensor.vars]) % size == 0
+        return (ix.exact if whole_rows else ix.ceil)(whole, Index(size)), whole_rows
     tensor = program.tensor(units.tensor)
     var = next(tensor.var(v) for placement in tensor.placements if placement.extents == (units.tiles["n"], units.tiles["k"])
                for v, extent in placement.tiles if extent == size and v)

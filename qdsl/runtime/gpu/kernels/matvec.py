@@ -15,8 +15,9 @@ A thread has the same place in the tile in every step.  It loads a word, cuts it
 of x that meets each, and adds the product to an accumulator of its own: the loop has no barrier and no shared memory.  After
 the last step the BK partial sums of a row are added up, across threads.
 
-Neighbouring threads take neighbouring units along the axis that is contiguous in memory (AXIS 1: along K, 0: along N).  A unit
-that spans ROWS rows has as many accumulators.  Addresses that do not move along K are computed ahead of the loop: the compiler
+Neighbouring threads take neighbouring units along the axis that is contiguous in memory (AXIS 1: along K, 0: along N).  Along
+N a tile is as short as a sector of memory allows, and long along K, so that there are programs enough.  A unit that spans ROWS
+rows has as many accumulators.  Addresses that do not move along K are computed ahead of the loop: the compiler
 hoists them out of `decode`.
 
 Cost: a conversion, a multiply-add and a load of x per weight, and what decoding takes.  x comes from the L1 cache, but its load
