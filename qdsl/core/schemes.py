@@ -190,6 +190,9 @@ SCHEMES = {
     "kmeans": Scheme({"code": "count", "levels": "levels"}, ("code", "levels"), {},
                      "levels of a stored table by k-means of the weights that share it; codes of the nearest levels",
                      "levels[code]", importance=True),
+    "scaled_kmeans": Scheme({"code": "count", "scale": "scale", "levels": "levels"}, ("code", "scale", "levels"), {},
+                            "scale = largest magnitude of the block; levels of the one stored table by k-means of all weights "
+                            "over their scales; codes of the nearest levels", "scale * levels[code]", importance=True),
     "least_squares": Scheme({"code": "code", "sign": "bit", "choice": "count", "scale": "power"}, ("code", "scale"), {},
                             "scale by search for the least squared error; codes of the nearest values, of any table or formula",
                             ("scale * values(code)", "scale * values(sign, code)", "scale * values(choice, code)",

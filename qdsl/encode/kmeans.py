@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qdsl.core.numbers import number
-from qdsl.encode.blocks import cut_blocks, join_blocks
+from qdsl.encode.blocks import cut_blocks, join_blocks, quotients, shaped, stored_scale
 from qdsl.encode.scheme import scheme
 from qdsl.runtime.weight.layout import FLOATS
 from qdsl.runtime.weight.match import torch_dtype
@@ -48,6 +48,26 @@ def kmeans(weight: Tensor, *, code: str, levels: str, rows: int, columns: int, a
     codes = torch.searchsorted(middles, x).to(torch_dtype(code)).view(blocks.shape).transpose(1, 2)
     table = stored.view(*blocks.shape[:2], -1) if axes == 2 else stored if axes else stored[0]
     return join_blocks(codes, n, k).to(weight.device), table.to(weight.device)
+
+
+@scheme
+def scaled_kmeans(weight: Tensor, *, code: str, scale: str, levels: str, rows: int, columns: int, axes: int,
+                  importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, scales, levels) of w = scale * levels[code]: a scale is the largest magnitude of its block.
+
+    Levels are those of k-means, as `kmeans` makes them, of all weights over their scales as stored.  A weight counts as much as
+    the square of its scale, times its column's importance: so the sum of squared errors is the weight's own.  Codes are of the
+    nearest levels.  Raises UnrepresentableValue for a scale or a level that its type cannot hold.
+    """
+    n, k = weight.shape
+    blocks = cut_blocks(weight.float() + 0.0, rows, columns)
+    scales = stored_scale(blocks.abs().amax((1, 3), keepdim=True), scale)
+    x = join_blocks(quotients(blocks, scales.float()), n, k).double().cpu().view(1, -1)
+    squares = join_blocks(scales.double().square().expand_as(blocks), n, k).cpu()
+    count = squares if importance is None else squares * importance.double().cpu()
+    stored = _stored(_levels(x, count.view(1, -1), _entries(code)), levels, 1)
+    codes = torch.searchsorted(_middles(stored.double()), x).to(torch_dtype(code)).view(n, k)
+    return codes.to(weight.device), shaped(scales, axes).contiguous(), stored[0].to(weight.device)
 
 
 def _entries(code: str) -> int:

@@ -12,6 +12,7 @@ from qdsl.generated import (
     any_precision,
     fbgemm_4bit,
     fbgemm_8bit,
+    flute,
     fp6_llm,
     fp8_ds_mla,
     ik_iq2_k,
@@ -27,7 +28,8 @@ from tests.kernels.test_kernels import DEVICE, dequantized
 from tests.support.formats import ROOT, same_bits
 
 GOLDEN = {"ik_iq2_k": ik_iq2_k, "ik_iq3_k": ik_iq3_k, "ik_iq4_k": ik_iq4_k, "ik_iq4_ks": ik_iq4_ks, "ik_iq4_kss": ik_iq4_kss,
-          "ik_iq5_k": ik_iq5_k, "fp6_llm": fp6_llm, "any_precision": any_precision, "fp8_ds_mla": fp8_ds_mla}
+          "ik_iq5_k": ik_iq5_k, "fp6_llm": fp6_llm, "any_precision": any_precision, "fp8_ds_mla": fp8_ds_mla,
+          "flute": flute}
 
 
 @pytest.mark.parametrize("name", GOLDEN)

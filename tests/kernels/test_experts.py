@@ -313,28 +313,6 @@ def test_experts_with_one_order_of_columns(monkeypatch: pytest.MonkeyPatch) -> N
     close(experts.linear(x, packed, offsets, bias), x, packed, offsets, bias)
 
 
-def test_experts_cut_along_k_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank's columns of all experts, in products and in gradients."""
-    monkeypatch.setattr(experts, "runs_kernels", lambda device: True)
-    case, offsets = next(case for case in CASES if case.path.stem == "q4_0"), [0, 3, 3, 5]
-    packed = experts_of(case, 3, 24, 512).cut("K", 256, 512)
-    x = x_of(5, 256, torch.float16)
-    assert not any(tensor.is_contiguous() for tensor in packed.tensors.values())
-    for variable in (x, x.double().requires_grad_()):
-        out = experts.linear(variable, packed, offsets)
-        close(out.detach(), variable.detach(), packed, offsets, None)
-        copy = packed.dense
-        assert copy is not None and all(tensor.is_contiguous() for tensor in copy.packed.tensors.values())
-        with monkeypatch.context() as patch:
-            patch.setattr(PackedWeight, "apply", lambda *arguments: pytest.fail("copied again"))
-            assert torch.equal(experts.linear(variable, packed, offsets), out)
-            if variable.requires_grad:
-                [to_x] = torch.autograd.grad(out.sum(), variable)
-                rows = case.module.dequantize(packed.to("cpu"), torch.float64).unflatten(0, (3, 24)).sum(1)
-                torch.testing.assert_close(to_x.cpu(), rows[[0, 0, 0, 2, 2]])
-        assert packed.dense is copy
-
-
 def test_rows_of_no_expert_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows behind the last offset, of experts that others have; without `partial` they are a mistake."""
     packed = experts_of(CASES[0], 3, 128, 256)

@@ -84,7 +84,7 @@ def test_every_block_size(case: Case) -> None:
             params = {**case.choice, size: value}
             if not is_held(case, params):
                 continue
-            shape = next(shapes(case, (32, 64, 72), (96, 320, 512, 1024, 4096, 128), params))
+            shape = next(shapes(case, (32, 64, 72, 128), (96, 320, 512, 1024, 4096, 128), params))
             packed = random_packed(case, shape, params=params).decode_streams().to(DEVICE)
             assert_same(dequantized(packed).cpu(), case.module.dequantize(packed.to("cpu"), torch.float32), packed)
 
@@ -185,6 +185,7 @@ def has_codes(case: Case) -> bool:
 # bytes by six or hold parts of codes for unlike numbers of columns: their kernels work weight by weight.
 BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "int_group.marlin-bits4-group128-scale_typef16", "planes.planes",
              "planes.rows", "q6_k.planar", "nunchaku_int4.nunchaku-scale_typebf16", "qserve.qserve",
+             "flute.flute-group64-level_typef16",
              "int_group.trt_llm-bits4-group128-scale_typef16", "iq4_nl.iq4_nl_r4",
              *(f"q4_0.q4_0_{rows}" for rows in ("r8", "4_4", "4_8", "8_8")),
              *(f"int_group.planar-bits{bits}-group128-scale_typef16" for bits in (3, 5, 6, 7)),

@@ -135,7 +135,7 @@ def fixed_shape(case: Case, shape: tuple[int, int]) -> tuple[int, int]:
 
 def is_held(case: Case, params: Mapping[str, int | str]) -> bool:
     """Whether the storage has weights of these sizes: some are for several groups, or for whole ones in a step of columns."""
-    n, k = fixed_shape(case, (64, 4096))
+    n, k = fixed_shape(case, (128, 4096))
     return any(shapes(case, (n,), (k,), params))
 
 

@@ -21,7 +21,7 @@ from qdsl.analyze.check import spec_bits as oracle
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Spec, Tensor
 from qdsl.compiler.spec.tables import is_number
-from tests.support import grids, searches, slow_search
+from tests.support import grids, searches, slow_levels, slow_search
 from tests.support import slow_schemes as schemes
 from tests.support.slow_numbers import Codes, Scalar, Unread, magnitudes, nearest, value, width
 from tests.support.slow_schemes import bounds, stored_scale
@@ -212,7 +212,10 @@ class Reading:
         if self.spec.encode.name == "unit_level_nested":
             return self._nested(weight)
         if self.spec.encode.name == "kmeans":
-            return self._levels_of_blocks(weight, code, str(arguments["levels"]), arguments.get("importance"))
+            return slow_levels.of_blocks(self, weight, code, str(arguments["levels"]), arguments.get("importance"))
+        if self.spec.encode.name == "scaled_kmeans":
+            return slow_levels.of_all(self, weight, {role: str(name) for role, name in self.arguments.items()},
+                                      arguments.get("importance"))
         if self.spec.encode.name.startswith("least_squares"):
             return self._least_squares(weight, {role: str(name) for role, name in self.arguments.items()},
                                        arguments.get("importance"))
@@ -348,21 +351,6 @@ class Reading:
         return {roles["code"]: codes, roles["scale"]: np.array([code for coded, _ in pairs for code in coded]),
                 roles["super_scale"]: np.array([scale for _, scale in pairs]),
                 roles["offset"]: np.array(int(mean.view(np.uint32)))}
-
-    def _levels_of_blocks(self, weight: npt.NDArray[np.float32], code: str, levels: str, importance: Any) -> dict[str, Codes]:
-        """Codes, and the stored table of each block, of which a field's subscripts ahead of its last one tell."""
-        index = next(f for f in self.spec.fields if f.name.value == levels).typed.index[:-1]
-        blocks: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        for n, k in np.ndindex(*self.shape):
-            blocks.setdefault(tuple(oracle.evaluate(i, {**self.env, "n": n, "k": k}) for i in index), []).append((n, k))
-        fields = {code: np.zeros(self.shape, np.int64), levels: np.zeros(self.stored_tables[levels], np.int64)}
-        kinds = {"code": self.kind(code), "levels": self.kind(levels)}
-        for block, places in blocks.items():
-            counts = [1.0 if importance is None else float(importance[k]) for _, k in places]
-            chosen, fields[levels][block] = schemes.kmeans([weight[place] for place in places], counts, kinds)
-            for place, own in zip(places, chosen, strict=True):
-                fields[code][place] = own
-        return fields
 
     def _least_squares(self, weight: npt.NDArray[np.float32], roles: Mapping[str, str], importance: Any) -> dict[str, Codes]:
         """Fields of blocks by search over what decode makes of codes, signs and choices, and of scales that are steps."""

@@ -14,6 +14,7 @@ from qdsl.compiler.passes import compile_spec
 from qdsl.compiler.spec.model import Spec
 from qdsl.core.numbers import number
 from qdsl.runtime.format import Format
+from qdsl.runtime.weight import order
 from qdsl.runtime.weight.layout import PLANAR, Storage
 from qdsl.runtime.weight.match import torch_dtype
 
@@ -97,6 +98,18 @@ class Case:
             else:
                 fields[name] = random_values(kind, size, generator, base_3=name in digits)
         return fields
+
+
+    def moved(self, shape: Shape, seed: int = 0) -> dict[str, Tensor]:
+        """The index of columns in a random order, which the storage holds by that order; {} where it has none."""
+        variant, sizes = self.format.variant(self.params), self.format.sizes(self.params, shape)
+        groups = variant.index_groups
+        if not variant.storages[self.storage].order or groups is None:
+            return {}
+        size = groups.by(sizes)
+        index = order.index_of(torch.randperm(shape[1], generator=torch.Generator().manual_seed(seed)), size)
+        names = [name for name, field in variant.fields.items() if field.groups is not None]
+        return {} if torch.equal(index, order.in_order(index, size)) else dict.fromkeys(names, index)
 
 
 def random_values(kind: str, size: Sequence[int], generator: torch.Generator, base_3: bool = False) -> Tensor:

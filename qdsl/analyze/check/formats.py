@@ -102,6 +102,10 @@ def round_trip(case: Case) -> tuple[str, str]:
         for weight in (packed, again):
             if problem := _fields_problem(case, fields, weight.format.unpack(weight)):
                 return f"{list(shape)}: {problem}", ""
+        if moved := case.moved(shape, seed):
+            packed = case.format.pack({**fields, **moved}, storage=case.storage, **case.params)
+            if problem := _fields_problem(case, {**fields, **moved}, case.format.unpack(packed)):
+                return f"{list(shape)}, columns in an order of their own: {problem}", ""
     return "", f"fields survive pack, wrap and unpack at {', '.join(f'{n}x{k}' for n, k in shapes)}"
 
 

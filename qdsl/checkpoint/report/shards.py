@@ -232,9 +232,10 @@ def with_order(folder: Folder, layer: Layer) -> Layer:
         if format is None or (layout[name].dtype != "index" and layout[name].optional != name) or layer.experts is not None:
             continue
         data = folder.file(full).start(full, folder.entry(full).nbytes)
-        values = struct.unpack(f"<{len(data) // 4}i", data)
-        group = next(format.numbers(layer.params, layer.shape)[key] for key, axis in format.sizes.items() if axis == "K")
-        in_order = [place // (1 if layout[name].optional == name else group) for place in range(len(values))]
+        values = struct.unpack(f"<{len(data) // 2}H" if layout[name].dtype == "i16" else f"<{len(data) // 4}i", data)
+        sizes = format.numbers(layer.params, layer.shape)
+        group = 1 if layout[name].optional == name else next(sizes[key] for key, axis in format.sizes.items() if axis == "K")
+        in_order = [place // group for place in range(len(values))]
         if set(values) not in ({0}, {-1}) and list(values) != in_order:
             return replace(layer, act_order=True)
     return layer

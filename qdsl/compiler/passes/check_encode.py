@@ -224,6 +224,8 @@ def _check_entries(program: Program, call: g.Apply, roles: Mapping[str, str], pr
     if levels.table != (1 << code.bits,):
         problems.add(call.span, f"'{call.name}' needs a level for every code: '{levels.name}' has {levels.table[0]}, and "
                                 f"'{code.name}' is {code.kind}")
+    if "scale" in roles and levels.index:
+        problems.add(call.span, f"'{call.name}' chooses one table for all of the weight, and '{levels.name}' is of blocks")
 
 
 def _check_sums(program: Program, call: g.Apply, roles: Mapping[str, str], constants: Constants, problems: Problems) -> None:

@@ -108,13 +108,32 @@ def _fixed_values(program: Program, storage: model.Storage, problems: Problems) 
 
 
 def _check_order(program: Program, storage: model.Storage, values: Mapping[str, Index], problems: Problems) -> None:
-    """A storage has an order of columns only where one index field, whose value it fixes, says which columns share a group."""
+    """A storage has an order of columns only where one index field, whose value it fixes, says which columns share a group.
+
+    Tensors whose columns stay in order hold one field of [k], element by element.
+    """
+    for tensor in storage.tensors:
+        if tensor.unordered and storage.order is None:
+            problems.add(tensor.name.span, f"columns of '{tensor.name}' are in order, as all are in a storage without 'order'")
+        elif tensor.unordered and not _is_by_columns(tensor):
+            problems.add(tensor.name.span, f"'{tensor.name}' is no tensor [k<K] of a field [k]: only numbers of single columns "
+                                           "can stay in order")
     if storage.order is not None:
         moved = [field for field in program.fields if field.groups is not None and field.name in values]
         blocks = [field for field in program.fields if any("k" in at.names() and at != name("k") for at in field.index)]
         if len(moved) != 1 or blocks:
             problems.add(storage.order.span, "an order of columns is for a storage that gives an index field its value, which "
                                              "alone says which columns share one")
+
+
+def _is_by_columns(tensor: model.Tensor) -> bool:
+    """Whether a tensor is [k<K] with the record `field[k]`."""
+    digits = [digit for axis in tensor.shape.axes for digit in axis.digits] if tensor.shape is not None else []
+    items = [item for line in tensor.record for item in (*line.loops, *line.items)]
+    if len(digits) != 1 or len(items) != 1 or digits[0] is None or not isinstance(items[0], g.Item):
+        return False
+    names = [part.name if isinstance(part, g.Name) else "" for part in (digits[0].extent, *items[0].index)]
+    return names == ["K", digits[0].name]
 
 
 ELEMENTS = ("u8", "i8", "u16", "i16", "u32", "i32")              # integers that stored tensors hold

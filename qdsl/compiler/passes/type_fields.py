@@ -164,7 +164,9 @@ def _table(program: Program, item: SpecField) -> tuple[Index, ...]:
 
 
 def group_size(groups: Index) -> Index | None:
-    """The columns of a group, where there are ceil(K / size) groups."""
+    """The columns of a group, where there are ceil(K / size) groups, or K."""
+    if groups == name("K"):
+        return Index(1)
     if len(groups.terms) != 1 or groups.const or groups.terms[0][1] != 1 or groups.terms[0][0].op not in ("ceil", "exact"):
         return None
     columns, size = groups.terms[0][0].args
@@ -184,6 +186,9 @@ def _subscript(program: Program, item: SpecField, expr: g.Expr, problems: Proble
         return None
     if _is_flat(program, index):
         return index
+    if str(index) in _index_fields(program) and _extent(program, index) == name("K"):
+        problems.add(expr.span, f"'{index}' has a place for every column, so that '{item.name}' is a field of k")
+        return None
     inner = index
     if len(index.terms) == 1 and index.terms[0][1] == 1 and not index.const and index.terms[0][0].op == "div":
         inner, divisor = index.terms[0][0].args

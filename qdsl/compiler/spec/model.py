@@ -82,7 +82,7 @@ class Tensor:
     """One tensor of a storage.  `run` is the shorthand of record tensors: a record holds consecutive elements of that axis.
 
     `stream` is the entropy code that holds its elements, in tensors of its own.  seen: the shape that files give it.
-    inside: the stored tensor of which it is a section.
+    inside: the stored tensor of which it is a section.  unordered: its columns are in order in a storage that has an order.
     """
 
     name: Text
@@ -97,6 +97,7 @@ class Tensor:
     omitted: bool = False
     seen: tuple[Text, ...] = ()
     inside: Sectioned | None = None
+    unordered: bool = False
 
     @property
     def stored_name(self) -> Text:
@@ -110,7 +111,7 @@ class Storage:
 
     shape: the tensor that says N and K.  options: those of the encode scheme that its producers choose.  least: of dims.
     transient: it is made for a machine when a weight is loaded, and no file has it.
-    order: the tensor that may say in which order columns are stored.
+    order: the tensor that may say in which order columns are stored, and the type of its elements.
     """
 
     name: Text
@@ -122,6 +123,7 @@ class Storage:
     least: tuple[tuple[Text, int], ...] = ()
     transient: bool = False
     order: Text | None = None
+    order_type: str = "i32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ TENSOR_KEYS = {
     "omit": "true: a quantizer leaves the optional tensor out where its field has that value",
     "aliases": "other names that checkpoints use for the tensor",
     "seen": "the shape that files give the tensor, where it is not that of its axes",
+    "ordered": "false: columns in order, in a storage whose `order` moves those of other tensors",
     "stored": "a reversible operation between what the record packs and what the file holds",
     "stream": "the entropy code that holds the tensor's elements, and what its tensors are called",
     "sections": "in place of a record: what every row holds one after the other, each with its own type, axes and record",
@@ -347,13 +348,12 @@ class _Reader:
         for other in shapes[1:]:
             self.problems.add(other.span, f"'{other}' says N and K, as '{shapes[0]}' does")
         where, only = self.where(settings.get("where"))
-        order = self.text(settings.get("order"), "order")
-        order = order if order is not None and self.name(order, "tensor", _ANY_CASE) else None
+        order, order_type = self.order(settings.get("order"))
         holders = {tensor.inside.name.value: tensor.inside.name for tensor in tensors if tensor.inside is not None}
         self.unique([*(tensor.name for tensor in tensors), *holders.values(), *shapes, *([order] if order else [])])
         return Storage(name, where, tuple(tensors), only, shapes[0] if shapes else None,
                        self.encode_options(settings.get("encode")), self.least(settings.get("least")),
-                       self.is_transient(settings.get("transient")), order)
+                       self.is_transient(settings.get("transient")), order, order_type)
 
     def where(self, node: Node | None) -> tuple[_Fixed, _Allowed]:
         """What a storage fixes: expressions of one value, and lists of the values that parameters may have."""
@@ -375,6 +375,18 @@ class _Reader:
         """Options of the encode scheme that a storage chooses."""
         options = [(option, self.text(word, "an option's value")) for option, word in self.mapping(node, "encode")]
         return tuple((option, word) for option, word in options if word is not None)
+
+    def order(self, node: Node | None) -> tuple[Text | None, str]:
+        """The tensor of an order of columns and its type, i32 unless the spec says `NAME i16`."""
+        order = self.text(node, "order")
+        if order is None:
+            return None, "i32"
+        word, _, kind = order.value.partition(" ")
+        if kind not in ("", "i32", "i16"):
+            self.problems.add(order.span, f"an order of columns is i32 or i16, not {kind}")
+            return None, "i32"
+        order = Text(word, order.starts)
+        return (order if self.name(order, "tensor", _ANY_CASE) else None), kind or "i32"
 
     def is_transient(self, node: Node | None) -> bool:
         """Whether no file has the storage."""
@@ -427,6 +439,9 @@ class _Reader:
         omit = self.text(parts.get("omit"), "omit")
         if omit is not None and (omit.value != "true" or "optional" not in parts):
             self.problems.add(omit.span, "omit is true, for an optional tensor")
+        ordered = self.text(parts.get("ordered"), "ordered")
+        if ordered is not None and ordered.value != "false":
+            self.problems.add(ordered.span, "ordered is false, for a tensor whose columns are in order")
         stored = parts.get("stored")
         rules = stored.items if isinstance(stored, Sequence) else () if stored is None else (stored,)
         return Tensor(name, self.parsed(grammar.shape, self.text(parts.get("tensor"), "tensor")),
@@ -435,7 +450,7 @@ class _Reader:
                       self.aliases(parts.get("aliases")),
                       tuple(rule for item in rules if (rule := self.stored(item)) is not None),
                       self.parsed(grammar.call, self.text(parts.get("stream"), "stream")), omit is not None,
-                      self.seen(parts.get("seen")), inside)
+                      self.seen(parts.get("seen")), inside, ordered is not None)
 
     def counted(self, text: Text) -> bool:
         if not _INTEGER.match(text.value) or int(text.value) < 1:

@@ -1,12 +1,7 @@
 """Tensors with gaps between their rows, as those of a weight that was cut along K, copied once and not in every product.
 
-Kernels take no strides.  A copy moves twice the bytes that a product with one row of x reads, once; loads, instructions and
-alignment are then those of a weight that was never cut.  What it costs is memory: the shard's bytes, beside the whole weight,
-which the views keep alive.  Loaders copy shards to their rank, and cut nothing that stays.
-
-Strides as arguments would save that copy, and time of no product.  All rows of a weight that was cut along K lie as those of the
-whole: one number, its K, says every stride, and could be a constant None for all other weights.  It would be part of a weight's
-key in operations, plans and prepared launches, and an argument of all families of kernels.
+Kernels take no strides.  A stride for each plane is an argument of every launch and a register of every thread, also for the
+weights without gaps, which are nearly all: a checkpoint's own, and shards, which loaders copy to their rank anyway.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from qdsl.runtime.gpu import launch, plan
 from qdsl.runtime.gpu.call import Call
-from qdsl.runtime.gpu.dense import dense
 from qdsl.runtime.gpu.kernels import experts as kernels
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
 from qdsl.runtime.torch import ops
@@ -84,7 +83,7 @@ def _computed(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | 
     x, packed = as_stored(x, packed)                         # one order for all experts, as there is one index
     if runs_kernels(x.device):
         with torch.no_grad(), on_device(x.device):
-            packed, offsets = dense(packed), _as_tensor(offsets, x)
+            offsets = _as_tensor(offsets, x)
             if x.dtype == torch.float64:
                 return _by_batches(x if rows is None else x[rows], packed, offsets, bias)
             return _by_tiles(x, packed, offsets, bias, partial, n, rows)
@@ -101,7 +100,7 @@ def _computed_gradient(gradient: Tensor, packed: PackedWeight, offsets: Offsets)
     """Rows of gradients [M, N] times the weights of their experts: [M, K], without gradients; rows of no expert are 0."""
     if runs_kernels(gradient.device):
         with torch.no_grad(), on_device(gradient.device):
-            stored = dense(packed) if packed.order is None else packed.as_stored()
+            stored = packed if packed.order is None else packed.as_stored()
             out = _by_batches(gradient, stored, _as_tensor(offsets, gradient), None, transposed=True)
             return out if packed.order is None else out.index_select(1, order.places(packed.order))
     packed = packed.decode_streams()

@@ -81,7 +81,8 @@ def as_stored(x: Tensor, packed: PackedWeight) -> tuple[Tensor, PackedWeight]:
         return x, packed
     stored = packed.as_stored()
     if runs_kernels(x.device):
-        stored.plan = plan_of(packed)
+        own = plan_of(packed) if packed.layout.is_order_plain else packed.stored_plan or plan_of(stored)
+        stored.plan = packed.stored_plan = own
     return x.index_select(-1, packed.order), stored
 
 

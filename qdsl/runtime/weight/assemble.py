@@ -63,6 +63,7 @@ def check_columns(format: Format, name: str, tensor: Tensor, is_order: bool, sha
     groups = format.variant(params).index_groups
     assert groups is not None                                    # a format with an index or an order has groups
     count, size = groups.extent(*shape, sizes) or 0, groups.by(sizes)
+    tensor = order.columns(tensor) if is_order else tensor
     if why := order.wrong_order(tensor, size) if is_order else order.wrong_index(tensor, count):
         raise FormatError(f"{format.name}: '{name}' {why}")
     return torch.equal(tensor, order.in_order(tensor, 1 if is_order else size))

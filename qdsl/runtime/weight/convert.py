@@ -33,6 +33,7 @@ def convert(format: Format, packed: PackedWeight, storage: str) -> dict[str, Ten
     other = PackedWeight(format, storage, {}, packed.shape, packed.params)
     index = {name for name, field in packed.variant.fields.items() if field.groups is not None}
     fixed = {*other.layout.where} - {*packed.layout.where} - index             # what the other storage holds one value of
+    fixed |= {layout.order for layout in (packed.layout, other.layout) if packed.order is not None and not layout.is_order_plain}
     tensors = ({} if fixed else by_words(format, packed, other)) or by_fields(format, packed, other)
     left = omitted(packed, other.layout)
     return {name: tensor for name, tensor in tensors.items() if name not in left}

@@ -14,7 +14,7 @@ from qdsl.runtime.weight.defaults import default_field, is_default
 from qdsl.runtime.weight.errors import stream_errors
 from qdsl.runtime.weight.gather import group_size
 from qdsl.runtime.weight.layout import Storage, Variant
-from qdsl.runtime.weight.match import torch_dtype
+from qdsl.runtime.weight.match import stored_dtype, torch_dtype
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, shape_tensor
 from qdsl.runtime.weight.wrap import unfilled
 
@@ -27,7 +27,8 @@ def unpack(packed: PackedWeight) -> dict[str, Tensor]:
     if packed.has_branch:
         return {**unpack(packed.base), **branches.fields(packed)}
     packed = packed.decode_streams()
-    fields = bfloat16.fields_of(packed, (packed.tensors.get(name) for name in packed.layout.coded))
+    stored = packed if packed.order is None else packed.as_stored()
+    fields = bfloat16.fields_of(stored, (stored.tensors.get(name) for name in packed.layout.coded))
     if packed.order is None:
         return fields
     fields = _moved(packed.variant, fields, order.places(packed.order))
@@ -60,10 +61,12 @@ def pack(format: Format, fields: Mapping[str, Tensor], storage: str | None, para
         _check_field(format, variant, key, field, shape, sizes, chosen)
     others = {key: present.pop(key) for key in layout.where if key in present}
     extra: dict[str, Tensor] = {}
+    columns: Tensor | None = None
     for key, field in others.items():
         if not is_default(variant, key, field, sizes):
             extra = _order_of(format, layout, name, key, field, shape, chosen)
-            present = _moved(variant, present, extra[layout.order])
+            columns = order.columns(extra[layout.order])
+            present = _moved(variant, present, columns)
     present |= {key: default_field(format, variant, key, shape, chosen, next(iter(present.values())).device)
              for key in layout.always if key not in present}
     stored = [key for key in variant.fields if key not in layout.where]
@@ -73,7 +76,9 @@ def pack(format: Format, fields: Mapping[str, Tensor], storage: str | None, para
     check_shape(format, name, layout.decoded, shape, sizes, present)
     extents = {**sizes, "N": shape[0], "K": shape[1]}
     arranged = bfloat16.tensors_of(variant, layout, {key: present.get(key) for key in stored}, extents)
-    tensors = {key: arranged[key].contiguous() for key in layout.decoded.tensors if key in arranged}
+    places = order.places(columns) if columns is not None and layout.unordered else None
+    tensors = {key: (arranged[key] if places is None or key not in layout.unordered else arranged[key][places]).contiguous()
+               for key in layout.decoded.tensors if key in arranged}
     with stream_errors(format.name):
         tensors = streams.encode(layout, tensors, shape) if layout.streams else tensors
     if layout.shape:
@@ -96,7 +101,7 @@ def _order_of(format: Format, layout: Storage, storage: str, name: str, field: T
     assert variant.index_groups is not None
     if why := order.uneven(field, variant.index_groups.by(format.sizes(params, shape))):
         raise FormatError(f"{format.name}.{storage} cannot hold '{name}', because it stores columns by groups: {why}")
-    return {layout.order: order.by_groups(field)}
+    return {layout.order: order.by_groups(field).to(stored_dtype(layout.tensors[layout.order].dtype))}
 
 
 def _dtype_params(format: Format, fields: Mapping[str, Tensor]) -> dict[str, int | str]:

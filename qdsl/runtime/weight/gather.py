@@ -64,7 +64,7 @@ def plan(source: Source, sizes: Mapping[str, int]) -> Gather:
     for name, field in variant.fields.items():
         elements[name] = []
         for place, axis in enumerate(field.axes):
-            if groups is not None and taken is not None and axis.text == groups.text:
+            if groups is not None and taken is not None and axis.text == groups.text != "K":
                 elements[name].append((place, taken))
             elif axis.dim in ("N", "K", "N*K"):
                 elements[name].append((place, _elements(source, sizes, name, axis)))

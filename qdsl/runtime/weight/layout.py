@@ -276,7 +276,8 @@ class Storage:
     not, although other storages may leave them out; omits: those that a quantizer leaves out where they have their default.
     reads, extents: which of N, K and the size parameters unpack and pack take.  whole: no row lies by itself, so that nothing
     can be cut.
-    order: the tensor that may say in which order columns are stored (runtime/weight/order.py); all else then is of that weight.
+    order: the tensor that may say in which order columns are stored (runtime/weight/order.py); all else then is of that weight,
+    but for the tensors [K] in `unordered`, whose columns are in order.
     streams: tensors that unpack takes and pack makes, and that the storage holds in an entropy code.
     shape: the tensor that says N and K, int64 [2].  options: those of `encode` that its producers choose.
     least: of axes, the fewest elements that a weight here has.  fixed: N or K, where all weights have the same.
@@ -300,6 +301,12 @@ class Storage:
     fixed: Mapping[str, int] = field(default_factory=dict)
     streams: Mapping[str, Stream] = field(default_factory=dict)
     factor: str = ""
+    unordered: tuple[str, ...] = ()
+
+    @property
+    def is_order_plain(self) -> bool:
+        """Whether weights have their tensors as kernels take them next to an order, int32, in which x is brought first."""
+        return not self.unordered and (not self.order or self.tensors[self.order].dtype == "i32")
 
     @property
     def decoded(self) -> Storage:

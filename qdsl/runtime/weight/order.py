@@ -14,6 +14,11 @@ from torch import Tensor
 from qdsl.runtime.weight.arrays import cdiv
 
 
+def columns(tensor: Tensor) -> Tensor:
+    """A stored order, int32 or int16 [K], as int32: the bits of 16 are those of columns up to 65535."""
+    return tensor if tensor.dtype == torch.int32 else tensor.to(torch.int32) & 0xFFFF
+
+
 def uneven(index: Tensor, size: int) -> str:
     """Why columns with this index, int [K], cannot be stored by groups of `size`; '' where they can."""
     if index.is_meta:

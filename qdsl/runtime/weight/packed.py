@@ -13,7 +13,7 @@ from qdsl.core.borders import UNITS
 from qdsl.core.shapes import Axis, granule
 from qdsl.core.stored import Stored
 from qdsl.runtime.gpu.triton import on_device, runs_kernels
-from qdsl.runtime.weight import algebra, branches, streams
+from qdsl.runtime.weight import algebra, branches, order, streams
 from qdsl.runtime.weight.device_dtypes import dtype_on, moved
 from qdsl.runtime.weight.errors import FormatError as FormatError
 from qdsl.runtime.weight.errors import UnrepresentableValue as UnrepresentableValue
@@ -67,6 +67,7 @@ class PackedWeight:
         self._base: PackedWeight | None = None
         self.plan: Plan | None = None                            # these two products keep for the next one, of `base`; they
         self.dense: Dense | None = None                          # are neither pickled nor derived
+        self.stored_plan: Plan | None = None                     # of the weight that as_stored() returns
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The constructor's arguments; the format implies all other attributes."""
@@ -101,7 +102,8 @@ class PackedWeight:
     def order(self) -> Tensor | None:
         """int32 [K], column order[j] of the weight is stored at place j; None where columns are stored as they come."""
         name = self.layout.order
-        return self.tensors.get(name) if name and name not in self.in_order else None
+        tensor = self.tensors.get(name) if name and name not in self.in_order else None
+        return None if tensor is None else order.columns(tensor)
 
     @property
     def base(self) -> PackedWeight:
@@ -120,7 +122,9 @@ class PackedWeight:
 
     def as_stored(self) -> PackedWeight:
         """The weight whose columns come as they are stored: that of the tensors without their order."""
-        return self.derive({name: tensor for name, tensor in self.tensors.items() if name != self.layout.order})
+        columns, unordered = self.order, self.layout.unordered
+        return self.derive({name: tensor if columns is None or name not in unordered else tensor.index_select(0, columns)
+                            for name, tensor in self.tensors.items() if name != self.layout.order})
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> PackedWeight:
         """The same weight with a function applied to every tensor; dtypes and shapes must stay."""
@@ -302,7 +306,9 @@ class PackedWeight:
             return whole, "it stores rows one after the other, so only rows can be cut"
         for name in self._indices if dim == "K" else ():
             if name not in self.in_order and not self.tensors[name].is_meta:     # on meta columns are taken to be in order
-                return whole, f"'{name}' puts columns into groups all over K (act-order); only rows can be cut"
+                groups = self.variant.index_groups
+                into = " into groups all over K (act-order)" if groups is None or groups.text != "K" else " all over K"
+                return whole, f"'{name}' puts columns{into}; only rows can be cut"
         axes = [axis for name in self.tensors for axis in self.layout.tensors[name].axes]
         if dim == "K" and any(axis.sections for axis in axes):
             return whole, "its rows have sections, so only rows can be cut"

@@ -92,7 +92,7 @@ def _tensors(program: Program) -> dict[str, dict[str, Any]]:
         stream = sections[0].stream
         tensors |= _coded(stream) if stream else {name: _tensor(program, sections)}
     if order := _authored(program).order:
-        tensors[order.value] = {"dtype": "i32", "axes": ["K"], "optional": order.value}
+        tensors[order.value] = {"dtype": _authored(program).order_type, "axes": ["K"], "optional": order.value}
     tensors |= dict(branch_shapes(program))
     shape = _authored(program).shape
     return tensors if shape is None else {**tensors, shape.value: {"dtype": "shape", "axes": ["2"]}}

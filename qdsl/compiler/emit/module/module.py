@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import qdsl
@@ -89,7 +89,7 @@ def module(programs: Sequence[Program]) -> dict[str, str]:
         files[f"{name}/{module}.py"] = _finish(lines)
     different = [part.params for part in parts]
     header = _header([program for program in programs if program.params in different])
-    lines = [*header, "from qdsl.runtime import Format", "", f"from . import {', '.join(modules)}", "",
+    lines = [*header, "from qdsl.runtime import Format", "", *_variants_imported(modules), "",
              *_format(parts, by, programs)]
     files[f"{name}/__init__.py"] = _finish(lines)
     return files
@@ -103,6 +103,12 @@ def _finish(lines: Sequence[str]) -> str:
     text = "\n".join(row.rstrip() for line in lines for row in folded(line)) + "\n"
     compile(text, "", "exec")                                    # a generator that writes no Python has a bug
     return text
+
+
+def _variants_imported(modules: Iterable[str]) -> list[str]:
+    """The import of the modules of a package, in parentheses where a line does not hold it."""
+    plain = f"from . import {', '.join(modules)}"
+    return [plain] if len(plain) <= 140 else wrapped("from . import (", modules, ")")
 
 
 # -- variants ---------------------------------------------------------------------------------------------------------

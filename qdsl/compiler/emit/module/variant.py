@@ -102,7 +102,7 @@ def _storage(program: Program, reference: Reference, moves: bool, always: Sequen
         stream = tensors[0].stream
         lines += _coded(stream) if stream else [f'    "{name_in_files}": {_stored(program, tensors, moves)},']
     order, shape = order_name(program), _authored(program).shape
-    lines += [f'    "{order}": Stored("i32", "K", optional="{order}"),'] if order else []
+    lines += [f'    "{order}": Stored("{_authored(program).order_type}", "K", optional="{order}"),'] if order else []
     lines += [f'    "{shape}": Stored("shape", "2"),'] if shape else []
     return [*lines, *wrapped("}, kernels=Kernels(", _kernels(program), ")),", level=2)]
 
@@ -164,6 +164,7 @@ def _more_arguments(program: Program, reference: Reference, always: Sequence[str
     omitted = [tensor.placements[0].field for tensor in program.tensors if tensor.omitted]
     fewest = [f"{quoted(axis_text(program.dims[key.value]))}: {extent}" for key, extent in authored.least]
     options = [f"{quoted(key.value)}: {_option(word.value)}" for key, word in authored.options]
+    unordered = [tensor.name.value for tensor in authored.tensors if tensor.unordered]
     reads, extents = reference.unpack_extents, reference.pack_extents
     streams = [f"{quoted(tensor.name)}: {_stream(program, tensor, tensor.stream)}" for tensor in program.tensors if tensor.stream]
     arguments = [f"where={tupled(list(program.where))}" if program.where else "",
@@ -176,6 +177,7 @@ def _more_arguments(program: Program, reference: Reference, always: Sequence[str
             f"extents={tupled(extents)}" if extents else "",
             "whole=True" if _is_whole(program) else "",
             f'order="{order}"' if order else "",
+            f"unordered={tupled(unordered)}" if unordered else "",
             f"streams={{{', '.join(streams)}}}" if streams else "",
             f'shape="{authored.shape}"' if authored.shape else "",
             f'factor="{program.affine.columns}"' if program.affine is not None and program.affine.columns

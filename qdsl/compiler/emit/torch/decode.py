@@ -295,7 +295,7 @@ def _gathers(fields: Sequence[Field], optional: Collection[str]) -> list[str]:
                      for name in names]
             taken = [f"{name} if {name} is None else {text}" if name in optional else text
                      for name, text in zip(names, taken, strict=True)]
-            lines += [f"if {index.name} is not None:", f"    {', '.join(names)} = {', '.join(taken)}"]
+            lines += [f"if {index.name} is not None:", f"    {', '.join(names)} = {', '.join(taken)}"] if names else []
     return lines
 
 

@@ -219,7 +219,8 @@ def _lanes(field: Field, tensor: Tensor, cuts: Cut, records: Chain, lines: list[
                      f"{one.text}.contiguous()" if apart else one.text, taken)
         sources = {cuts.skips[0]: Chain(name, one.labels)}
     texts = [_extract(sources[lane.skip].text, lane, cuts) for lane in cuts.lanes]
-    narrow = ".to(torch.uint8)" if cuts.container > 1 and field.bits <= 8 else ""
+    narrow = ".to(torch.uint8)" if cuts.container > 1 and field.bits <= 8 else \
+        ".to(torch.int32)" if cuts.container > 3 and field.bits > 8 else ""       # `integer` makes int64 of more than 3 bytes
     if len(texts) == 1:
         return Chain(f"{'first_trit' if cuts.part.places else ''}({texts[0]}){narrow}", one.labels)
     place = _place(one.labels[:-1] if is_transposed else one.labels, cuts.bits[0])

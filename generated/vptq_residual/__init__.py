@@ -1,0 +1,47 @@
+"""vptq_residual: VPTQ, indices of vectors and of residuals, columns in an order of their own.
+
+    w = round(round(round(cb[q, n % rows] + rs[r, n % rows], type) * a, type) + b, type)
+    float32, rounded after each operation
+
+    p      index into K groups [K]
+    cb     type    [65536, 8]
+    rs     type    [256, 8]
+    a      type    [K]
+    b      type    [K]
+    q      u{bits} [N/8, K]
+    r      u{more} [N/8, K]
+
+    vptq: 3.00392 bits per weight at bits = 16, more = 8, rows = 8, 1.50392 at 16, 8, 16, 4.00781 at 16, 16, 8, 2.00781
+        at 16, 16, 16, 2 at 8, 8, 8, 1 at 8, 8, 16, 3.00392 at 8, 16, 8, 1.50392 at 8, 16, 16
+
+Built from the spec vptq_residual (sha256 ff03baf4ea95b597) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+from qdsl.runtime import Format
+
+from . import (bits_16_more_8_rows_8, bits_16_more_8_rows_16, bits_16_more_16_rows_8, bits_16_more_16_rows_16,
+        bits_8_more_8_rows_8, bits_8_more_8_rows_16, bits_8_more_16_rows_8, bits_8_more_16_rows_16)
+
+FORMAT = Format(
+    name="vptq_residual", title="VPTQ, indices of vectors and of residuals, columns in an order of their own",
+    source="VPTQ vptq/layers/vqlinear.py VQuantLinear, vptq/utils/pack.py pack_index, vptq/ops/quant_gemm.py dequant; one codebook",
+    formula="round(round(round(cb[q, n % rows] + rs[r, n % rows], type) * a, type) + b, type)",
+    by=("bits", "more", "rows",),
+    variants={
+        (16, 8, 8,): bits_16_more_8_rows_8.VARIANT,
+        (16, 8, 16,): bits_16_more_8_rows_16.VARIANT,
+        (16, 16, 8,): bits_16_more_16_rows_8.VARIANT,
+        (16, 16, 16,): bits_16_more_16_rows_16.VARIANT,
+        (8, 8, 8,): bits_8_more_8_rows_8.VARIANT,
+        (8, 8, 16,): bits_8_more_8_rows_16.VARIANT,
+        (8, 16, 8,): bits_8_more_16_rows_8.VARIANT,
+        (8, 16, 16,): bits_8_more_16_rows_16.VARIANT,
+    },
+    params={"bits": (16, 8), "more": (8, 16), "rows": (8, 16), "type": ("bf16", "f16")},
+    digest="ff03baf4ea95b597",
+)
+SPEC = FORMAT.spec
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding
