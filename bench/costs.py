@@ -111,17 +111,18 @@ def _narrowed(call: Call, floats: tuple[torch.Tensor, ...]) -> Call:
 
 
 def row(call: Call, arch: str) -> list[float]:
-    """The fields of a Cost, rounded; rows only of a `dequantize` that has a loop.
+    """The fields of a Cost, rounded; rows only of a `dequantize` that has a loop, and spills where there are any.
 
-    Raises AnalyzeError for `skinny` with 16 rows of x that spills: plans take no such kernel without counts.
+    Raises AnalyzeError for `skinny` with 16 rows of x, or `tile_gemm` with 64, that spills: plans need counts to take these.
     """
     counts = report(call, arch)
-    if counts.spills and call.family == "skinny" and call.constants.get("BM") == 16:
-        raise AnalyzeError(f"{counts.spills} spills with 16 rows of x")
+    if counts.spills and call.constants.get("BM", 8) == {"skinny": 16, "tile_gemm": 64}.get(call.family):
+        raise AnalyzeError(f"{counts.spills} spills with {call.constants['BM']} rows of x")
     cost = cost_of(counts)
     values = [*astuple(cost)[:4], *(round(value) for value in (cost.trip, cost.fixed, cost.chain)), round(cost.chain_loads, 2),
               round(cost.start), round(cost.start_loads, 2)]
-    return [*values, counts.weights / SHAPE[1]] if counts.has_loop and "x" not in call.kernel.arg_names else values
+    rows = counts.weights / SHAPE[1] if counts.has_loop and "x" not in call.kernel.arg_names else 0
+    return [*values, rows, counts.spills] if counts.spills else [*values, rows] if rows else values
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from qdsl.encode import ternary
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
         as_type, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -108,13 +108,12 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a row adds up to, with w = s * (q - 1.0)."""
     s, = fields
     if BASE is not None:                             # else operands have no zero point any more
         sum += (-1.0 - BASE) * ones
-    sum *= s
-    return sum
+    return lanes.plus(total, sum * s)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 from qdsl.encode import unit_absmax
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8,
         as_float, as_type, pad, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm, w8a8
+from qdsl.runtime.gpu.kernels import bitplanes, lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -79,13 +79,12 @@ def _decode_bitsandbytes(tensors, n, k, live, N, K, sizes, use: tl.constexpr, st
 
 
 @triton.jit
-def _finish_bitsandbytes(fields, sum, ones, BASE: tl.constexpr):
+def _finish_bitsandbytes(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a row adds up to, with w = 0.007874015718698502 * s * q."""
     s, = fields
     if BASE != 0:
         sum -= BASE * ones
-    sum *= 0.007874015718698502 * s
-    return sum
+    return lanes.plus(total, sum * (0.007874015718698502 * s))
 
 
 @triton.jit
@@ -109,13 +108,12 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a row adds up to, with w = 0.007874015718698502 * s * q."""
     s, = fields
     if BASE != 0:
         sum -= BASE * ones
-    sum *= 0.007874015718698502 * s
-    return sum
+    return lanes.plus(total, sum * (0.007874015718698502 * s))
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

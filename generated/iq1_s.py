@@ -21,7 +21,7 @@ from torch import Tensor
 from qdsl.encode import grid_shifts
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table,
         Variant, as_float, as_type, integer, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -289,14 +289,12 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = (2.0 * d * sc + d) * q - 0.5 * d * down * sc - 0.25 * d * down - 1.75 * d * sc - 0.875 * d."""
     d, sc, down = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= 2.0 * d * sc + d
-    sum += ones * (-0.5 * d * down * sc - 0.25 * d * down - 1.75 * d * sc - 0.875 * d)
-    return sum
+    factor = 2.0 * d * sc + d
+    total = lanes.plus(total, sum * factor)
+    return total + ones * lanes.offset(-0.5 * d * down * sc - 0.25 * d * down - 1.75 * d * sc - 0.875 * d, factor, BASE)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor
 from qdsl.encode import grid_signs
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table,
         Variant, as_float, as_type, integer, joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, skinny
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -210,13 +210,12 @@ def _table_planar(g, N, F: tl.constexpr):
 
 
 @triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = (0.25 * d * sc + 0.125 * d) * levels[q]."""
     d, sc = fields
     if BASE != 0:
         sum -= BASE * ones
-    sum *= 0.25 * d * sc + 0.125 * d
-    return sum
+    return lanes.plus(total, sum * (0.25 * d * sc + 0.125 * d))
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

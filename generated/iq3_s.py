@@ -21,7 +21,7 @@ from torch import Tensor
 from qdsl.encode import grid_signs
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table,
         Variant, as_float, as_type, empty, joined, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -178,12 +178,11 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = (4.0 * d * sc + 2.0 * d) * (q - 7.5)."""
     d, sc = fields
     sum += (-7.5 - BASE) * ones
-    sum *= 4.0 * d * sc + 2.0 * d
-    return sum
+    return lanes.plus(total, sum * (4.0 * d * sc + 2.0 * d))
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor
 from qdsl.encode import grid_signs
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table,
         Variant, as_float, as_type, integer)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -179,13 +179,12 @@ def _table_planar(g, N, F: tl.constexpr):
 
 
 @triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = (0.5 * d * sc + 0.25 * d) * levels[q]."""
     d, sc = fields
     if BASE != 0:
         sum -= BASE * ones
-    sum *= 0.5 * d * sc + 0.25 * d
-    return sum
+    return lanes.plus(total, sum * (0.5 * d * sc + 0.25 * d))
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import Tensor
 from qdsl.encode import kquant_levels
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
         as_type, empty, joined, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -153,11 +153,10 @@ def _table_planar(g, N, F: tl.constexpr):
 
 
 @triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = (d * sc - 32.0 * d) * levels[q]."""
     d, sc = fields
-    sum *= d * sc - 32.0 * d
-    return sum
+    return lanes.plus(total, sum * (d * sc - 32.0 * d))
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 from qdsl.encode import absmax_level
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
         as_type, empty, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e8m0h
 
@@ -115,11 +115,10 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = 2.0 * e * q."""
     e, = fields
-    sum *= 2.0 * e
-    return sum
+    return lanes.plus(total, sum * (2.0 * e))
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

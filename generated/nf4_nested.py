@@ -21,7 +21,7 @@ from torch import Tensor
 from qdsl.encode import unit_level_nested
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
         as_type, joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -204,11 +204,10 @@ def _table_planar(g, N, F: tl.constexpr):
 
 
 @triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = (steps[s] * t + o) * levels[q]."""
     s, t, o = fields
-    sum *= s * t + o
-    return sum
+    return lanes.plus(total, sum * (s * t + o))
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

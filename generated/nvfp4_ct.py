@@ -22,7 +22,7 @@ from torch import Tensor
 from qdsl.encode import nested_absmax
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type,
         joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny
+from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e4m3
 
@@ -118,11 +118,10 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _finish_planar(fields, sum, ones, BASE: tl.constexpr):
+def _finish_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a row adds up to, with w = s / g * q."""
     g_, = fields
-    sum *= 1.0 / g_
-    return sum
+    return lanes.plus(total, sum * (1.0 / g_))
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 from qdsl.encode import meansign
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
         as_type, empty, joined, pad, spread)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -121,12 +121,11 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = 2.0 * d * (q - 0.5)."""
     d, = fields
     sum += (-0.5 - BASE) * ones
-    sum *= 2.0 * d
-    return sum
+    return lanes.plus(total, sum * (2.0 * d))
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

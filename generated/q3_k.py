@@ -20,7 +20,7 @@ from torch import Tensor
 from qdsl.encode import kquant_signmax
 from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
         as_type, empty, pad)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -162,12 +162,11 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = (d * sc - 32.0 * d) * (q - 4.0)."""
     d, sc = fields
     sum += (-4.0 - BASE) * ones
-    sum *= d * sc - 32.0 * d
-    return sum
+    return lanes.plus(total, sum * (d * sc - 32.0 * d))
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch import Tensor
 from qdsl.encode import float_middle
 from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
         cdiv, empty, joined, pad, spread, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -366,14 +366,11 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = s * q - 8.0 * s + z."""
     s, z = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= s
-    sum += ones * (-8.0 * s + z)
-    return sum
+    total = lanes.plus(total, sum * s)
+    return total + ones * lanes.offset(-8.0 * s + z, s, BASE)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

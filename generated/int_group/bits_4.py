@@ -684,13 +684,12 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = s * (q - z)."""
     s, z = fields
     if BASE is not None:                             # else operands have no zero point any more
         sum += lanes.shifted(-z, BASE) * ones
-    sum *= s
-    return sum
+    return lanes.plus(total, sum * s)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

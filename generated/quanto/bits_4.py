@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
         pad, spread, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -111,14 +111,11 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 @triton.jit
-def _scale_planar(fields, sum, ones, BASE: tl.constexpr):
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = s * q - z."""
     s, z = fields
-    if BASE != 0:
-        sum -= BASE * ones
-    sum *= s
-    sum += ones * (-z)
-    return sum
+    total = lanes.plus(total, sum * s)
+    return total + ones * lanes.offset(-z, s, BASE)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------

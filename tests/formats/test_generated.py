@@ -180,11 +180,11 @@ def test_functions_that_formats_share_have_the_lines_they_are_chosen_by() -> Non
                  if isinstance(node, ast.FunctionDef)]
     lines = {}
     for function in functions:
-        _, values, *body, result = function.body                 # behind the docstring
+        _, values, *body = function.body                         # behind the docstring
         names = ast.unparse(values).removesuffix(" = fields").strip("()").replace(",", " ").split()
         text = "\n".join(map(ast.unparse, body))
         for place, name in enumerate(names):
             text = re.sub(rf"\b{name}\b", f"${place}", text)
-        assert ast.unparse(result) == "return sum" and ast.get_docstring(function)
+        assert ast.get_docstring(function)
         lines[tuple(text.split("\n"))] = function.name
     assert lines == SHARED

@@ -61,6 +61,8 @@ GATES = (
     Gate("int8_channel", "safetensors", 1, (("f16", 2.1), ("bf16", 2.9))),
     Gate("fp8_block", "safetensors", 1, (("f16", 2.5), ("bf16", 3.0))),
     Gate("q4_k", "planar", 1, (("f16", 1.9),)),
+    Gate("q4_k", "planar", 8, (("bf16", 3.7),)),
+    Gate("q4_k", "planar", 64, (("bf16", 10.3),), archs=("sm_90",)),
     Gate("q4_k", "gguf", 1, (("f16", 2.0), ("bf16", 2.2))),
     Gate("q6_k", "planar", 1, (("f16", 2.8),)),
     Gate("iq4_nl", "planar", 1, (("f16", 2.6), ("bf16", 2.6))),
@@ -68,6 +70,7 @@ GATES = (
     Gate("nf4", "planar", 1, (("f16", 3.2), ("bf16", 3.2))),
     Gate("bnb_fp4", "planar", 1, (("f16", 2.7), ("bf16", 2.7))),
     Gate("iq3_xxs", "planar", 1, (("f16", 2.6), ("bf16", 2.6))),
+    Gate("mxfp4", "planar", 1, (("bf16", 2.8),)),
     Gate("int4_rows", "planar", 16, (("f16", 2.8), ("bf16", 2.8)), archs=("sm_90",)),
     Gate("int4_channel", "planar", 128, (("f16", 3.0), ("bf16", 3.0)), archs=("sm_90",), shape=(28672, 8192)),
     # A scale in the operand would make it 2.6, and overflow float16 from code * scale = 65520 on; sums do not.

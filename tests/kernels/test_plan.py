@@ -99,6 +99,35 @@ def test_sixteen_rows_of_x_where_they_are_counted() -> None:
     assert counted
 
 
+def test_sixty_four_rows_of_x_and_short_groups() -> None:
+    """`tile_gemm` takes them at once in the configurations of the table; of groups of 128 columns in all."""
+    for packed, are_short in ((q4_k.FORMAT.empty((4096, 4096), "planar", "meta"), True),
+                              (int_group.FORMAT.empty((4096, 4096), "planar", "meta", bits=4), False)):
+        entry = costs.table()["sm_90"][costs.storage_key(packed)]
+        wide = {option.candidate.config["R"] for option in choice_for(packed, 64, GPUS["h200"]).options
+                if option.candidate.kind == "tile_gemm" and option.candidate.config["BM"] == 64}
+        assert wide == {r for r in (1, 2) if not are_short or f"tile_gemm R={r} 64" in entry}
+        assert not are_short or wide == {1}
+
+
+def test_no_kernel_that_spills_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the table: the shipped one, and one in which R = 2 spills everywhere."""
+    packed = q4_0.FORMAT.empty((4096, 4096), "planar", "meta")
+    kernels = costs.table()["sm_90"]["q4_0.planar"]
+    spilling = {key: [*row, 0, 7] if "R=2" in key else row for key, row in kernels.items()}
+    lanes = ("gemv", "skinny", "tile_gemm")
+    rows = {"gemv": 1, "skinny": 8, "tile_gemm": 64}
+
+    def launched(m: int) -> set[str]:
+        return {costs.config_key(way.kind, *costs.configuration(way.config))
+                for way in plan.candidates(packed, m, BF16, META) if way.kind in lanes}
+
+    with configure.assumed(9, 132, GPUS["h200"]):
+        assert {"gemv R=2", "skinny R=2", "tile_gemm R=2 32"} <= {key for m in rows.values() for key in launched(m)}
+        monkeypatch.setattr(costs, "table", lambda: {"sm_90": {"q4_0.planar": spilling}})
+        assert not any("R=2" in key for m in rows.values() for key in launched(m))
+
+
 def test_sizes_that_a_chunk_is_no_multiple_of() -> None:
     """Groups of 96 columns are left to the kernels for any storage; those of other sizes have all kernels."""
     for group, served in ((128, True), (32, True), (-1, True), (96, False)):

@@ -237,14 +237,19 @@ def _many(m: int, n: int, device: torch.device) -> dict[str, int]:
 
 def most_columns(packed: PackedWeight) -> int:
     """Rows of x that a program of kernel `tile_gemm` may take, the columns of its tile."""
+    return 128 if is_tall(packed) else 64
+
+
+def has_short_groups(packed: PackedWeight) -> bool:
+    """Whether fewer columns than a chunk share the numbers of a group, whose sums take more registers."""
     kernels = packed.layout.kernels.matrix_unit
-    return 128 if is_tall(packed) else 64 if kernels is None or min(kernels.sizes(packed.sizes), default=128) >= 128 else 32
+    return kernels is not None and min(kernels.sizes(packed.sizes), default=128) < 128
 
 
 def is_tall(packed: PackedWeight) -> bool:
     """Whether a program of kernel `tile_gemm` may take 128 rows of x."""
     kernels = packed.layout.kernels.matrix_unit
-    return kernels is not None and kernels.tall and min(kernels.sizes(packed.sizes), default=128) >= 128
+    return kernels is not None and kernels.tall and not has_short_groups(packed)
 
 
 def _tall(m: int, n: int, k: int, device: torch.device) -> list[dict[str, int]]:

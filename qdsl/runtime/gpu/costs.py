@@ -66,7 +66,8 @@ class Cost:
     trip, fixed: cycles for which a warp occupies its scheduler's busiest pipe, in a trip and outside of the loop.
     chain, chain_loads: the dependence chain of a trip, of a warp that runs alone: cycles, and latencies of memory.
     start, start_loads: the same outside of the loop.  rows: of w, or the part of one, that a program of `dequantize` takes which
-    has a loop; 0 of the others, whose grid is that of the launch, or whose program takes a step.
+    has a loop; 0 of the others, whose grid is that of the launch, or whose program takes a step.  spills: instructions that move
+    registers to or from local memory.
     """
 
     registers: int
@@ -80,6 +81,7 @@ class Cost:
     start: float
     start_loads: float
     rows: float = 0.0
+    spills: float = 0.0
 
 
 # Where the table has no entry: rounded from the median of its entries of that kind.
@@ -269,11 +271,12 @@ def counted_on(storage: str, kind: str, arch: str) -> str | None:
                  if any(key.split()[0] == kind for key in table().get(name, {}).get(storage, ()))), None)
 
 
-def is_counted(packed: PackedWeight, candidate: Candidate, arch: str) -> bool:
-    """Whether the table has counts of a candidate's own configuration, other numbers of warps aside."""
+def own_cost(packed: PackedWeight, candidate: Candidate, arch: str) -> Cost | None:
+    """The table's counts of a candidate's own configuration, other numbers of warps aside; None where it has none."""
     storage = storage_key(packed)
     counted = counted_on(storage, candidate.kind, arch)
-    return counted is not None and config_key(candidate.kind, *configuration(candidate.config)) in table()[counted][storage]
+    row = table()[counted][storage].get(config_key(candidate.kind, *configuration(candidate.config))) if counted else None
+    return None if row is None else _read(row)
 
 
 def similar_archs(arch: str) -> tuple[str, ...]:
@@ -305,7 +308,7 @@ def _with_warps(cost: Cost, warps: int) -> Cost:
         return cost
     shared = cost.shared * warps // cost.warps if cost.shared < 16384 else cost.shared
     return Cost(cost.registers, shared, warps, cost.step * warps // cost.warps, cost.trip, cost.fixed, cost.chain,
-                cost.chain_loads, cost.start, cost.start_loads, cost.rows)
+                cost.chain_loads, cost.start, cost.start_loads, cost.rows, cost.spills)
 
 
 def _rows(config: Mapping[str, int], n: int, programs: int) -> int:

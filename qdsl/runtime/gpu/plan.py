@@ -145,7 +145,7 @@ def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.d
     legal = _stream_candidates(packed, m, dtype, device) if packed.layout.streams else []
     for kind in kinds(packed, m, dtype, device, is_aligned):
         ways = (_lane_candidate(kind, packed, m, config) for config in configure.candidates(kind, packed, m, device))
-        legal += [way for way in ways if not _is_wide(way) or costs.is_counted(packed, way, configure.gpu(device).arch)]
+        legal += [way for way in ways if _has_registers(way, packed, configure.gpu(device).arch)]
     if 1 < m <= GEMM and not legal and not packed.layout.streams and configure.has_gemm(dtype, device):
         legal += [gemm(packed, m, config) for config in configure.candidates("gemm", packed, m, device)]
     if m <= MATVEC and not packed.layout.streams:
@@ -203,9 +203,15 @@ def _lane_candidate(kind: str, packed: PackedWeight, m: int, config: dict[str, i
     return Candidate(kind, config, (rows,) if kind == "gemv" else (rows, cdiv(m, config.get("BM", 8))))
 
 
-def _is_wide(candidate: Candidate) -> bool:
-    """Whether it is `skinny` with 16 rows of x, which some formats' kernels have too few registers for: those are not counted."""
-    return candidate.kind == "skinny" and "BM" in candidate.config
+def _has_registers(candidate: Candidate, packed: PackedWeight, arch: str) -> bool:
+    """Whether its kernel keeps all that it works with in registers, by the table's counts.
+
+    Where it has none: unless it takes so many rows of x that some formats' kernels, which are left out of the table, spill.
+    """
+    cost, rows = costs.own_cost(packed, candidate, arch), candidate.config.get("BM", 8)
+    if cost is not None:
+        return cost.spills == 0
+    return rows <= {"skinny": 8, "tile_gemm": 32 if configure.has_short_groups(packed) else 128}.get(candidate.kind, rows)
 
 
 def _stream_candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device) -> list[Candidate]:

@@ -171,11 +171,12 @@ def _group_field(group: Group) -> str:
 # The functions of runtime/gpu/kernels/group_sums.py by their lines, in which $0 is the first field and so on.
 _BASE = ("if BASE != 0:", "    sum -= BASE * ones")
 SHARED = {
-    ("sum *= $0",): "scaled",
-    (*_BASE, "sum *= $0"): "scaled_codes",
-    ("sum += lanes.shifted(-$1, BASE) * ones", "sum *= $0"): "with_zero",
-    (*_BASE, "sum *= $0", "sum += ones * $1"): "with_offset",
-    (*_BASE, "sum *= $0 * $1", "sum += ones * (-$2 * $3)"): "nested_with_minimum",
+    ("return lanes.plus(total, sum * $0)",): "scaled",
+    (*_BASE, "return lanes.plus(total, sum * $0)"): "scaled_codes",
+    ("sum += lanes.shifted(-$1, BASE) * ones", "return lanes.plus(total, sum * $0)"): "with_zero",
+    ("total = lanes.plus(total, sum * $0)", "return total + ones * lanes.offset($1, $0, BASE)"): "with_offset",
+    ("factor = $0 * $1", "total = lanes.plus(total, sum * factor)",
+     "return total + ones * lanes.offset(-$2 * $3, factor, BASE)"): "nested_with_minimum",
 }
 
 
@@ -203,7 +204,8 @@ def _finish(plan: Plan) -> list[str]:
         return _line_of(plan, [])
     names = [group.name for group in plan.outer]
     factors = [name for name in names if name not in plan.divisors]
-    return [f"sum *= {_quotient(factors, [name for name in names if name not in factors])}"] if names else []
+    product = _quotient(factors, [name for name in names if name not in factors])
+    return [f"return lanes.plus(total, sum * {_tight(product)})"] if names else []
 
 
 def _line_of(plan: Plan, without: list[Group]) -> list[str]:
@@ -217,17 +219,22 @@ def _line_of(plan: Plan, without: list[Group]) -> list[str]:
         if plan.has_tile_gemm and _is_exact(plan):
             lines = ["if BASE is not None:                             # else operands have no zero point any more",
                      f"    {lines[0]}"]
-    elif plan.integer:
-        lines = ["if BASE != 0:", "    sum -= BASE * ones"]
-    scale = _text(affine.scale, without)
-    if scale != "1.0":
-        lines.append(f"sum *= {scale}")
-    if affine.offset:
-        lines.append(f"sum += ones * {_text(affine.offset, without, tight=True)}")
-    return lines
+    elif plan.integer and not affine.offset:
+        lines = [*_BASE]
+    factor = _tight(_text(affine.scale, without))
+    value = "sum" if factor == "1.0" else f"sum * {factor}"
+    if not affine.offset:
+        return [*lines, f"return lanes.plus(total, {value})"] if lines or value != "sum" else []
+    if affine.zero or not plan.integer:
+        return [*lines, f"total = lanes.plus(total, {value})",
+                f"return total + ones * {_tight(_text(affine.offset, without))}"]
+    if " " in factor:                                            # numbers are more than codes by what enters the offset
+        lines, value, factor = [f"factor = {factor[1:-1]}"], "sum * factor", "factor"
+    return [*lines, f"total = lanes.plus(total, {value})",
+            f"return total + ones * lanes.offset({_text(affine.offset, without)}, {factor}, BASE)"]
 
 
-def _text(terms: Terms, without: list[Group], spec: Mapping[str, str] | None = None, tight: bool = False) -> str:
+def _text(terms: Terms, without: list[Group], spec: Mapping[str, str] | None = None) -> str:
     """A sum of products over the fields, by the names that functions give their values, or as a spec has them.
 
     spec: the tables of fields that are looked up.
@@ -243,12 +250,17 @@ def _text(terms: Terms, without: list[Group], spec: Mapping[str, str] | None = N
         divisors = [texts[f] for f in product if f in texts and f[0] == "/"]
         shown = _quotient([*([f"{size}"] if size != 1 else []), *factors], divisors)
         text += (" - " if coefficient < 0 else " + ") + shown if text else ("-" if coefficient < 0 else "") + shown
-    return f"({text})" if (tight and " " in text) or (text.startswith("-") and tight) else text
+    return text
 
 
 def _quotient(factors: list[str], divisors: list[str]) -> str:
     """A product divided by others, one after the other."""
     return " / ".join([" * ".join(factors) or "1.0", *divisors])
+
+
+def _tight(text: str) -> str:
+    """A formula as a factor of another."""
+    return f"({text})" if " " in text or text.startswith("-") else text
 
 
 def _line(plan: Plan) -> str:

@@ -20,8 +20,8 @@ from qdsl.core.numbers import Number
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
 SHORT = (16, 32, 64)                                             # columns of blocks that a chunk has several of
 LOCALS = frozenset((
-    "tensors", "row", "K", "chunk", "more", "F", "g", "N", "BASE", "fields", "sum", "ones", "head", "lane", "both", "low", "high",
-    "lanes", "bitplanes", "codebook", "records", "tl"))
+    "tensors", "row", "K", "chunk", "more", "F", "g", "N", "BASE", "fields", "sum", "ones", "total", "factor", "head", "lane",
+    "both", "low", "high", "lanes", "bitplanes", "codebook", "records", "tl"))
 
 
 @dataclass(frozen=True, slots=True)

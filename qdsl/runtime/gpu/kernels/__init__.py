@@ -19,8 +19,9 @@ of its own:
 - words(tensors, row, K, chunk, more): the words that hold 128 columns of two rows; bitplanes.py has them
 - numbers(words, half, i, digit, to, flip, F): the numbers of some of them, as pairs; bitplanes.py has them by type of the codes
 - table(g, N, F): the words of a table that codes are looked up in
-- scale(fields, sum, ones, BASE): what a group adds up to, of its numbers, such as its scale, of the sum of its codes times x,
-  and of `ones`, the sum of its x.  BASE is what numbers have more than codes; None says that their zero point is off already
+- scale(fields, sum, ones, BASE, total): what a group adds up to, of its numbers, such as its scale, of the sum of its codes
+  times x, and of `ones`, the sum of its x; plus `total`, unless that is None, so that additions are those of multiply-adds.
+  BASE is what numbers have more than codes; None says that their zero point is off already
 - finish(fields, sum, ones, BASE): the same for what all columns of a row share; group_sums.py has those that formats share
 
 Where the numbers of groups lie and which lanes want them depends on the family, so a format never loads one.  It says which they

@@ -69,7 +69,7 @@ def gemv(
                     loaded = loaded + (words(tensors, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
                 sum = lanes.product(numbers, loaded, columns, flip, 2 * j, STEP // 8, WIDTH, BITS, F)
                 values = group_numbers.values(tensors, FIELDS, (row, chunk, K, STEP), field)
-                new = new + (acc[r] + scale(values, sum, sums, BASE),)
+                new = new + (scale(values, sum, sums, BASE, acc[r]),)
             acc = new
     for r in tl.static_range(R):
         sum = acc[r]

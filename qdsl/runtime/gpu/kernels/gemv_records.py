@@ -51,7 +51,7 @@ def gemv_records(
             p = records.at(tensors[0], row, K // 256, record, RECORD)
             sum = lanes.product(numbers, records.words(p, CODES), columns, flip, 0, 4, WIDTH, BITS, F)
             values = fields(records.head(p, HEAD), c[:, :, None])
-            new = new + (acc[r] + scale(values, sum, sums, BASE),)
+            new = new + (scale(values, sum, sums, BASE, acc[r]),)
         acc = new
     for r in tl.static_range(R):
         lanes.store_row(acc[r] * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)

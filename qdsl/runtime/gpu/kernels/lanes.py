@@ -408,11 +408,17 @@ def numbers(word, flip, signed: tl.constexpr, F: tl.constexpr):
 @triton.jit
 def float_numbers(word, at: tl.constexpr, exponent: tl.constexpr, mantissa: tl.constexpr, F: tl.constexpr):
     """Pairs of small floats that start at bit `at` of each half, as numbers of type F; float16's are times 2^(bias - 15)."""
-    sign: tl.constexpr = at + exponent + mantissa
-    top: tl.constexpr = 10 if F == tl.float16 else 7
-    magnitude = field(word, at, top - mantissa, exponent + mantissa)
-    if sign < 15:
-        word = word << (15 - sign)
+    bits: tl.constexpr = exponent + mantissa
+    low: tl.constexpr = (10 if F == tl.float16 else 7) - mantissa
+    if low + bits < 15 - bits:                                   # no bits meet: one product moves both parts to their places
+        first: tl.constexpr = at - 8 if at > low else at
+        word = field(word, at, first, bits + 1)
+        word = (word << (low - first)) + (word << (15 - bits - first))
+        magnitude = field(word, low, low, bits)
+    else:
+        magnitude = field(word, at, low, bits)
+        if at + bits < 15:
+            word = word << (15 - bits - at)
     value = halves(magnitude | (word & -2147450880), F)
     if F == tl.bfloat16:
         value = value * (2.0 ** (128 - (1 << (exponent - 1))))
@@ -426,6 +432,24 @@ def shifted(value, base: tl.constexpr):
         return value
     else:
         return value - base
+
+
+@triton.jit
+def plus(total, value):
+    """total + value, or the value where there is no total."""
+    if total is None:
+        return value
+    else:
+        return total + value
+
+
+@triton.jit
+def offset(value, factor, base: tl.constexpr):
+    """value - base * factor: what `ones` are multiplied with, where numbers times a factor are `base` more than codes."""
+    if base == 0:
+        return value
+    else:
+        return value - base * factor
 
 
 @triton.jit

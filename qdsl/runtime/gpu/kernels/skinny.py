@@ -110,8 +110,9 @@ def skinny(
                     for u in tl.static_range(128 // SIZE):
                         sum = lanes.part(numbers, codes, columns, u, j, flip, WIDTH, BITS, SIZE, F)
                         if scale is not None:
-                            sum = scale(values[u], sum, sums[u], BASE)
-                        total += sum
+                            total = scale(values[u], sum, sums[u], BASE, total)
+                        else:
+                            total += sum
                     new = new + (total,)
             acc = new
             if ONES:

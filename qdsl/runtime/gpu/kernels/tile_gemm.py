@@ -102,8 +102,9 @@ def tile_gemm(
                         ones += sums
                 if scale is not None:
                     values = group_numbers.values(tensors, FIELDS, (n, column, N, K), field)
-                    sum = scale(values, sum, sums, BASE)
-                total += sum
+                    total = scale(values, sum, sums, BASE, total)
+                else:
+                    total += sum
             new = new + (total,)
         acc = new
     new = ()
