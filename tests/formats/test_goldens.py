@@ -31,6 +31,7 @@ from qdsl.generated import (
     ocp_mxfp4,
     ocp_mxfp6,
     ocp_mxfp8,
+    openvino_nf4,
     qserve,
     quanto,
 )
@@ -43,7 +44,8 @@ DATA = ROOT / "tests" / "data"
 CHECKPOINTS = sorted(path for path in (DATA / "ckpt").glob("*.npz") if not path.name.startswith(("ct_pack_oldnew", "ao_int4")))
 GGUF = {path.stem: module(path) for path in SHIPPED if "\n  gguf:\n" in path.read_text()}
 BY_NAME = (("gptq", int_group), ("autogptq", int_group), ("awq", int_group), ("ct_pack", int_group),
-           ("modelopt_int4awq", int_group), ("openvino_", int_group), ("trt_llm", int_group), ("ct_int8_tensor", int8_tensor),
+           ("modelopt_int4awq", int_group), ("openvino_nf4", openvino_nf4), ("openvino_", int_group),
+           ("trt_llm", int_group), ("ct_int8_tensor", int8_tensor),
            ("ct_int8", int8_channel), ("ct_fp8_block", fp8_block), ("ds_fp8_block", fp8_block), ("hf_fp8_block", fp8_block),
            ("ct_fp8_channel", fp8_channel), ("ct_fp8_tensor", fp8_tensor), ("hf_fp8_tensor", fp8_tensor),
            ("fp8_tensor", fp8_tensor), ("bnb_nf4", nf4), ("ct_nvfp4", nvfp4_ct), ("modelopt_nvfp4", nvfp4_modelopt),

@@ -301,8 +301,8 @@ class Reading:
             codes, scale_code = schemes.level(x[0], kinds["scale"], [float(v) for v in self._levels()], self._factor())
             return [codes], {"scale": [scale_code]}
         if scheme == "unit_level":
-            codes, scale_code = schemes.unit(x[0], self._levels())
-            return [codes], {"scale": [scale_code]}
+            codes, _ = schemes.unit(x[0], self._levels())
+            return [codes], {"scale": [stored_scale(max(map(abs, x[0])), kinds["scale"])[0]]}
         if scheme == "unit_absmax":
             return [schemes.unit_codes(x[0], self._divisor())], {"scale": [stored_scale(max(map(abs, x[0])), kinds["scale"])[0]]}
         if scheme == "float_zero":

@@ -1,0 +1,162 @@
+"""openvino_nf4: OpenVINO's NF4 constants, with levels rounded to float16, and one scale per group of columns.
+
+    w = levels[q] * s
+    float32, rounded after each operation
+
+    s      f16 [N, ceil(K/group)]
+    q      u4  [N, K]
+
+    openvino: 4.25 bits per weight with group = 64
+    planar: 4.25 bits per weight with group = 64
+
+Built from the spec openvino_nf4 (sha256 6a84b31d9644944e) by qdsl 0.1.0.
+Do not edit: change the spec and run `qdsl build`.
+"""
+
+import torch
+from torch import Tensor
+
+from qdsl.encode import unit_level
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
+        as_type, joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, skinny, tile_gemm
+from qdsl.runtime.gpu.triton import tl, triton
+
+
+# -- reference -------------------------------------------------------------------------------------------------------
+
+
+LEVELS = Table("f32", -1.0, -0.6962890625, -0.52490234375, -0.39501953125, -0.284423828125, -0.184814453125,
+        -0.091064453125, 0.0, 0.07958984375, 0.160888671875, 0.24609375, 0.337890625, 0.440673828125, 0.5625,
+        0.72314453125, 1.0)
+
+
+def unpack_openvino(weight: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    """Fields of weight uint8 [N, K/2]; scale float16 [N, K/group]."""
+    return {"s": scale, "q": spread(weight, 4).flatten(1)}
+
+
+def pack_openvino(s: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """weight, scale of the fields; the inverse of unpack_openvino."""
+    q_split = q.unflatten(-1, (-1, 2))
+    r = joined(q_split, 4).squeeze(-1)
+    return {"weight": r, "scale": s}
+
+
+def unpack_planar(q: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; s float16 [N, ceil(K/group)]."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = r.unflatten(-1, (4, 8, 2))
+    return {"s": s, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K]}
+
+
+def pack_planar(s: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, s of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 8, 2, 4, 2))
+    r = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s}
+
+
+def decode(s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Weights [N, K], float32 rounded after each operation: w = levels[q] * s.  s [N, ceil(K/group)], q [N, K]."""
+    out = out if out is None else out.unflatten(1, (s.shape[1], -1))
+    q = q.view(torch.int8).unflatten(1, (s.shape[1], -1))
+    s = s.float().unsqueeze(-1)
+    return torch.mul(LEVELS[q], s, out=out).flatten(1)
+
+
+def encode(weight: Tensor, *, group: int) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block; codes of the levels nearest to w *
+    (1 / scale).
+    """
+    q, s = unit_level(weight, code="u4", scale="f16", rows=1, columns=group, axes=2, level=LEVELS)
+    return {"q": q, "s": s}
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _decode_openvino(tensors, n, t, live, N, K, sizes, use: tl.constexpr, state):
+    """The 2 weights of unit t of row n, in float32."""
+    weight, scale, levels = tensors
+    group, = sizes
+    scale += n * (K // group)
+    weight += n * (K // 2)
+    s = tl.load(scale + t // (group // 2), live, 0).to(tl.float32)
+    q_word = tl.load(weight + t, live, 0)
+    for h in tl.static_range(2):
+        q = (q_word >> 4 * h & 15).to(tl.int32)
+        state = use(state, 2 * t + h, tl.load(levels + q) * s, live)
+    return state
+
+
+@triton.jit
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, s, levels = tensors
+    group, = sizes
+    s += n * tl.cdiv(K, group)
+    q += 16 * (n * tl.cdiv(K, 128))
+    t = u // 16
+    c = u // 4 % 4
+    b = u % 4
+    live = live & (128 * t + 32 * c + 2 * b < K)
+    s1 = tl.load(s + (128 * t + 32 * c) // group, live, 0).to(tl.float32)
+    q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
+    for h in tl.static_range(2):
+        for i in tl.static_range(2):
+            for j in tl.static_range(2):
+                inside = live & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
+                q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
+                state = use(state, 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, tl.load(levels + q1) * s1, inside)
+    return state
+
+
+@triton.jit
+def _table_planar(g, N, F: tl.constexpr):
+    """The numbers of levels[q] as words of bytes, in every lane."""
+    if F == tl.float16:
+        return codebook.table(g, N, 0x0, 0x52339200, 0xd4ea8d, 0x68e02618, 0xc9800d, -0x4d4b4a48, 0xa9adb0, 0x312f2d29,
+            0x38353433)
+    else:
+        return codebook.table(g, N, 0x0, -0x35f9cd80, 0xba3d92, -0x5283da5d, -0x7fc6ef1e, -0x41404041, 0xbdbebe,
+            0x3e3e3e3d, 0x3f3f3f3e)
+
+
+# -- format ----------------------------------------------------------------------------------------------------------
+
+VARIANT = Variant(
+    fields={
+        "s": Field("f16", "N", "ceil(K/group)"),
+        "q": Field("u4", "N", "K"),
+    },
+    storages={
+        "openvino": Storage(unpack=unpack_openvino, pack=pack_openvino, tensors={
+            "weight": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
+            "scale": Stored("f16", "N", "K/group", bits=("s[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_openvino, rows="N", units="K/2", last="k", tables=(LEVELS,))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
+            "s": Stored("f16", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.float_entries_of_16, table=_table_planar, scale=group_sums.scaled,
+                    group_fields=(GroupField("s", 1, "group"),), blocks=("group",), size=32, width=8, bits=0,
+                    unit=(2.0, 1.0), base=(0, 0), zero=(0, 0)))),
+    },
+    decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
+)
+
+FORMAT = Format(
+    name="openvino_nf4", title="OpenVINO's NF4 constants, with levels rounded to float16, and one scale per group of columns",
+    source="OpenVINO nf4 constants of opset 13, NNCF CompressWeightsMode.NF4", formula="levels[q] * s",
+    variants={(): VARIANT},
+    params={"group": (64, 128, 32, -1)},
+    sizes={"group": "K"},
+    digest="6a84b31d9644944e",
+)
+SPEC = FORMAT.spec
+wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
+convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding
