@@ -16,7 +16,7 @@ from qdsl.infer.tiles import Codes
 _T = TypeVar("_T", bound=np.generic)
 Numbers = npt.NDArray[np.float64]
 FEW, SAMPLE = 1 << 13, 1 << 18                                   # values that refuse most groups and types; that give a table
-MOST_TABLE_BITS = 4
+MOST_TABLE_BITS, MOST_CHOICE_BITS = 4, 5                         # of codes of one table, and of two
 MOST_LEVEL = 128                                                 # of a table of integers
 
 
@@ -53,6 +53,7 @@ class Meaning:
 
     kind: the number type of codes.  levels: what a code stands for.  is_table: they are no number type's own.
     scale, offset: of blocks, NaN where a block's values say nothing of them; offset is None where it is 0 everywhere.
+    choice: which of two tables, one behind the other in `levels`, a block has; None where there is one.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Meaning:
     scale: Numbers
     offset: Numbers | None
     is_table: bool = False
+    choice: Numbers | None = None
 
 
 def fit(codes: Codes, values: Values, bits: int) -> Meaning | None:
@@ -82,6 +84,10 @@ def fit(codes: Codes, values: Values, bits: int) -> Meaning | None:
                 if np.nanmax(numbers[0]) <= 0:
                     entries, numbers = -entries, (-numbers[0], None)
                 return replace(_by_rows(f"u{bits}", entries, blocks, (n, k), *numbers), is_table=True)
+        if 1 < bits <= MOST_CHOICE_BITS and not blocks.apart and (chosen := _two_tables(*in_blocks, bits)) is not None:
+            pair, scale, choice = chosen
+            count = blocks.count((n, k))
+            return Meaning(f"u{bits}", pair.reshape(-1), blocks, scale.reshape(count), None, True, choice.reshape(count))
     return None
 
 
@@ -155,22 +161,67 @@ def lines(levels: Numbers, values: Numbers, affine: bool) -> tuple[Numbers, Numb
 
 def table(codes: Codes, values: Numbers, bits: int) -> Numbers | None:
     """Levels of codes up to a factor: in a block the value of a code, over that of the code that most blocks have."""
-    size = 1 << bits
-    of_code = np.full((len(codes), size), np.nan)
-    for code in range(size):
+    return _levels(_ratios(codes, values, bits)[0])
+
+
+def _ratios(codes: Codes, values: Numbers, bits: int) -> tuple[Numbers, int]:
+    """Of blocks the value of each code over that of the code that most of them have, NaN where there is none; and that code."""
+    of_code = np.full((len(codes), 1 << bits), np.nan)
+    for code in range(1 << bits):
         at = codes == code
         of_code[:, code] = np.where(at.any(1), np.where(at, values, -np.inf).max(1), np.nan)
     with np.errstate(invalid="ignore", divide="ignore"):
         common = int((np.nan_to_num(of_code) != 0).sum(0).argmax())
         ratios = of_code / of_code[:, [common]]
     ratios[~np.isfinite(ratios)] = np.nan
+    return ratios, common
+
+
+def _levels(ratios: Numbers) -> Numbers | None:
+    """The levels that ratios of blocks have in common."""
     seen = ~np.isnan(ratios).all(0)
-    levels = np.zeros(size)
+    levels = np.zeros(ratios.shape[1])
     if seen.sum() < 2:
         return None
     levels[seen] = np.nanmedian(ratios[:, seen], 0)
     levels *= np.sign(levels[seen][-1] - levels[seen][0]) or 1   # rising ones, where the signs of scales do not say
     return whole_numbers(levels)
+
+
+def _two_tables(codes: Codes, values: Values, bits: int) -> tuple[Numbers, Numbers, Numbers] | None:
+    """Two tables of integers [2, codes], and of every block its scale and which of them it has, NaN where both fit.
+
+    Blocks with two codes in common show two ratios of their values, which tell the tables apart.
+    """
+    ratios, common = _ratios(*_sample(codes, values, SAMPLE), bits)
+    has_ratio = ~np.isnan(ratios)
+    has_ratio[:, common] = False
+    anchor = int(has_ratio.sum(0).argmax())
+    ratio = ratios[:, anchor]
+    with np.errstate(invalid="ignore"):
+        is_high = ratio > (np.nanmin(ratio) + np.nanmax(ratio)) / 2 if has_ratio.any() else has_ratio[:, 0]
+    tables = [_levels(ratios[has_ratio[:, anchor] & (is_high == high)]) for high in (False, True)]
+    pair = np.array([levels for levels in tables if levels is not None and (levels == np.rint(levels)).all()])
+    if len(pair) < 2 or (pair[0] == pair[1]).all():
+        return None
+    scale, choice = np.empty(len(codes)), np.empty(len(codes))
+    for start in range(0, len(codes), step := max(1, SAMPLE // codes.shape[1])):
+        part = slice(start, start + step)
+        fitted = [_scales(levels[codes[part]], values[part].astype(np.float64)) for levels in pair]
+        fits = ~np.isnan(fitted)
+        if not fits.any(0).all():
+            return None
+        choice[part] = np.where(fits.all(0), np.nan, fits[1])
+        scale[part] = np.where(fits.all(0), np.nan, np.where(fits[1], fitted[1], fitted[0]))
+    return pair, scale, choice
+
+
+def _scales(levels: Numbers, values: Numbers) -> Numbers:
+    """Scales of blocks by least squares, levels and values [blocks, weights]; NaN where a block is on no line through 0."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        scale = np.nan_to_num((levels * values).sum(1) / (levels ** 2).sum(1))
+    apart = np.abs(levels * scale[:, None] - values) > TOLERANCE * np.abs(values).max(1, keepdims=True)
+    return np.where(apart.any(1), np.nan, scale)
 
 
 def whole_numbers(levels: Numbers) -> Numbers:

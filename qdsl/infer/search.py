@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from qdsl.infer.elements import Cut, Element, ends_of_rows, planes, regions_of_codes, several
+from qdsl.infer.equal import RECORDS, codes_of_equals
 from qdsl.infer.fit import Blocks, fit
 from qdsl.infer.grids import grid_rows
 from qdsl.infer.labels import Values, labelings
@@ -22,7 +23,7 @@ def search(packed: str, elements: Mapping[str, Element], values: Values) -> Solu
     """The fields and the formula of the first cut and labeling of the values [N, K] of which a layout and a meaning follow."""
     search = _Search(packed, elements, values)
     ways = (search.in_stored_tables, lambda: stored_vectors(packed, elements, values), search.in_records,
-            lambda: grid_rows(packed, elements, values), search.in_planes, search.in_regions)
+            lambda: grid_rows(packed, elements, values), search.by_equals, search.in_planes, search.in_regions)
     return next((solution for way in ways if (solution := way()) is not None), None)
 
 
@@ -52,6 +53,16 @@ class _Search:
         """Codes in the whole tensor, or between the ends of its rows."""
         cuts = [Cut(((self.packed, None),)), *self.ends]
         return self._first(labelings(self.values, self.most_bits), lambda labels: cuts)
+
+    def by_equals(self) -> Solution | None:
+        """Codes by the weights that are equal, where blocks choose what a code means."""
+        for cut in (Cut(((self.packed, None),)), *self.ends):
+            for columns in RECORDS:
+                layout = codes_of_equals(self._stored(cut), self.values, columns)
+                solution = None if layout is None else self._meaning(cut, self._stored(cut), layout)
+                if solution is not None and not solution.problems:
+                    return solution
+        return None
 
     def in_planes(self) -> Solution | None:
         """Codes of which some bits lie in other regions, parts of rows, or tensors."""
@@ -88,6 +99,10 @@ class _Search:
         if layout is None or (key := (cut, layout.tile, layout.bits, layout.source.tobytes())) in self.refused:
             return None
         self.refused.add(key)
+        return self._meaning(cut, stored, layout)
+
+    def _meaning(self, cut: Cut, stored: Stored, layout: Layout) -> Solution | None:
+        """What codes of a layout mean, and where their numbers are."""
         codes = layout.read(stored, self.shape)
         while layout.bits > 1 and not (codes & 1).any():
             layout, codes = layout.without_low_bit(), codes >> 1

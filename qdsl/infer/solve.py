@@ -14,7 +14,7 @@ from qdsl.infer.labels import Values
 from qdsl.infer.nested import nested_scales
 from qdsl.infer.numbers import Field, close, in_tensors
 from qdsl.infer.records import WHOLE, Record, in_records
-from qdsl.infer.tiles import Codes, Labels, match
+from qdsl.infer.tiles import Codes, Labels, Tile, match
 
 HIDDEN, MOST_HIDDEN = 0.1, 0.25                                  # of the scale, below which an offset says little; of the offsets
 
@@ -32,6 +32,8 @@ class Solution:
 def solve(code: Sequence[Field], meaning: Meaning, codes: Codes, values: Values, tensors: Mapping[str, Element],
           records: Sequence[Record]) -> Solution:
     """The fields and the formula that decode the codes to the values [N, K].  code: its pieces, in one tensor or in several."""
+    if meaning.choice is not None:
+        return _of_two_tables(code, meaning, values.shape, tensors, records)
     name = code[0].name
     tables: dict[str, tuple[float, ...] | str] = {"levels": exact_levels(meaning, codes, values)} if meaning.is_table else {}
     scale, factor = next(scales(meaning, values.shape, tensors, records), ((), ""))
@@ -52,6 +54,38 @@ def solve(code: Sequence[Field], meaning: Meaning, codes: Codes, values: Values,
                 end = end.replace(one.name, other.name)
     decode = (factor.format(start) if factor else start) + end
     return Solution((*code, *scale, *fields), decode, tables, (problem,) if problem else ())
+
+
+def _of_two_tables(code: Sequence[Field], meaning: Meaning, shape: tuple[int, ...], tensors: Mapping[str, Element],
+                   records: Sequence[Record]) -> Solution:
+    """The same where a bit of each block says which of two tables its codes are looked up in."""
+    assert meaning.choice is not None
+    name, levels, size = code[0].name, meaning.levels.reshape(2, -1), meaning.levels.size // 2
+    for times in ((1, 1), (1, 2), (2, 1)):                       # a table of multiples of 2 was divided by it
+        by = np.array(times, np.float64)
+        scale = meaning.scale / by[np.nan_to_num(meaning.choice).astype(np.int16)]
+        scale_fields, factor = next(scales(replace(meaning, scale=scale), shape, tensors, records), ((), ""))
+        chosen = _choice(meaning, records) if factor else None
+        if chosen is not None:
+            field, is_swapped = chosen
+            pair = (levels * by[:, None])[::-1 if is_swapped else 1].reshape(-1)
+            return Solution((*code, *scale_fields, field), factor.format(f"levels[{size} * {field.name} + {name}]"),
+                            {"levels": tuple(int(level) for level in pair)})
+    return Solution(tuple(code), name, problems=("no tensor has the scales, and the choices of a table, of "
+                                                 f"{_blocks(meaning.blocks, shape)}; --scales names it",))
+
+
+def _choice(meaning: Meaning, records: Sequence[Record]) -> tuple[Field, bool] | None:
+    """A bit of every block that says which table it has, and whether 1 stands for the first one."""
+    assert meaning.choice is not None
+    certain = ~np.isnan(meaning.choice)
+    second = np.nan_to_num(meaning.choice).astype(np.int16)
+    for record in records:
+        for is_swapped in (False, True) if (count := record.count(meaning.blocks)) else ():
+            layout = match([(record.stored, Labels(1 - second if is_swapped else second, 1, certain))], [Tile(1, count)])
+            if layout is not None:
+                return Field("table", "u1", meaning.blocks, record.tensor, layout, section=record.section), is_swapped
+    return None
 
 
 def scales(meaning: Meaning, shape: tuple[int, ...], tensors: Mapping[str, Element],

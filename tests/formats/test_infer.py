@@ -17,6 +17,7 @@ import qdsl
 from qdsl.checkpoint.files import safetensors
 from qdsl.cli import app
 from qdsl.core.numbers import number
+from qdsl.generated import ik_iq2_k
 from qdsl.infer.function import infer_function
 from qdsl.infer.numbers import locate
 from qdsl.infer.run import InferError, Inferred, element, infer
@@ -30,7 +31,9 @@ SHAPE = (320, 1024)                                              # whole tiles a
 EVERY = 14                                                       # of how many storages `make test` tries one
 # Storages of 2 to 8 bits that are not found, and why.  The list may only shrink, but for what specs could not say before.
 NOT_FOUND = {
-    "ik_iq4_ks.ik_llama": "two tables of levels, which blocks choose",
+    "ik_iq3_k.ik_llama": "a sign beside the magnitude of a scale",
+    "ik_iq4_kss.ik_llama": "bits of a word that four columns share",
+    "ik_iq5_k.ik_llama": "too few equal weights in blocks of 16 of two tables of 32 levels",
     "hqq_axis0.hqq_3bit": "tenths of a group of 64, the last one short",
 }
 SHARE = 0.95                                                     # that is found
@@ -261,6 +264,15 @@ def test_bytes_that_decode_does_not_read_are_kept(by_rows: bool, tmp_path: Path,
     fields = module.unpack(module.wrap({"stored_w": packed, "s": scales}))
     assert torch.equal(fields["unread"], noise if by_rows else noise.flatten())
     assert torch.equal(module.pack(fields).tensors["stored_w"].flatten(), packed.flatten())
+
+
+def test_tables_that_blocks_choose() -> None:
+    """Codes by the weights of a block that are equal, and a bit of each block that says which table it has."""
+    packed = ik_iq2_k.quantize(torch.randn(160, 512, generator=torch.Generator().manual_seed(1)))
+    inferred = of_packed(packed)
+    assert inferred.is_exact and not inferred.problems
+    assert "levels[4 * table + q]" in inferred.text and "table: u1[n, k // 16]" in inferred.text
+    assert "levels: [-31, -13, 1, 17, -26, -8, 6, 22]" in inferred.text
 
 
 # The commands
