@@ -10,7 +10,7 @@
     quanto: 4.5 bits per weight at bits = 4, 2.5 at 2, with group = 128
     planar: 4.5 bits per weight at bits = 4, 2.5 at 2, with group = 128
 
-Built from the spec quanto (sha256 b61e3972a49789bd) by qdsl 0.1.0.
+Built from the spec quanto (sha256 d252a91ca9ccae76) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -28,7 +28,7 @@ FORMAT = Format(
     },
     params={"bits": (4, 2), "group": (128, 96, 64, 32, -1), "scale_type": ("f32", "bf16", "f16")},
     sizes={"group": "K"},
-    digest="b61e3972a49789bd",
+    digest="d252a91ca9ccae76",
 )
 SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize

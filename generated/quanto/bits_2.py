@@ -10,13 +10,14 @@
     quanto: 2.5 bits per weight with group = 128
     planar: 2.5 bits per weight with group = 128
 
-Built from the spec quanto (sha256 b61e3972a49789bd) by qdsl 0.1.0.
+Built from the spec quanto (sha256 d252a91ca9ccae76) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
 from torch import Tensor
 
+from qdsl.encode import float_middle
 from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, pad, spread
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
@@ -57,6 +58,15 @@ def pack_planar(s: Tensor, z: Tensor, q: Tensor) -> dict[str, Tensor]:
     r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
         | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
     return {"q": as_type(r, torch.int32).flatten(1), "s": s, "z": z}
+
+
+def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = least + offset * scale;
+    codes by both, as stored.
+    """
+    q, z, s = float_middle(weight, code="u2", scale=scale_type, zero=scale_type, rows=1, columns=group, axes=2,
+            negated=1)
+    return {"q": q, "z": z, "s": s}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -129,5 +139,6 @@ VARIANT = Variant(
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
                     size=32, width=2, bits=2, sums_in_tile_gemm=True, spans=(4,)))),
     },
-    decode=decode, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "scale": "s", "zero": "z"},
+    settings={"negated": 1}, cuts=("N", "ceil(K/group)"),
 )

@@ -10,13 +10,14 @@
     quanto: 4.5 bits per weight with group = 128
     planar: 4.5 bits per weight with group = 128
 
-Built from the spec quanto (sha256 b61e3972a49789bd) by qdsl 0.1.0.
+Built from the spec quanto (sha256 d252a91ca9ccae76) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
 import torch
 from torch import Tensor
 
+from qdsl.encode import float_middle
 from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
         pad, spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
@@ -67,6 +68,15 @@ def decode(s: Tensor, z: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor
     space = workspace(out)
     w = torch.mul(as_float(q, out), s, out=space)
     return torch.sub(w, z, out=out).flatten(1)
+
+
+def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
+    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = least + offset * scale;
+    codes by both, as stored.
+    """
+    q, z, s = float_middle(weight, code="u4", scale=scale_type, zero=scale_type, rows=1, columns=group, axes=2,
+            negated=1)
+    return {"q": q, "z": z, "s": s}
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------
@@ -145,5 +155,6 @@ VARIANT = Variant(
                     group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
                     size=32, sums_in_tile_gemm=True))),
     },
-    decode=decode, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "scale": "s", "zero": "z"},
+    settings={"negated": 1}, cuts=("N", "ceil(K/group)"),
 )

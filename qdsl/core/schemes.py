@@ -186,7 +186,7 @@ SCHEMES = {
                          "(code - zero) * scale"),
     "float_middle": Scheme({"code": "count", "zero": "minimum", "scale": "scale"}, ("code", "zero", "scale"), {},
                            "scale = range of the block / (2^bits - 1); zero = least + offset * scale; codes by both, as stored",
-                           "(code - offset) * scale + zero", kernel=True),
+                           ("(code - offset) * scale + zero", "(code - offset) * scale - zero"), which="negated", kernel=True),
     "kmeans": Scheme({"code": "count", "levels": "levels"}, ("code", "levels"), {},
                      "levels of a stored table by k-means of the weights that share it; codes of the nearest levels",
                      "levels[code]", importance=True),

@@ -178,11 +178,11 @@ def float_zero(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, c
 
 @scheme
 def float_middle(weight: Tensor, *, code: str, zero: str, scale: str, rows: int, columns: int, axes: int, offset: int = 0,
-                 ) -> tuple[Tensor, Tensor, Tensor]:
+                 negated: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, zeros, scales) of w = (code - offset) * scale + zero, zeros in floats: the least weight of a block has code 0.
 
-    As torchao chooses them for tinygemm, in the weight's own dtype where scales are stored in it; no scale is below the
-    smallest normal number of its type.
+    As torchao chooses them for tinygemm, and optimum-quanto, in the weight's own dtype where scales are stored in it; no scale is
+    below the smallest normal number of its type.  negated: decode subtracts the zero, which has the other sign.
     """
     blocks = cut_blocks(arithmetic(weight, scale), rows, columns, "edge")
     kind = number(code)
@@ -193,4 +193,5 @@ def float_middle(weight: Tensor, *, code: str, zero: str, scale: str, rows: int,
     kept = stored_scale(low + exact * offset, zero)
     by = stored.to(exact.dtype)
     chosen = codes((blocks - (kept.to(exact.dtype) - by * offset)) / by, code, "even")
+    kept = -kept if negated else kept
     return join_blocks(chosen, *weight.shape), shaped(kept, axes).contiguous(), shaped(stored, axes).contiguous()

@@ -186,7 +186,7 @@ def test_awq_converts_to_gptq_without_a_change(path: Path) -> None:
 def test_quantizing_gives_the_producers_bytes(path: Path) -> None:
     tensors = read(path)
     module = format_of(path)
-    packed = module.wrap(disk(tensors), **params_of(path))
+    packed = module.wrap(disk(tensors), tuple(tensors["W"].shape), **params_of(path))
     options = next(rule for pattern, rule in RULES if fnmatch(path.name, f"{pattern}*"))
     quantized = module.quantize(tensors["W"], packed.storage, **{**packed.params, **options})
     assert quantized.tensors.keys() == packed.tensors.keys()

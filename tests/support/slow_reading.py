@@ -309,7 +309,8 @@ class Reading:
             codes, zero, scale_code = schemes.float_zero(x[0], kinds)
             return [codes], {"zero": [zero], "scale": [scale_code]}
         if scheme == "float_middle":
-            codes, zero, scale_code = schemes.float_middle(x[0], kinds, self._offset(code))
+            negated = isinstance(self.spec.decode, g.Binary) and self.spec.decode.op == "-"
+            codes, zero, scale_code = schemes.float_middle(x[0], kinds, self._offset(code), negated)
             return [codes], {"zero": [zero], "scale": [scale_code]}
         if scheme == "minmax":
             codes, zero, scale_code = schemes.minmax(x[0], kinds["code"], kinds["zero"], kinds["scale"], arguments)

@@ -300,7 +300,7 @@ def edge_affine(x: list[np.float32], kinds: Mapping[str, str]) -> tuple[list[int
     return codes, stored_scale(least, kinds["min"])[0], stored_scale(step, kinds["scale"])[0]
 
 
-def float_middle(x: list[np.float32], kinds: Mapping[str, str], offset: int) -> tuple[list[int], int, int]:
+def float_middle(x: list[np.float32], kinds: Mapping[str, str], offset: int, negated: bool) -> tuple[list[int], int, int]:
     """Codes, the zero's code and the scale's code: what code `offset` is, and codes by both as they are stored."""
     most = (1 << int(kinds["code"][1:])) - 1
     smallest = np.float32(2.0 ** -14 if kinds["scale"] == "f16" else 2.0 ** -126)
@@ -308,6 +308,7 @@ def float_middle(x: list[np.float32], kinds: Mapping[str, str], offset: int) -> 
     scale_code, scale = stored_scale(exact, kinds["scale"])
     zero_code, zero = stored_scale(min(x) + exact * np.float32(offset), kinds["zero"])
     first = zero - scale * np.float32(offset)
+    zero_code = stored_scale(-zero, kinds["zero"])[0] if negated else zero_code
     return [min(max(round(float((v - first) / scale)), 0), most) for v in x], zero_code, scale_code
 
 
