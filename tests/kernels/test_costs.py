@@ -27,8 +27,8 @@ SPILLING = {"sm_90": {                                           # kernels that 
     "int_group.pack_quantized bits=7 matvec": 141, "iq1_s.planar tile_gemm R=2 32": 14, "kivi.planar bits=2 matvec": 83,
     "kivi.planar bits=4 tile_gemm R=2 32": 5, "mlx.planar bits=2 matvec": 19, "mlx.planar bits=2 tile_gemm R=2 32": 4,
     "mlx.planar bits=3 tile_gemm R=2 32": 8, "q4_1.planar tile_gemm R=2 32": 5, "q4_k.planar tile_gemm R=2 32": 37,
-    "q5_k.planar tile_gemm R=2 32": 8,
-}}
+    "q5_k.planar tile_gemm R=2 32": 8, "q2_k.planar gemv R=2": 4, "q5_1.planar tile_gemm R=2 32": 6,
+}, "sm_80": {"nvfp4_modelopt.planar gemv R=2": 4}}
 
 
 def weight(name: str = "q4_0", storage: str = "planar", shape: tuple[int, int] = (4096, 4096)) -> PackedWeight:
