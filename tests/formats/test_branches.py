@@ -25,8 +25,9 @@ from tests.support.traits import sample
 
 TILES = next(path for path in EXTRA if path.stem == "low_rank_tiles")
 OUTLIERS = next(path for path in SPECS if path.stem == "squeezellm")
+WORDS = next(path for path in EXTRA if path.stem == "outlier_words")
 SHAPE = (64, 256)
-BRANCHES = {"tiles": TILES, "outliers": OUTLIERS}
+BRANCHES = {"tiles": TILES, "outliers": OUTLIERS, "words": WORDS}
 
 
 @cache
@@ -40,7 +41,7 @@ def branched(name: str, seed: int = 0, storage: str = "") -> PackedWeight:
     return own.planar(packed) if storage else packed
 
 
-WEIGHTS = [("tiles", ""), ("tiles", "planar"), ("outliers", "")]
+WEIGHTS = [("tiles", ""), ("tiles", "planar"), ("outliers", ""), ("words", "")]
 each_weight = pytest.mark.parametrize(("name", "storage"), WEIGHTS)
 
 
@@ -173,6 +174,32 @@ def test_some_tensors_of_a_branch() -> None:
     del fields["value"]
     with pytest.raises(FormatError, match="field 'value' is missing"):
         squeezellm.pack(fields)
+
+
+@pytest.mark.parametrize(("place", "word", "message"), [
+    (0, 256, "'col_vals' has columns from .* to 256 of 256"), (0, -1, "'col_vals' has columns from .* to 65535 of 256"),
+    (7, 0x7C000000, "'col_vals' (has numbers that are not finite|does not rise)")])
+def test_hostile_words(place: int, word: int, message: str) -> None:
+    packed = branched("words")
+    entries = packed.tensors["col_vals"].clone()
+    entries[place] = word
+    with pytest.raises(FormatError, match=message):
+        packed.format.wrap({**packed.tensors, "col_vals": entries})
+
+
+def test_a_word_is_a_column_below_and_a_value_above() -> None:
+    packed = branched("words")
+    fields, word = packed.format.unpack(packed), packed.tensors["col_vals"].numpy().view("<u4")
+    assert torch.equal(fields["column"], torch.from_numpy((word & 0xFFFF).astype("<i4")))
+    assert fields["value"].numpy().tobytes() == (word >> 16).astype("<u2").tobytes() and fields["value"].min() < 0
+    with pytest.raises(FormatError, match="'col_vals' holds 16 bits, not 65536"):
+        packed.format.pack({**fields, "column": fields["column"] + (1 << 16) - fields["column"].max()})
+    with pytest.raises(FormatError, match="'col_vals' holds 16 bits, not -1"):
+        packed.format.pack({**fields, "column": fields["column"] - fields["column"].min() - 1})
+    with pytest.raises(FormatError, match="'col_vals' holds lists of one length, not"):
+        packed.format.pack({**fields, "column": fields["column"][1:]})
+    with pytest.raises(FormatError, match="field 'value' is float32; the format needs float16"):
+        packed.format.pack({**fields, "value": fields["value"].float()})
 
 
 def test_ranks_that_do_not_fit() -> None:

@@ -31,11 +31,13 @@ def branch_dtype(tensor: model.Tensor, params: Mapping[str, int | str]) -> torch
     return DTYPES[str(params.get(tensor.shape.type.name, tensor.shape.type.name))]
 
 
-def item_of(tensor: model.Tensor) -> g.Item:
+def items_of(tensor: model.Tensor) -> list[tuple[str, g.Item, torch.dtype | None]]:
+    """The fields of a tensor in the order of their bits, and their dtypes where they share its words."""
     (line,) = tensor.record
-    (item,) = line.items
-    assert isinstance(item, g.Item) and item.field is not None
-    return item
+    items = [item for item in line.items if isinstance(item, g.Item) and item.field is not None]
+    assert len(items) == len(line.items)
+    dtypes = [None] if len(items) == 1 else [torch.int32 if item.part == "lo" else torch.float16 for item in items]
+    return [(item.field.name, item, dtype) for item, dtype in zip(items, dtypes, strict=True) if item.field is not None]
 
 
 def branch_fields(spec: Spec, shape: tuple[int, int], params: Mapping[str, int | str], seed: int) -> Fields:
@@ -60,9 +62,8 @@ def branch_fields(spec: Spec, shape: tuple[int, int], params: Mapping[str, int |
             fields |= {"start": torch.from_numpy(start.astype(np.int32)), "column": torch.from_numpy(columns.astype(np.int32)),
                        "value": numbers(len(rows))}
     for tensor in spec.branch_tensors:
-        role = item_of(tensor).field
-        assert role is not None
-        fields[role.name] = fields[role.name].to(branch_dtype(tensor, params))
+        for role, _, dtype in items_of(tensor):
+            fields[role] = fields[role].to(dtype or branch_dtype(tensor, params))
     return fields
 
 
@@ -70,23 +71,30 @@ def pack_branches(spec: Spec, shape: tuple[int, int], params: Mapping[str, int |
     """The tensors that hold the fields, element by element."""
     tensors: dict[str, Tensor] = {}
     for tensor in spec.branch_tensors:
-        item = item_of(tensor)
-        assert tensor.shape is not None and item.field is not None
-        field = fields[item.field.name]
+        items = items_of(tensor)
+        assert tensor.shape is not None
+        field = fields[items[0][0]]
         rank = fields["up"].shape[1] if "up" in fields else fields["row"].numel() if "row" in fields else 0
         env: dict[str, Any] = {"N": shape[0], "K": shape[1], "R": rank, "E": field.numel(),
                                **{name: value for name, value in params.items() if isinstance(value, int)}}
         digits = [digit for axis in tensor.shape.axes for digit in axis.digits if digit is not None]
         extents = [oracle.evaluate(digit.extent, env) for digit in digits]
-        packed = torch.zeros(extents, dtype=field.dtype)
+        packed = torch.zeros(extents, dtype=branch_dtype(tensor, params))
         for places in product(*map(range, extents)):
             local = {**env, **{digit.name: place for digit, place in zip(digits, places, strict=True)}}
-            packed[places] = field[tuple(oracle.evaluate(index, local) for index in item.index)]
+            values = [fields[role][tuple(oracle.evaluate(index, local) for index in item.index)] for role, item, _ in items]
+            packed[places] = values[0] if len(values) == 1 else _word(values)
         seen = [rank if extent.value == "?" else env[extent.value] for extent in tensor.seen]
         axes = [prod(oracle.evaluate(digit.extent, env) for digit in axis.digits if digit is not None)
                 for axis in tensor.shape.axes]
         tensors[tensor.name.value] = packed.reshape(seen or axes)
     return tensors
+
+
+def _word(values: list[Tensor]) -> int:
+    """An int32 of two numbers of 16 bits, the low one first."""
+    data = b"".join(value.to(torch.int16 if value.dtype == torch.int32 else value.dtype).numpy().tobytes() for value in values)
+    return int.from_bytes(data, "little", signed=True)
 
 
 def add_branches(spec: Spec, fields: Fields, weight: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from qdsl.analyze.check.cases import Case
 from qdsl.analyze.check.compare import difference, differing
 from qdsl.core.branches import BRANCHES
 from qdsl.runtime.weight.layout import Branch
-from qdsl.runtime.weight.match import stored_dtype
 
 RANK, ROWS = 32, 2                                               # of factors, and dense rows
 Shape = tuple[int, int]
@@ -62,8 +61,7 @@ def branch_fields(branch: Branch, shape: Shape, params: Mapping[str, int | str],
               for role, kind in BRANCHES[branch.kind].roles.items()}
     start = torch.cat([torch.zeros(1, dtype=torch.int64), present.sum(1).cumsum(0)])
     indices = {"start": start, "column": column, "row": torch.randint(0, max(1, n), (extents["R"],), generator=generator)}
-    kinds = {role: str(params.get(tensor.stored.dtype, tensor.stored.dtype)) for role, tensor in branch.tensors.items()}
-    return {role: indices.get(role, value).to(stored_dtype(kinds[role])) for role, value in fields.items()}
+    return {role: indices.get(role, value).to(branch.tensors[role].dtype(params)) for role, value in fields.items()}
 
 
 def _added(kind: str, fields: Mapping[str, Tensor], weight: Tensor) -> Tensor:

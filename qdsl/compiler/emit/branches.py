@@ -29,6 +29,7 @@ def _arguments(tensor: BranchTensor) -> str:
         orders = ", ".join(tupled(places) for places in tensor.order)
         arguments += [f"digits={tupled([_axis(extent) for extent in tensor.digits])}", f"order=({orders})"]
     arguments += [f"aliases={tupled(tensor.aliases)}"] if tensor.aliases else []
+    arguments += [f"half={quoted(tensor.half)}"] if tensor.half else []
     return ", ".join(arguments)
 
 
@@ -51,4 +52,4 @@ def branch_texts(program: Program) -> Iterator[str]:
     for branch in program.plus:
         yield f"  plus {branch.kind}"
         for tensor in branch.tensors:
-            yield f"    {tensor.name} {tensor.kind} [{', '.join(map(_axis, tensor.axes))}]: {tensor.role}"
+            yield f"    {tensor.name} {tensor.half or tensor.kind} [{', '.join(map(_axis, tensor.axes))}]: {tensor.role}"

@@ -286,7 +286,8 @@ class BranchTensor:
     """The tensor of a branch's field.
 
     kind: its element type as the spec names it.  digits: their extents in storage order, slowest first.  order: of every
-    coordinate of the field its digits, slowest first, as places in `digits`.  axes: the shape in files.
+    coordinate of the field its digits, slowest first, as places in `digits`.  axes: the shape in files.  half: of a tensor of
+    words that holds two fields the type and the first bit of this one, 'f16@16'.
     """
 
     role: str
@@ -296,6 +297,7 @@ class BranchTensor:
     order: tuple[tuple[int, ...], ...]
     axes: tuple[Index, ...]
     aliases: tuple[str, ...]
+    half: str = ""
 
     @property
     def is_plain(self) -> bool:

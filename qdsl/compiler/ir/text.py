@@ -33,8 +33,8 @@ def _lines(program: Program) -> Iterator[str]:
         yield from _tensor(tensor)
     for branch in program.plus:
         yield f"plus {branch.kind}"
-        yield from (f"  {tensor.name} {tensor.kind} {_list(tensor.axes)}: {tensor.role} of digits {_list(tensor.digits)}, by "
-                    f"subscripts {tensor.order}" for tensor in branch.tensors)
+        yield from (f"  {tensor.name} {tensor.half or tensor.kind} {_list(tensor.axes)}: {tensor.role} of digits "
+                    f"{_list(tensor.digits)}, by subscripts {tensor.order}" for tensor in branch.tensors)
     if program.values:
         yield "values"
         yield from (f"  %{number:<3} {_value(value)}" for number, value in enumerate(program.values))

@@ -6,7 +6,7 @@ once.  Does not: look into the storages, all of which have these tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from qdsl.compiler.ir import index as ix
@@ -20,6 +20,8 @@ from qdsl.compiler.spec.source import Problems, did_you_mean
 from qdsl.core.branches import BRANCHES, ENTRIES, RANK, Role
 from qdsl.core.numbers import TORCH_FLOATS
 
+INDEX, WORD, HALF = "i32", 32, 16                                # the type of indices and of words, and bits of these
+WORDS = "words i32[e<E] hold two in 16 bits each, column[e].lo:16 value[e]; values are f16"
 FLOATS = ("f32", "f16", "bf16")                                  # of values of a branch
 assert set(FLOATS) <= TORCH_FLOATS.keys()
 
@@ -58,7 +60,8 @@ def _check_names(program: Program, problems: Problems) -> None:
 def _branch(program: Program, branch: model.Branch, problems: Problems) -> Branch | None:
     """The branch with its tensors in the order of its fields; None where some are wrong."""
     roles = BRANCHES[branch.kind.value].roles
-    read = [_tensor(program, branch, tensor, problems) for tensor in branch.tensors]
+    read = [_tensor(program, branch, tensor, item, half, problems) for tensor in branch.tensors
+            for item, half in _items(tensor, roles)]
     tensors = {tensor.role: tensor for tensor in read if tensor is not None}
     if None in read:
         return None
@@ -75,19 +78,20 @@ def _shown(field: str, role: Role) -> str:
     return f"'{field}' [{', '.join(role.extents)}]"
 
 
-def _tensor(program: Program, branch: model.Branch, tensor: model.Tensor, problems: Problems) -> BranchTensor | None:
-    """The tensor of a field of a branch; None, with a problem, where it is none."""
+def _tensor(program: Program, branch: model.Branch, tensor: model.Tensor, item: g.Item | None, half: str, problems: Problems,
+            ) -> BranchTensor | None:
+    """The tensor of a field of a branch; None, with a problem, where it is none.  half: where words hold the field."""
     roles = BRANCHES[branch.kind.value].roles
-    item = _item(tensor)
     if item is None or item.field is None or tensor.shape is None:
         problems.add(tensor.record_text.span, "a tensor of a branch holds one field, element by element",
-                     f"'{branch.kind}' has {', '.join(_shown(field, role) for field, role in roles.items())}")
+                     f"'{branch.kind}' has {', '.join(_shown(field, role) for field, role in roles.items())}",
+                     *([WORDS] if branch.kind.value == "csr" else []))
         return None
     field = item.field.name
     if field not in roles:
         problems.add(item.span, f"'{branch.kind}' has no field '{field}'{did_you_mean(field, roles)}")
         return None
-    if not _check_type(program, tensor.shape.type, field, roles[field], problems):
+    if not half and not _check_type(program, tensor.shape.type, field, roles[field], problems):
         return None
     loops = [digit for axis in tensor.shape.axes for digit in axis.digits if digit is not None]
     constants = {**parameters(program), **{word: dim for word, dim in program.dims.items() if dim.is_const}}
@@ -110,14 +114,27 @@ def _tensor(program: Program, branch: model.Branch, tensor: model.Tensor, proble
             problems.add(tensor.seen[0].span, f"files show '{tensor.name}' by the extents of its field, '?' for {RANK}")
             return None
     return BranchTensor(field, tensor.name.value, tensor.shape.type.name, tuple(digits), order, tuple(axes),
-                        tuple(alias.value for alias in tensor.aliases))
+                        tuple(alias.value for alias in tensor.aliases), half)
 
 
-def _item(tensor: model.Tensor) -> g.Item | None:
-    """The one item of a record that is a whole element."""
+def _items(tensor: model.Tensor, roles: Mapping[str, Role]) -> list[tuple[g.Item | None, str]]:
+    """The one item of a record that is a whole element; of words of 32 bits the low bits of a list's index and its value in f16,
+    and where.
+    """
     lines = tensor.record
-    item = lines[0].items[0] if len(lines) == 1 and len(lines[0].items) == 1 and not lines[0].loops else None
-    return item if isinstance(item, g.Item) and item.part == "whole" else None
+    items = lines[0].items if len(lines) == 1 and not lines[0].loops else ()
+    parts = [item for item in items if isinstance(item, g.Item) and (item.part == "whole" or _is_half(item))]
+    listed = [roles.get(item.field.name if item.field is not None else "", Role(())) for item in parts]
+    if len(parts) == len(items) == WORD // HALF and tensor.shape is not None and tensor.shape.type.name == INDEX \
+            and [role.is_index for role in listed] == list(map(_is_half, parts)) and sum(map(_is_half, parts)) == 1 \
+            and all(role.extents == (ENTRIES,) for role in listed):
+        return [(item, f"{INDEX if _is_half(item) else 'f16'}@{i * HALF}") for i, item in enumerate(parts)]
+    return [(parts[0] if len(parts) == len(items) == 1 and not _is_half(parts[0]) else None, "")]
+
+
+def _is_half(item: g.Item) -> bool:
+    """Whether an item is the low half of a word."""
+    return item.part == "lo" and isinstance(item.width, g.Number) and item.width.value == HALF
 
 
 def _check_type(program: Program, kind: g.Type, field: str, role: Role, problems: Problems) -> bool:
@@ -125,7 +142,7 @@ def _check_type(program: Program, kind: g.Type, field: str, role: Role, problems
     number = number_of(program, kind, problems, stored=True)
     if number is None:
         return False
-    allowed = ("i32",) if role.is_index else FLOATS
+    allowed = (INDEX,) if role.is_index else FLOATS
     if number.name not in allowed:
         problems.add(kind.span, f"'{field}' is {' or '.join(allowed)}, not {number.name}")
     return number.name in allowed

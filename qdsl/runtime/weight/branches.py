@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from math import lcm, prod
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,14 @@ from qdsl.core.shapes import Axis, axis
 from qdsl.core.stored import Stored
 from qdsl.runtime.weight.branch_kinds import KINDS, Fields
 from qdsl.runtime.weight.errors import FormatError
+from qdsl.runtime.weight.match import stored_dtype
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
     from qdsl.runtime.weight.packed import PackedWeight
 
 Shape = tuple[int, int]
+INDEX, HALF = "i32", 16                                          # the type of an index, and bits of half a word
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -36,20 +39,29 @@ class BranchTensor:
     """The tensor of a field of a branch, a list or a matrix.
 
     digits: extents of the digits of its positions, slowest first.  order: of the field's rows and of its columns the places of
-    their digits.  Both are empty where the field is the tensor.
+    their digits.  Both are empty where the field is the tensor, or half of its words: from bit `at`, of type `kind`.
     """
 
     name: str
+    kind: str
     stored: Stored
     digits: tuple[Axis, ...]
     order: tuple[tuple[int, ...], ...]
+    at: int | None
 
     def __init__(self, name: str, dtype: str, *axes: str, digits: Sequence[str] = (), order: Sequence[Sequence[int]] = (),
-                 aliases: Sequence[str] = ()) -> None:
+                 aliases: Sequence[str] = (), half: str = "") -> None:
+        kind, _, at = half.partition("@")
         object.__setattr__(self, "name", name)
+        object.__setattr__(self, "kind", kind or dtype)
+        object.__setattr__(self, "at", int(at) if at else None)
         object.__setattr__(self, "stored", Stored(dtype, *axes, aliases=aliases, optional=OPTIONAL))
         object.__setattr__(self, "digits", tuple(map(axis, digits)))
         object.__setattr__(self, "order", tuple(map(tuple, order)))
+
+    def dtype(self, params: Mapping[str, int | str]) -> torch.dtype:
+        """The dtype of the field."""
+        return stored_dtype(str(params.get(self.kind, self.kind)))
 
     def step(self, dim: str) -> int:
         """At which multiples of N or K the field can be cut."""
@@ -57,6 +69,9 @@ class BranchTensor:
 
     def field(self, tensor: Tensor, shape: Shape) -> Tensor:
         """The field that a tensor of a weight [N, K] holds."""
+        if self.at is not None:
+            half = tensor << HALF - self.at >> HALF
+            return half & 0xFFFF if self.kind == INDEX else half.to(torch.int16).view(torch.float16)
         if not self.order:
             return tensor
         sizes = [-1 if digit.dim == "?" else digit.extent(*shape, {}) or 0 for digit in self.digits]
@@ -66,7 +81,15 @@ class BranchTensor:
         return tensor.reshape(sizes).permute(places).reshape([prod(sizes[place] for place in digits) for digits in self.order])
 
     def tensor(self, field: Tensor, shape: Shape) -> Tensor:
-        """The tensor that holds a field; the inverse of `field`.  Raises FormatError where the field has no such tensor."""
+        """The tensor that holds a field, of words those with its half alone; the inverse of `field`.
+
+        Raises FormatError where the field has no such tensor.
+        """
+        if self.at is not None:
+            if self.kind == INDEX and not field.is_meta and bool((wrong := (field < 0) | (field > 0xFFFF)).any()):
+                raise FormatError(f"'{self.name}' holds 16 bits, not {int(field[wrong][0])}")
+            half = field if self.kind == INDEX else field.contiguous().view(torch.int16).to(torch.int32)
+            return (half & 0xFFFF) << self.at
         if not self.order:
             return field.contiguous()
         sizes = [0 if digit.dim == "?" else digit.extent(*shape, {}) or 0 for digit in self.digits]
@@ -101,7 +124,7 @@ class Branch:
     @property
     def names(self) -> list[str]:
         """What its tensors are called."""
-        return [tensor.name for tensor in self.tensors.values()]
+        return list(dict.fromkeys(tensor.name for tensor in self.tensors.values()))
 
     def fields(self, packed: PackedWeight) -> Fields | None:
         """Its fields of a weight; None of a weight without this branch."""
@@ -148,17 +171,22 @@ def with_fields(base: PackedWeight, values: Fields, names: Mapping[str, str] | N
     Raises FormatError for some fields of a branch without the others, and for those of another dtype or shape.
     """
     tensors = dict(base.tensors)
-    dtypes = base.dtypes
     for branch in base.variant.plus:
+        parts: dict[str, list[Tensor]] = {}
         present = [role for role in branch.tensors if role in values]
         if present and len(present) < len(branch.tensors):
             missing = next(role for role in branch.tensors if role not in values)
             raise FormatError(f"{base.format.name}: field '{missing}' is missing; given is '{present[0]}'")
         for role, tensor in branch.tensors.items() if present else ():
-            if values[role].dtype != dtypes[tensor.name]:
+            dtype = tensor.dtype(base.params)
+            if values[role].dtype != dtype:
                 raise FormatError(f"{base.format.name}: field '{role}' is {str(values[role].dtype)[6:]}; the format needs "
-                                  f"{str(dtypes[tensor.name])[6:]}")
-            tensors[tensor.name] = tensor.tensor(values[role], base.shape)
+                                  f"{str(dtype)[6:]}")
+            parts.setdefault(tensor.name, []).append(tensor.tensor(values[role], base.shape))
+        for name, halves in parts.items():
+            if len({half.numel() for half in halves}) > 1:
+                raise FormatError(f"'{name}' holds lists of one length, not {' and '.join(str(half.numel()) for half in halves)}")
+            tensors[name] = reduce(torch.bitwise_or, halves)
     result = base.derive(tensors)
     result.names = {**base.names, **{name: word for name, word in (names or {}).items() if name in result.branch_names}}
     return result
@@ -218,12 +246,11 @@ def converted(packed: PackedWeight, base: PackedWeight) -> PackedWeight:
 
     Raises FormatError for numbers that the types there do not hold.
     """
-    dtypes = base.dtypes
     values = fields(packed)
     for branch in base.variant.plus:
         for role, tensor in branch.tensors.items():
             if role in values:
-                values[role] = _exact(values[role], dtypes[tensor.name], tensor.name)
+                values[role] = _exact(values[role], tensor.dtype(base.params), tensor.name)
     return with_fields(base, values, packed.names)
 
 
