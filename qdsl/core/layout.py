@@ -231,7 +231,7 @@ class RecordItem:
     """One item of a record line: `width` bits of an element from its bit `lo`; `field` None is padding.
 
     place: the element is the base-3 digit at this place of a byte.  Digits of a byte are items one after the other, from
-    place 0 on; `last` is the one behind which the next item begins.
+    place 0 on; `last` is the one behind which the next item begins.  again: bits that another item stores, too.
     """
 
     field: str | None
@@ -240,6 +240,7 @@ class RecordItem:
     width: int
     place: int | None = None
     last: bool = True
+    again: bool = False
 
     @property
     def step(self) -> int:
@@ -257,9 +258,9 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bits [lo, lo + width) of element `index` of a field, at bit `at` of its record.  `field` None is padding.
+    """Bits [lo, lo + width) of element `index` of a field, at bit `at` of its record.  `field` None is padding or a copy.
 
-    place: the element is the base-3 digit at this place of the byte at `at`.
+    place: the element is the base-3 digit at this place of the byte at `at`.  again: the field of a copy, that is written only.
     """
 
     field: str | None
@@ -270,6 +271,7 @@ class Piece:
     line: int
     item: int
     place: int | None = None
+    again: str | None = None
 
 
 @lru_cache(maxsize=256)                                          # every pass walks the records of a program anew
@@ -288,7 +290,8 @@ def walk(lines: tuple[Line, ...]) -> tuple[Piece, ...]:
             values.update(zip(names, counters, strict=True))
             for position, item in enumerate(line.items):
                 index = tuple(form(values) for form in item.index)
-                pieces.append(Piece(item.field, index, item.lo(values), item.width, at, number, position, item.place))
+                field, copied = (None, item.field) if item.again else (item.field, None)
+                pieces.append(Piece(field, index, item.lo(values), item.width, at, number, position, item.place, copied))
                 at += item.step
     return tuple(pieces)
 

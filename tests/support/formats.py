@@ -221,14 +221,17 @@ def plain_packed(case: Case, fields: Mapping[str, Tensor]) -> PackedWeight:
 
 
 def canonical(packed: PackedWeight) -> dict[str, Tensor]:
-    """The tensors of a weight as packing its fields writes them: bytes of base-3 digits are those that pack makes."""
+    """The tensors of a weight as packing its fields writes them: bytes of base-3 digits are those that pack makes, and
+    so are copies of bits.
+    """
     parsed = spec(next(path for path in SPECS if path.stem == packed.format.name))
-    if packed.storage == PLANAR or not oracle.digit_fields(parsed):
+    if packed.storage == PLANAR or not (oracle.digit_fields(parsed) or "again(" in parsed.text):
         return packed.tensors
     read = Reading(parsed, packed.storage, packed.shape, packed.params, packed.sizes)
-    assert all(tensor.dtype == torch.uint8 for tensor in packed.tensors.values())
-    codes = read.canonical({name: tensor.numpy().astype(np.int64) for name, tensor in packed.tensors.items()})
-    return {name: torch.from_numpy(code.astype(np.uint8)) for name, code in codes.items()}
+    integers = {name: tensor for name, tensor in packed.tensors.items() if not tensor.is_floating_point()}
+    codes = read.canonical({name: tensor.numpy().astype(np.int64) for name, tensor in integers.items()})
+    written = {name: torch.from_numpy(code.astype(integers[name].numpy().dtype)) for name, code in codes.items()}
+    return {**packed.tensors, **written}
 
 
 def assert_same(got: Tensor, want: Tensor, packed: PackedWeight, what: object = "") -> None:

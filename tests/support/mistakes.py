@@ -140,7 +140,8 @@ def _shown(node: Any) -> str:
             index = f"[{many(node.index)}]" if node.index else ""
             low = f"({shown(node.lo)})" if node.lo else ""
             part = "" if node.part == "whole" else f".{node.part}{low}:{shown(node.width)}"
-            return f"{node.field.name}{index}{part}" if node.field else f"pad:{shown(node.width)}"
+            text = f"{node.field.name}{index}{part}" if node.field else f"pad:{shown(node.width)}"
+            return f"again({text})" if node.again else text
         case g.Digits():
             return f"base3({shown(node.line)})"
         case g.Line():

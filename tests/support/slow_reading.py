@@ -114,6 +114,11 @@ class Reading:
         return list(oracle.bits(self.spec, storage, self.env, self.params))
 
     @cached_property
+    def _copies(self) -> list[tuple[str, tuple[int, ...], int, oracle.Bit]]:
+        storage = next(s for s in self.spec.storages if s.name.value == self.storage)
+        return list(oracle.copies(self.spec, storage, self.env, self.params))
+
+    @cached_property
     def _digits(self) -> dict[tuple[str, tuple[int, ...], int], list[tuple[str, tuple[int, ...]] | None]]:
         storage = next(s for s in self.spec.storages if s.name.value == self.storage)
         return oracle.digits(self.spec, storage, self.env, self.params)
@@ -125,7 +130,7 @@ class Reading:
         used = {name: np.zeros(shape, np.int64) for name, shape in like.items()}
         rules = {name: rule for name, tensor in self.tensors.items() for rule in tensor.stored
                  if all(self.params.get(key.value) in values for key, values in rule.when)}
-        for name, element, bit, (field, index, low) in self._bits:
+        for name, element, bit, (field, index, low) in (*self._bits, *self._copies):
             if name not in like:
                 continue
             code = int(fields[field][index])
@@ -150,8 +155,12 @@ class Reading:
         return packed, used
 
     def canonical(self, tensors: Mapping[str, Codes]) -> dict[str, Codes]:
-        """The same with the bytes of digits as `pack` writes them: of all that have these digits, the least."""
+        """The same as `pack` writes it: of all bytes that have the same digits the least, and copies of what is stored first."""
         canonical = {name: tensor.copy() for name, tensor in tensors.items()}
+        first = {what: (name, element, bit) for name, element, bit, what in self._bits} if self._copies else {}
+        for name, element, bit, what in self._copies:
+            source, place, low = first[what]
+            canonical[name][element] ^= ((int(canonical[name][element]) >> bit ^ int(tensors[source][place]) >> low) & 1) << bit
         for (name, element, bit), digits in self._digits.items():
             if name in canonical:
                 byte = int(tensors[name][element]) >> bit & 255

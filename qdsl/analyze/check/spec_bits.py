@@ -13,7 +13,8 @@ from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.model import Field, Spec, Storage, Tensor
 
 Bit = tuple[str, tuple[int, ...], int]                           # field, element, bit of the element
-Stored = tuple[str, tuple[int, ...], int, Bit, int]              # tensor, element, its bit, the field's bit, its place or -1
+Stored = tuple[str, tuple[int, ...], int, Bit, int]              # tensor, element, its bit, the field's bit, its place or these:
+PLAIN, AGAIN = -1, -2                                            # no digit; a second copy of a bit
 
 
 def evaluate(expr: g.Expr, env: Mapping[str, int]) -> int:
@@ -76,9 +77,16 @@ def element_bits(spec: Spec, tensor: Tensor, params: Mapping[str, int | str]) ->
 
 def bits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
          ) -> Iterator[tuple[str, tuple[int, ...], int, Bit]]:
-    """(tensor, element of the tensor, bit of that element, the field's bit) for every stored bit but padding and digits."""
+    """(tensor, element of the tensor, bit of that element, the field's bit) for every stored bit but padding, digits, copies."""
     for tensor in storage.tensors:
-        yield from (stored[:4] for stored in _placed(spec, storage, tensor, env, params) if stored[4] < 0)
+        yield from (stored[:4] for stored in _placed(spec, storage, tensor, env, params) if stored[4] == PLAIN)
+
+
+def copies(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
+           ) -> Iterator[tuple[str, tuple[int, ...], int, Bit]]:
+    """The same for bits that stand again."""
+    for tensor in storage.tensors:
+        yield from (stored[:4] for stored in _placed(spec, storage, tensor, env, params) if stored[4] == AGAIN)
 
 
 def digits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
@@ -191,12 +199,12 @@ def _line(spec: Spec, line: g.Line, env: Mapping[str, int], params: Mapping[str,
                 continue
             if item.field is None:
                 assert item.width is not None
-                yield "", (), 0, evaluate(item.width, local), -1
+                yield "", (), 0, evaluate(item.width, local), PLAIN
                 continue
             whole = width_of(spec, item.field.name, params)
             width = whole if item.width is None else evaluate(item.width, local)
             low = evaluate(item.lo, local) if item.lo is not None else whole - width if item.part == "hi" else 0
-            yield item.field.name, tuple(evaluate(i, local) for i in item.index), low, width, -1
+            yield item.field.name, tuple(evaluate(i, local) for i in item.index), low, width, AGAIN if item.again else PLAIN
 
 
 def table(spec: Spec, field: Field) -> tuple[g.Expr, ...]:

@@ -20,7 +20,8 @@ ALONE = 512                                                      # bits of a wei
 class StoredBits:
     """All bits of a weight's stored tensors and of its fields, as flat arrays of 0 and 1.
 
-    source: int64, for each field bit the stored bit that holds it, as the spec says.  Raises AssertionError for a field bit
+    source: int64, for each field bit the stored bit that holds it, as the spec says.  copies: int64 [2, copies], field bits and
+    where they stand again.  Raises AssertionError for a field bit
     that the spec stores twice or nowhere.
     """
 
@@ -38,13 +39,21 @@ class StoredBits:
         self.source = np.full(self.field_at[""], -1)
         storage = next(declared for declared in case.spec.storages if declared.name.value == case.storage)
         env = spec_bits.environment(case.spec, *shape, case.params, case.format.sizes(case.params, shape))
-        for name, element, bit, (field, index, low) in spec_bits.bits(case.spec, storage, env, case.params):
-            stored = self.tensors[name]
-            place = np.ravel_multi_index(element, tuple(stored.shape)) * 8 * stored.element_size() + bit
-            target = np.ravel_multi_index(index, tuple(self.fields[field].shape)) * self.widths[field] + low
-            assert self.source[self.field_at[field] + target] == -1, f"bit {low} of {field}{list(index)} is stored twice"
-            self.source[self.field_at[field] + target] = self.stored_at[name] + place
+        for stored in spec_bits.bits(case.spec, storage, env, case.params):
+            target, place = self._places(*stored)
+            assert self.source[target] == -1, f"bit {stored[3][2]} of {stored[3][0]}{list(stored[3][1])} is stored twice"
+            self.source[target] = place
+        copies = [self._places(*stored) for stored in spec_bits.copies(case.spec, storage, env, case.params)]
+        self.copies = np.array(copies, np.int64).reshape(-1, 2).T
         assert (self.source >= 0).all(), "a field bit is not stored"
+
+    def _places(self, name: str, element: tuple[int, ...], bit: int, what: spec_bits.Bit) -> tuple[int, int]:
+        """The places of a field's bit and of a stored one."""
+        field, index, low = what
+        stored = self.tensors[name]
+        place = np.ravel_multi_index(element, tuple(stored.shape)) * 8 * stored.element_size() + bit
+        target = np.ravel_multi_index(index, tuple(self.fields[field].shape)) * self.widths[field] + low
+        return int(self.field_at[field] + target), int(self.stored_at[name] + place)
 
     @property
     def size(self) -> int:
@@ -70,6 +79,13 @@ class StoredBits:
         tensors = self.layout.tensors_of(fields, self.extents)
         return np.concatenate([_to_bits(tensors[name], 8 * tensor.element_size()) for name, tensor in self.tensors.items()])
 
+    def stored(self, bits: Bits) -> Bits:
+        """Stored bits of field bits, as the spec says; padding is zero."""
+        stored = np.zeros(self.size, np.uint8)
+        stored[self.source] = bits
+        stored[self.copies[1]] = bits[self.copies[0]]
+        return stored
+
     def unpack_problem(self) -> str:
         """Which field bits unpack reads elsewhere than where the spec stores them; '' where none."""
         wrong = np.zeros(len(self.source), np.bool_)
@@ -81,9 +97,7 @@ class StoredBits:
         """Which stored bits pack does not write as the spec says, padding that is not zero too; '' where none."""
         wrong = np.zeros(self.size, np.bool_)
         for pattern in patterns(len(self.source)):
-            stored = np.zeros(self.size, np.uint8)
-            stored[self.source] = pattern
-            wrong |= self.pack(pattern) != stored
+            wrong |= self.pack(pattern) != self.stored(pattern)
         if not wrong.any():
             return ""
         if wrong[self.source].any():

@@ -85,8 +85,11 @@ class Cut:
 
 def cut(part: Slice) -> Cut | None:
     """The slice over bytes; None where it does not come apart into byte digits and containers of up to eight bytes."""
-    if part.places:
-        return _cut_places(part)
+    return _cut_places(part) if part.places else _cut_bits(part, False) or _cut_bits(part, True)
+
+
+def _cut_bits(part: Slice, is_whole: bool) -> Cut | None:
+    """The same of bits.  is_whole: a digit that moves bits has all its values in one container, where shorter ones overlap."""
     bytes_: list[Digit] = []
     bits: list[Digit] = []
     for axis, layout in enumerate(part.dims):
@@ -94,7 +97,7 @@ def cut(part: Slice) -> Cut | None:
         for extent, stride in layout.modes:
             period = 8 // gcd(stride, 8)                         # after so many steps the digit is at a byte again
             inside = min(extent, period)
-            if extent % inside:
+            if extent % inside or (is_whole and inside > 1):
                 inside = extent                                  # ten codes of 3 bits in a word: lanes, all of them
             if inside > 1:
                 bits.append(Digit(axis, weight, inside, stride))

@@ -64,7 +64,7 @@ def elements(program: Program, tensor: Tensor) -> list[Placement]:
     by_place: dict[int, Placement] = {}
     for placement in tensor.placements:
         field = program.field(placement.field)
-        if placement.flat or any(extent > 1 for extent in placement.extents) or len(placement.slices) > 1 \
+        if placement.flat or any(extent > 1 for extent in placement.extents) or len(placement.slices) > 1 or placement.copies \
                 or {*placement.vars} != {*variables(tensor)} or not all(tensor.var(name).exact for name in placement.vars) \
                 or (field.kind, field.bits) != (tensor.kind, placement.slices[0].width):
             return []

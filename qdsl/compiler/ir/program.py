@@ -74,7 +74,7 @@ class Placement:
     digits: of a coordinate, slowest first, the names of variables, and '' for what a record holds, extents[axis] elements.
     ('t', '') is the plain case, coordinate = extent * t + local; ('', 't') a record of elements that are t's extent apart.
     `flat` says that the one coordinate is the position n * K + k of a two-dimensional field.  `slices` is
-    empty until the layouts are inferred.
+    empty until the layouts are inferred.  copies: of bits that the record holds again.
     """
 
     field: str
@@ -82,6 +82,7 @@ class Placement:
     extents: tuple[int, ...]
     flat: bool
     slices: tuple[Slice, ...] = ()
+    copies: tuple[Slice, ...] = ()
 
     @property
     def vars(self) -> tuple[str, ...]:

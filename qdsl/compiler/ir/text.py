@@ -79,6 +79,8 @@ def _placement(placement: Placement) -> Iterator[str]:
     yield f"    {placement.field:<6} {'flat ' if placement.flat else ''}tiles [{tiles}]"
     for part in placement.slices:
         yield f"      bits {part.lo}..{part.lo + part.width - 1} at {part}"
+    for part in placement.copies:
+        yield f"      bits {part.lo}..{part.lo + part.width - 1} again at {part}"
 
 
 def _tile(digits: tuple[str, ...], extent: int) -> str:

@@ -27,8 +27,8 @@ def _infer(tensor: Tensor, problems: Problems) -> Tensor:
         return tensor
     placements: list[Placement] = []
     for placement in tensor.placements:
-        slices = _slices(tensor.lines, placement.field)
-        if slices is None:
+        slices, copies = _slices(tensor.lines, placement.field)
+        if slices is None or copies is None:
             problems.add(tensor.record_span, f"the bits of '{placement.field}' in '{tensor.name}' are not strided",
                          "each bit of a field lies at offset + sum of digit * stride for digits of its subscripts, of all "
                          "elements or of those that the same lines store")
@@ -42,10 +42,12 @@ def _infer(tensor: Tensor, problems: Problems) -> Tensor:
                 split(part, tensor.element.bits) is None for part in slices):
             problems.add(tensor.record_span, f"'stored' changes words of '{tensor.name}', and its elements cross words",
                          "give the change of a field instead")
-        placements.append(replace(placement, slices=slices))
+        placements.append(replace(placement, slices=slices, copies=copies))
     return replace(tensor, placements=tuple(placements))
 
 
 @lru_cache(maxsize=256)                                          # choices of parameters share the records of a storage
-def _slices(lines: tuple[Line, ...], field: str) -> tuple[Slice, ...] | None:
-    return gather([piece for piece in walk(lines) if piece.field == field])
+def _slices(lines: tuple[Line, ...], field: str) -> tuple[tuple[Slice, ...] | None, tuple[Slice, ...] | None]:
+    """The bits of a field, and their copies; None where they are not strided."""
+    copies = [replace(piece, field=field) for piece in walk(lines) if piece.again == field]
+    return gather([piece for piece in walk(lines) if piece.field == field]), gather(copies) if copies else ()

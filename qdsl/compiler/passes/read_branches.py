@@ -123,7 +123,7 @@ def _items(tensor: model.Tensor, roles: Mapping[str, Role]) -> list[tuple[g.Item
     """
     lines = tensor.record
     items = lines[0].items if len(lines) == 1 and not lines[0].loops else ()
-    parts = [item for item in items if isinstance(item, g.Item) and (item.part == "whole" or _is_half(item))]
+    parts = [item for item in items if isinstance(item, g.Item) and not item.again and (item.part == "whole" or _is_half(item))]
     listed = [roles.get(item.field.name if item.field is not None else "", Role(())) for item in parts]
     if len(parts) == len(items) == WORD // HALF and tensor.shape is not None and tensor.shape.type.name == INDEX \
             and [role.is_index for role in listed] == list(map(_is_half, parts)) and sum(map(_is_half, parts)) == 1 \

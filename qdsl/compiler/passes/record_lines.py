@@ -5,7 +5,7 @@ read_records uses it for each tensor, and finds which variables carry the fields
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -44,6 +44,7 @@ class RecordReader:
     def lines(self, record: tuple[g.Line, ...], variables: set[str], local: bool = False) -> tuple[Line, ...] | None:
         """The record with constant loops, widths and linear subscripts."""
         lines: list[Line] = []
+        kept: list[g.Line] = []
         pieces = 0
         for line in record:
             loops = self.loops(line.loops, variables)
@@ -61,14 +62,26 @@ class RecordReader:
             items = tuple(item for some in read for item in some or ())
             if None in read:
                 return None
+            kept.append(line)
             lines.append(Line(tuple(loops), items))
             for item in items:
-                if item.field is not None:
+                if item.field is not None and not item.again:
                     self.used.setdefault(item.field, []).append(item.index[1:] if local else item.index)
         if not self.used:
             self.problems.add(self.item.record_text.span, f"{self.what} holds no field")
             return None
-        return tuple(lines)
+        return tuple(lines) if self.has_originals(kept, lines) else None
+
+    def has_originals(self, record: Sequence[g.Line], lines: Sequence[Line]) -> bool:
+        """Whether bits that stand again are those of an item as it stands, in loops alike; adds a problem where they are not."""
+        stored = {_key(line, item) for line in lines for item in line.items if not item.again}
+        spans = [item.span for line in record for item in line.fields if item.again]
+        copies = [(line, item) for line in lines for item in line.items if item.again]
+        for span, (line, item) in zip(spans, copies, strict=True):
+            if _key(line, replace(item, again=False)) not in stored:
+                self.problems.add(span, f"{self.what} has no item whose bits of '{item.field}' stand here again")
+                return False
+        return True
 
     def loops(self, loops: tuple[g.Loop, ...], taken: set[str]) -> list[tuple[str, int]] | None:
         """Name and extent of each loop; None, with a problem, where an extent is not a constant in range."""
@@ -162,9 +175,10 @@ class RecordReader:
             return None
         if lo is None:
             return None
-        self.weights.setdefault(field.name, []).append(tuple(linear[1] for linear in read if linear is not None))
+        if not item.again:
+            self.weights.setdefault(field.name, []).append(tuple(linear[1] for linear in read if linear is not None))
         forms = tuple(form for form in index if form is not None) or ((Affine(),) if local else ())
-        return RecordItem(field.name, (Affine(), *forms) if local else forms, lo, width)
+        return RecordItem(field.name, (Affine(), *forms) if local else forms, lo, width, again=item.again)
 
     def fits(self, width: int | None, most: int, span: Span) -> bool:
         """Whether a width is from 1 to `most` bits; adds a problem where it is not."""
@@ -214,6 +228,12 @@ def expanded(index: Index) -> dict[tuple[Atom, ...], int]:
         for key, value in parts.items():
             sums[key] = sums.get(key, 0) + coefficient * value
     return {key: value for key, value in sums.items() if value}
+
+
+def _key(line: Line, item: RecordItem) -> tuple[tuple[tuple[str, int], ...], RecordItem]:
+    """An item, and the loops that move it."""
+    names = {name for form in (*item.index, item.lo) for name, _ in form.terms}
+    return tuple(loop for loop in line.loops if loop[0] in names), item
 
 
 def _bound(form: Affine, values: Mapping[str, int]) -> Affine:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, TypeVar
 
 from qdsl.compiler.spec.source import Problem, Span, Text
@@ -97,7 +97,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """`q[l + 16].hi:2`: part is 'whole', 'lo', 'hi', 'at' or, with no field, 'pad'."""
+    """`q[l + 16].hi:2`: part is 'whole', 'lo', 'hi', 'at' or, with no field, 'pad'.  again: bits that stand elsewhere, too."""
 
     field: Name | None
     index: tuple[Expr, ...]
@@ -105,6 +105,7 @@ class Item:
     lo: Expr | None
     width: Expr | None
     span: Span
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,6 +453,13 @@ class _Parser:
         if self.token.text == "base3" and self.tokens[self.at + 1].text == "(":
             self.at += 2
             return self.digits(begin)
+        if self.token.text == "again" and self.tokens[self.at + 1].text == "(":
+            self.at += 2
+            if self.token.text == "pad":
+                self.fail("a field, as padding holds nothing")
+            item = self.field()
+            self.expect(")")
+            return replace(item, again=True, span=self.span(begin))
         return self.field()
 
     def field(self) -> Item:

@@ -26,7 +26,7 @@ def _bits_texts(program: Program, tensor: Tensor) -> list[str]:
         return []
     if program.row_codes and any(placement.field == program.row_codes.code for placement in tensor.placements):
         return []                                                # what no other storage has
-    if any(placement.flat or placement.ranges > 1 for placement in tensor.placements):
+    if any(placement.flat or placement.ranges > 1 or placement.copies for placement in tensor.placements):
         return []
     apart = tensor.words > 1 and tensor.axes[-1].digits[-1:] != ("",)
     if apart and any(len(placement.slices) > 1 for placement in tensor.placements):

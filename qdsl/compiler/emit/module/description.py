@@ -118,7 +118,7 @@ def _padding(tensor: Tensor) -> int:
     pieces = list(walk(tensor.lines))
     if tensor.words > 1 or tensor.stored or tensor.section or any(piece.place is not None for piece in pieces):
         return 0
-    used = sum((1 << piece.width) - 1 << piece.at for piece in pieces if piece.field is not None)
+    used = sum((1 << piece.width) - 1 << piece.at for piece in pieces if piece.field or piece.again)
     return (1 << tensor.record_bits) - 1 - used
 
 

@@ -67,7 +67,7 @@ class Row:
 
 def rows(tensor: Tensor) -> list[Row]:
     """The record of a tensor, byte by byte, most significant bits first."""
-    bits = spread({p.field: p.slices for p in tensor.placements}, tensor.record_bits)
+    bits = spread({p.field: (*p.slices, *p.copies) for p in tensor.placements}, tensor.record_bits)
     many = {p.field: tuple(extent > 1 for extent in p.extents) for p in tensor.placements}
     joined_rows: list[Row] = []
     for byte in range(tensor.record_bits // 8):
@@ -271,7 +271,7 @@ def _draw_grid(tensor: Tensor, colours: dict[str, str], body: list[str], y: int)
 
 def _elements(tensor: Tensor) -> Iterator[Cell]:
     """Runs of a record's bits that are neighbours in one element, low bits first."""
-    bits = spread({p.field: p.slices for p in tensor.placements}, tensor.record_bits)
+    bits = spread({p.field: (*p.slices, *p.copies) for p in tensor.placements}, tensor.record_bits)
     many = {p.field: tuple(extent > 1 for extent in p.extents) for p in tensor.placements}
     start = 0
     while start < len(bits):

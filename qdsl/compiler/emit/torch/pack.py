@@ -88,7 +88,7 @@ def _sizes(tensor: Tensor, labels: Sequence[Label]) -> list[int | str]:
 def _records(program: Program, tensor: Tensor, lines: list[str]) -> Chain:
     """Records as elements of the tensor, words last."""
     size = tensor.record_bits // 8
-    parts = [(placement, part) for placement in tensor.placements for part in placement.slices]
+    parts = [(placement, part) for placement in tensor.placements for part in (*placement.slices, *placement.copies)]
     order = variables(tensor)
     if len(parts) == 1 and parts[0][1].filled == tensor.record_bits:
         placement, part = parts[0]
@@ -146,7 +146,7 @@ def _store(program: Program, tensor: Tensor, placement: Placement, part: Slice, 
     field = program.field(placement.field)
     cuts = cut_slice(tensor, placement, part)
     split = _split(program, tensor, placement, cuts, lines)
-    others = [other for p in tensor.placements for other in p.slices if other is not part]
+    others = [other for p in tensor.placements for other in (*p.slices, *p.copies) if other is not part]
     shared = any(_may_share(part, other) for other in others) or len(cuts.skips) > 1
     for skip in cuts.skips:
         view = region(records, cuts, skip, tensor.record_bits // 8)
@@ -229,6 +229,8 @@ def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, o
             return chain if field_dtype(field) == "uint8" else chain.call("view(torch.uint8)")
         return Chain(f"as_type({chain.text}.unsqueeze(-1), torch.uint8)", (*order, BYTES))
     lanes = [lane for lane in cuts.lanes if lane.skip == skip]
+    is_view = field.number is not None and field.number.is_float and field.bits > 8
+    has_sign = is_view and any(lane.shift + cuts.part.width < 8 * cuts.container for lane in lanes)
     if cuts.part.places:
         return _digits(field, cuts, split, lanes).permute(order)
     if cuts.neighbours and field.bits <= 8 and split.labels[-1] == cuts.bits[0]:
@@ -237,12 +239,12 @@ def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, o
     wide = {1: "", 2: ".to(torch.int32)", 3: ".to(torch.int32)"}.get(cuts.container, ".to(torch.int64)")
     if len(lanes) > 2 and len(cuts.bits) == 1 and len(lanes) == len(cuts.lanes):
         lane = split.pick({cuts.bits[0]: "i"})
-        text = f"sum({_masked(field, cuts.part, lane.text)}{wide} << {cuts.shift} for i in range({len(lanes)}))"
+        text = f"sum({_masked(field, cuts.part, lane.text, has_sign)}{wide} << {cuts.shift} for i in range({len(lanes)}))"
     else:
         texts: list[str] = []
         for own in lanes:
             lane = split.select(dict(zip(cuts.bits, own.values, strict=True)))
-            texts.append(_masked(field, cuts.part, lane.text) + wide + (f" << {own.shift}" if own.shift else ""))
+            texts.append(_masked(field, cuts.part, lane.text, has_sign) + wide + (f" << {own.shift}" if own.shift else ""))
         joined = " | ".join(texts)
         text = f"({joined})" if len(texts) > 1 or lanes[0].shift else joined
     value = Chain(text, lane.labels).permute(order)
@@ -262,10 +264,10 @@ def _digits(field: Field, cuts: Cut, split: Chain, lanes: list[Lane]) -> Chain:
     return Chain(f'base3([{texts}], "{field.name}")', picked[0].labels)
 
 
-def _masked(field: Field, part: Slice, text: str) -> str:
-    """The slice's bits of an element, at bit 0."""
+def _masked(field: Field, part: Slice, text: str, has_sign: bool = False) -> str:
+    """The slice's bits of an element, at bit 0.  has_sign: above them stand copies of the element's highest bit."""
     if part.width == field.bits and not is_signed(field):
         return text
     shown = f"{text} >> {part.lo}" if part.lo else text
-    keep = part.lo + part.width < field.bits or is_signed(field)
+    keep = part.lo + part.width < field.bits or is_signed(field) or has_sign
     return f"({shown} & {(1 << part.width) - 1})" if keep else f"({shown})"
