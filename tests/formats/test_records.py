@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import qdsl
 from qdsl.analyze.check import cases as check_cases
 from qdsl.analyze.check import spec_bits as oracle
 from qdsl.analyze.check.stored_bits import StoredBits, patterns
@@ -15,7 +18,7 @@ from qdsl.compiler.passes.derive_planar import PLANAR
 from qdsl.runtime import FormatError, PackedWeight
 from tests.support.blessing import prove_stored
 from tests.support.covering import ALL
-from tests.support.formats import Case, cases, is_held, random_fields, random_packed, raw, same_bits, shapes, smallest
+from tests.support.formats import Case, cases, is_held, random_fields, random_packed, raw, same_bits, shapes, smallest, spec
 from tests.support.slow_reading import Reading
 
 CASES = cases()
@@ -74,6 +77,36 @@ def test_any_bytes_survive(case: Case, seed: int) -> None:
         if not bits.layout.tensors[name].adds:
             assert (again[at:at + 8 * tensor.nbytes] == kept[at:at + 8 * tensor.nbytes]).all()
     assert (bits.pack(bits.unpack(again)) == again).all()
+
+
+BETWEEN_BYTES = """
+format: between_bytes
+weight: [N, K]
+fields:
+  s: {kind}[n, k // 4]
+  q: u3[n, k]
+decode: s * q
+storage:
+  plain:
+    codes:
+      tensor: i32[n<N/2, t<K/4 word]
+      record: |
+        pad:4
+        r<2 i<4: q[2*n + r, 4*t + i]
+        r<2: again(s[2*n + r, t])
+        r<2: s[2*n + r, t]
+        r<2: again(s[2*n + r, t])
+        pad:{padding}
+"""
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "u6"])
+def test_numbers_between_bytes_and_their_copies(tmp_path: Path, kind: str) -> None:
+    """The sign of a float stays in its place, and every copy is written."""
+    path = tmp_path / "between_bytes.yaml"
+    path.write_text(BETWEEN_BYTES.format(kind=kind, padding=32 if kind == "u6" else 4))
+    bits = StoredBits(check_cases.Case(spec(path), qdsl.load(path).FORMAT, "plain", {}), (4, 16))
+    assert bits.copies.shape[1] == 2 * 16 * bits.widths["s"] and not bits.unpack_problem() and not bits.pack_problem()
 
 
 @pytest.mark.parametrize("case", DIGITS, ids=str)

@@ -375,6 +375,7 @@ WIDTHS = st.sampled_from(("", "", "", ".lo:1", ".hi:2", ".lo:4", ".at(1):2", ".a
 PLACES = EXPRESSIONS.map("[{}]".format) | st.sampled_from(("", "[n, k]", "[l]", "[8*t + i]"))
 ITEMS = st.tuples(st.sampled_from("dq"), PLACES, WIDTHS).map("".join) | st.sampled_from(("pad:1", "pad:4", "pad:8"))
 DIGITS = st.lists(ITEMS, min_size=1, max_size=3).map(" ".join).map("base3({})".format) | PLACES.map("base3(j<5: q{})".format)
+COPIES = ITEMS.map("again({})".format)
 LOOPS = st.sampled_from(("", "", "i<2: ", "i<8: ", "l<16: ", "l<4 i<2: ", "k<K: ", "n<N: "))
 SHAPES = st.sampled_from(("run: k", "tensor: u8[n<N, k<K]", "tensor: i32[t<K/8 word, n<N]", "tensor: i32[n<N, word]",
                           "tensor: u8[n<N, t<K/8]", "tensor: f16[n<N, i<ceil(K/8)]", "tensor: u8[e<N*K/2]",
@@ -389,7 +390,7 @@ def invented(draw: st.DrawFn) -> str:
     formula = draw(st.sampled_from(("d * q", "d * (q - 8)", "q", "d", "-q * d / 3")) | EXPRESSIONS)
     text += f"decode: {formula}\nstorage:\n  made:\n"
     for tensor in "ab"[:draw(st.integers(1, 2))]:
-        record = "".join(f"        {draw(LOOPS)}{' '.join(draw(st.lists(ITEMS | DIGITS, min_size=1, max_size=3)))}\n"
+        record = "".join(f"        {draw(LOOPS)}{' '.join(draw(st.lists(ITEMS | DIGITS | COPIES, min_size=1, max_size=3)))}\n"
                          for _ in range(draw(st.integers(1, 2))))
         text += f"    {tensor}:\n      {draw(SHAPES)}\n      record: |\n{record}"
     return text

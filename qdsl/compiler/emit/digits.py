@@ -14,6 +14,8 @@ from math import gcd, prod
 
 from qdsl.core.layout import Slice, refine
 
+CONTAINER = 64                                                   # bits, at most
+
 
 @dataclass(frozen=True, slots=True)
 class Digit:
@@ -89,7 +91,7 @@ def cut(part: Slice) -> Cut | None:
 
 
 def _cut_bits(part: Slice, is_whole: bool) -> Cut | None:
-    """The same of bits.  is_whole: a digit that moves bits has all its values in one container, where shorter ones overlap."""
+    """The same of bits.  is_whole: digits that one container holds are lanes, as containers of parts of them overlap."""
     bytes_: list[Digit] = []
     bits: list[Digit] = []
     for axis, layout in enumerate(part.dims):
@@ -97,7 +99,7 @@ def _cut_bits(part: Slice, is_whole: bool) -> Cut | None:
         for extent, stride in layout.modes:
             period = 8 // gcd(stride, 8)                         # after so many steps the digit is at a byte again
             inside = min(extent, period)
-            if extent % inside or (is_whole and inside > 1):
+            if extent % inside or (is_whole and abs(stride) * extent <= CONTAINER):
                 inside = extent                                  # ten codes of 3 bits in a word: lanes, all of them
             if inside > 1:
                 bits.append(Digit(axis, weight, inside, stride))
@@ -112,7 +114,7 @@ def _cut_bits(part: Slice, is_whole: bool) -> Cut | None:
     one = all(bit % 8 + part.width <= 8 for bit in at.values())
     container = 1 if one else -(-(max(at.values()) + part.width) // 8)
     lanes = tuple(Lane(values, bit // 8 if one else 0, bit % 8 if one else bit) for values, bit in at.items())
-    if min(at.values()) < 0 or container > 8 or any(d.stride < 8 * container for d in bytes_):
+    if min(at.values()) < 0 or 8 * container > CONTAINER or any(d.stride < 8 * container for d in bytes_):
         return None
     return Cut(part, tuple(sorted(bytes_, key=lambda d: -d.stride)), tuple(bits), container, lanes, low // 8)
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from qdsl.compiler.ir.program import Placement, Program, Tensor
 from qdsl.compiler.spec.source import Problems
-from qdsl.core.layout import BYTE, Line, Slice, gather, split, walk
+from qdsl.core.layout import BYTE, Line, Piece, Slice, gather, split, walk
 
 
 def infer_layouts(program: Program, problems: Problems) -> Program:
@@ -27,8 +27,12 @@ def _infer(tensor: Tensor, problems: Problems) -> Tensor:
         return tensor
     placements: list[Placement] = []
     for placement in tensor.placements:
-        slices, copies = _slices(tensor.lines, placement.field)
-        if slices is None or copies is None:
+        slices, copies = _slices(tensor.lines, placement.field), _copies(tensor.lines, placement.field)
+        if copies is None:
+            problems.add(tensor.record_span, f"the record of '{tensor.name}' holds bits of some elements of '{placement.field}' "
+                                             "again, and not of others", "copies of all elements that a record has are strided")
+            return tensor
+        if slices is None:
             problems.add(tensor.record_span, f"the bits of '{placement.field}' in '{tensor.name}' are not strided",
                          "each bit of a field lies at offset + sum of digit * stride for digits of its subscripts, of all "
                          "elements or of those that the same lines store")
@@ -47,7 +51,24 @@ def _infer(tensor: Tensor, problems: Problems) -> Tensor:
 
 
 @lru_cache(maxsize=256)                                          # choices of parameters share the records of a storage
-def _slices(lines: tuple[Line, ...], field: str) -> tuple[tuple[Slice, ...] | None, tuple[Slice, ...] | None]:
-    """The bits of a field, and their copies; None where they are not strided."""
-    copies = [replace(piece, field=field) for piece in walk(lines) if piece.again == field]
-    return gather([piece for piece in walk(lines) if piece.field == field]), gather(copies) if copies else ()
+def _slices(lines: tuple[Line, ...], field: str) -> tuple[Slice, ...] | None:
+    return gather([piece for piece in walk(lines) if piece.field == field])
+
+
+@lru_cache(maxsize=256)
+def _copies(lines: tuple[Line, ...], field: str) -> tuple[Slice, ...] | None:
+    """The slices of second copies, of third ones, and so on; None where some are not of all elements, or not strided."""
+    groups: list[list[Piece]] = []
+    count: Counter[tuple[tuple[int, ...], int]] = Counter()
+    for piece in walk(lines):
+        if piece.again == field:
+            number = count[piece.index, piece.lo]
+            count[piece.index, piece.lo] += 1
+            groups += [[]] if number == len(groups) else []
+            groups[number].append(replace(piece, field=field))
+    elements = {piece.index for piece in walk(lines) if piece.field == field}
+    if any(sum(piece.lo == lo for piece in group) < len(elements) for group in groups for lo in {piece.lo for piece in group}):
+        return None
+    gathered = [gather(group) for group in groups]
+    slices = [part for parts in gathered for part in parts or ()]
+    return tuple(slices) if None not in gathered else None

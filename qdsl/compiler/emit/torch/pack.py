@@ -239,12 +239,12 @@ def _value(program: Program, field: Field, cuts: Cut, skip: int, split: Chain, o
     wide = {1: "", 2: ".to(torch.int32)", 3: ".to(torch.int32)"}.get(cuts.container, ".to(torch.int64)")
     if len(lanes) > 2 and len(cuts.bits) == 1 and len(lanes) == len(cuts.lanes):
         lane = split.pick({cuts.bits[0]: "i"})
-        text = f"sum({_masked(field, cuts.part, lane.text, has_sign)}{wide} << {cuts.shift} for i in range({len(lanes)}))"
+        text = f"sum({_masked(field, cuts.part, lane.text, wide, has_sign)} << {cuts.shift} for i in range({len(lanes)}))"
     else:
         texts: list[str] = []
         for own in lanes:
             lane = split.select(dict(zip(cuts.bits, own.values, strict=True)))
-            texts.append(_masked(field, cuts.part, lane.text, has_sign) + wide + (f" << {own.shift}" if own.shift else ""))
+            texts.append(_masked(field, cuts.part, lane.text, wide, has_sign) + (f" << {own.shift}" if own.shift else ""))
         joined = " | ".join(texts)
         text = f"({joined})" if len(texts) > 1 or lanes[0].shift else joined
     value = Chain(text, lane.labels).permute(order)
@@ -264,10 +264,10 @@ def _digits(field: Field, cuts: Cut, split: Chain, lanes: list[Lane]) -> Chain:
     return Chain(f'base3([{texts}], "{field.name}")', picked[0].labels)
 
 
-def _masked(field: Field, part: Slice, text: str, has_sign: bool = False) -> str:
-    """The slice's bits of an element, at bit 0.  has_sign: above them stand copies of the element's highest bit."""
+def _masked(field: Field, part: Slice, text: str, wide: str = "", has_sign: bool = False) -> str:
+    """The slice's bits of an element, at bit 0, `wide`.  has_sign: the element's highest bit would be copied above them."""
     if part.width == field.bits and not is_signed(field):
-        return text
+        return f"({text}{wide} & {(1 << part.width) - 1})" if has_sign else text + wide
     shown = f"{text} >> {part.lo}" if part.lo else text
     keep = part.lo + part.width < field.bits or is_signed(field) or has_sign
-    return f"({shown} & {(1 << part.width) - 1})" if keep else f"({shown})"
+    return (f"({shown} & {(1 << part.width) - 1})" if keep else f"({shown})") + wide
