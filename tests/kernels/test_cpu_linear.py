@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qdsl.generated import bf16, fp8_block, int8_block, int8_channel, int8_tensor, int_group, q4_0, q4_k, q8_0
+from qdsl.generated import bf16, fp8_block, int_group, q4_0, q4_k, q8_0
 from qdsl.host import library
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.cpu import int8, loops
 from qdsl.runtime.cpu import linear as cpu
+from qdsl.runtime.cpu import loops
 from qdsl.runtime.cpu.source import DECODE
 from qdsl.runtime.weight import tiles
 from qdsl.runtime.weight.packed import FormatError
@@ -305,35 +305,6 @@ def test_tensors_at_odd_addresses_and_strided_ones() -> None:
     strided = torch.empty(*blocks.shape, 2, dtype=torch.uint8)[..., 0].copy_(blocks)
     assert same_bits(q8_0.linear(x, packed), q8_0.linear(x, q8_0.wrap({"blocks": moved})))
     check(q8_0.linear(x, q8_0.wrap({"blocks": strided})), x, plain(packed))
-
-
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch has vectors on x86 alone")
-def test_rows_of_integers_meet_the_operation_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing is compiled, for scales that are numbers of bfloat16, without a bias or zero points; else tiles serve."""
-    cpu.compile_products(False)
-    calls: list[Tensor | None] = []
-    product = int8.product
-    monkeypatch.setattr(int8, "product", lambda *arguments: calls.append(product(*arguments)) or calls[-1])
-    half, wide = (int8_channel.quantize(sample(48, 160), scale_type=kind) for kind in ("bf16", "f32"))
-    one = int8_tensor.quantize(sample(48, 160), scale_type="bf16")
-    renamed = int8_channel.convert(half, "torchao")
-    shifted = half.derive({**half.tensors, "weight_zero_point": torch.ones(48, 1, dtype=torch.int8)})
-    for packed, rows, is_taken in ((half, 1, True), (half, 32, True), (one, 3, True), (renamed, 3, True), (half, 33, False),
-                                   (wide, 1, False), (shifted, 1, False), (half.cut("K", 0, 80), 1, False),
-                                   (half.cut("K", 32, 96), 1, False), (int8_block.quantize(sample(128, 128)), 1, False)):
-        x = sample(rows, packed.shape[1], dtype=torch.bfloat16)
-        out = packed.format.linear(x, packed)
-        assert (calls[-1] is not None) is is_taken, (packed, rows)
-        if is_taken:
-            check(out, x, packed.format.dequantize(packed, torch.float32), what=packed)
-    bias = sample(48)
-    for x, added in ((sample(1, 160), None), (sample(1, 160, dtype=torch.bfloat16), bias)):
-        int8_channel.linear(x, half, added)
-        assert calls[-1] is None
-    cpu.compile_products()
-    count = len(calls)
-    int8_channel.linear(sample(1, 160, dtype=torch.bfloat16), half)
-    assert len(calls) == count
 
 
 def test_plain_weights_are_multiplied_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

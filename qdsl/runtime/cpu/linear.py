@@ -1,7 +1,5 @@
 """x @ w.T and decoded weights on a CPU: compiled loops where this machine has a C compiler, else torch, tile by tile.
 
-Without them rows of 8-bit integers meet torch's own operation for these (int8.py).
-
 QDSL_CPU_COMPILE says which weights have compiled loops: 'auto', the default, those of 2^16 numbers and more; 'always' all;
 'never' none.  A format's loop is compiled at its first product, which waits for that; the cache folder keeps it for all shapes
 and all processes.  The compiled decode makes the bits of the plain one.  Up to 8 rows of x meet exact float32 weights in a loop
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qdsl.host import library
-from qdsl.runtime.cpu import int8, loops
+from qdsl.runtime.cpu import loops
 from qdsl.runtime.weight.match import torch_dtype
 from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.tiles import decode_rows, row_tiles, unpack
@@ -38,19 +36,13 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
     if _is_plain(packed, x.dtype):
         return _tiled(x, packed, bias)
     if not _is_compiled(x, packed):
-        return _by_torch(x, packed, bias)
+        return _tiled(x, packed, bias)
     if x.shape[0] <= loops.FEW:
         out = loops.product(x.detach(), packed, True) if _rounds_x() else None
         out = loops.product(x.detach(), packed) if out is None else out
         if out is not None:
             return (out if bias is None else out + bias.float()).to(x.dtype)
     out = _compiled_tiles(x, packed, bias)
-    return _by_torch(x, packed, bias) if out is None else out
-
-
-def _by_torch(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
-    """The product by an operation of torch that reads the weight as it is stored, else by tiles."""
-    out = int8.product(x, packed, bias)
     return _tiled(x, packed, bias) if out is None else out
 
 
