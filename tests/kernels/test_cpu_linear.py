@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qdsl.generated import bf16, fp8_block, int_group, q4_0, q4_k, q8_0
+from qdsl.generated import bf16, fp8_block, int_group, q4_0, q4_k, q8_0, vptq
 from qdsl.host import library
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.cpu import linear as cpu
@@ -241,6 +241,17 @@ def test_products_of_all_dtypes_and_a_bias(name: str) -> None:
     wanted = torch.nn.functional.linear(x.double(), weight.to(x.dtype).double())
     assert (packed.format.linear(x, packed).double() - wanted).abs().max() <= 2.0 ** -8 * wanted.abs().max()
     assert loops._loops and None not in loops._loops.values()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decode_that_rounds_to_the_type_of_a_tensor(dtype: torch.dtype) -> None:
+    """Columns one at a time: loops that cannot round leave the product to tiles."""
+    numbers = {"cb": sample(1 << 16, 8, dtype=dtype), "a": sample(256, dtype=dtype), "b": sample(256, seed=1, dtype=dtype)}
+    packed = vptq.pack({**numbers, "q": torch.randint(1 << 16, (8, 256), dtype=torch.int32)}, bits=16)
+    weight = plain(packed)
+    assert torch.equal(vptq.linear(torch.eye(256), packed).t(), weight)
+    x = sample(3, 256, seed=2)
+    check(vptq.linear(x, packed), x, weight)
 
 
 def test_one_library_serves_all_shapes() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from qdsl.runtime.cpu.expressions import Writer
 from qdsl.runtime.cpu.language import run
-from qdsl.runtime.cpu.trace import Index, Indivisible, Pointer, Trace, Unsupported, Use
+from qdsl.runtime.cpu.trace import Index, Indivisible, Pointer, PointerType, Trace, Unsupported, Use
 from qdsl.runtime.weight.layout import Kernels
 
 VECTORS = Path(__file__).with_name("vectors.h")
@@ -57,7 +57,7 @@ class Reads:
     def pointers(self, trace: Trace) -> list[Pointer | None]:
         """Where the tensors and tables begin, in the order of the function's arguments."""
         zero = Index(trace, ())
-        tensors = [None if dtype is None else Pointer(f"t{i}", dtype, zero) for i, dtype in enumerate(self.dtypes)]
+        tensors = [None if dtype is None else Pointer(f"t{i}", PointerType(dtype), zero) for i, dtype in enumerate(self.dtypes)]
         tables = [Pointer(f"t{len(tensors) + i}", str(table.values.dtype)[6:], zero, None,
                           (math.floor(min(table.numbers)), math.ceil(max(table.numbers))),
                           table.numbers if table.values.dim() == 1 else ())

@@ -198,6 +198,15 @@ class Mask:
 ALWAYS = Mask()
 
 
+class PointerType(str):
+    """The name of the type that a pointer's elements have, as Triton's `dtype` of a pointer knows it."""
+
+    @property
+    def element_ty(self) -> str:
+        """The type of the elements."""
+        return str(self)
+
+
 @dataclass(frozen=True)
 class Pointer:
     """A place in a tensor, in bytes; node: a value that is added, in elements; bounds, numbers: of a table."""
@@ -411,7 +420,7 @@ class Trace:
             return self.node("float", (node,), dtype)
         if dtype == "float32":
             return self.node("bits_to_float", (node,), dtype)
-        if dtype in ("float16", "bfloat16"):
+        if dtype in ("float16", "bfloat16") and bitcast:
             return self.node("bits", (node,), dtype)
         if dtype in INTEGERS and node.dtype in INTEGERS:
             if node.op == "load" and SIZES[dtype] == SIZES[node.dtype]:
