@@ -8,6 +8,7 @@ from qdsl.checkpoint.detect.header_claims import PREFIX, HeaderClaims
 from qdsl.core.stored import Description
 
 WEIGHT = "weight"                                                # what a module's weight is called, if nothing else
+BIAS = "_bias"                                                   # of a layer, although a storage has a 'weight_bias'
 
 
 class TensorNames:
@@ -62,7 +63,8 @@ class TensorNames:
         for place in [place for place, letter in enumerate(name) if letter in "._"][::-1] if stacks else ():
             if name[:place] in stacks:
                 ending = name[place:]
-                return name[:place], WEIGHT + ending if WEIGHT + ending in self.names else ending[1:]
+                is_own = WEIGHT + ending in self.names and ending != BIAS
+                return name[:place], WEIGHT + ending if is_own else ending[1:]
         return None
 
     def _cut(self, name: str) -> tuple[str, str]:
