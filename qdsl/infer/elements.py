@@ -88,7 +88,9 @@ def ends_of_rows(name: str, element: Element, shape: tuple[int, int]) -> Iterato
     if element.stored.width > 1 or size * n != len(element.stored.data):
         return
     unit = k // next((columns for columns in RECORDS if k % columns == 0), 8)
-    sizes = [extra for extra in ENDS if size > extra and (size - extra) % max(unit, 1) == 0]
+    plain = (size - k * bits // 8 for bits in range(8, 1, -1))   # more around plain codes than around records
+    sizes = [extra for extra in dict.fromkeys((*ENDS, *(extra for extra in plain if 0 < extra < size // 4)))
+             if size > extra and (size - extra) % max(unit, 1) == 0]
     for extra in sorted(sizes, key=lambda extra: 8 * (size - extra) % k != 0):
         for head in dict.fromkeys((0, extra, extra // 2)):
             places = (0, head, size - extra + head, size)
