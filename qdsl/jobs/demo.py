@@ -146,6 +146,8 @@ def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str],
         try:
             start = time.perf_counter()
             packed = module.quantize(weight, storage, **params) if quantizes else _random(module, weight.shape, storage, params)
+            if packed.shape != tuple(weight.shape):
+                raise FormatError(f"{module.FORMAT.name}.{storage}: {packed.shape[0]} rows are its least that hold as many")
         except FormatError as refusal:
             say(f"left out  {list(weight.shape)}: {refusal}")
             continue
@@ -178,7 +180,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapping[str, int | str]) -> PackedWeight:
-    """A weight of random codes and scales, for a format without a quantizer."""
+    """A weight of random codes and scales, for a format without a quantizer; columns are in order."""
     format = module.FORMAT
     chosen = format.complete(params)
     fields: dict[str, Tensor] = {}
@@ -187,6 +189,8 @@ def _random(module: ModuleType, shape: Sequence[int], storage: str, params: Mapp
         extents = [axis.rounded(shape[0], shape[1], sizes) for axis in field.axes]
         kind = str(chosen.get(field.type, field.type))
         number_type = number(kind)
+        if field.groups is not None:
+            continue                                             # columns in order
         drawn = torch.randn(extents) if number_type is None or number_type.is_float else \
             torch.randint(int(number_type.low), int(number_type.high) + 1, extents)
         fields[name] = drawn.to(torch_dtype(kind))

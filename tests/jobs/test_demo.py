@@ -52,7 +52,8 @@ def test_the_table_has_every_format(result: tuple[Path, dict, list[str]]) -> Non
     rows = {(row["format"], row["storage"], *row["params"].values()): row for row in report["formats"]}
     assert {key[0] for key in rows} == {path.stem for path in SHIPPED}
     assert len(rows) == len(report["formats"])
-    for row in rows.values():
+    assert [row["format"] for row in rows.values() if not row["weights"]] == ["fp8_ds_mla"]        # which takes 512 columns alone
+    for row in filter(lambda row: row["weights"], rows.values()):
         assert row["pack_unpack_exact"] and 0 < row["linear_error"] < 1e-6
         assert row["bytes"] * 8 / row["weights"] == row["bits_per_weight"]
     assert rows["bf16", "plain"]["snr_db"] == math.inf

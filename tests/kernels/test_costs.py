@@ -28,7 +28,8 @@ SPILLING = {"sm_90": {                                           # kernels that 
     "kivi.planar bits=4 tile_gemm R=2 32": 5, "mlx.planar bits=2 matvec": 19, "mlx.planar bits=2 tile_gemm R=2 32": 4,
     "mlx.planar bits=3 tile_gemm R=2 32": 8, "q4_1.planar tile_gemm R=2 32": 5, "q4_k.planar tile_gemm R=2 32": 37,
     "q5_k.planar tile_gemm R=2 32": 8, "q2_k.planar gemv R=2": 4, "q5_1.planar tile_gemm R=2 32": 6,
-}, "sm_80": {"nvfp4_modelopt.planar gemv R=2": 4}}
+}, "sm_80": {"nvfp4_modelopt.planar gemv R=2": 4},
+    "sm_120": {"openvino_nf4.planar gemv R=1": 3, "openvino_nf4.planar gemv R=2": 3}}
 
 
 def weight(name: str = "q4_0", storage: str = "planar", shape: tuple[int, int] = (4096, 4096)) -> PackedWeight:

@@ -41,11 +41,13 @@ import importlib, sys
 import torch
 with torch.device("meta"):
     modules = {name: importlib.import_module(f"qdsl.generated.{name}") for name in sys.argv[1:]}
-weight = torch.randn(64, 1024)                                     # any_precision takes K by 1024
 for inside in (False, True):
     for name, module in modules.items():
-        if next(iter(module.FORMAT.variants.values())).encode is None:
+        variant = next(iter(module.FORMAT.variants.values()))
+        if variant.encode is None:
             continue
+        fixed = next(iter(variant.storages.values())).fixed
+        weight = torch.randn(128, fixed.get("K", 1024), device="cpu")  # any_precision takes K by 1024
         with torch.device("meta" if inside else "cpu"):
             packed = module.quantize(weight)
             decoded = module.dequantize(packed, torch.float32)
