@@ -11,7 +11,7 @@
     nunchaku: 4.25 bits per weight
     planar: 4.25098 bits per weight
 
-Built from the spec nunchaku_int4 (sha256 d2b376de4b394d1e) by qdsl 0.1.0.
+Built from the spec nunchaku_int4 (sha256 edd2b19b29c16823) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -160,7 +160,7 @@ FORMAT = Format(
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f16")},
     detect={"bias": "permuted"},
-    digest="d2b376de4b394d1e",
+    digest="edd2b19b29c16823",
 )
 SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize

@@ -11,7 +11,7 @@
 
     vptq: 2.00391 bits per weight at bits = 16, 1.75098 at 14, 1.50024 at 12
 
-Built from the spec vptq (sha256 e3d04a555cc3367e) by qdsl 0.1.0.
+Built from the spec vptq (sha256 e3739c43a64c7570) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -30,7 +30,7 @@ FORMAT = Format(
         (12,): bits_12.VARIANT,
     },
     params={"bits": (16, 14, 12), "type": ("bf16", "f16")},
-    digest="e3d04a555cc3367e",
+    digest="e3739c43a64c7570",
 )
 SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize

@@ -11,7 +11,7 @@
 
     vptq: 1.75098 bits per weight
 
-Built from the spec vptq (sha256 e3d04a555cc3367e) by qdsl 0.1.0.
+Built from the spec vptq (sha256 e3739c43a64c7570) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 

@@ -14,7 +14,7 @@
     vptq: 3.00392 bits per weight at bits = 16, more = 8, rows = 8, 1.50392 at 16, 8, 16, 4.00781 at 16, 16, 8, 2.00781
         at 16, 16, 16, 2 at 8, 8, 8, 1 at 8, 8, 16, 3.00392 at 8, 16, 8, 1.50392 at 8, 16, 16
 
-Built from the spec vptq_residual (sha256 ff03baf4ea95b597) by qdsl 0.1.0.
+Built from the spec vptq_residual (sha256 38c0437c3b026833) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -39,7 +39,7 @@ FORMAT = Format(
         (8, 16, 16,): bits_8_more_16_rows_16.VARIANT,
     },
     params={"bits": (16, 8), "more": (8, 16), "rows": (8, 16), "type": ("bf16", "f16")},
-    digest="ff03baf4ea95b597",
+    digest="38c0437c3b026833",
 )
 SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize

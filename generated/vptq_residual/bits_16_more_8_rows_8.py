@@ -13,7 +13,7 @@
 
     vptq: 3.00392 bits per weight
 
-Built from the spec vptq_residual (sha256 ff03baf4ea95b597) by qdsl 0.1.0.
+Built from the spec vptq_residual (sha256 38c0437c3b026833) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
