@@ -225,7 +225,7 @@ def canonical(packed: PackedWeight) -> dict[str, Tensor]:
     so are copies of bits.
     """
     parsed = spec(next(path for path in SPECS if path.stem == packed.format.name))
-    if packed.storage == PLANAR or not (oracle.digit_fields(parsed) or "again(" in parsed.text):
+    if packed.storage == PLANAR or not (oracle.digit_fields(parsed) or "again(" in parsed.source.text):
         return packed.tensors
     read = Reading(parsed, packed.storage, packed.shape, packed.params, packed.sizes)
     integers = {name: tensor for name, tensor in packed.tensors.items() if not tensor.is_floating_point()}
