@@ -29,6 +29,7 @@ _LOWER = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 _ANY_CASE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/+-]{0,127}\Z")
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}
+_SOFT_KEYWORDS = {"case", "match"}  # the same with every release of Python: 3.12 has 'type', too
 _ALIAS = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,127}\Z")
 MAX_FIXED = 1 << 20              # of an extent of all weights of a format
 MAX_ENTRIES = 64                # of a mapping or a list: no format comes near it, and every pass stays quick
@@ -166,7 +167,7 @@ class _Reader:
             rule = "a letter, then letters, digits and '_'" if form is _ANY_CASE else \
                 "a small letter, then small letters, digits and '_'"
             self.problems.add(text.span, f"{what} name {word!r} is not allowed: {rule}, at most 64")
-        elif keyword.iskeyword(word) or re.fullmatch(r"acc\d+", word) or keyword.issoftkeyword(word) or word in _DEVICES or \
+        elif keyword.iskeyword(word) or re.fullmatch(r"acc\d+", word) or word in _SOFT_KEYWORDS or word in _DEVICES or \
                 (word in RESERVED and what != "format"):
             self.problems.add(text.span, f"{what} name '{word}' is reserved: choose another")
         else:
