@@ -200,9 +200,9 @@ def test_an_input_that_is_cut_within_a_tensor_is_an_error(job: str, inputs: Path
         if isinstance(path, Path) and nbytes > 8192:             # no map, and more than a page of memory
             os.truncate(path, min(path.stat().st_size, start + nbytes // 2))
 
-    def read_elements(data: Any, start: int, nbytes: int, dtype: torch.dtype, *rooms: Any) -> torch.Tensor:
+    def read_elements(data: Any, start: int, nbytes: int, dtype: torch.dtype, *buffers: Any) -> torch.Tensor:
         cut(data, start, nbytes)
-        return elements(data, start, nbytes, dtype, *rooms)
+        return elements(data, start, nbytes, dtype, *buffers)
 
     def read_octets(path: Path, start: int, memory: memoryview) -> None:
         cut(path, start, memory.nbytes)

@@ -15,7 +15,7 @@ from qdsl.checkpoint.files.safetensors import CheckpointError, Entry, TensorFile
 if TYPE_CHECKING:
     import torch
 
-    from qdsl.checkpoint.files.rooms import Rooms
+    from qdsl.checkpoint.files.buffer_pool import BufferPool
 
 INDEX = "model.safetensors.index.json"
 INDICES = "*.safetensors.index.json"                             # diffusers' are called after its weights
@@ -32,12 +32,12 @@ class Folder:
 
     The headers of all files are read at once, the tensors when asked for.  partial: files that the index names may be missing;
     `missing` then says which tensor lies in which of them.  files: names of the files to read; by default those of the index, or
-    all where there is none.  copies, rooms: as of `TensorFile`.
+    all where there is none.  copies, buffers: as of `TensorFile`.
     Raises CheckpointError for anything that is wrong in the files, OSError when they cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, partial: bool = False, files: Collection[str] = (),
-                 copies: bool = False, rooms: Rooms | None = None) -> None:
+                 copies: bool = False, buffers: BufferPool | None = None) -> None:
         self.path = Path(path)
         self.partial = partial
         self.missing: dict[str, str] = {}
@@ -52,7 +52,7 @@ class Folder:
         self._files: dict[str, TensorFile] = {}
         with ExitStack() as stack:
             for shard in self.shards:
-                self._add(stack.enter_context(TensorFile(shard, copies, rooms)))
+                self._add(stack.enter_context(TensorFile(shard, copies, buffers)))
             self._check(placed)
             self._stack = stack.pop_all()
 

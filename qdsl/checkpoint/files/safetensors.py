@@ -26,7 +26,7 @@ from qdsl.host.system import map_file
 if TYPE_CHECKING:
     import torch
 
-    from qdsl.checkpoint.files.rooms import Rooms
+    from qdsl.checkpoint.files.buffer_pool import BufferPool
 
 HEADER_LIMIT = 100_000_000                                       # the library's own bound
 RANK_LIMIT = 64                                                  # as many dimensions as torch's operators take
@@ -213,14 +213,15 @@ class TensorFile:
     """A safetensors file, mapped into memory privately: changing a tensor in place does not change the file.
 
     A tensor keeps the map alive, also after close().  The file must not shrink while it is mapped: that ends the process.
-    copies: read tensors into memory of their own, as jobs do; a file that shrinks is then an error.  rooms: whose memory that is.
+    copies: read tensors into memory of their own, as jobs do; a file that shrinks is then an error.  buffers: the pool of this
+    memory.
     Raises CheckpointError for anything that is wrong in the file, OSError when it cannot be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], copies: bool = False, rooms: Rooms | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], copies: bool = False, buffers: BufferPool | None = None) -> None:
         self.path = Path(path)
         self._copies = copies
-        self._rooms = rooms
+        self._buffers = buffers
         with open_regular(path) as file:
             self.header = _read(file, self.path)
             self._map: mmap.mmap | None = map_file(file)
@@ -279,16 +280,17 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: the file is closed")
         check_whole(self._map, self.path)
         flat = elements(self.path if self._copies else self._map, entry.start + start * dtype.itemsize,
-                        (stop - start) * dtype.itemsize, dtype, self._rooms)
+                        (stop - start) * dtype.itemsize, dtype, self._buffers)
         if entry.dtype == "BOOL" and entry.nbytes and int(flat.view(torch.uint8).max()) > 1:
             raise CheckpointError(f"{self.path}: tensor {shown(name)}: a BOOL that is neither 0 nor 1")
         return flat
 
 
-def elements(data: mmap.mmap | Path, start: int, nbytes: int, dtype: torch.dtype, rooms: Rooms | None = None) -> torch.Tensor:
+def elements(data: mmap.mmap | Path, start: int, nbytes: int, dtype: torch.dtype, buffers: BufferPool | None = None,
+             ) -> torch.Tensor:
     """Bytes of a memory map as a flat tensor, not copied where they are aligned; the bytes of a path are read from the file.
 
-    rooms: memory for these.
+    buffers: a pool for these.
     Raises CheckpointError for a file that is too short.
     """
     import torch
@@ -296,7 +298,8 @@ def elements(data: mmap.mmap | Path, start: int, nbytes: int, dtype: torch.dtype
     if nbytes == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
     if isinstance(data, Path):
-        copied = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if rooms is None else torch.from_numpy(rooms.take(nbytes))
+        copied = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if buffers is None else \
+            torch.from_numpy(buffers.take(nbytes))
         read_into(data, start, copied.numpy().data)
         return copied.view(dtype)
     raw = torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=start)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from qdsl.checkpoint.files.buffer_pool import BufferPool
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.checkpoint.files.rooms import Rooms
 
 folders: list[Folder] = []
 _threads: list[int] = []                                         # of torch, before
@@ -15,8 +15,8 @@ def start(*paths: Path) -> None:
     """Open checkpoints, and limit torch to one thread: parallel work uses one process per processor."""
     import torch
 
-    rooms = Rooms()
-    folders.extend(Folder(path, copies=True, rooms=rooms) for path in paths)
+    buffers = BufferPool()
+    folders.extend(Folder(path, copies=True, buffers=buffers) for path in paths)
     _threads.append(torch.get_num_threads())
     torch.set_num_threads(1)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 LEAST = 1 << 25                                                  # bytes; glibc keeps smaller blocks itself when they are freed
 
 
-class Rooms:
+class BufferPool:
     """Blocks of memory, which a tensor leaves to the next one when nothing holds it any more.
 
     The system clears every page of a new block, which takes longer than to read a file into it that is in memory.

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from qdsl.checkpoint.files import rooms
+from qdsl.checkpoint.files import buffer_pool
+from qdsl.checkpoint.files.buffer_pool import BufferPool
 from qdsl.checkpoint.files.folder import Folder
-from qdsl.checkpoint.files.rooms import Rooms
 from qdsl.checkpoint.files.safetensors import write
 
 
 def test_tensors_are_read_into_memory_that_nothing_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(rooms, "LEAST", 64)
+    monkeypatch.setattr(buffer_pool, "LEAST", 64)
     tensors = {name: torch.randn(8, columns) for name, columns in (("a", 32), ("b", 32), ("c", 16), ("d", 64), ("e", 1))}
     write(tmp_path / "model.safetensors", tensors)
-    with Folder(tmp_path, copies=True, rooms=Rooms()) as folder:
+    with Folder(tmp_path, copies=True, buffers=BufferPool()) as folder:
         first = folder.tensor("a")
         place = first.data_ptr()
         part = first[2:4].view(torch.int32)                      # holds the memory as well
@@ -32,6 +32,6 @@ def test_tensors_are_read_into_memory_that_nothing_holds(monkeypatch: pytest.Mon
         del second
         longer = folder.tensor("d")                              # for which no block is long enough
         assert torch.equal(longer, tensors["d"]) and torch.equal(third, tensors["c"])
-        assert folder.file("d")._rooms is folder.file("a")._rooms and len(folder.file("d")._rooms._blocks) == 2
-        assert torch.equal(folder.tensor("e"), tensors["e"]) and len(folder.file("d")._rooms._blocks) == 2
+        assert folder.file("d")._buffers is folder.file("a")._buffers and len(folder.file("d")._buffers._blocks) == 2
+        assert torch.equal(folder.tensor("e"), tensors["e"]) and len(folder.file("d")._buffers._blocks) == 2
     assert torch.equal(longer, tensors["d"]) and torch.equal(third, tensors["c"])
