@@ -19,25 +19,21 @@ if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight
 
 
-@cache
 def module_of(type: str) -> ModuleType | None:
-    """The generated module whose spec says that it is the format of a ggml type, as Q4_K."""
+    """The generated module whose spec says that its first storage is a ggml type, as Q4_K."""
+    module, storage = type_storage(type) or (None, "")
+    return module if module is not None and storage == module.SPEC.storages[0] else None
+
+
+@cache
+def type_storage(type: str) -> tuple[ModuleType, str] | None:
+    """The module of a ggml type's format, and the storage: the first, or that of weights in another order."""
     names = [info.name for info in pkgutil.iter_modules(qdsl.generated.__path__)]
     for name in sorted(names, key=lambda name: (name != type.lower(), name)):    # most are called as their type is
         module = import_module(f"qdsl.generated.{name}")
-        if module.SPEC.detect.get("gguf") == type:
-            return module
-    return None
-
-
-def type_storage(type: str) -> tuple[ModuleType, str] | None:
-    """The module of a ggml type's format, and the storage: the first, or that of weights in another order."""
-    if (module := module_of(type)) is not None:
-        return module, module.SPEC.storages[0]
-    for info in pkgutil.iter_modules(qdsl.generated.__path__):
-        module = import_module(f"qdsl.generated.{info.name}")
-        if (storage := module.SPEC.detect.get("repacked", {}).get(type)) is not None:
-            return module, storage
+        storages = {module.SPEC.detect.get("gguf"): module.SPEC.storages[0], **module.SPEC.detect.get("repacked", {})}
+        if type in storages:
+            return module, storages[type]
     return None
 
 
