@@ -11,7 +11,6 @@ import numpy.typing as npt
 from qdsl.infer.labels import Values
 from qdsl.infer.tiles import Layout, Stored, Tile
 
-RECORDS = (256, 128, 64, 32)                                     # columns of a record
 BLOCK = 16                                                       # columns in which equal values have equal codes
 PAIRS = 40                                                       # of equal weights, that tell the bits of their codes
 RECORDS_COMPARED = 1 << 12

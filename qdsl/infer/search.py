@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from qdsl.infer.elements import Cut, Element, ends_of_rows, planes, regions_of_codes, several
-from qdsl.infer.equal import RECORDS, codes_of_equals
+from qdsl.infer.elements import RECORDS, Cut, Element, ends_of_rows, planes, regions_of_codes, several
+from qdsl.infer.equal import codes_of_equals
 from qdsl.infer.fit import Blocks, fit
 from qdsl.infer.grids import grid_rows
 from qdsl.infer.labels import Values, labelings

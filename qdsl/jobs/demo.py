@@ -147,7 +147,7 @@ def _measured(module: ModuleType, storage: str, params: Mapping[str, int | str],
             start = time.perf_counter()
             packed = module.quantize(weight, storage, **params) if quantizes else _random(module, weight.shape, storage, params)
             if packed.shape != tuple(weight.shape):
-                raise FormatError(f"{module.FORMAT.name}.{storage}: {packed.shape[0]} rows are its least that hold as many")
+                raise FormatError(f"{module.FORMAT.name}.{storage}: its blocks do not divide the shape")
         except FormatError as refusal:
             say(f"left out  {list(weight.shape)}: {refusal}")
             continue

@@ -22,6 +22,7 @@ from qdsl.generated import (
     ik_iq4_kss,
     ik_iq5_k,
     kivi,
+    nunchaku_int4,
     squeezellm,
 )
 from qdsl.kv_cache import CacheFormat, allocate, store
@@ -31,7 +32,7 @@ from tests.support.formats import ROOT, same_bits
 
 GOLDEN = {"ik_iq2_k": ik_iq2_k, "ik_iq3_k": ik_iq3_k, "ik_iq4_k": ik_iq4_k, "ik_iq4_ks": ik_iq4_ks, "ik_iq4_kss": ik_iq4_kss,
           "ik_iq5_k": ik_iq5_k, "fp6_llm": fp6_llm, "any_precision": any_precision, "fp8_ds_mla": fp8_ds_mla,
-          "flute": flute, "squeezellm": squeezellm, "kivi": kivi}
+          "flute": flute, "squeezellm": squeezellm, "kivi": kivi, "nunchaku_int4": nunchaku_int4}
 
 
 @pytest.mark.parametrize("name", GOLDEN)

@@ -99,7 +99,6 @@ class Case:
                 fields[name] = random_values(kind, size, generator, base_3=name in digits)
         return fields
 
-
     def moved(self, shape: Shape, seed: int = 0) -> dict[str, Tensor]:
         """The index of columns in a random order, which the storage holds by that order; {} where it has none."""
         variant, sizes = self.format.variant(self.params), self.format.sizes(self.params, shape)

@@ -89,7 +89,7 @@ def module(programs: Sequence[Program]) -> dict[str, str]:
         files[f"{name}/{module}.py"] = _finish(lines)
     different = [part.params for part in parts]
     header = _header([program for program in programs if program.params in different])
-    lines = [*header, "from qdsl.runtime import Format", "", *_variants_imported(modules), "",
+    lines = [*header, "from qdsl.runtime import Format", "", *_import(".", modules), "",
              *_format(parts, by, programs)]
     files[f"{name}/__init__.py"] = _finish(lines)
     return files
@@ -105,10 +105,10 @@ def _finish(lines: Sequence[str]) -> str:
     return text
 
 
-def _variants_imported(modules: Iterable[str]) -> list[str]:
-    """The import of the modules of a package, in parentheses where a line does not hold it."""
-    plain = f"from . import {', '.join(modules)}"
-    return [plain] if len(plain) <= 140 else wrapped("from . import (", modules, ")")
+def _import(source: str, words: Iterable[str]) -> list[str]:
+    """The import of some names, in parentheses where a line does not hold it."""
+    one = f"from {source} import {', '.join(words)}"
+    return [one] if len(one) <= WIDTH else wrapped(f"from {source} import (", words, ")")
 
 
 # -- variants ---------------------------------------------------------------------------------------------------------
@@ -234,9 +234,7 @@ def _imports(body: Sequence[str]) -> list[str]:
                "qdsl.runtime.weight.numbers": tuple(FLOATS)}
     for source, offered in sources.items():
         words = sorted(read & set(offered), key=lambda word: (word.lower() == word, word))
-        one = f"from {source} import {', '.join(words)}"
-        imported = [one] if len(one) <= WIDTH else wrapped(f"from {source} import (", words, ")")
-        lines += imported if words else [] if source else [""]
+        lines += _import(source, words) if words else [] if source else [""]
     return lines
 
 
