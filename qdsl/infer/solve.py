@@ -81,10 +81,12 @@ def _choice(meaning: Meaning, records: Sequence[Record]) -> tuple[Field, bool] |
     certain = ~np.isnan(meaning.choice)
     second = np.nan_to_num(meaning.choice).astype(np.int16)
     for record in records:
-        for is_swapped in (False, True) if (count := record.count(meaning.blocks)) else ():
-            layout = match([(record.stored, Labels(1 - second if is_swapped else second, 1, certain))], [Tile(1, count)])
-            if layout is not None:
-                return Field("table", "u1", meaning.blocks, record.tensor, layout, section=record.section), is_swapped
+        count = record.count(meaning.blocks)
+        layout = match([(record.stored, Labels(second, 1, certain))], [Tile(1, count)]) if count else None
+        if layout is not None:
+            is_swapped = (layout.read(record.stored, second.shape) != second)[certain]   # a match may be the complement
+            if is_swapped.all() or not is_swapped.any():
+                return Field("table", "u1", meaning.blocks, record.tensor, layout, section=record.section), bool(is_swapped[0])
     return None
 
 

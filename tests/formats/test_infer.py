@@ -18,6 +18,7 @@ from qdsl.checkpoint.files import safetensors
 from qdsl.cli import app
 from qdsl.core.numbers import number
 from qdsl.generated import ik_iq2_k
+from qdsl.infer import fit
 from qdsl.infer.function import infer_function
 from qdsl.infer.numbers import locate
 from qdsl.infer.run import InferError, Inferred, element, infer
@@ -270,8 +271,19 @@ def test_bytes_that_decode_does_not_read_are_kept(by_rows: bool, tmp_path: Path,
     assert torch.equal(module.pack(fields).tensors["stored_w"].flatten(), packed.flatten())
 
 
-def test_tables_that_blocks_choose() -> None:
-    """Codes by the weights of a block that are equal, and a bit of each block that says which table it has."""
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_tables_that_blocks_choose(is_reversed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes by the weights of a block that are equal, and a bit of each block that says which table it has.
+
+    is_reversed: the values show the table of 1 first, as they may.
+    """
+    def reversed_tables(codes: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        tables = two_tables(codes, values, bits)
+        return tables and (tables[0][::-1], tables[1], 1 - tables[2])
+
+    two_tables = fit._two_tables
+    if is_reversed:
+        monkeypatch.setattr(fit, "_two_tables", reversed_tables)
     packed = ik_iq2_k.quantize(torch.randn(160, 512, generator=torch.Generator().manual_seed(1)))
     inferred = of_packed(packed)
     assert inferred.is_exact and not inferred.problems
