@@ -12,7 +12,7 @@ from qdsl.core.numbers import number
 from qdsl.infer.elements import SMALL, Element, Section, decoded
 from qdsl.infer.fit import Blocks, Numbers
 from qdsl.infer.numbers import FITTING, Field, close, in_tensors
-from qdsl.infer.tiles import Labels, Layout, Stored, Tile, match
+from qdsl.infer.tiles import Codes, Labels, Layout, Stored, Tile, match
 
 WHOLE = 0.02                                                     # how far from an integer a quotient of scales may be
 MOST_WHOLE = 255                                                 # of such integers
@@ -158,14 +158,15 @@ def _products(name: str, wanted: Numbers, blocks: Blocks, records: Sequence[Reco
     bits = int(whole.max()).bit_length() if whole.min() >= 0 else max(int(whole.max()), -int(whole.min()) - 1).bit_length() + 1
     middle = 1 << bits - 1 if whole.min() < 0 else 0
     for record in records if bits else ():
-        count = record.count(blocks)
-        layout = match([(record.stored, Labels(whole + middle, bits, certain))], [Tile(1, count)]) if count else None
+        layout = _bits(record, blocks, whole + middle, bits, certain)
         if layout is not None:
             codes = layout.read(record.stored, (wanted.shape[0], wanted.shape[1]))
             zero = next((offset for offset in (middle, 0) if (codes - whole == offset)[certain].all()), None)
             kind = f"i{bits}" if zero is None else f"u{bits}"
             return [outer, Field(name, kind, blocks, record.tensor, layout, times * (zero or 0) - times + 1, times=times,
                                  section=record.section)]
+        if middle and (signed := _sign_and_magnitude(name, record, blocks, np.where(certain, counts, 0), certain)):
+            return [outer, *signed]
     exact = np.where(certain, whole, np.nan)
     for tensor, element in tensors.items():
         for less in (0, middle) if element.kind in ("i8", "u8") else ():
@@ -174,3 +175,25 @@ def _products(name: str, wanted: Numbers, blocks: Blocks, records: Sequence[Reco
                     return [outer, Field(name, one.kind, blocks, tensor, one.layout, times * less - times + 1, times=times,
                                          section=one.section)]
     return []
+
+
+def _bits(record: Record, blocks: Blocks, labels: Codes, bits: int, certain: npt.NDArray[np.bool_]) -> Layout | None:
+    """Where records hold integers of so many bits, or their complements."""
+    count = record.count(blocks)
+    return match([(record.stored, Labels(labels, bits, certain))], [Tile(1, count)]) if count else None
+
+
+def _sign_and_magnitude(name: str, record: Record, blocks: Blocks, counts: Numbers,
+                        certain: npt.NDArray[np.bool_]) -> list[Field]:
+    """Signed integers as magnitudes and bits that say which of them are negative."""
+    whole = np.abs(np.rint(counts)).astype(np.int16)
+    times = 2 if (whole[certain] & 1).all() else 1
+    magnitude, negative = whole >> times - 1, (counts < 0).astype(np.int16)
+    bits = int(magnitude.max()).bit_length()
+    layout, sign = _bits(record, blocks, magnitude, bits, certain), _bits(record, blocks, negative, 1, certain & (whole > 0))
+    if layout is None or sign is None:
+        return []
+    is_complement = bool((sign.read(record.stored, negative.shape) != negative)[certain & (whole > 0)].all())
+    direction = 1 if is_complement else -1                       # 2 * sign - 1, or -2 * sign + 1
+    return [Field(name, f"u{bits}", blocks, record.tensor, layout, 1 - times, times=times, section=record.section),
+            Field(f"{name}_sign", "u1", blocks, record.tensor, sign, direction, times=2 * direction, section=record.section)]

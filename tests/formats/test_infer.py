@@ -32,7 +32,6 @@ SHAPE = (320, 1024)                                              # whole tiles a
 EVERY = 14                                                       # of how many storages `make test` tries one
 # Storages of 2 to 8 bits that are not found, and why.  The list may only shrink, but for what specs could not say before.
 NOT_FOUND = {
-    "ik_iq3_k.ik_llama": "a sign beside the magnitude of a scale",
     "ik_iq4_kss.ik_llama": "bits of a word that four columns share",
     "hqq_axis0.hqq_3bit": "tenths of a group of 64, the last one short",
     "flute.flute": "tiles of words of two columns, each with rows that are 32 apart",
