@@ -17,6 +17,7 @@ from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import costs, devices, launch
 from qdsl.runtime.gpu.costs import Candidate, Cost, seconds, terms
 from qdsl.runtime.gpu.devices import GPUS
+from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
 from tests.support.paths import ROOT
 
 X = torch.bfloat16
@@ -36,7 +37,6 @@ def weight(name: str = "q4_0", storage: str = "planar", shape: tuple[int, int] =
     return launches.weight(launches.module(name), shape, storage, {})
 
 
-# -- the formula ------------------------------------------------------------------------------------------------------
 
 
 def test_the_terms_of_a_launch() -> None:
@@ -85,6 +85,19 @@ def test_more_work_takes_longer() -> None:
     for times in (by_rows, by_size, by_gpu):
         assert times == sorted(times) and times[0] < times[-1] / 1.5
     assert seconds(weight(shape=(0, 4096)), Candidate("gemv", ROW, (0,)), 1, X, gpu) == 0
+
+
+@pytest.mark.parametrize("way, count", [(Candidate("gemv", ROW, (256,)), 1),
+                                        (Candidate("matvec", {"BN": 8, "BK": 128}, (512, 1)), 0)])
+def test_a_launch_before_the_kernel_takes_time(way: Candidate, count: int) -> None:
+    """Where x meets a factor of columns before the kernel, as the launches say."""
+    packed, gpu = weight("nunchaku_int4"), GPUS["h200"]
+    x, out = torch.empty(1, 4096, dtype=X, device="meta"), torch.empty(1, 4096, dtype=X, device="meta")
+    before = [call for call in launch.linear_calls(x, packed, None, out, candidate=way) if call.kernel is scale_columns]
+    taken = seconds(packed, way, 1, X, gpu) - costs.launch_terms(packed, way, 1, X, gpu).seconds
+    assert len(before) == count
+    assert taken > costs.LAUNCH + 2 * x.nbytes / (gpu.bandwidth * 1e9) if count else taken == 0
+#.LAUNCH + 2 * x.nbytes / (gpu.bandwidth * 1e9)
 
 
 def test_a_weight_is_decoded_in_tiles() -> None:

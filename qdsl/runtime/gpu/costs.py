@@ -116,6 +116,8 @@ def seconds(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dty
     if candidate.kind == "decode":
         return _decode_seconds(packed, packed.nbytes, m, dtype.itemsize, target, counts)
     taken = launch_terms(packed, candidate, m, dtype, target, counts).seconds
+    if candidate.kind not in ("matvec", "gemm") and packed.tensors.get(packed.layout.factor.removeprefix("/")) is not None:
+        taken += LAUNCH + LATENCY + 2 * dtype.itemsize * m * k / (target.bandwidth * 1e9 * REACHABLE)   # of scale_columns
     split = candidate.config.get("SPLIT", 1)
     if split == 1:
         return taken
