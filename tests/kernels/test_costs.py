@@ -97,7 +97,6 @@ def test_a_launch_before_the_kernel_takes_time(way: Candidate, count: int) -> No
     taken = seconds(packed, way, 1, X, gpu) - costs.launch_terms(packed, way, 1, X, gpu).seconds
     assert len(before) == count
     assert taken > costs.LAUNCH + 2 * x.nbytes / (gpu.bandwidth * 1e9) if count else taken == 0
-#.LAUNCH + 2 * x.nbytes / (gpu.bandwidth * 1e9)
 
 
 def test_a_weight_is_decoded_in_tiles() -> None:
