@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from bench.gpu import regimes
-from qdsl.analyze import launches, report
+from qdsl.analyze import Report, launches, report
 from qdsl.runtime.gpu import configure, launch
 from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.gpu.devices import GPUS, SCHEDULERS
 from qdsl.runtime.torch import experts
 
 SHAPE = (4096, 4096)
@@ -37,8 +38,12 @@ def few() -> Iterator[tuple[str, Call]]:
 
 
 def every() -> Iterator[tuple[str, str, Call]]:
-    for name, rows in (("fp8_block", 16), ("fp8_block", 512), ("fp8_channel", 512), ("int8_channel", 16), ("int8_channel", 512)):
-        yield f"{name} {rows}", "sm_90", quantized(name, rows)
+    for name, rows in (("fp8_block", 16), ("fp8_block", 128), ("fp8_block", 512), ("fp8_block", 4096), ("fp8_channel", 512),
+                       ("int8_channel", 16), ("int8_channel", 512)):
+        with configure.assumed(9, 132):
+            yield f"{name} {rows}", "sm_90", quantized(name, rows)
+    with configure.assumed(10, 148):
+        yield "fp8_block 512", "sm_100", quantized("fp8_block", 512)
     yield "int8_channel 512", "sm_80", quantized("int8_channel", 512)
     configure.has_fp8 = lambda device: False
     yield "fp8_block 512", "sm_80", quantized("fp8_block", 512)
@@ -50,8 +55,16 @@ def every() -> Iterator[tuple[str, str, Call]]:
         yield f"decoded experts {rows}", "sm_90", call
 
 
+def seconds(counts: Report, pipe: str) -> float:
+    """For which a part of an H100's schedulers works, where all of them have as much to do."""
+    h100 = GPUS["h100"]
+    cycles = counts.hot_cycles.get(pipe, 0.0) * counts.trips + counts.outside_cycles.get(pipe, 0.0)
+    return cycles * counts.programs * counts.warps / (h100.multiprocessors * SCHEDULERS * h100.clock * 1e9)
+
+
 if __name__ == "__main__":
     for title, arch, call in every():
         counts = report(call, arch)
         print(json.dumps({"title": title, "arch": arch, "spills": counts.spills, "stack": counts.stack,
-                          "shared": counts.shared_bytes, "hot": counts.hot, "tensor": sorted(counts.tensor)}), flush=True)
+                          "shared": counts.shared_bytes, "hot": counts.hot, "tensor": sorted(counts.tensor),
+                          "issue": seconds(counts, "issue"), "matrices": seconds(counts, "tensor")}), flush=True)

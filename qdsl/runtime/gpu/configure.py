@@ -26,6 +26,7 @@ from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import FormatError
 
 if TYPE_CHECKING:
+    from qdsl.runtime.weight.layout import W8A8
     from qdsl.runtime.weight.packed import PackedWeight
 
 MULTIPROCESSORS = 132                                            # of a device that is not there: an H100's
@@ -276,17 +277,33 @@ def converts_fp8(device: torch.device) -> bool:
     return bool(torch.version.cuda) and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def w8a8(m: int, n: int, wide: bool, device: torch.device) -> tuple[dict[str, int], int]:
+def w8a8(m: int, n: int, k: int, kernel: W8A8, wide: bool, device: torch.device) -> tuple[dict[str, int], int]:
     """BN rows of w and BM rows of x per program, and warps; wide: x's codes have 16 bits.
 
-    TOKENS: from 128 rows of x on they are the rows of the matrix instruction: a thread needs the scales of 2 of them, not 32.
-    64 rows of w are the fewest that Hopper's instructions take.  Stages fill what shared memory every device has, 99 KB.
+    TOKENS: 64 rows of x and more are the rows of the matrix instruction: a thread needs the scales of 2 of them, not 32.
+    64 rows of w or x are the fewest that Hopper's instructions take.  Stages fill what shared memory every device has, 99 KB,
+    and trips of two chunks up to 200 of 227 KB, where a program has an SM to itself.
     """
-    bm = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 or wide else 128
-    if bm < 64 or 4 * cdiv(n, 128) * cdiv(m, bm) < 3 * target(device).multiprocessors:
-        return {"BN": 64, "BM": min(bm, 64), "STAGES": 6 if bm < 64 else 4, "TOKENS": 0}, 4
+    bm, sms = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 or wide else 128, target(device).multiprocessors
+    pairs = not wide and k % 256 == 0 and _takes_pairs(kernel, device)
+    if bm < 64 or 4 * cdiv(n, 128) * cdiv(m, bm) < 3 * sms:
+        bm = min(bm, 64)
+        pairs = pairs and bm == 64 and cdiv(n, 64) * cdiv(m, 64) <= 2 * sms
+        return {"BN": 64, "BM": bm, "STAGES": 6 if bm < 64 else 3 if pairs else 4, "TOKENS": int(bm == 64 and not wide),
+                "UNROLL": 1 + pairs}, 4
     stages = 4 if bm == 64 and not wide else 3
-    return {"BN": 128, "BM": bm, "STAGES": stages, "TOKENS": int(bm == 128)}, 4 if bm == 64 else 8
+    return {"BN": 128, "BM": bm, "STAGES": stages, "TOKENS": int(not wide), "UNROLL": 1 + (pairs and bm == 128)}, bm // 16
+
+
+def _takes_pairs(kernel: W8A8, device: torch.device) -> bool:
+    """Whether two chunks in a trip save more than they cost, by counts on sm_90 and sm_100.
+
+    int8 without scales along K is summed in place, so that two programs fit on an SM of Hopper.  On Blackwell the warps'
+    own instructions multiply int8, whose second chunk would spill, and without scales along K there is nothing to save.
+    """
+    capability = target(device).capability
+    return (capability == 9 and (kernel.groups or kernel.type != "i8")) or (
+        capability == 10 and kernel.groups and kernel.type != "i8")
 
 
 def tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]:

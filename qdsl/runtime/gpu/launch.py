@@ -139,8 +139,9 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
         return
     x = yield from _scaled(x, packed)
     stored = torch.int8 if w8a8.type == "i8" else torch.float8_e4m3fn if configure.has_fp8(x.device) else torch.float16
-    config, warps = configure.w8a8(m, n, stored == torch.float16, x.device)
+    config, warps = configure.w8a8(m, n, k, w8a8, stored == torch.float16, x.device)
     grid, tile = (cdiv(n, config["BN"]), cdiv(m, config["BM"])), config["BN"] * config["BM"]
+    trip = eight.CHUNK * config["UNROLL"]
     can = scale is None and stored != torch.float16 and w8a8.groups and config["BM"] == 16 and x.dtype.itemsize == 2
     split, is_one = shared_k(math.prod(grid), config["BN"], config["BM"], k, packed.nbytes, can, configure.gpu(x.device))
     codes, scales, sums = (x, None, None) if is_one else (yield from _quantized(x, w8a8, stored, scale))
@@ -153,8 +154,7 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
                 "LARGEST": eight.LARGEST[w8a8.type] if is_one else 0}, (*grid, split) if split > 1 else grid,
                # contracted additions would skip a rounding of what is quantized
                {"num_warps": warps, "num_stages": config["STAGES"], **({"enable_fp_fusion": False} if is_one else {})},
-               weights=min(config["BN"], n) * cdiv(k // eight.CHUNK, split) * eight.CHUNK, step=config["BN"] * eight.CHUNK,
-               scratch=scratch)
+               weights=min(config["BN"], n) * cdiv(k // trip, split) * trip, step=config["BN"] * trip, scratch=scratch)
 
 
 def _quantized(x: Tensor, w8a8: W8A8, stored: torch.dtype, scale: float | None,

@@ -142,15 +142,14 @@ def zeros(BN: tl.constexpr, BM: tl.constexpr, exact: tl.constexpr):
 @triton.jit
 def block(n, m, rows: tl.constexpr, BN: tl.constexpr):
     """The block of `rows` rows that rows n [BN, 1] are in, of all rows where that is 0; where it is one for all n, once for
-    each of m [1, BM].
+    each of m [1, BM], or if m is None as one number.
 
-    A load of one number would not be pipelined, and one for each of n would have to be multiplied with each of them.
+    One for each of n would have to be multiplied with each of them.
     """
-    if rows == 0:
-        return tl.zeros_like(m)
-    elif rows == 1:
+    if rows == 1:
         return n
-    elif rows % BN == 0:
-        return tl.zeros_like(m) + tl.program_id(0) * BN // rows
+    elif rows % BN == 0:                                         # 0 rows too
+        block = tl.program_id(0) * BN // rows if rows > 0 else 0
+        return block if m is None else tl.zeros_like(m) + block
     else:
         return n // rows

@@ -16,18 +16,39 @@ is unpacked, so shared memory costs nothing that unpacking would save.
 - int8 is summed in int32, which is exact, and over all of K where nothing varies along it.
 - Hopper's E4M3 sums keep 14 bits.  So a sum ends after 128 columns, and float32 takes over.
 - Where matrix units have no E4M3 (sm_80), codes become float16 by a shift, exactly, and x is float16.
-- With TOKENS, from 128 rows of x on, the drawing is turned by 90 degrees: a thread then has the sums of 2 rows of x, and loads
-  2 of their scales in place of 32.
+- With TOKENS, from 33 rows of x on, the drawing is turned by 90 degrees: a thread then has the sums of 2 rows of x, and loads
+  2 of their scales in place of 32.  A number of a block of w is then one load for all rows.
 - Where scales vary along K, x has one per 128 columns, too: their product meets each sum.  Else both are applied at the end.
 - With 16 rows of x or fewer, of 16 bits, and a scale per 128 columns, programs may quantize the x that they multiply (LARGEST).
   A trip then takes 955 cycles in place of 470, and there is no launch before: costs.shared_k says when that is less.
 - SPLIT programs may share K, as those of tile_gemm do, where a few rows of x have fewer tiles than the GPU has multiprocessors.
   Parts of int8 are integers, so that their sum is exact in any case.
+- UNROLL chunks are a trip: two where Hopper's or Blackwell's shared memory has room for them.  Their addresses differ by a
+  constant of the load, and a trip has one fence and two barriers.  STAGES trips are under way, so that copies wait for nothing.
 
 A thread holds of the sums what its matrix instruction gives it: two rows, and two columns of every eight.
 
-Cost, counted on sm_90, in instructions of a thread per weight: with scales of 128 columns 1.8 for 16 rows of x and 2.7 for 128,
-of which sums and scales are the most; int8 with scales of rows 1.2 and 1.3.
+Cost, counted on sm_90, in instructions of a thread per weight: with scales of 128 columns 2.1 for 32 rows of x and 2.3 for 128
+in tiles of 128 x 128; int8 with scales of rows 1.2 and 1.3.  Issue slots of a warp for a chunk of such a tile:
+
+    sums                    66    64 multiply-adds, which no order of the work saves, and 2 products of scales
+    matrix instructions      4
+    copies                  14    8 of codes, 2 of scales, 4 that end a group of copies
+    their addresses         14    64 bits of 8 places, once in two chunks; those of scales
+    reads                    7    of scales, and what ptxas puts before a fence
+    uniform                 35    descriptors of operands, the ring of stages, the loop's counter
+    barriers and waits       6
+
+For 4096 rows of x and 4096 x 4096 weights an H100's schedulers issue for 39.6 us, 17.5 of them the first two lines, and its
+matrix units work for 64 us.
+
+What was counted and left:
+- 256 rows of w per program would read a quarter less from the L2 cache, but 192 registers of sums spill.
+- Two programs on a multiprocessor have 128 registers a thread, all of them sums.  In tiles of 64 rows of x three fit, and read
+  half as much again from the L2 cache.
+- Triton 3.7 does not divide the warps of a loop that cp.async feeds into producers and consumers: it leaves the kernel as it
+  is, or fails.
+- Tensor descriptors would save most copies and their addresses.  The host would have to encode them for every launch.
 """
 
 from qdsl.runtime.gpu.kernels import eight_bit, group_numbers, lanes, tile
@@ -36,7 +57,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
-    """A field's values in rows of w at a column, or one number; at: (rows of w, rows of x, column, K, BN)."""
+    """A field's values in rows of w at a column, or one number; at: (rows of w, rows of x or None, column, K, BN)."""
     if columns == 0:
         if rows == 0:
             return group_numbers.loaded(plane, 0, kind)
@@ -52,12 +73,13 @@ def w8a8(
     tensors, w, x, x_scale, x_sum, bias, out, parts, arrivals, M, N, K,
     scale: tl.constexpr, finish: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
-    LARGEST: tl.constexpr,
+    UNROLL: tl.constexpr, LARGEST: tl.constexpr,
 ):
     """out[m, n] = sum over k of x_scale * x[m, k] * w[n, k], plus bias[n], in float32.
 
     w: [N, K] int8, E4M3, or uint8 that are E4M3 and meet float16.  x: [M, K] codes.  x_scale: [K / 128, M], or [1, M] where
     nothing varies along K.  x_sum: [1, M], the sums of codes, or None.  TOKENS: rows of x are the rows of the sums.
+    UNROLL: chunks of 128 columns in a trip; K is a multiple of them.
     LARGEST: the largest code where x is numbers, [M, K], that are quantized here, and x_scale is None; else 0.
 
     SPLIT: programs that share K; more than one need parts, float32 [tiles, SPLIT, BN * BM], and arrivals, int32 [tiles], zeros
@@ -72,19 +94,19 @@ def w8a8(
     else:
         n, m = lanes.within(n, N).to(tl.int64)[:, None], lanes.within(m, M).to(tl.int64)[None, :]
         first, second, acc = w + n * K + columns[None, :], x + m * K + columns[:, None], eight_bit.zeros(BN, BM, exact)
-    begin, end = tile.part_of_k(tl.program_id(2), K // 128, SPLIT)
-    for chunk in tl.range(begin, end, num_stages=STAGES):
-        if scale is None:
-            acc = eight_bit.added(acc, tl.load(first + chunk * 128), tl.load(second + chunk * 128))
-        else:
-            values = group_numbers.values(tensors, FIELDS, (n, m, chunk * 128, K, BN), field)
-            if LARGEST > 0:
-                codes, scales = eight_bit.quantized(tl.load(second + chunk * 128), LARGEST, w.dtype.element_ty)
-                sum = eight_bit.product(tl.load(first + chunk * 128), codes)
-                acc += sum * scale(values, scales, None, 0)
+    begin, end = tile.part_of_k(tl.program_id(2), K // (128 * UNROLL), SPLIT)
+    for trip in tl.range(begin * UNROLL, end * UNROLL, UNROLL, num_stages=STAGES):
+        for u in tl.static_range(UNROLL):                        # two additions: the second one is a constant of the load
+            if scale is None:
+                acc = eight_bit.added(acc, tl.load(first + trip * 128 + u * 128), tl.load(second + trip * 128 + u * 128))
             else:
-                sum = eight_bit.product(tl.load(first + chunk * 128), tl.load(second + chunk * 128))
-                acc += sum * scale(values, tl.load(x_scale + (chunk * M + m)), None, 0)
+                values = group_numbers.values(tensors, FIELDS, (n, None if TOKENS else m, (trip + u) * 128, K, BN), field)
+                codes = tl.load(second + trip * 128 + u * 128)
+                if LARGEST > 0:
+                    codes, scales = eight_bit.quantized(codes, LARGEST, w.dtype.element_ty)
+                else:
+                    scales = tl.load(x_scale + ((trip + u) * M + m))
+                acc += eight_bit.product(tl.load(first + trip * 128 + u * 128), codes) * scale(values, scales, None, 0)
     if SPLIT == 1:
         store(tensors, acc, x_scale, x_sum, bias, out, n, m, M, N, K, scale, finish, ROW_FIELDS, BN, BM, TOKENS)
     else:
