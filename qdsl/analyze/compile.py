@@ -220,7 +220,7 @@ def _disassembled(cubin: bytes) -> tuple[str, dict[str, int]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        text = _printed("nvdisasm", "-c", path)
+        text = _printed("nvdisasm", "-c", "-ndf", path)          # without data flow, of which nothing is printed
         usage = dict(re.findall(r"\b(REG|STACK):(\d+)", _printed("cuobjdump", "-res-usage", path)))
     if usage.keys() != {"REG", "STACK"}:
         raise AnalyzeError("cuobjdump does not say how many registers the kernel needs")

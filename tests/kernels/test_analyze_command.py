@@ -14,21 +14,15 @@ from typer.testing import CliRunner
 
 from qdsl.analyze import launches
 from qdsl.cli import app
+from tests.support import compiling
 from tests.support.formats import ROOT
 
 # -- real kernels -----------------------------------------------------------------------------------------------------
 
 
-def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A process in which Triton compiles, unless it is told not to; in this one it may be interpreting."""
-    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    return subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True,
-                          env={**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "120", **environment})
-
-
 @pytest.fixture(scope="module")
 def surveyed() -> dict[str, Any]:
-    done = process("tests.kernels.analyze_kernels")
+    done = compiling.run("tests.kernels.analyze_kernels")
     assert done.returncode == 0, done.stderr[-4000:]
     result: dict[str, Any] = json.loads(done.stdout)
     return result
@@ -137,7 +131,9 @@ def test_what_the_command_refuses(arguments: tuple[str, ...], code: int, message
 
 
 def test_kernels_that_are_interpreted_are_refused() -> None:
-    done = process("qdsl", "analyze", "q4_0", TRITON_INTERPRET="1")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-m", "qdsl", "analyze", "q4_0"], cwd=ROOT, capture_output=True, text=True,
+                          env=environment)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: kernels that Triton interprets cannot be compiled: unset TRITON_INTERPRET\n"
 

@@ -26,6 +26,7 @@ from bench.gpu.plan import Case, Check
 from bench.gpu.weights import Weight, every, fits, format_of, large, normal, packed
 from qdsl.runtime.gpu import configure
 from qdsl.runtime.gpu.call import Call
+from tests.support import compiling
 from tests.support.interpreter import INTERPRETED
 from tests.support.paths import ROOT
 from tests.support.tables import PREDICTED, speed_lines
@@ -486,9 +487,7 @@ def test_the_table_calls_each_number_measured_or_predicted() -> None:
 
 def test_the_machine_is_compared_with_the_gpu() -> None:
     """Results that are the same are equal; one that is wrong by one is a difference."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-m", "tests.kernels.machine_differences"], cwd=ROOT, capture_output=True, text=True,
-                         check=False, env=environment)
+    run = compiling.run("tests.kernels.machine_differences")
     assert not run.returncode, run.stderr
     same, _, wrong, _ = json.loads(run.stdout)
     assert (same["kernel"], same["equal"], same["error"], same["findings"]) == ("skinny", 1.0, 0.0, 0)

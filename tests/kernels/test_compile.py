@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from tests.kernels.compile_kernels import KINDS, TARGETS, compiled_for
+from tests.support import compiling
 from tests.support.covering import kernels, lines_of
-from tests.support.formats import ROOT, Case, cases
+from tests.support.formats import Case, cases
 
 # Their tensors lie along different axes and their kernels work weight by weight: loads are moved to one layout.
 MOVED = {"marlin_tiles.marlin matvec", "planes.rows matvec", "int4pack.torchao-group128-scale_typebf16 matvec",
@@ -25,9 +23,7 @@ VECTORS = ("bf16.", "f16.", "fp8_", "int8_", "int_group.gptq")
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles(target: str) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    process = subprocess.run([sys.executable, "-m", "tests.kernels.compile_kernels", target], cwd=ROOT, capture_output=True,
-                             text=True, env={**environment, "PYTHONPATH": str(ROOT)})
+    process = compiling.run("tests.kernels.compile_kernels", target)
     assert process.returncode == 0, process.stderr[-4000:]
     rows = [json.loads(line) for line in process.stdout.splitlines()]
     kernels = {row["kernel"] for row in rows}
@@ -53,3 +49,9 @@ def test_every_line_of_every_kernel_is_compiled_for_some_gpu() -> None:
 
 def lines_of_kernels(pairs: set[tuple[Case, str]]) -> set[str]:
     return {line for pair in pairs for kernel in kernels(*pair) for line in lines_of(kernel)}
+
+
+def test_a_module_that_fails_says_why() -> None:
+    missing, exits = compiling.run("tests.no_module"), compiling.run("qdsl", "build", "no_format")
+    assert missing.returncode == 1 and "No module named tests.no_module" in missing.stderr
+    assert exits.returncode == 2 and "no_format" in exits.stderr and not exits.stdout

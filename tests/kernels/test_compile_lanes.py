@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from tests.kernels.compile_lanes import compiled_for
-from tests.support.paths import ROOT
+from tests.support import compiling
 
 # Moves between lanes or through shared memory, and conversions of integers, which a quarter of the lanes can do at once.
 SLOW = {"SHFL", "STS", "LDS", "LDSM", "I2F"}
@@ -20,9 +17,7 @@ SPILLS = 16
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_every_format(arch: str) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-m", "tests.kernels.compile_lanes", arch], cwd=ROOT, capture_output=True, text=True,
-                          env={**environment, "PYTHONPATH": str(ROOT)})
+    done = compiling.run("tests.kernels.compile_lanes", arch)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {row["kernel"].split(" ")[0] for row in rows} == {str(case) for case in compiled_for(arch)}

@@ -18,6 +18,7 @@ from qdsl.runtime.gpu import costs, devices, launch
 from qdsl.runtime.gpu.costs import Candidate, Cost, seconds, terms
 from qdsl.runtime.gpu.devices import GPUS
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
+from tests.support import compiling
 from tests.support.paths import ROOT
 
 X = torch.bfloat16
@@ -175,9 +176,7 @@ def test_configurations_that_the_table_lacks_follow_from_near_ones() -> None:
 
 def test_the_table_is_what_the_compiler_makes() -> None:
     """A storage and a kernel of every kind compiled again: the counts are the shipped ones."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-m", "tests.kernels.count_costs"], cwd=ROOT, capture_output=True, text=True,
-                          env={**environment, "PYTHONPATH": str(ROOT)})
+    done = compiling.run("tests.kernels.count_costs")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,7 +10,7 @@ import pytest
 
 from qdsl.analyze.execute import trial
 from tests.kernels.execute_kernels import SUBNORMAL
-from tests.support.paths import ROOT
+from tests.support import compiling
 from tests.support.ptx_mutants import EQUAL
 
 SHARES = 6
@@ -21,9 +18,7 @@ SHARES = 6
 
 def lines(module: str, *arguments: str) -> list[dict[str, Any]]:
     """What a module prints as JSON, in a process in which Triton compiles."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True,
-                          env={**environment, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
+    done = compiling.run(module, *arguments)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -71,10 +66,8 @@ def test_kernels_of_other_packages(package: str, kernels: set[str], error: float
 
 
 def test_the_command_line_executes() -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     words = "analyze q4_0 --execute --arch sm_90 --kernel dequantize --kernel linear --shape 40 256 --json"
-    done = subprocess.run([sys.executable, "-m", "qdsl", *words.split()], cwd=ROOT, capture_output=True, text=True,
-                          env=environment)
+    done = compiling.run("qdsl", *words.split())
     assert done.returncode == 0, done.stderr
     dequantize, linear = json.loads(done.stdout)["trials"]
     for result in (dequantize, linear):                          # these kernels have no branches but loops

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from tests.kernels.gate_kernels import GATES
-from tests.support.paths import ROOT
+from tests.support import compiling
 
 # Moves between lanes or through shared memory, and conversions of integers, which a quarter of the lanes can do at once.
 SLOW = ("SHFL", "STS", "LDS", "LDSM", "I2F")
@@ -18,9 +15,7 @@ SLOW = ("SHFL", "STS", "LDS", "LDSM", "I2F")
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_gates(arch: str) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-m", "tests.kernels.gate_kernels", arch], cwd=ROOT, capture_output=True, text=True,
-                          env={**environment, "PYTHONPATH": str(ROOT)})
+    done = compiling.run("tests.kernels.gate_kernels", arch)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout)
     wanted = [(str(gate), kind) for gate in GATES for kind, _ in gate.limits_on(arch)]

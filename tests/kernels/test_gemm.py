@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,10 +12,10 @@ from qdsl.runtime import PackedWeight
 from qdsl.runtime.gpu import configure, launch, plan
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.torch.linear import as_stored
+from tests.support import compiling
 from tests.support.covering import by_turns
 from tests.support.formats import Case, cases, random_packed, shapes, smallest
 from tests.support.interpreter import INTERPRETED, guarded, times
-from tests.support.paths import ROOT
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 CASES = cases()
@@ -88,9 +85,7 @@ def test_the_product_is_that_of_the_weights_rounded_to_the_type_of_x(
 
 def lines(what: str) -> list[dict[str, Any]]:
     """What gemm_kernels prints, in a process in which Triton compiles."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-m", "tests.kernels.gemm_kernels", what], cwd=ROOT, capture_output=True, text=True,
-                          env={**environment, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
+    done = compiling.run("tests.kernels.gemm_kernels", what)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

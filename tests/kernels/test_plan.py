@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import os
 import pickle
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -28,8 +25,8 @@ from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu
 from qdsl.runtime.gpu.prepared import Prepared, prepare
 from qdsl.runtime.torch import linear, ops
+from tests.support import compiling
 from tests.support.interpreter import INTERPRETED
-from tests.support.paths import ROOT
 
 META, BF16 = torch.device("meta"), torch.bfloat16
 
@@ -340,9 +337,7 @@ def test_arguments_of_prepared_launches(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_prepared_launches() -> None:
     """The second product of a kind is launched with the kernel, grid and arguments that Triton's launcher has for it."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-m", "tests.kernels.prepared_launches"], cwd=ROOT, capture_output=True, text=True,
-                         check=False, env=environment)
+    run = compiling.run("tests.kernels.prepared_launches")
     assert not run.returncode, run.stderr
     *rows, without, with_hook, called, operators, captured = map(json.loads, run.stdout.splitlines())
     for row in rows:

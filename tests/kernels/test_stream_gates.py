@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
+from tests.support import compiling
 from tests.support.covering import ALL
-from tests.support.paths import ROOT
 
 # At most so many instructions of a thread per weight in the loop; df11's decode is two launches, exponents and then weights.
 LIMITS = {("df11", "decode"): 110, ("df11", "decode, three levels"): 140, ("hlane", "decode"): 14, ("hlane", "1 rows"): 17.5,
@@ -22,9 +19,7 @@ SLOW = ("SHFL", "STS", "LDS", "LDSM", "I2F", "BAR")              # moves between
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942", *(["sm_80", "sm_100"] if ALL else [])])
 def test_kernels_of_streams(arch: str) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-m", "tests.kernels.stream_kernels", arch], cwd=ROOT, capture_output=True, text=True,
-                          env={**environment, "PYTHONPATH": str(ROOT)})
+    done = compiling.run("tests.kernels.stream_kernels", arch)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {(row["form"], row["what"]) for row in rows} == set(LIMITS)

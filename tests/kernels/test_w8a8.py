@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from types import ModuleType
 
@@ -20,7 +17,8 @@ from qdsl.runtime.gpu.devices import GPUS
 from qdsl.runtime.torch import ops
 from qdsl.runtime.weight import eight
 from qdsl.runtime.weight.layout import W8A8
-from tests.support.formats import ROOT, Case, cases, random_packed
+from tests.support import compiling
+from tests.support.formats import Case, cases, random_packed
 from tests.support.interpreter import INTERPRETED, guarded, times
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -322,9 +320,7 @@ COUNTS = {
 
 def test_compiled() -> None:
     """For GPUs that are not there: 8 bits meet 8 bits, nothing is spilled, and experts cost what one weight does."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-m", "tests.kernels.narrow_kernels"], cwd=ROOT, capture_output=True, text=True,
-                          env={**environment, "PYTHONPATH": str(ROOT)})
+    done = compiling.run("tests.kernels.narrow_kernels")
     assert done.returncode == 0, done.stderr[-4000:]
     rows = {f"{row['title']} {row['arch']}": row for row in map(json.loads, done.stdout.splitlines())}
     assert rows.keys() == COUNTS.keys()

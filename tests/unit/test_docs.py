@@ -6,11 +6,9 @@ A table stands between `<!-- table NAME -->` and `<!-- end -->`; `pytest tests/u
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from qdsl.jobs import demo
 from qdsl.jobs.compress.run import compress
 from qdsl.jobs.compress.units import Aim
 from qdsl.jobs.gguf.mixes import Model
-from tests.support import folders, gguf_models, language_models, producer_folders
+from tests.support import compiling, folders, gguf_models, language_models, producer_folders
 from tests.support.ggufs import framed, info
 from tests.support.models import ToyModel, written
 from tests.support.paths import ROOT
@@ -380,10 +378,8 @@ def test_every_page_with_python_runs() -> None:
 def test_kernels_of_the_page_are_analyzed() -> None:
     """In processes that compile kernels; what the page shows of the first is laid out as that prints it."""
     lines = [line.split("#")[0] for block in blocks(ROOT / "docs" / "kernels.md", "sh") for line in block.splitlines()]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     commands = [line for line in lines if line.startswith("qdsl analyze ")]
-    done = [subprocess.run([sys.executable, "-m", *shlex.split(command)], cwd=ROOT, capture_output=True, text=True,
-                           env={**environment, "PYTHONPATH": str(ROOT)}) for command in commands]
+    done = [compiling.run(*shlex.split(command)) for command in commands]
     assert done and not [process.stderr for process in done if process.returncode or process.stderr]
     [shown] = blocks(ROOT / "docs" / "kernels.md", "text")
     labels = [line[:14].rstrip() for line in shown.splitlines()]
