@@ -87,7 +87,7 @@ def along_k(call: Call, warps: int) -> Call:
 def staged(call: Call, stages: int, r: int | None = None) -> Call:
     """A launch of the kernel for many rows with another depth of its pipeline, and R tiles of 64 rows per program."""
     r = r or call.constants["R"]
-    n = int(call.arguments[-2])  # type: ignore[arg-type]
+    n = int(call.arguments[call.kernel.arg_names.index("N")])
     rows = 16 * call.constants["W"] * r
     return replace(call, constants={**call.constants, "STAGES": stages, "R": r}, grid=(-(-n // rows), *call.grid[1:]),
                    options={**call.options, "num_stages": stages}, weights=min(rows, n) * (call.weights // min(

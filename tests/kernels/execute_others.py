@@ -8,7 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from bench.gpu import regimes
 from qdsl.analyze.execute import Options, execute
+from qdsl.generated import int_group
+from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.call import Call
 from tests.support.only_ptx import stop_at_ptx
 
@@ -61,6 +64,23 @@ def dependent_launches() -> None:
                           "error": (out - x * w).abs().max().item()}))
 
 
+def columns_of_a_weight() -> None:
+    """A weight cut along K, with a tensor that is missing: kernels read its rows between gaps, and give the bits of a copy."""
+    packed = int_group.quantize(torch.randn(40, 512), bits=4, group=128)
+    part = int_group.planar(packed).cut("K", 256, 512)
+    own = part.apply(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
+    x = torch.randn(1, 256).half()
+    for kind in ("dequantize", "linear"):
+        outs, findings = [], []
+        for weight in (part, own):
+            outs.append(torch.zeros(part.shape) if kind == "dequantize" else torch.zeros(1, 40).half())
+            [call] = launch.dequantize_calls(weight, outs[-1]) if kind == "dequantize" else \
+                launch.linear_calls(x, weight, None, outs[-1], candidate=regimes.candidate(x, weight))
+            findings += execute(call, "sm_90", outputs=(outs[-1],)).findings
+        print(json.dumps({"what": f"columns {call.family}", "findings": list(map(str, findings)), "error": 0.0 if
+                          torch.equal(*outs) and outs[0].any() else 1.0}))
+
+
 def main() -> None:
     generator = torch.Generator().manual_seed(0)
     for arch in ("sm_80", "sm_90"):
@@ -91,3 +111,4 @@ if __name__ == "__main__":
     stop_at_ptx()
     main()
     dependent_launches()
+    columns_of_a_weight()

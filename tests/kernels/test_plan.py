@@ -245,19 +245,6 @@ def test_columns_in_another_order(kernels: None) -> None:
     assert torch.allclose(first.float(), wide, rtol=2 ** -7, atol=2 ** -5)
 
 
-def test_tensors_with_gaps_are_copied_once(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = q4_0.planar(q4_0.quantize(torch.randn(32, 512)))
-    part, x = whole.cut("K", 0, 256), torch.randn(2, 256, dtype=BF16)
-    assert not all(tensor.is_contiguous() for tensor in part.tensors.values())
-    first = q4_0.linear(x, part)
-    assert part.dense is not None
-    copied = part.dense.packed
-    assert torch.equal(q4_0.linear(x, part), first) and part.dense.packed is copied
-    for tensor in whole.tensors.values():
-        tensor.zero_()                                           # in place: what was copied is no longer the weight
-    assert not q4_0.linear(x, part).any() and part.dense.packed is not copied
-
-
 def test_products_of_the_interpreter(kernels: None) -> None:
     """Every path of a product on a GPU, with a bias, in any shape, beside the CPU's."""
     weight, bias = torch.randn(48, 256), torch.randn(48)

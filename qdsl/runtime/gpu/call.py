@@ -9,13 +9,14 @@ from typing import Any
 from torch import Tensor
 
 Argument = Tensor | int | None
+Plane = Tensor | tuple[Tensor, int | None, int] | None           # a weight's tensor, with its gaps (strides.py) where some has
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """One launch: a kernel, its arguments in order, the constants it is specialised on, and how it is compiled.
 
-    An argument may be a tuple of tensors, None among them.
+    An argument may be a tuple of tensors, None among them, or of tensors with their gaps.
 
     options: what else the compiler takes, but for the contraction of a product and a sum, which is on unless they say otherwise.
     Releases of Triton differ in their own default.
@@ -28,7 +29,7 @@ class Call:
     """
 
     kernel: Any
-    arguments: tuple[Argument | tuple[Argument, ...], ...]
+    arguments: tuple[Argument | tuple[Argument | Plane, ...], ...]
     constants: Mapping[str, Any]
     grid: tuple[int, ...]
     options: Mapping[str, Any]
@@ -44,9 +45,7 @@ class Call:
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All tensors among the arguments."""
-        for argument in self.arguments:
-            values = argument if isinstance(argument, tuple) else (argument,)
-            yield from (value for value in values if isinstance(value, Tensor))
+        yield from _tensors(self.arguments)
 
     @property
     def family(self) -> str:
@@ -57,3 +56,11 @@ class Call:
     def run(self) -> Any:
         """Launch.  Returns the kernel that Triton compiled, None where it interprets."""
         return self.kernel[self.grid](*self.arguments, **self.constants, **self.options)
+
+
+def _tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.core.shapes import axis
-from qdsl.runtime.gpu import configure, plan
-from qdsl.runtime.gpu.call import Call
+from qdsl.runtime.gpu import configure, plan, strides
+from qdsl.runtime.gpu.call import Call, Plane
 from qdsl.runtime.gpu.costs import Candidate, shared_k
 from qdsl.runtime.gpu.kernels import dequantize as dequantize_kernel
 from qdsl.runtime.gpu.kernels import eight_bit, gemm, matvec
@@ -49,7 +49,7 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     if streams.has_dequantize(packed, out):
         yield from streams.dequantize_calls(packed, out)
         return
-    packed, calls = streams.decoded(packed)
+    packed, calls = streams.decoded(strides.readable(packed))
     yield from calls
     kernels, (rows, units) = packed.layout.kernels, configure.grid_axes(packed)
     if not rows or not units:
@@ -58,7 +58,7 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     while cdiv(units, bk) > SECOND_AXIS:                         # rows of 16 million columns and more
         bn, bk = max(1, bn // 2), 2 * bk
     # Contracted multiply-adds would skip a rounding that the formula has.
-    yield Call(dequantize_kernel, (read_tensors(packed), out, *packed.shape, size_arguments(packed), rows, units),
+    yield Call(dequantize_kernel, (_planes(packed), out, *packed.shape, size_arguments(packed), rows, units),
                {**_constants(packed, bn, bk), "EVEN": rows % bn == 0 and units % bk == 0}, (cdiv(rows, bn), cdiv(units, bk)),
                {"num_warps": WARPS, "enable_fp_fusion": False}, weights=_weights(packed, bn, bk))
 
@@ -73,7 +73,7 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
     if configure.has_skinny_streams(x, packed):
         yield from streams.skinny_calls(x, packed, bias, out)
         return
-    packed, calls = streams.decoded(packed)
+    packed, calls = streams.decoded(strides.readable(packed))
     yield from calls
     rows, units = configure.grid_axes(packed)
     if not rows or not x.shape[0]:
@@ -91,7 +91,7 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
     bn, bk = candidate.config["BN"], candidate.config["BK"]
     constants = {**_constants(packed, bn, bk), "DIVIDES": packed.layout.kernels.divides, "EVEN": _is_even(packed, bn, bk)}
     for part, result in _parts(x, out, 1):
-        yield Call(matvec, (read_tensors(packed), part, bias, result, *packed.shape, size_arguments(packed), rows, units),
+        yield Call(matvec, (_planes(packed), part, bias, result, *packed.shape, size_arguments(packed), rows, units),
                    constants, (cdiv(rows, bn), part.shape[0]), {"num_warps": WARPS},
                    weights=_weights(packed, bn, units), step=_weights(packed, bn, bk))
 
@@ -108,6 +108,7 @@ def grouped(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None,
 def grouped_calls(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
     """The launch of `grouped`, for tensors on any device, meta too; fits_matrix_units(x, packed, skinny=True) must hold."""
     if out.numel():
+        packed = strides.readable(packed)
         config = configure.lane_tiles(out.shape[1] * cdiv(x.shape[0], 8), x.shape[1], x.device)
         x = yield from _scaled(x, packed)
         yield _few_call(x, packed, bias, out, config, tiles)
@@ -134,6 +135,7 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
         return
     kernels = packed.layout.kernels.matrix_unit
     assert kernels is not None and kernels.w8a8 is not None
+    packed = strides.readable(packed)
     w8a8, (m, k), n = kernels.w8a8, x.shape, packed.shape[0]
     if not m or not n:
         return
@@ -145,11 +147,11 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
     can = scale is None and stored != torch.float16 and w8a8.groups and config["BM"] == 16 and x.dtype.itemsize == 2
     split, is_one = shared_k(math.prod(grid), config["BN"], config["BM"], k, packed.nbytes, can, configure.gpu(x.device))
     codes, scales, sums = (x, None, None) if is_one else (yield from _quantized(x, w8a8, stored, scale))
-    weight = packed.tensors[w8a8.codes].contiguous()
+    weight = packed.tensors[w8a8.codes]
     weight = weight.view(torch.uint8) if stored == torch.float16 else weight
     scratch = scratch_of(math.prod(grid), split * tile, x.device) if split > 1 else ()
     yield Call(w8a8.kernel, (tuple(_tensors(packed)), weight, codes, scales, sums, bias, out, *(scratch or (None, None)),
-                             m, n, k),
+                             m, n, k, strides.pitch(packed)),
                {**kernels.constants("w8a8", False, packed.sizes, packed.layout.coded), **config, "SPLIT": split,
                 "LARGEST": eight.LARGEST[w8a8.type] if is_one else 0}, (*grid, split) if split > 1 else grid,
                # contracted additions would skip a rounding of what is quantized
@@ -233,19 +235,19 @@ def _lane_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
     kernels = packed.layout.kernels.matrix_unit
     assert kernels is not None
     (m, k), n = x.shape, packed.shape[0]
-    tensors = _lane_tensors(packed)
+    tensors, pitch = _lane_tensors(packed), strides.pitch(packed)
     constants = {**_lane_constants(packed, which, x.dtype), **config}
     if which == "tile_gemm":
         rows, split = 16 * config["R"] * config["W"], config["SPLIT"]
         grid = (cdiv(n, rows), cdiv(m, config["BM"]))
         scratch = scratch_of(grid[0] * grid[1], split * rows * config["BM"], x.device) if split > 1 else ()
-        return Call(kernels.tile_gemm, (tensors, x, bias, out, *(scratch or (None, None)), m, n, k), constants,
+        return Call(kernels.tile_gemm, (tensors, x, bias, out, *(scratch or (None, None)), m, n, k, pitch), constants,
                     (*grid, split) if split > 1 else grid,
                     {"num_warps": config["W"], "num_stages": config["STAGES"]},
                     weights=min(rows, n) * cdiv(k // 128, split) * 128, step=rows * 128 * config["UNROLL"], scratch=scratch)
     if which == "gemv":
-        early = _early(tensors)
-        return Call(kernels.gemv, (tensors, x.view(torch.int32), bias, out, n, k, early), constants,
+        early = _early(tensors, pitch)
+        return Call(kernels.gemv, (tensors, x.view(torch.int32), bias, out, n, k, pitch, early), constants,
                     (cdiv(n, _lane_rows(config)),), _lane_options(config, early),
                     **_lane_weights(config, n, k, kernels.trip(packed.sizes)))
     return _few_call(x, packed, bias, out, config)
@@ -257,7 +259,7 @@ def _gemm_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
     rows, units = configure.grid_axes(packed)
     kernels = packed.layout.kernels
     scratch = scratch_of(grid[0] * grid[1], split * config["BM"] * kernels.sums * bn, x.device) if split > 1 else ()
-    return Call(gemm, (read_tensors(packed), x, bias, out, *(scratch or (None, None)), x.shape[0], *packed.shape,
+    return Call(gemm, (_planes(packed), x, bias, out, *(scratch or (None, None)), x.shape[0], *packed.shape,
                        size_arguments(packed), rows, units),
                 {**_constants(packed, bn, bk), **config, "DIVIDES": kernels.divides, "EVEN": _is_even(packed, bn, bk),
                  "F": TYPES[x.dtype]}, grid, {"num_warps": WARPS, "num_stages": 1},
@@ -271,10 +273,10 @@ def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
     kernels = packed.layout.kernels.matrix_unit
     assert kernels is not None
     (m, k), n = x.shape, out.shape[1]
-    tensors = _lane_tensors(packed)
-    early = _early(tensors) if tiles is None else None
+    tensors, pitch = _lane_tensors(packed), strides.pitch(packed)
+    early = _early(tensors, pitch) if tiles is None else None
     config = {"BM": 8, **config}
-    return Call(kernels.skinny, (tensors, x.view(torch.int32), bias, out, m, n, k, tiles, early),
+    return Call(kernels.skinny, (tensors, x.view(torch.int32), bias, out, m, n, k, pitch, tiles, early),
                 {**_lane_constants(packed, "skinny", x.dtype), **config, "FENCE": _has_fence(packed, x)},
                 (cdiv(n, _lane_rows(config)), cdiv(m, config["BM"]) if tiles is None else tiles.shape[0]),
                 _lane_options(config, early),
@@ -313,10 +315,11 @@ def _lane_options(config: Mapping[str, int], early: int | None) -> dict[str, Any
     return {"num_warps": config["WN"] * config["WK"], "num_stages": 1, **overlaps}
 
 
-def _early(tensors: tuple[Tensor | None, ...]) -> int | None:
+def _early(tensors: tuple[Tensor | None, ...], pitch: int | None) -> int | None:
     """Words of a row of codes, which a launch may fetch before the one before has ended; None where it may not."""
     words = tensors[0]
-    return words.shape[1] if words is not None and words.dtype == torch.int32 and configure.overlaps(words.device) else None
+    may = words is not None and words.dtype == torch.int32 and pitch is None and configure.overlaps(words.device)
+    return words.shape[1] if may and words is not None else None
 
 
 def _lane_weights(config: Mapping[str, int], n: int, k: int, trip: int) -> dict[str, Any]:
@@ -332,7 +335,8 @@ def _parts(x: Tensor, out: Tensor, rows: int) -> list[tuple[Tensor, Tensor]]:
 
 def _constants(packed: PackedWeight, bn: int, bk: int) -> dict[str, Any]:
     """Constants of a kernel that decodes unit by unit: the storage's function, the tile, and the width of positions."""
-    return {**packed.layout.kernels.constants, "BN": bn, "BK": bk, "LARGE": _is_large(packed, bn, bk)}
+    return {**packed.layout.kernels.constants, "BN": bn, "BK": bk, "LARGE": _is_large(packed, bn, bk),
+            "GAPS": strides.has_gaps(packed)}
 
 
 def _is_even(packed: PackedWeight, bn: int, bk: int) -> bool:
@@ -346,7 +350,7 @@ def _is_large(packed: PackedWeight, bn: int, bk: int) -> bool:
     rows, units = configure.grid_axes(packed)
     n, k = packed.shape
     beyond = cdiv(rows, bn) * bn * cdiv(units, bk) * bk / max(1, rows * units)
-    return max((n * k, *(tensor.numel() for tensor in packed.tensors.values()))) * beyond >= 1 << 31
+    return max((n * k, *map(strides.span, packed.tensors.values()))) * beyond >= 1 << 31
 
 
 def _weights(packed: PackedWeight, rows: int, units: int) -> int:
@@ -362,6 +366,14 @@ def read_tensors(packed: PackedWeight) -> tuple[Tensor | None, ...]:
     return *_tensors(packed), *(table.on(packed.device) for table in packed.layout.kernels.tables)
 
 
+def _planes(packed: PackedWeight) -> tuple[Plane, ...]:
+    """The same as these kernels take it: next to each tensor its gaps, where the weight has some."""
+    tensors = read_tensors(packed)
+    if not strides.has_gaps(packed):
+        return tensors
+    return tuple(None if tensor is None else (tensor, *gap) for tensor, gap in zip(tensors, strides.gaps(packed), strict=True))
+
+
 def size_arguments(packed: PackedWeight) -> tuple[int, ...] | None:
     """Size parameters as a kernel's argument; None where it has none, for an argument of a kernel is no empty tuple."""
     return tuple(packed.sizes.values()) or None
@@ -373,9 +385,7 @@ def _tensors(packed: PackedWeight) -> list[Tensor | None]:
     arguments: list[Tensor | None] = []
     for name in packed.layout.coded:
         tensor = packed.tensors.get(name) if name not in packed.in_order else None
-        if tensor is not None:
-            tensor = tensor.contiguous()
-            if tensor.is_floating_point() and tensor.element_size() == 1:
-                tensor = tensor.view(torch.uint8)
+        if tensor is not None and tensor.is_floating_point() and tensor.element_size() == 1:
+            tensor = tensor.view(torch.uint8)
         arguments.append(tensor)
     return arguments

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from qdsl.runtime.gpu import plan
+from qdsl.runtime.gpu.strides import why_copied
 from qdsl.runtime.gpu.triton import runs_kernels
 from qdsl.runtime.torch.private_apis import is_fsdp_shard
 from qdsl.runtime.weight import eight
@@ -62,14 +63,16 @@ def planar_gain(packed: PackedWeight, device: torch.device, larger: bool = False
 
 
 def note(packed: PackedWeight, device: torch.device) -> str:
-    """What to know of a weight that runs as its caller stored it; '' where no other storage is faster."""
+    """What to know of a weight that runs as its caller stored it; '' where it is not copied, and no other storage is faster."""
+    why = why_copied(packed)
+    copied = f"copied once, for {why}" if why else ""
     gain = planar_gain(packed, device, larger=True)
     if gain <= GAIN:
-        return ""
+        return copied
     text = f"products in storage planar are predicted to be {gain:.1f} times as fast: qdsl.planar_"
-    if not packed.format.why_not_planar(packed):
-        return text
-    return f"{text} with larger=True, {planar_template(packed).nbytes / packed.nbytes:.2f} times the bytes"
+    if packed.format.why_not_planar(packed):
+        text = f"{text} with larger=True, {planar_template(packed).nbytes / packed.nbytes:.2f} times the bytes"
+    return "; ".join(filter(None, (copied, text)))
 
 
 def may_change(module: nn.Module) -> bool:

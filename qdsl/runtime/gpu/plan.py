@@ -55,7 +55,7 @@ class Choice:
 class Plan:
     """The choices and prepared launches for weights of one description.
 
-    note: what to know of the storage, once a product has run; '' where it is the fastest.
+    note: what to know of the storage, once a product has run; '' where it is the fastest, and read where it lies.
 
     names: the tensors that products read: those of kernels in storage order, then, if is_permuted, the order of columns
     (act-order), in which x is brought first.  tensors_of: takes them out of a weight's tensors.  shape: (N, K).
@@ -85,7 +85,8 @@ def plan_of(packed: PackedWeight) -> Plan:
         is_permuted = packed.order is not None
         names = tuple(name for name in packed.layout.coded if name in packed.tensors and name not in packed.in_order)
         names += (packed.layout.order,) if is_permuted else ()
-        shapes = tuple(packed.tensors[name].shape for name in names)
+        shapes = tuple((tensor.shape, None if tensor.is_contiguous() else tensor.stride())
+                       for tensor in (packed.tensors[name] for name in names))
         if packed.layout.streams and not packed.stream_info and packed.device.type != "meta":
             packed.stream_info = streams.stream_info(packed.format.name, packed.layout, packed.tensors, packed.shape)
         described = (packed.format.key, packed.storage, packed.params_text, packed.is_decoded, packed.shape, names, shapes,

@@ -102,7 +102,8 @@ def _read(tensors: Sequence[Tensor | None], is_permuted: bool, refused: Sequence
     """
     names = ["x", *(f"t{i}" for i in range(2, len(tensors))), "bias"]
     present = [i for i, tensor in enumerate(tensors) if tensor is not None]
-    fits = [f"{names[i]}.is_contiguous()" for i in present] + [f"{name}.get_device() == device" for name in names[1:-1][:1]]
+    fits = [_lies(name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
+    fits += [f"{name}.get_device() == device" for name in names[1:-1][:1]]
     if (bias := tensors[-1]) is not None:
         values["shape"] = bias.shape
         fits += ["bias.shape == shape", "bias.get_device() == device"]
@@ -113,6 +114,11 @@ def _read(tensors: Sequence[Tensor | None], is_permuted: bool, refused: Sequence
             "try:", *(f"    a{i + 1} = {names[i]}.data_ptr()" for i in present),
             "except RuntimeError:", "    return None",           # a tensor of autograd's vmap, which has no memory
             f"if not ({' and '.join(fits)}) or {' or '.join([f'({addresses}) % {ALIGNMENT}', *refused])}:", "    return None"]
+
+
+def _lies(name: str, tensor: Tensor) -> str:
+    """The expression that says whether a tensor has its elements where this one has them."""
+    return f"{name}.is_contiguous()" if tensor.is_contiguous() else f"{name}.stride() == {tensor.stride()}"
 
 
 def _allocate(workspace: Sequence[Tensor], shared: Sequence[Call], first: int, values: dict[str, Any]) -> list[str]:

@@ -16,10 +16,10 @@ from torch.nn.functional import linear
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.costs import DECODED, Candidate
-from qdsl.runtime.gpu.dense import dense
 from qdsl.runtime.gpu.placement import note
 from qdsl.runtime.gpu.plan import Plan, best, invariant, plan_of
 from qdsl.runtime.gpu.prepared import Prepared, prepare
+from qdsl.runtime.gpu.strides import readable
 from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.tiles import row_tiles
 
@@ -65,9 +65,9 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str, is_
     (m, _), (n, _) = x.shape, packed.shape
     if not m or not n:
         return x.new_empty(m, n)
-    packed = dense(packed)
     if (own := plan_of(packed)).note is None:
         own.note = note(packed, x.device)
+    packed = readable(packed)
     choose = invariant if is_invariant else best
     return by(choose(packed, m, x.dtype, x.device, launch.is_aligned(x, packed)), x, packed, bias, mode)
 
@@ -77,7 +77,7 @@ def quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, scale: float
 
     The launches are prepared for the next call in this mode, but for a static scale, with which torch quantizes x.
     """
-    packed = dense(packed)
+    packed = readable(packed)
     out = x.new_empty(x.shape[0], packed.shape[0])
     _run(list(launch.quantized_calls(x, packed, bias, out, scale)), packed, x, bias, out, mode, False)
     return out

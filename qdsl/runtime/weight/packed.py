@@ -24,8 +24,8 @@ from qdsl.runtime.weight.pickling import picklable, unpickled
 
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
-    from qdsl.runtime.gpu.dense import Dense
     from qdsl.runtime.gpu.plan import Plan
+    from qdsl.runtime.gpu.strides import Dense
     from qdsl.runtime.weight.layout import Storage, Variant
 
 

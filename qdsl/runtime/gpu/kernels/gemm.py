@@ -81,18 +81,20 @@ def operand(weights, j: tl.constexpr, AXIS: tl.constexpr, BN: tl.constexpr, F: t
 def gemm(
     tensors, x, bias, out, parts, arrivals, M, N, K, sizes, tiles, count,
     decode: tl.constexpr, DIVIDES: tl.constexpr, ROWS: tl.constexpr, AXIS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BM: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr, LARGE: tl.constexpr,
+    BM: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr, LARGE: tl.constexpr, GAPS: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
     x: [M, K] of type F.  DIVIDES: decode divides by what is stored.
     tiles, count: rows of tiles of ROWS rows, and units in each.  AXIS: along which units neighbour, 0 for N, 1 for K.
     parts, arrivals: float32 workspace and counters, int32 zeros, for SPLIT > 1; else None.  LARGE: positions take 64 bits.
+    GAPS: as units.planes takes it.
     """
     m = tl.program_id(1) * BM + tl.arange(0, BM)[:, None]
     x += tl.minimum(m, M - 1).to(tl.int64) * K
     rows, K = units.extents(N, K, LARGE)
     n = units.rows(tl.program_id(0) * BN, BN, BK, tiles, AXIS, EVEN, LARGE)
+    own = units.planes(tensors, n, GAPS)
     acc = tl.zeros((BM, ROWS * BN), tl.float32)
     none = ()
     for _ in tl.static_range(ROWS):
@@ -100,9 +102,10 @@ def gemm(
     first, last = tile.part_of_k(tl.program_id(2), tl.cdiv(count, BK), SPLIT)
     for step in range(first, last):
         u = units.axis(step * BK, BK, 1, 1, LARGE)
-        columns = decode(tensors, u * 0, u, units.live(u * 0, 1, u, count, EVEN), rows, K, sizes, load_columns, (x, ()))[1]
+        any_row = units.planes(tensors, u * 0, GAPS)
+        columns = decode(any_row, u * 0, u, units.live(u * 0, 1, u, count, EVEN), rows, K, sizes, load_columns, (x, ()))[1]
         u = units.axis(step * BK, BK, BN, AXIS, LARGE)
-        weights = decode(tensors, n, u, units.live(n, tiles, u, count, EVEN), rows, K, sizes, keep_weight, (none, DIVIDES))[0]
+        weights = decode(own, n, u, units.live(n, tiles, u, count, EVEN), rows, K, sizes, keep_weight, (none, DIVIDES))[0]
         for j in tl.static_range(len(columns)):
             acc = tl.dot(columns[j], operand(weights, j, AXIS, BN, F), acc)
     n = tl.program_id(0) * (ROWS * BN) + tl.arange(0, ROWS * BN)[None, :]

@@ -30,17 +30,21 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
-    """A field's values in eight runs of STEP columns, [W, 16, 8], or one number; at: (two rows, chunk, K, STEP)."""
+    """A field's values in eight runs of STEP columns, [W, 16, 8], or one number.
+
+    at: (two rows, chunk, K, stored columns, STEP).
+    """
     if columns == 0:
         return group_numbers.of_rows(plane, at[0], rows, kind)
     else:
         row = group_numbers.blocks(at[0], rows)
-        return group_numbers.by_column(plane, row, group_numbers.count(at[2], columns), at[1], at[2], at[3], columns, kind)
+        count, stored = group_numbers.count(at[2], columns), group_numbers.count(at[3], columns)
+        return group_numbers.by_column(plane, row, count, stored, at[1], at[2], at[4], columns, kind)
 
 
 @triton.jit
 def gemv(
-    tensors, x, bias, out, N, K, early,
+    tensors, x, bias, out, N, K, pitch, early,
     words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, scale: tl.constexpr, finish: tl.constexpr,
     FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     SIGNED: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr,
@@ -48,13 +52,14 @@ def gemv(
 ):
     """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32.
 
-    x: [1, K] of type F, pairs of columns as int32.  STEP: columns of a run, 16, 32 or 64.  early, EVEN: as in skinny.
+    x: [1, K] of type F, pairs of columns as int32.  STEP: columns of a run, 16, 32 or 64.  pitch, early, EVEN: as in skinny.
     """
     TRIP: tl.constexpr = max(2, STEP // 16)                      # chunks of 128 columns that a warp takes in a trip
     w, g, c = lanes.warps(WN * WK)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     lanes.begin(tensors[0], early, first, w, c, N, R, WK)
     flip = lanes.constants(table, g, N, WIDTH, BITS, SIGNED, F)
+    stored = lanes.stored_columns(K, pitch)
     acc = lanes.zeros(R, WN * WK)
     for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
         for j in tl.static_range(32 // min(32, STEP)):
@@ -66,14 +71,14 @@ def gemv(
                 row = lanes.rows(first + 16 * r, N)
                 loaded = ()
                 for t in tl.static_range(STEP // 16):
-                    loaded = loaded + (words(tensors, row, K, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
+                    loaded = loaded + (words(tensors, row, stored, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
                 sum = lanes.product(numbers, loaded, columns, flip, 2 * j, STEP // 8, WIDTH, BITS, F)
-                values = group_numbers.values(tensors, FIELDS, (row, chunk, K, STEP), field)
+                values = group_numbers.values(tensors, FIELDS, (row, chunk, K, stored, STEP), field)
                 new = new + (scale(values, sum, sums, BASE, acc[r]),)
             acc = new
     for r in tl.static_range(R):
         sum = acc[r]
         if finish is not None:
             row = lanes.rows(first + 16 * r, N)
-            sum = finish(group_numbers.values(tensors, ROW_FIELDS, (row, 0, K, STEP), field), sum, None, BASE)
+            sum = finish(group_numbers.values(tensors, ROW_FIELDS, (row, 0, K, stored, STEP), field), sum, None, BASE)
         lanes.store_row(sum * UNIT, bias, out, tl.program_id(0) * WN, r, R, N, WN, WK)

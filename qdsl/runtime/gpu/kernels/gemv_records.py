@@ -25,7 +25,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def gemv_records(
-    tensors, x, bias, out, N, K, early,
+    tensors, x, bias, out, N, K, pitch, early,
     numbers: tl.constexpr, fields: tl.constexpr, scale: tl.constexpr, start: tl.constexpr, RECORD: tl.constexpr,
     CODES: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr, UNIT: tl.constexpr,
     BASE: tl.constexpr, R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
@@ -33,12 +33,13 @@ def gemv_records(
     """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32.
 
     tensors: the records, as int32.  x: [1, K] of type F, pairs of columns as int32.  start: the pair at which run g begins.
-    early: as in skinny.  RECORD: words of a record.  CODES: the first of its codes.  HEAD: the first of every four words of its
-    other numbers.
+    pitch, early: as in skinny.  RECORD: words of a record.  CODES: the first of its codes.  HEAD: the first of every four words
+    of its other numbers.
     """
     w, g, c = lanes.warps(WN * WK)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     lanes.begin(tensors[0], early, first, w, c, N, R, WK)
+    stored = lanes.stored_columns(K, pitch)
     flip = lanes.flips(N, WIDTH, BITS, SIGNED, F)
     acc = lanes.zeros(R, WN * WK)
     for step in range(0, tl.cdiv(K, 256 * WK)):
@@ -48,7 +49,7 @@ def gemv_records(
         new = ()
         for r in tl.static_range(R):
             row = lanes.rows(first + 16 * r, N)
-            p = records.at(tensors[0], row, K // 256, record, RECORD)
+            p = records.at(tensors[0], row, stored // 256, record, RECORD)
             sum = lanes.product(numbers, records.words(p, CODES), columns, flip, 0, 4, WIDTH, BITS, F)
             values = fields(records.head(p, HEAD), c[:, :, None])
             new = new + (scale(values, sum, sums, BASE, acc[r]),)

@@ -119,9 +119,10 @@ def of_rows(plane, row, size: tl.constexpr, kind: tl.constexpr):
 
 
 @triton.jit
-def by_column(plane, row, count, chunk, K, step: tl.constexpr, block: tl.constexpr, kind: tl.constexpr):
+def by_column(plane, row, count, stored, chunk, K, step: tl.constexpr, block: tl.constexpr, kind: tl.constexpr):
     """A field that has `count` values in a row, one per `block` columns, where column j of the result stands for `step`
-    columns of w from 128 * chunk + step * j on: [W, 16, 8].  Past K comes the last value.
+    columns of w from 128 * chunk + step * j on: [W, 16, 8].  Past K comes the last value.  A row begins `stored` values after
+    the one before.
     """
     if block == step:
         pair = tl.minimum(chunk * (64 // step) + tl.arange(0, 8)[None, :] // 2, count // 2 - 1)
@@ -130,7 +131,7 @@ def by_column(plane, row, count, chunk, K, step: tl.constexpr, block: tl.constex
         at = tl.minimum(chunk * (128 // block) + 2 * step * tl.arange(0, 4)[None, :] // block, count - 1)
     else:
         at = tl.minimum(chunk * 128 + 2 * step * tl.arange(0, 4)[None, :], K - 1) // block
-    return spread(loaded(plane, row[0] * count + at, kind), loaded(plane, row[1] * count + at, kind))
+    return spread(loaded(plane, row[0] * stored + at, kind), loaded(plane, row[1] * stored + at, kind))
 
 
 @triton.jit

@@ -57,6 +57,15 @@ def rows(n, N, start=0):
 
 
 @triton.jit
+def stored_columns(K, pitch):
+    """Columns from a row of w to the next one, of which strides of planes follow: K, or more in a part of a longer row."""
+    if pitch is None:
+        return K
+    else:
+        return pitch
+
+
+@triton.jit
 def words(plane, row, count, chunk, more: tl.constexpr = 0):
     """16 words of rows g and g + 8, which have `count` times as many, `more` times 16 words on: int32 [8 * W, 16, 2]."""
     at = chunk * 16 + tl.arange(0, 16)[None, :]

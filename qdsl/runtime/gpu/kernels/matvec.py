@@ -48,18 +48,19 @@ def add_product(state, k, w, live, row: tl.constexpr = 0):
 def matvec(
     tensors, x, bias, out, N, K, sizes, tiles, count,
     decode: tl.constexpr, DIVIDES: tl.constexpr, ROWS: tl.constexpr, AXIS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    EVEN: tl.constexpr, LARGE: tl.constexpr,
+    EVEN: tl.constexpr, LARGE: tl.constexpr, GAPS: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
     DIVIDES: decode divides by what is stored.
     tiles, count: rows of tiles of ROWS rows, and units in each.  AXIS: along which units neighbour, 0 for N, 1 for K.
-    EVEN: all units exist, and no load has a mask.  LARGE: positions take 64 bits.
+    EVEN: all units exist, and no load has a mask.  LARGE: positions take 64 bits.  GAPS: as units.planes takes it.
     """
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
     N, K = units.extents(N, K, LARGE)
     n = units.rows(tl.program_id(0) * BN, BN, BK, tiles, AXIS, EVEN, LARGE)
+    tensors = units.planes(tensors, n, GAPS)
     acc = ()
     for _ in tl.static_range(ROWS):
         acc = acc + (tl.zeros(n.shape, tl.float32),)

@@ -16,7 +16,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def at(tensor, row, count, record, size: tl.constexpr):
-    """Where a record of `size` words begins in rows g and g + 8, which have `count` of them."""
+    """Where a record of `size` words begins in rows g and g + 8, each `count` records after the one before."""
     return tensor + (row[0] * (count * size) + record * size), tensor + (row[1] * (count * size) + record * size)
 
 

@@ -39,7 +39,10 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
-    """A field's values in group u of a chunk, [W, 16, 8], or one number; at: (two rows, chunk, K, u, columns of a group)."""
+    """A field's values in group u of a chunk, [W, 16, 8], or one number.
+
+    at: (two rows, chunk, stored columns, u, columns of a group).
+    """
     if columns == 0:
         return group_numbers.of_rows(plane, at[0], rows, kind)
     else:
@@ -49,7 +52,7 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
 
 @triton.jit
 def skinny(
-    tensors, x, bias, out, M, N, K, tiles, early,
+    tensors, x, bias, out, M, N, K, pitch, tiles, early,
     words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, scale: tl.constexpr, finish: tl.constexpr,
     FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     SIGNED: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr, ONES: tl.constexpr, IN_ORDER: tl.constexpr,
@@ -59,6 +62,7 @@ def skinny(
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
     x: [M, K] of type F, pairs of columns as int32.  tiles: int32 [T, 3] of (expert, first row of x, one past the last), or None.
+    pitch: columns from a row of w to the next, where w is a part of the columns of a longer weight; else None.
     With tiles w and bias have N rows for every expert, and a row of x meets those of its own.  early: words of a row of the
     first tensor, where the launch may begin before the one before has ended; else None, as with tiles.
 
@@ -80,16 +84,17 @@ def skinny(
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     lanes.begin(tensors[0], early, first, w, c, N, R, WK)
     flip = lanes.constants(table, g, N, WIDTH, BITS, SIGNED, F)
+    stored = lanes.stored_columns(K, pitch)
     for step in range(0, tl.cdiv(K, 256 * WK)):
         span, loaded, operands = (step * WK + w % WK) * 2, (), ()
         for j in tl.static_range(2):
             chunk = lanes.within(span + j, K // 128)
             for r in tl.static_range(R):
                 row = lanes.rows(first + 16 * r, N, start)
-                codes, values = lanes.by_size(words(tensors, row, K, chunk), SIZE), ()
+                codes, values = lanes.by_size(words(tensors, row, stored, chunk), SIZE), ()
                 if scale is not None:
                     for u in tl.static_range(128 // SIZE):
-                        values = values + (group_numbers.values(tensors, FIELDS, (row, chunk, K, u, SIZE), field),)
+                        values = values + (group_numbers.values(tensors, FIELDS, (row, chunk, stored, u, SIZE), field),)
                 loaded = loaded + ((codes, values),)
         lanes.fence(FENCE)
         for j in tl.static_range(2):                             # R tiles share what is made of x
@@ -122,5 +127,5 @@ def skinny(
             sum = acc[b * R + r]
             if finish is not None:
                 row = lanes.rows(first + 16 * r, N, start)
-                sum = finish(group_numbers.values(tensors, ROW_FIELDS, (row, 0, K, 0, SIZE), field), sum, ones[b], BASE)
+                sum = finish(group_numbers.values(tensors, ROW_FIELDS, (row, 0, stored, 0, SIZE), field), sum, ones[b], BASE)
             lanes.store_columns(sum * UNIT, bias, out, m + 8 * b, M, start, tl.program_id(0) * WN, r, R, N, WN, WK)

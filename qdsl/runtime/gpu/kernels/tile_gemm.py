@@ -38,7 +38,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
-    """A field's values in rows of w at a column, [16 * W, 1], or one number; at: (rows, column, N, K)."""
+    """A field's values in rows of w at a column, [16 * W, 1], or one number; at: (rows, column, N, stored columns)."""
     if columns == 0:
         if rows == 0:
             return group_numbers.loaded(plane, 0, kind)
@@ -50,14 +50,14 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
 
 @triton.jit
 def field_as_codes(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
-    """A zero point as pairs of numbers like the codes' own; at: (two rows, column, K, columns of a group, F)."""
+    """A zero point as pairs of numbers like the codes' own; at: (two rows, column, stored columns, columns of a group, F)."""
     count = group_numbers.count(at[2], columns)
     return tile.points(plane, group_numbers.blocks(at[0], rows), count, at[1], columns, at[3], at[4])
 
 
 @triton.jit
 def tile_gemm(
-    tensors, x, bias, out, parts, arrivals, M, N, K,
+    tensors, x, bias, out, parts, arrivals, M, N, K, pitch,
     words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, scale: tl.constexpr, finish: tl.constexpr,
     FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, POINT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
     BITS: tl.constexpr, SIGNED: tl.constexpr, SPANS: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr, ZERO: tl.constexpr,
@@ -68,13 +68,14 @@ def tile_gemm(
 
     x: [M, K] of type F.  SIZE: columns that share a sum.  SPANS: by plane, how many bits the second chunk of 256 columns lies
     higher.  ZERO: what is added to a code; BASE: None where that takes off its zero point.  ONES: scale or finish take the sums
-    of x.  UNROLL: chunks of a trip.  WHOLE: K, where all tiles have all their rows, or 0.
+    of x.  UNROLL: chunks of a trip.  WHOLE: K, where all tiles have all their rows, or 0.  pitch: as in skinny.
 
     SPLIT: programs that share K; more than one need parts, float32 [tiles, SPLIT, R * 16 * W, BM], and arrivals, int32 [tiles],
     zeros before and after the launch.
     """
     if WHOLE:
         K = WHOLE
+    stored = lanes.stored_columns(K, pitch)
     first = tl.program_id(0) * (16 * W * R)
     x, at = tile.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
     flip = lanes.constants(table, lanes.warps(W)[1], N, WIDTH, BITS, SIGNED, F)
@@ -87,13 +88,13 @@ def tile_gemm(
         for r in tl.static_range(R):
             row = tile.rows_of_tile(first + 16 * W * r, W, N, WHOLE)
             n = tile.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
-            loaded = lanes.by_size(tile.first_span(words(tensors, row, K, chunk), chunk, SPANS), SIZE)
+            loaded = lanes.by_size(tile.first_span(words(tensors, row, stored, chunk), chunk, SPANS), SIZE)
             total = acc[r]
             for u in tl.static_range(128 // SIZE):
                 column = chunk * 128 + u * SIZE
                 less = None
                 if POINT is not None:
-                    less = tile.point(tensors, FIELDS, POINT, (row, column, K, SIZE, F), field_as_codes, F)
+                    less = tile.point(tensors, FIELDS, POINT, (row, column, stored, SIZE, F), field_as_codes, F)
                 sum = tile.rows_product(numbers, loaded, u, columns[u], flip, ZERO, less, WIDTH, BITS, SIZE, F)
                 sums = None
                 if ONES:
@@ -101,7 +102,7 @@ def tile_gemm(
                     if scale is None and r == 0:
                         ones += sums
                 if scale is not None:
-                    values = group_numbers.values(tensors, FIELDS, (n, column, N, K), field)
+                    values = group_numbers.values(tensors, FIELDS, (n, column, N, stored), field)
                     total = scale(values, sum, sums, BASE, total)
                 else:
                     total += sum
@@ -112,7 +113,7 @@ def tile_gemm(
         sum = acc[r]
         if finish is not None:
             n = tile.tile_of_rows(first + 16 * W * r, W, N, WHOLE)
-            sum = finish(group_numbers.values(tensors, ROW_FIELDS, (n, 0, N, K), field), sum, ones, BASE)
+            sum = finish(group_numbers.values(tensors, ROW_FIELDS, (n, 0, N, stored), field), sum, ones, BASE)
         new = new + (sum * UNIT,)
     if SPLIT == 1:
         for r in tl.static_range(R):

@@ -57,7 +57,10 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
-    """A field's values in rows of w at a column, or one number; at: (rows of w, rows of x or None, column, K, BN)."""
+    """A field's values in rows of w at a column, or one number.
+
+    at: (rows of w, rows of x or None, column, stored columns, BN).
+    """
     if columns == 0:
         if rows == 0:
             return group_numbers.loaded(plane, 0, kind)
@@ -70,7 +73,7 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
 
 @triton.jit
 def w8a8(
-    tensors, w, x, x_scale, x_sum, bias, out, parts, arrivals, M, N, K,
+    tensors, w, x, x_scale, x_sum, bias, out, parts, arrivals, M, N, K, pitch,
     scale: tl.constexpr, finish: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
     UNROLL: tl.constexpr, LARGEST: tl.constexpr,
@@ -79,7 +82,7 @@ def w8a8(
 
     w: [N, K] int8, E4M3, or uint8 that are E4M3 and meet float16.  x: [M, K] codes.  x_scale: [K / 128, M], or [1, M] where
     nothing varies along K.  x_sum: [1, M], the sums of codes, or None.  TOKENS: rows of x are the rows of the sums.
-    UNROLL: chunks of 128 columns in a trip; K is a multiple of them.
+    UNROLL: chunks of 128 columns in a trip; K is a multiple of them.  pitch: as in skinny.
     LARGEST: the largest code where x is numbers, [M, K], that are quantized here, and x_scale is None; else 0.
 
     SPLIT: programs that share K; more than one need parts, float32 [tiles, SPLIT, BN * BM], and arrivals, int32 [tiles], zeros
@@ -88,19 +91,20 @@ def w8a8(
     n, m = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BM + tl.arange(0, BM)
     exact: tl.constexpr = scale is None and w.dtype.element_ty == tl.int8
     columns = tl.arange(0, 128)
+    stored = lanes.stored_columns(K, pitch)
     if TOKENS:                                                   # first @ second: the rows of the sums, and their columns
         n, m = lanes.within(n, N).to(tl.int64)[None, :], lanes.within(m, M).to(tl.int64)[:, None]
-        first, second, acc = x + m * K + columns[None, :], w + n * K + columns[:, None], eight_bit.zeros(BM, BN, exact)
+        first, second, acc = x + m * K + columns[None, :], w + n * stored + columns[:, None], eight_bit.zeros(BM, BN, exact)
     else:
         n, m = lanes.within(n, N).to(tl.int64)[:, None], lanes.within(m, M).to(tl.int64)[None, :]
-        first, second, acc = w + n * K + columns[None, :], x + m * K + columns[:, None], eight_bit.zeros(BN, BM, exact)
+        first, second, acc = w + n * stored + columns[None, :], x + m * K + columns[:, None], eight_bit.zeros(BN, BM, exact)
     begin, end = tile.part_of_k(tl.program_id(2), K // (128 * UNROLL), SPLIT)
     for trip in tl.range(begin * UNROLL, end * UNROLL, UNROLL, num_stages=STAGES):
         for u in tl.static_range(UNROLL):                        # two additions: the second one is a constant of the load
             if scale is None:
                 acc = eight_bit.added(acc, tl.load(first + trip * 128 + u * 128), tl.load(second + trip * 128 + u * 128))
             else:
-                values = group_numbers.values(tensors, FIELDS, (n, None if TOKENS else m, (trip + u) * 128, K, BN), field)
+                values = group_numbers.values(tensors, FIELDS, (n, None if TOKENS else m, (trip + u) * 128, stored, BN), field)
                 codes = tl.load(second + trip * 128 + u * 128)
                 if LARGEST > 0:
                     codes, scales = eight_bit.quantized(codes, LARGEST, w.dtype.element_ty)
