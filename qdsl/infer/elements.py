@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import numpy.typing as npt
@@ -57,15 +57,20 @@ class Element:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where the bits of codes lie: (tensor, section) each, the first bits first; and the ends of rows around them."""
+    """Where the bits of codes lie: (tensor, section) each, the first bits first; and the ends of rows around them.
+
+    last: the last axis of a region's elements, of which the tensor's shape says nothing; 0 where they have one axis.
+    """
 
     codes: tuple[tuple[str, Section | None], ...]
     ends: tuple[Section, ...] = ()
+    last: int = 0
 
     def stored(self, elements: Mapping[str, Element], rows: int) -> Stored:
         """The parts of the codes as one tensor."""
         first, *others = (elements[name].cut(section, rows).stored for name, section in self.codes)
-        return replace(first, others=tuple(others))
+        count = len(first.data) // first.width
+        return replace(first, others=tuple(others), shape=(count // self.last, self.last) if self.last else first.shape)
 
 
 def decoded(data: npt.NDArray[np.uint8], kind: str) -> Numbers:
@@ -104,8 +109,9 @@ def regions_of_codes(name: str, element: Element, shape: tuple[int, int]) -> Ite
     for bits in range(8, 1, -1):
         size = shape[0] * shape[1] * bits // 8
         if size < total < 1.25 * size and (total - size) % element.stored.width == 0:
-            for start in (0, total - size):
-                yield Cut(((name, Section(False, start, start + size)),))
+            for start, last in product((0, total - size), (0, *dict.fromkeys(shape))):
+                if not last or size % (element.stored.width * last) == 0:
+                    yield Cut(((name, Section(False, start, start + size)),), last=last)
 
 
 def planes(name: str, element: Element, shape: tuple[int, int], bits: int) -> Iterator[Cut]:

@@ -241,7 +241,7 @@ def drawn_fields(spec: Drawn, seed: int) -> dict[str, Tensor]:
     return fields
 
 
-@pytest.mark.parametrize("seed", range(60) if ALL else (3, 8, 12, 29))
+@pytest.mark.parametrize("seed", range(60) if ALL else (3, 8, 12, 29, 54))
 def test_a_drawn_storage_is_found(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path / "cache"))
     spec = drawn(seed)
