@@ -52,11 +52,10 @@ def pack_any_precision(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
     qweight_2_bytes = sum((q_split[..., i] >> 1 & 1) << 7 - i for i in range(8)).permute(0, 1, 3, 2).flatten(2)
     qweight_3_bytes = sum((q_split[..., i] & 1) << 7 - i for i in range(8)).permute(0, 1, 3, 2).flatten(2)
     return {
-        "qweight": torch.stack([as_type(qweight_0_bytes, torch.int32).flatten(1),
-            as_type(qweight_1_bytes, torch.int32).flatten(1), as_type(qweight_2_bytes, torch.int32).flatten(1),
-            as_type(qweight_3_bytes, torch.int32).flatten(1)], 0),
-        "lut4": lut,
-    }
+            "qweight": torch.stack([as_type(qweight_0_bytes, torch.int32).flatten(1),
+                as_type(qweight_1_bytes, torch.int32).flatten(1), as_type(qweight_2_bytes, torch.int32).flatten(1),
+                as_type(qweight_3_bytes, torch.int32).flatten(1)], 0),
+            "lut4": lut}
 
 
 def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -67,8 +66,8 @@ def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: levels of a stored table by k-means of the weights that share it; codes of
-    the nearest levels.  importance: float32 [K].
+    """Fields for a float weight [N, K]: levels of a stored table by k-means of the weights that share it; codes of the nearest
+    levels.  importance: float32 [K].
     """
     q, lut = kmeans(weight, code="u4", levels="f16", rows=1, columns=weight.shape[1], axes=1, importance=importance)
     return {"q": q, "lut": lut}
@@ -111,10 +110,7 @@ def _decode_any_precision(tensors, n, u, live, N, K, sizes, use: tl.constexpr, s
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "lut": Field("f16", "N", "16"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"lut": Field("f16", "N", "16"), "q": Field("u4", "N", "K")},
     storages={
         "any_precision": Storage(unpack=unpack_any_precision, pack=pack_any_precision, tensors={
             "qweight": Stored("i32", "4", "N", "32*K/1024"),

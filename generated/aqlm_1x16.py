@@ -25,20 +25,14 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 def unpack_aqlm(codes: Tensor, codebooks: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """Fields of codes int16 [N, K/8, 1]; codebooks real [1, 65536, 1, 8]; scales real [N, 1, 1, 1]."""
-    return {
-        "q": codes.squeeze(2).to(torch.int32) & 65535,
-        "cb": codebooks.squeeze(2).squeeze(0),
-        "s": scales.squeeze(3).squeeze(2).squeeze(1),
-    }
+    return {"q": codes.squeeze(2).to(torch.int32) & 65535, "cb": codebooks.squeeze(2).squeeze(0),
+            "s": scales.squeeze(3).squeeze(2).squeeze(1)}
 
 
 def pack_aqlm(q: Tensor, cb: Tensor, s: Tensor) -> dict[str, Tensor]:
     """codes, codebooks, scales of the fields; the inverse of unpack_aqlm."""
-    return {
-        "codes": q.to(torch.int16).unsqueeze(-1),
-        "codebooks": cb.unsqueeze(0).unsqueeze(2),
-        "scales": s.unsqueeze(-1).unsqueeze(-1).unsqueeze(-1),
-    }
+    return {"codes": q.to(torch.int16).unsqueeze(-1), "codebooks": cb.unsqueeze(0).unsqueeze(2),
+            "scales": s.unsqueeze(-1).unsqueeze(-1).unsqueeze(-1)}
 
 
 def decode(q: Tensor, cb: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
@@ -62,18 +56,13 @@ def _decode_aqlm(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     q = tl.load(codes + k // 8, live, 0).to(tl.uint16, bitcast=True).to(tl.int32)
     column = k % 8
     cb = tl.load(codebooks + 8 * q + column, live, 0).to(tl.float32)
-    state = use(state, k, cb * s, live)
-    return state
+    return use(state, k, cb * s, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "q": Field("u16", "N", "K/8"),
-        "cb": Field("real", "65536", "8"),
-        "s": Field("real", "N"),
-    },
+    fields={"q": Field("u16", "N", "K/8"), "cb": Field("real", "65536", "8"), "s": Field("real", "N")},
     storages={
         "aqlm": Storage(unpack=unpack_aqlm, pack=pack_aqlm, tensors={
             "codes": Stored("i16", "N", "K/8", "1"),

@@ -27,12 +27,8 @@ from qdsl.runtime.gpu.triton import tl, triton
 def unpack_aqlm(codes: Tensor, codebooks: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """Fields of codes int8 [N, K/8, 2]; codebooks real [2, 256, 1, 8]; scales real [N, 1, 1, 1]."""
     r = as_type(codes, torch.uint8)
-    return {
-        "a": r[..., 0:1].squeeze(-1),
-        "b": r[..., 1:2].squeeze(-1),
-        "cb": codebooks.squeeze(2),
-        "s": scales.squeeze(3).squeeze(2).squeeze(1),
-    }
+    return {"a": r[..., 0:1].squeeze(-1), "b": r[..., 1:2].squeeze(-1), "cb": codebooks.squeeze(2),
+            "s": scales.squeeze(3).squeeze(2).squeeze(1)}
 
 
 def pack_aqlm(a: Tensor, b: Tensor, cb: Tensor, s: Tensor) -> dict[str, Tensor]:
@@ -40,16 +36,12 @@ def pack_aqlm(a: Tensor, b: Tensor, cb: Tensor, s: Tensor) -> dict[str, Tensor]:
     r = empty((a.shape[0], a.shape[1], 2), torch.uint8, a.device)
     r[..., 0:1] = a.unsqueeze(-1)
     r[..., 1:2] = b.unsqueeze(-1)
-    return {
-        "codes": as_type(r, torch.int8),
-        "codebooks": cb.unsqueeze(2),
-        "scales": s.unsqueeze(-1).unsqueeze(-1).unsqueeze(-1),
-    }
+    return {"codes": as_type(r, torch.int8), "codebooks": cb.unsqueeze(2), "scales": s.unsqueeze(-1).unsqueeze(-1).unsqueeze(-1)}
 
 
 def decode(a: Tensor, b: Tensor, cb: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = (cb[0, a, k % 8] + cb[1, b, k % 8]) * s.  a [N,
-    K/8], b [N, K/8], cb [2, 256, 8], s [N].
+    """Weights [N, K], float32 rounded after each operation: w = (cb[0, a, k % 8] + cb[1, b, k % 8]) * s.  a [N, K/8], b [N,
+    K/8], cb [2, 256, 8], s [N].
     """
     out = out if out is None else out.unflatten(1, (-1, 8))
     s = s.float()[..., None, None]
@@ -75,19 +67,14 @@ def _decode_aqlm(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     column = k % 8
     cb = tl.load(codebooks + 8 * a + column, live, 0).to(tl.float32)
     cb1 = tl.load(codebooks + 8 * b + column + 2048, live, 0).to(tl.float32)
-    state = use(state, k, (cb + cb1) * s, live)
-    return state
+    return use(state, k, (cb + cb1) * s, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "a": Field("u8", "N", "K/8"),
-        "b": Field("u8", "N", "K/8"),
-        "cb": Field("real", "2", "256", "8"),
-        "s": Field("real", "N"),
-    },
+    fields={"a": Field("u8", "N", "K/8"), "b": Field("u8", "N", "K/8"), "cb": Field("real", "2", "256", "8"),
+            "s": Field("real", "N")},
     storages={
         "aqlm": Storage(unpack=unpack_aqlm, pack=pack_aqlm, tensors={
             "codes": Stored("i8", "N", "K/8", "2"),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import scaled_zero
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
-        as_type, cdiv, pad, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
+        cdiv, pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -33,33 +33,24 @@ def unpack_gemv_fast(qweight: Tensor, scales: Tensor, qzeros: Tensor, *, K: int,
     """
     r = as_type(qweight, torch.uint8).unflatten(-1, (-1, 128))
     q_bytes = r.unflatten(-1, (4, 2, 8, 2))
-    return {
-        "z": qzeros.t()[:, :cdiv(K, group)],
-        "s": scales.t()[:, :cdiv(K, group)],
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -3).permute(0, 2, 1, 3, 6, 4, 5).flatten(0, 1).flatten(1),
-    }
+    return {"z": qzeros.t()[:, :cdiv(K, group)], "s": scales.t()[:, :cdiv(K, group)],
+            "q": torch.stack([q_bytes & 15, q_bytes >> 4], -3).permute(0, 2, 1, 3, 6, 4, 5).flatten(0, 1).flatten(1)}
 
 
 def pack_gemv_fast(z: Tensor, s: Tensor, q: Tensor, *, K: int, group: int) -> dict[str, Tensor]:
     """qweight, scales, qzeros of the fields; the inverse of unpack_gemv_fast."""
     q_split = q.unflatten(-1, (-1, 2, 2, 2, 8)).unflatten(0, (-1, 4))
     r = (q_split[:, :, :, :, :, 0] | q_split[:, :, :, :, :, 1] << 4).permute(0, 2, 1, 3, 5, 4).flatten(2)
-    return {
-        "qweight": as_type(r, torch.int16).flatten(1),
-        "scales": pad(s, (0, 1024 * cdiv(K, 1024) // group - cdiv(K, group), 0, 0)).t().contiguous(),
-        "qzeros": pad(z, (0, 1024 * cdiv(K, 1024) // group - cdiv(K, group), 0, 0)).t().contiguous(),
-    }
+    return {"qweight": as_type(r, torch.int16).flatten(1),
+            "scales": pad(s, (0, 1024 * cdiv(K, 1024) // group - cdiv(K, group), 0, 0)).t().contiguous(),
+            "qzeros": pad(z, (0, 1024 * cdiv(K, 1024) // group - cdiv(K, group), 0, 0)).t().contiguous()}
 
 
 def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; s float16 [N, ceil(K/group)]; z float16 [N, ceil(K/group)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "z": z,
-        "s": s,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-    }
+    return {"z": z, "s": s, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]}
 
 
 def pack_planar(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -70,8 +61,8 @@ def pack_planar(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def decode(z: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = q * s + z.  z [N, ceil(K/group)], s [N,
-    ceil(K/group)], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = q * s + z.  z [N, ceil(K/group)], s [N, ceil(K/group)], q [N,
+    K].
     """
     out = out if out is None else out.unflatten(1, (z.shape[1], -1))
     q = q.unflatten(1, (z.shape[1], -1))
@@ -101,10 +92,8 @@ def _decode_gemv_fast(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state
     qweight += 64 * (n // 4 * (K // 64))
     z = tl.load(qzeros + k // group * N, live, 0).to(tl.float32)
     s = tl.load(scales + k // group * N, live, 0).to(tl.float32)
-    q = tl.load(qweight + 64 * (k // 64) + 16 * (n % 4) + 8 * (k % 64 // 32)
-        + k % 64 % 8, live, 0) >> 4 * (k % 64 // 8 % 4) & 15
-    state = use(state, k, q * s + z, live)
-    return state
+    q = tl.load(qweight + 64 * (k // 64) + 16 * (n % 4) + 8 * (k % 64 // 32) + k % 64 % 8, live, 0) >> 4 * (k % 64 // 8 % 4) & 15
+    return use(state, k, q * s + z, live)
 
 
 @triton.jit
@@ -133,14 +122,9 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "z": Field("f16", "N", "ceil(K/group)"),
-        "s": Field("f16", "N", "ceil(K/group)"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"z": Field("f16", "N", "ceil(K/group)"), "s": Field("f16", "N", "ceil(K/group)"), "q": Field("u4", "N", "K")},
     storages={
-        "gemv_fast": Storage(unpack=unpack_gemv_fast, pack=pack_gemv_fast, reads=("K", "group"), extents=("K", "group"),
-                tensors={
+        "gemv_fast": Storage(unpack=unpack_gemv_fast, pack=pack_gemv_fast, reads=("K", "group"), extents=("K", "group"), tensors={
             "qweight": Stored("i16", "N/4", "64*K/64", bits=("q[4:16@1 1@0, 8:1@1 4:4 2:8@1 64@1]",)),
             "scales": Stored("f16", "1024*ceil(K/1024)/group", "N", bits=("s[1@1, 1@0]",)),
             "qzeros": Stored("f16", "1024*ceil(K/1024)/group", "N", aliases=("scaled_zeros",), bits=("z[1@1, 1@0]",)),
@@ -152,8 +136,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=group_sums.with_offset,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
-                    size=32, sums_in_tile_gemm=True))),
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",), size=32,
+                    sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
 )

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import ternary
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
-        as_type, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, pad,
+        spread)
 from qdsl.runtime.gpu.kernels import bitplanes, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -42,18 +42,16 @@ def unpack_planar(q: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/256)]; s scale_type []."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "s": s,
-        "q": torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2,
-            (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K],
-    }
+    return {"s": s,
+            "q": torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2, (2, 2)).permute(0,
+                1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]}
 
 
 def pack_planar(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, s of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
-    r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
-        | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4 | q_split[:, :, 1, :, :, 1]
+        << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
     return {"q": as_type(r, torch.int32).flatten(1), "s": s}
 
 
@@ -65,8 +63,8 @@ def decode(s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, scale_type: str) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = the mean magnitude of the block, or its inverse; codes of the
-    nearest of -1, 0 and 1 times that.
+    """Fields for a float weight [N, K]: scale = the mean magnitude of the block, or its inverse; codes of the nearest of -1, 0
+    and 1 times that.
     """
     q, s = ternary(weight, code="u2", scale=scale_type, rows=weight.shape[0], columns=weight.shape[1], axes=0)
     return {"q": q, "s": s}
@@ -82,8 +80,7 @@ def _decode_transformers(tensors, n, k, live, N, K, sizes, use: tl.constexpr, st
     s = tl.load(weight_scale).to(tl.float32)
     weight += n % (N // 4) * K
     q = (tl.load(weight + k, live, 0) >> 2 * (n // (N // 4)) & 3).to(tl.int32)
-    state = use(state, k, (q - 1) * s, live)
-    return state
+    return use(state, k, (q - 1) * s, live)
 
 
 @triton.jit
@@ -119,10 +116,7 @@ def _finish_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("scale_type"),
-        "q": Field("u2", "N", "K"),
-    },
+    fields={"s": Field("scale_type"), "q": Field("u2", "N", "K")},
     storages={
         "transformers": Storage(unpack=unpack_transformers, pack=pack_transformers, whole=True, tensors={
             "weight": Stored("u8", "N/4", "K", bits=("q[1@0 4:2, 1@1]",)),
@@ -132,9 +126,9 @@ VARIANT = Variant(
             "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
             "s": Stored("scale_type", bits=("s[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_2,
-                    numbers=bitplanes.u2, finish=_finish_planar, row_fields=(GroupField("s", 0, 0),), width=2, bits=2,
-                    ones=True, zero=(-1, -129), exact=True, spans=(4,)))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_2, numbers=bitplanes.u2,
+                    finish=_finish_planar, row_fields=(GroupField("s", 0, 0),), width=2, bits=2, ones=True, zero=(-1, -129),
+                    exact=True, spans=(4,)))),
     },
     decode=decode, encode=encode,
 )

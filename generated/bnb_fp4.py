@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
-        as_type, joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, joined,
+        pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -26,9 +26,8 @@ from qdsl.runtime.gpu.triton import tl, triton
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-LEVELS = Table("f32", 0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204,
-        0.25, 0.0, -0.0052083334885537624, -0.6666666865348816, -1.0, -0.3333333432674408, -0.5, -0.1666666716337204,
-        -0.25)
+LEVELS = Table("f32", 0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25, 0.0,
+        -0.0052083334885537624, -0.6666666865348816, -1.0, -0.3333333432674408, -0.5, -0.1666666716337204, -0.25)
 
 
 def unpack_bitsandbytes(weight: Tensor, weight_absmax: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
@@ -48,10 +47,7 @@ def unpack_planar(q: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; s float32 [N, K/block]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 8, 2))
-    return {
-        "s": s.flatten(),
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K],
-    }
+    return {"s": s.flatten(), "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K]}
 
 
 def pack_planar(s: Tensor, q: Tensor, *, N: int, K: int, block: int) -> dict[str, Tensor]:
@@ -71,8 +67,8 @@ def decode(s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, block: int) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block; codes of the levels nearest to w *
-    (1 / scale).
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block; codes of the levels nearest to w * (1 /
+    scale).
     """
     q, s = unit_level(weight.reshape(1, -1), code="u4", scale="f32", rows=1, columns=block, axes=2, level=LEVELS)
     return {"q": q.reshape(weight.shape), "s": s.flatten()}
@@ -88,8 +84,7 @@ def _decode_bitsandbytes(tensors, n, k, live, N, K, sizes, use: tl.constexpr, st
     block, = sizes
     s = tl.load(weight_absmax + (k + n * K) // block, live, 0)
     q = (tl.load(weight + (k + n * K) // 2, live, 0) >> 4 - 4 * ((k + n * K) % 2) & 15).to(tl.int32)
-    state = use(state, k, tl.load(levels + q) * s, live)
-    return state
+    return use(state, k, tl.load(levels + q) * s, live)
 
 
 @triton.jit
@@ -118,20 +113,15 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0x0, 0x555500, 0x550055, None, None, 0x38351900, 0x302d3431, -0x474a6700,
-            -0x4f524b4f)
+        return codebook.table(g, N, 0x0, 0x555500, 0x550055, None, None, 0x38351900, 0x302d3431, -0x474a6700, -0x4f524b4f)
     else:
-        return codebook.table(g, N, 0x0, -0x7fd45500, -0x7fd4ff55, None, None, 0x3f3f3b00, 0x3e3e3f3e, -0x40404500,
-            -0x41414042)
+        return codebook.table(g, N, 0x0, -0x7fd45500, -0x7fd4ff55, None, None, 0x3f3f3b00, 0x3e3e3f3e, -0x40404500, -0x41414042)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("f32", "ceil(N*K/block)"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"s": Field("f32", "ceil(N*K/block)"), "q": Field("u4", "N", "K")},
     storages={
         "bitsandbytes": Storage(unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, reads=("N", "K"), tensors={
             "weight": Stored("u8", "ceil(N*K/2)", "1"),
@@ -143,8 +133,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.float_entries_of_16, table=_table_planar, scale=group_sums.scaled,
-                    group_fields=(GroupField("s", 1, "block"),), blocks=("block",), size=32, width=8, bits=0,
-                    unit=(2.0, 1.0), base=(0, 0), zero=(0, 0)))),
+                    group_fields=(GroupField("s", 1, "block"),), blocks=("block",), size=32, width=8, bits=0, unit=(2.0, 1.0),
+                    base=(0, 0), zero=(0, 0)))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"),
 )

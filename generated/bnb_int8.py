@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8,
-        as_float, as_type, pad, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8, as_float,
+        as_type, pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, lanes, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -74,8 +74,7 @@ def _decode_bitsandbytes(tensors, n, k, live, N, K, sizes, use: tl.constexpr, st
     s = tl.load(SCB, n < N, 0)
     weight += n * K
     q = tl.load(weight + k, live, 0)
-    state = use(state, k, tl.div_rn(q * s, 127.0), live)
-    return state
+    return use(state, k, tl.div_rn(q * s, 127.0), live)
 
 
 @triton.jit
@@ -119,25 +118,22 @@ def _finish_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("f32", "N"),
-        "q": Field("i8", "N", "K"),
-    },
+    fields={"s": Field("f32", "N"), "q": Field("i8", "N", "K")},
     storages={
         "bitsandbytes": Storage(unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, tensors={
             "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
             "SCB": Stored("f32", "N", aliases=("weight.SCB",), bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_bitsandbytes, rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8,
-                    finish=_finish_bitsandbytes, row_fields=(GroupField("SCB", 1, 0),), in_order=True, width=8, bits=8,
-                    signed=True, base=(128, 2304), ones=True, double=True, w8a8=W8A8(w8a8, "i8", "weight")))),
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=_finish_bitsandbytes,
+                    row_fields=(GroupField("SCB", 1, 0),), in_order=True, width=8, bits=8, signed=True, base=(128, 2304),
+                    ones=True, double=True, w8a8=W8A8(w8a8, "i8", "weight")))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("f32", "N", bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.i8, finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), width=8, bits=8,
-                    signed=True, base=(128, 2304), ones=True, double=True, zero=(-128, -128)))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.i8,
+                    finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), width=8, bits=8, signed=True, base=(128, 2304),
+                    ones=True, double=True, zero=(-128, -128)))),
     },
     decode=decode, encode=encode,
 )

@@ -28,9 +28,8 @@ def unpack_df11(exponents: Tensor, sign_mantissa: Tensor, *, N: int, K: int) -> 
     v_low = (sign_mantissa & 127)[:N * K].unflatten(0, (N, K))
     v_high2 = (sign_mantissa >> 7)[:N * K].unflatten(0, (N, K))
     return {
-        "v": (v_low.to(torch.int32) | v_high.to(torch.int32) << 7 | v_high2.to(torch.int32)
-            << 15).to(torch.int16).view(torch.bfloat16),
-    }
+            "v": (v_low.to(torch.int32) | v_high.to(torch.int32) << 7 | v_high2.to(torch.int32)
+                << 15).to(torch.int16).view(torch.bfloat16)}
 
 
 def pack_df11(v: Tensor) -> dict[str, Tensor]:
@@ -66,20 +65,17 @@ def _decode_df11(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     v_high = (tl.load(exponents + k, live, 0)).to(tl.int32)
     v_high1 = (tl.load(sign_mantissa + k, live, 0) >> 7 & 1).to(tl.int32)
     v = (v_low | v_high << 7 | v_high1 << 15).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    state = use(state, k, v, live)
-    return state
+    return use(state, k, v, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "v": Field("bf16", "N", "K"),
-    },
+    fields={"v": Field("bf16", "N", "K")},
     storages={
         "df11": Storage(unpack=unpack_df11, pack=pack_df11, reads=("N", "K"),
-                streams={"exponents": Stream("huffman_windows", Stored("u8", "N*K"), tables="luts",
-                    data="encoded_exponent", positions="output_positions", gaps="gaps")},
+                streams={"exponents": Stream("huffman_windows", Stored("u8", "N*K"), tables="luts", data="encoded_exponent",
+                    positions="output_positions", gaps="gaps")},
                 tensors={
             "luts": Stored("u8", "?", "256"),
             "encoded_exponent": Stored("u8", "?"),

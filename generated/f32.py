@@ -51,16 +51,13 @@ def _decode_plain(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     weight, = tensors
     weight += n * K
     v = tl.load(weight + k, live, 0)
-    state = use(state, k, v, live)
-    return state
+    return use(state, k, v, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "v": Field("f32", "N", "K"),
-    },
+    fields={"v": Field("f32", "N", "K")},
     storages={
         "plain": Storage(unpack=unpack_plain, pack=pack_plain, tensors={
             "weight": Stored("f32", "N", "K"),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
-        as_type, empty, joined, pad, spread, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
+        empty, joined, pad, spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -31,11 +31,7 @@ def unpack_fbgemm(rows: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of rows uint8 [N, K/2 + 4]."""
     codes = rows[..., :K // 2]
     tail = rows[..., K // 2:]
-    return {
-        "s": as_type(tail, torch.float16)[:, 0],
-        "b": as_type(tail, torch.float16)[:, 1],
-        "q": spread(codes, 4).flatten(1),
-    }
+    return {"s": as_type(tail, torch.float16)[:, 0], "b": as_type(tail, torch.float16)[:, 1], "q": spread(codes, 4).flatten(1)}
 
 
 def pack_fbgemm(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -52,11 +48,7 @@ def unpack_planar(q: Tensor, s: Tensor, b: Tensor, *, K: int) -> dict[str, Tenso
     """Fields of q int32 [N, 16*ceil(K/128)]; s float16 [N]; b float16 [N]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "s": s,
-        "b": b,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-    }
+    return {"s": s, "b": b, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]}
 
 
 def pack_planar(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -76,11 +68,10 @@ def decode(s: Tensor, b: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: min = the least weight of the block; scale = its range / (2^bits - 1).
-    importance: float32 [K].
+    """Fields for a float weight [N, K]: min = the least weight of the block; scale = its range / (2^bits - 1).  importance:
+    float32 [K].
     """
-    q, s, b = affine(weight, code="u4", scale="f16", min="f16", rows=1, columns=weight.shape[1], axes=1,
-            importance=importance)
+    q, s, b = affine(weight, code="u4", scale="f16", min="f16", rows=1, columns=weight.shape[1], axes=1, importance=importance)
     return {"q": q, "s": s, "b": b}
 
 
@@ -126,11 +117,7 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("f16", "N"),
-        "b": Field("f16", "N"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"s": Field("f16", "N"), "b": Field("f16", "N"), "q": Field("u4", "N", "K")},
     storages={
         "fbgemm": Storage(unpack=unpack_fbgemm, pack=pack_fbgemm, reads=("K",), tensors={
             "rows": Stored("u8", "N", "K/2 + 4"),
@@ -140,9 +127,9 @@ VARIANT = Variant(
             "s": Stored("f16", "N", bits=("s[1@0]",)),
             "b": Stored("f16", "N", bits=("b[1@0]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.u4, finish=group_sums.with_offset,
-                    row_fields=(GroupField("s", 1, 0), GroupField("b", 1, 0)), ones=True, sums_in_tile_gemm=True))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
+                    finish=group_sums.with_offset, row_fields=(GroupField("s", 1, 0), GroupField("b", 1, 0)), ones=True,
+                    sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, importance=True,
 )

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
-        as_type, empty, pad, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
+        empty, pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -80,8 +80,7 @@ def _decode_fbgemm(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     s = (device.stream(rows + K, 1, 0, 32, 8, n < N)).to(tl.uint32).to(tl.float32, bitcast=True)
     b = (device.stream(rows + K, 1, 32, 32, 8, n < N)).to(tl.uint32).to(tl.float32, bitcast=True)
     q = tl.load(rows + k, live, 0)
-    state = use(state, k, s * q + b, live)
-    return state
+    return use(state, k, s * q + b, live)
 
 
 @triton.jit
@@ -109,11 +108,7 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("f32", "N"),
-        "b": Field("f32", "N"),
-        "q": Field("u8", "N", "K"),
-    },
+    fields={"s": Field("f32", "N"), "b": Field("f32", "N"), "q": Field("u8", "N", "K")},
     storages={
         "fbgemm": Storage(unpack=unpack_fbgemm, pack=pack_fbgemm, reads=("K",), tensors={
             "rows": Stored("u8", "N", "K + 8"),
@@ -123,10 +118,9 @@ VARIANT = Variant(
             "s": Stored("f32", "N", bits=("s[1@0]",)),
             "b": Stored("f32", "N", bits=("b[1@0]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.u8, finish=group_sums.with_offset,
-                    row_fields=(GroupField("s", 1, 0), GroupField("b", 1, 0)), width=8, bits=8, base=(0, 2176),
-                    ones=True, double=True, zero=(0, 0), sums_in_tile_gemm=True))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.u8,
+                    finish=group_sums.with_offset, row_fields=(GroupField("s", 1, 0), GroupField("b", 1, 0)), width=8, bits=8,
+                    base=(0, 2176), ones=True, double=True, zero=(0, 0), sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode,
 )

@@ -28,9 +28,8 @@ def unpack_fix4(exponents: Tensor, sign_mantissa: Tensor, *, K: int) -> dict[str
     v_low = (sign_mantissa_bytes.unflatten(-1, (2, 2, 2)) & 127).permute(0, 1, 2, 4, 3).flatten(1)[:, :K]
     v_high = (sign_mantissa_bytes.unflatten(-1, (2, 2, 2)) >> 7).permute(0, 1, 2, 4, 3).flatten(1)[:, :K]
     return {
-        "v": (v_low.to(torch.int32) | exponents.to(torch.int32) << 7 | v_high.to(torch.int32)
-            << 15).to(torch.int16).view(torch.bfloat16),
-    }
+            "v": (v_low.to(torch.int32) | exponents.to(torch.int32) << 7 | v_high.to(torch.int32)
+                << 15).to(torch.int16).view(torch.bfloat16)}
 
 
 def pack_fix4(v: Tensor) -> dict[str, Tensor]:
@@ -39,8 +38,8 @@ def pack_fix4(v: Tensor) -> dict[str, Tensor]:
     sign_mantissa_bytes = torch.zeros(v.shape[0], cdiv(v.shape[1], 8), 8, dtype=torch.uint8, device=v.device)
     sign_mantissa_bytes[...] |= (pad(v.view(torch.int16), (0, -v.shape[1] % 8, 0, 0)).unflatten(-1, (-1, 2, 2, 2))
         & 127).permute(0, 1, 2, 4, 3).to(torch.uint8).flatten(2)
-    sign_mantissa_bytes[...] |= ((pad(v.view(torch.int16), (0, -v.shape[1] % 8, 0, 0)).unflatten(-1, (-1, 2, 2, 2))
-        >> 15) << 7).permute(0, 1, 2, 4, 3).to(torch.uint8).flatten(2)
+    sign_mantissa_bytes[...] |= ((pad(v.view(torch.int16), (0, -v.shape[1] % 8, 0, 0)).unflatten(-1, (-1, 2, 2, 2)) >> 15)
+        << 7).permute(0, 1, 2, 4, 3).to(torch.uint8).flatten(2)
     return {"exponents": exponents_bytes, "sign_mantissa": sign_mantissa_bytes.flatten(1)}
 
 
@@ -67,11 +66,10 @@ def _decode_fix4(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     v_low = (tl.load(sign_mantissa + 8 * (k // 8) + 4 * (k % 8 // 4) + 2 * (k % 8 % 2) + k % 8 // 2 % 2, live, 0)
         & 127).to(tl.int32)
     v_high = (tl.load(exponents + k, live, 0)).to(tl.int32)
-    v_high1 = (tl.load(sign_mantissa + 8 * (k // 8) + 4 * (k % 8 // 4) + 2 * (k % 8 % 2) + k % 8 // 2 % 2, live, 0)
-        >> 7 & 1).to(tl.int32)
+    v_high1 = (tl.load(sign_mantissa + 8 * (k // 8) + 4 * (k % 8 // 4) + 2 * (k % 8 % 2) + k % 8 // 2 % 2, live, 0) >> 7
+        & 1).to(tl.int32)
     v = (v_low | v_high << 7 | v_high1 << 15).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    state = use(state, k, v, live)
-    return state
+    return use(state, k, v, live)
 
 
 @triton.jit
@@ -90,13 +88,11 @@ def _pairs_fix4(exponents, sign_mantissa0, sign_mantissa1):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "v": Field("bf16", "N", "K"),
-    },
+    fields={"v": Field("bf16", "N", "K")},
     storages={
         "fix4": Storage(unpack=unpack_fix4, pack=pack_fix4, reads=("K",),
-                streams={"exponents": Stream("window", Stored("u8", "N", "K"), codes="codes", base="base",
-                    start="patch_start", index="patch_index", value="patch_exponent")},
+                streams={"exponents": Stream("window", Stored("u8", "N", "K"), codes="codes", base="base", start="patch_start",
+                    index="patch_index", value="patch_exponent")},
                 shape="weight_shape", tensors={
             "codes": Stored("i32", "N", "ceil(K/8)"),
             "base": Stored("u8", "1"),

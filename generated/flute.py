@@ -27,28 +27,19 @@ from qdsl.runtime.gpu.triton import tl, triton
 def unpack_flute(weight: Tensor, scales: Tensor, tables: Tensor) -> dict[str, Tensor]:
     """Fields of weight int16 [32*N/128, K/2, 2]; scales level_type [N, K/group]; tables level_type [16]."""
     r = as_type(weight.unflatten(0, (-1, 32)).permute(0, 3, 2, 1), torch.uint8)
-    return {
-        "lut": tables,
-        "s": scales,
-        "q": spread(r.unflatten(-1, (32, 2)), 4, high_first=True).permute(0, 1, 4, 3, 2, 5).flatten(0, 3).flatten(1),
-    }
+    return {"lut": tables, "s": scales,
+            "q": spread(r.unflatten(-1, (32, 2)), 4, high_first=True).permute(0, 1, 4, 3, 2, 5).flatten(0, 3).flatten(1)}
 
 
 def pack_flute(lut: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Tensor]:
     """weight, scales, tables of the fields; the inverse of unpack_flute."""
     q_split = q.unflatten(-1, (-1, 2)).unflatten(0, (N // 128, 2, 2, 32))
     r = joined(q_split, 4, high_first=True).squeeze(-1).permute(0, 1, 4, 3, 2).flatten(3)
-    return {
-        "weight": as_type(r, torch.int16).permute(0, 3, 2, 1).contiguous().flatten(0, 1),
-        "scales": s,
-        "tables": lut,
-    }
+    return {"weight": as_type(r, torch.int16).permute(0, 3, 2, 1).contiguous().flatten(0, 1), "scales": s, "tables": lut}
 
 
 def decode(lut: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = lut[q] * s.  lut [16], s [N, ceil(K/group)], q [N,
-    K].
-    """
+    """Weights [N, K], float32 rounded after each operation: w = lut[q] * s.  lut [16], s [N, ceil(K/group)], q [N, K]."""
     out = out if out is None else out.unflatten(1, (s.shape[1], -1))
     q = q.view(torch.int8).unflatten(1, (s.shape[1], -1))
     lut = lut.float()
@@ -57,8 +48,8 @@ def decode(lut: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tens
 
 
 def encode(weight: Tensor, *, group: int, level_type: str, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block; levels of the one stored table by
-    k-means of all weights over their scales; codes of the nearest levels.  importance: float32 [K].
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block; levels of the one stored table by k-means of
+    all weights over their scales; codes of the nearest levels.  importance: float32 [K].
     """
     q, s, lut = scaled_kmeans(weight, code="u4", scale=level_type, levels=level_type, rows=1, columns=group, axes=2,
             importance=importance)
@@ -79,18 +70,13 @@ def _decode_flute(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     q = (tl.load(weight + 2 * (k // 2) + 2 * (n % 64 % 32 * (K // 2)), live, 0) >> 8 * (n % 64 // 32) - 4 * (k % 2) + 4
         & 15).to(tl.int32)
     lut = tl.load(tables + q, live, 0).to(tl.float32)
-    state = use(state, k, lut * s, live)
-    return state
+    return use(state, k, lut * s, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "lut": Field("level_type", "16"),
-        "s": Field("level_type", "N", "ceil(K/group)"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"lut": Field("level_type", "16"), "s": Field("level_type", "N", "ceil(K/group)"), "q": Field("u4", "N", "K")},
     storages={
         "flute": Storage(unpack=unpack_flute, pack=pack_flute, extents=("N",), tensors={
             "weight": Stored("i16", "32*N/128", "K/2", "2", seen=("N/4", "K")),

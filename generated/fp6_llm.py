@@ -36,8 +36,7 @@ def unpack_fp6_llm(packed_floatx_data: Tensor, scale: Tensor, *, N: int, K: int)
     q_high = torch.stack([q_bytes >> 6, q_bytes >> 4 & 3, q_bytes >> 2 & 3, q_bytes & 3], -4).unflatten(3,
         (2, 2)).flip(7).permute(0, 2, 3, 7, 5, 1, 4, 6).flatten(0, 4).flatten(1)
     q_bytes2 = low.unflatten(-1, (4, 8, 8, 2))
-    q_low = torch.stack([q_bytes2 >> 4, q_bytes2 & 15], -3).flip(6).permute(0, 2, 6, 3, 1, 4, 5).flatten(0,
-        3).flatten(1)
+    q_low = torch.stack([q_bytes2 >> 4, q_bytes2 & 15], -3).flip(6).permute(0, 2, 6, 3, 1, 4, 5).flatten(0, 3).flatten(1)
     return {"s": scale, "q": q_low | q_high << 4}
 
 
@@ -45,11 +44,9 @@ def pack_fp6_llm(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """packed_floatx_data, scale of the fields; the inverse of unpack_fp6_llm."""
     q_split = q.unflatten(-1, (-1, 2, 8)).unflatten(0, (-1, 2, 2, 2, 8)).flip(3)
     high_bytes = ((q_split[:, :, 0, :, :, :, 0] >> 4) << 6 | (q_split[:, :, 0, :, :, :, 1] >> 4) << 4
-        | (q_split[:, :, 1, :, :, :, 0] >> 4) << 2
-        | (q_split[:, :, 1, :, :, :, 1] >> 4)).permute(0, 4, 1, 3, 5, 2).flatten(2)
+        | (q_split[:, :, 1, :, :, :, 0] >> 4) << 2 | (q_split[:, :, 1, :, :, :, 1] >> 4)).permute(0, 4, 1, 3, 5, 2).flatten(2)
     q_split2 = q.unflatten(-1, (-1, 2, 8)).unflatten(0, (-1, 4, 2, 8)).flip(2)
-    low_bytes = ((q_split2[:, :, :, :, :, 0] & 15) << 4
-        | (q_split2[:, :, :, :, :, 1] & 15)).permute(0, 4, 1, 3, 5, 2).flatten(2)
+    low_bytes = ((q_split2[:, :, :, :, :, 0] & 15) << 4 | (q_split2[:, :, :, :, :, 1] & 15)).permute(0, 4, 1, 3, 5, 2).flatten(2)
     return {"packed_floatx_data": torch.cat([high_bytes.flatten(), low_bytes.flatten()], -1), "scale": s}
 
 
@@ -60,25 +57,19 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, *, K: int) -> dict[str, T
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]
     q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
-    q_high = torch.stack([q_bytes2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 6], -5).unflatten(2,
-        (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
+    q_high = torch.stack([q_bytes2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 6], -5).unflatten(2, (2, 2)).permute(0,
+        1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
     return {"s": s, "q": q_low | q_high << 4}
 
 
 def pack_planar(s: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q_0, q_1, s of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
-    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15)
-        << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15) << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
     q_split2 = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
-    q_1_bytes = ((q_split2[:, :, 0, :, :, 0] >> 4) | (q_split2[:, :, 0, :, :, 1] >> 4) << 4
-        | (q_split2[:, :, 1, :, :, 0] >> 4) << 2 | (q_split2[:, :, 1, :, :, 1] >> 4)
-        << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
-        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
-        "s": s,
-    }
+    q_1_bytes = ((q_split2[:, :, 0, :, :, 0] >> 4) | (q_split2[:, :, 0, :, :, 1] >> 4) << 4 | (q_split2[:, :, 1, :, :, 0] >> 4)
+        << 2 | (q_split2[:, :, 1, :, :, 1] >> 4) << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    return {"q_0": as_type(q_0_bytes, torch.int32).flatten(1), "q_1": as_type(q_1_bytes, torch.int32).flatten(1), "s": s}
 
 
 def decode(s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -89,8 +80,8 @@ def decode(s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
-    ties, least, power, zeros.
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by, ties, least,
+    power, zeros.
     """
     q, s = absmax(weight, code="e3m2", scale=scale_type, rows=1, columns=weight.shape[1], axes=1, **options)
     return {"q": q, "s": s}
@@ -111,11 +102,10 @@ def _decode_fp6_llm(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     low += 512 * (n // 64 * (K // 16))
     q_low = tl.load(low + 512 * (k // 16) + 256 * (N // 64 * (K // 16)) + 128 * (n % 64 // 16) + 16 * (n % 64 % 8) + 2
         * (k % 16 % 8) - n % 64 // 8 % 2 + 1, live, 0) >> 4 - 4 * (k % 16 // 8) & 15
-    q_high = tl.load(high + 256 * (k // 16) + 128 * (n % 64 // 32) + 16 * (n % 64 % 8) + 2 * (k % 16 % 8)
-        - n % 64 // 8 % 2 + 1, live, 0) >> 6 - 4 * (n % 64 // 16 % 2) - 2 * (k % 16 // 8) & 3
+    q_high = tl.load(high + 256 * (k // 16) + 128 * (n % 64 // 32) + 16 * (n % 64 % 8) + 2 * (k % 16 % 8) - n % 64 // 8 % 2
+        + 1, live, 0) >> 6 - 4 * (n % 64 // 16 % 2) - 2 * (k % 16 // 8) & 3
     q = device.e3m2(q_low | q_high << 4)
-    state = use(state, k, q * s, live)
-    return state
+    return use(state, k, q * s, live)
 
 
 @triton.jit
@@ -131,17 +121,13 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     q_high = tl.load(q_1 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
         + k % 256 // 32 % 4, live, 0) >> 16 * (k % 256 % 2) + 4 * (k % 256 // 8 % 4) + 2 * (k % 256 // 128) & 3
     q = device.e3m2(q_low | q_high << 4)
-    state = use(state, k, q * s1, live)
-    return state
+    return use(state, k, q * s1, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("scale_type", "N"),
-        "q": Field("e3m2", "N", "K"),
-    },
+    fields={"s": Field("scale_type", "N"), "q": Field("e3m2", "N", "K")},
     storages={
         "fp6_llm": Storage(unpack=unpack_fp6_llm, pack=pack_fp6_llm, reads=("N", "K"), whole=True, tensors={
             "packed_floatx_data": Stored("u8", "N/64 x K/16 x 256 + N/64 x K/16 x 512", seen=("N", "3*K/4")),
@@ -152,9 +138,9 @@ VARIANT = Variant(
             "q_1": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(4):2[1@0, 2:16 4:4@1 4:4 4:1@1 2:2 16@1]",)),
             "s": Stored("scale_type", "N", bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_6,
-                    numbers=bitplanes.e3m2, finish=group_sums.scaled, row_fields=(GroupField("s", 1, 0),), width=8,
-                    bits=0, unit=(4096.0, 1.0), base=(0, 0), zero=(0, 0), spans=(0, 2)))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_6, numbers=bitplanes.e3m2,
+                    finish=group_sums.scaled, row_fields=(GroupField("s", 1, 0),), width=8, bits=0, unit=(4096.0, 1.0),
+                    base=(0, 0), zero=(0, 0), spans=(0, 2)))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8,
-        as_type, pad)
+from qdsl.runtime import Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8, as_type, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
@@ -53,10 +52,7 @@ def pack_torchao(q: Tensor, s: Tensor) -> dict[str, Tensor]:
 def unpack_planar(q: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type [ceil(N/bn), ceil(K/bk)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
-    return {
-        "q": as_type(r, torch.float8_e4m3fn).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
-        "s": s,
-    }
+    return {"q": as_type(r, torch.float8_e4m3fn).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K], "s": s}
 
 
 def pack_planar(q: Tensor, s: Tensor) -> dict[str, Tensor]:
@@ -75,8 +71,8 @@ def decode(q: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, bn: int, bk: int, scale_type: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
-    ties, least, power, zeros.
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by, ties, least,
+    power, zeros.
     """
     q, s = absmax(weight, code="e4m3", scale=scale_type, rows=bn, columns=bk, axes=2, **options)
     return {"q": q, "s": s}
@@ -94,8 +90,7 @@ def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
     weight_scale_inv += n // bn * tl.cdiv(K, bk)
     q = device.e4m3(tl.load(weight + k, live, 0))
     s = device.scale(tl.load(weight_scale_inv + k // bk, live, 0))
-    state = use(state, k, q * s, live)
-    return state
+    return use(state, k, q * s, live)
 
 
 @triton.jit
@@ -122,37 +117,31 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "q": Field("e4m3", "N", "K"),
-        "s": Field("scale_type", "ceil(N/bn)", "ceil(K/bk)"),
-    },
+    fields={"q": Field("e4m3", "N", "K"), "s": Field("scale_type", "ceil(N/bn)", "ceil(K/bk)")},
     storages={
         "safetensors": Storage(unpack=unpack_safetensors, pack=pack_safetensors, tensors={
             "weight": Stored("e4m3", "N", "K", bits=("q[1@0, 1@1]",)),
             "weight_scale_inv": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)",
                 aliases=("weight_scale", "scale", "qscale_weight"), bits=("s[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3,
-                    scale=group_sums.scaled, group_fields=(GroupField("weight_scale_inv", "bn", "bk"),),
-                    blocks=("bk",), in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="weight",
-                    special=127, w8a8=W8A8(w8a8, "e4m3", "weight", groups=True)))),
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, scale=group_sums.scaled,
+                    group_fields=(GroupField("weight_scale_inv", "bn", "bk"),), blocks=("bk",), in_order=True, width=8, bits=0,
+                    unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127,
+                    w8a8=W8A8(w8a8, "e4m3", "weight", groups=True)))),
         "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
             "qdata": Stored("e4m3", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
-            "scale": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", aliases=("_weight_scale",),
-                bits=("s[1@0, 1@1]",)),
+            "scale": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", aliases=("_weight_scale",), bits=("s[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3,
-                    scale=group_sums.scaled, group_fields=(GroupField("scale", "bn", "bk"),), blocks=("bk",),
-                    in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127,
-                    w8a8=W8A8(w8a8, "e4m3", "qdata", groups=True)))),
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, scale=group_sums.scaled,
+                    group_fields=(GroupField("scale", "bn", "bk"),), blocks=("bk",), in_order=True, width=8, bits=0,
+                    unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127, w8a8=W8A8(w8a8, "e4m3", "qdata", groups=True)))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", bits=("s[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.e4m3, scale=group_sums.scaled, group_fields=(GroupField("s", "bn", "bk"),),
-                    blocks=("bk",), size=32, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q",
-                    special=127))),
+                    numbers=bitplanes.e4m3, scale=group_sums.scaled, group_fields=(GroupField("s", "bn", "bk"),), blocks=("bk",),
+                    size=32, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
@@ -162,8 +151,7 @@ VARIANT = Variant(
 
 FORMAT = Format(
     name="fp8_block", title="FP8 E4M3 codes with one scale per two-dimensional block",
-    source="DeepSeek-V3, Qwen3-FP8, transformers finegrained-fp8 and compressed-tensors block checkpoints",
-    formula="q * s",
+    source="DeepSeek-V3, Qwen3-FP8, transformers finegrained-fp8 and compressed-tensors block checkpoints", formula="q * s",
     variants={(): VARIANT},
     params={"bn": (128, 64, 32, 1), "bk": (128, 64, 32), "scale_type": ("f32", "bf16", "f16", "e8m0")},
     sizes={"bn": "N", "bk": "K"},

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Stream, Variant, W8A8,
-        as_type, cdiv, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Stream, Variant, W8A8, as_type,
+        cdiv, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
@@ -67,10 +67,7 @@ def unpack_fp8_lane(exponents: Tensor, sign_mantissa: Tensor, weight_scale: Tens
     q_high = exponents & 15
     q_low = torch.stack([sign_mantissa & 7, sign_mantissa >> 4 & 7], -1).flatten(1)[:, :K]
     q_high2 = torch.stack([sign_mantissa >> 3 & 1, sign_mantissa >> 7], -1).flatten(1)[:, :K]
-    return {
-        "q": as_type((q_low | q_high << 3 | q_high2 << 7).to(torch.uint8), torch.float8_e4m3fn),
-        "s": weight_scale.squeeze(1),
-    }
+    return {"q": as_type((q_low | q_high << 3 | q_high2 << 7).to(torch.uint8), torch.float8_e4m3fn), "s": weight_scale.squeeze(1)}
 
 
 def pack_fp8_lane(q: Tensor, s: Tensor) -> dict[str, Tensor]:
@@ -81,20 +78,14 @@ def pack_fp8_lane(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     q_split = pad(q.view(torch.uint8), (0, -q.shape[1] % 2, 0, 0)).unflatten(-1, (-1, 2))
     sign_mantissa_bytes[...] |= ((q_split[..., 0] & 7) | (q_split[..., 1] & 7) << 4).unsqueeze(-1)
     sign_mantissa_bytes[...] |= ((q_split[..., 0] >> 7) << 3 | (q_split[..., 1] >> 7) << 7).unsqueeze(-1)
-    return {
-        "exponents": exponents_bytes.squeeze(-1),
-        "sign_mantissa": sign_mantissa_bytes.squeeze(-1),
-        "weight_scale": s.unsqueeze(-1),
-    }
+    return {"exponents": exponents_bytes.squeeze(-1), "sign_mantissa": sign_mantissa_bytes.squeeze(-1),
+            "weight_scale": s.unsqueeze(-1)}
 
 
 def unpack_planar(q: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type [N]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
-    return {
-        "q": as_type(r, torch.float8_e4m3fn).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
-        "s": s,
-    }
+    return {"q": as_type(r, torch.float8_e4m3fn).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K], "s": s}
 
 
 def pack_planar(q: Tensor, s: Tensor) -> dict[str, Tensor]:
@@ -112,8 +103,8 @@ def decode(q: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
-    ties, least, power, zeros.
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by, ties, least,
+    power, zeros.
     """
     q, s = absmax(weight, code="e4m3", scale=scale_type, rows=1, columns=weight.shape[1], axes=1, **options)
     return {"q": q, "s": s}
@@ -130,8 +121,7 @@ def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
     weight_scale += n
     s = device.scale(tl.load(weight_scale, n < N, 0))
     q = device.e4m3(tl.load(weight + k, live, 0))
-    state = use(state, k, q * s, live)
-    return state
+    return use(state, k, q * s, live)
 
 
 @triton.jit
@@ -146,8 +136,7 @@ def _decode_fp8_lane(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state)
     q_high = tl.load(exponents + k, live, 0) & 15
     q_high1 = tl.load(sign_mantissa + k // 2, live, 0) >> 4 * (k % 2) + 3 & 1
     q = device.e4m3(q_low | q_high << 3 | q_high1 << 7)
-    state = use(state, k, q * s, live)
-    return state
+    return use(state, k, q * s, live)
 
 
 @triton.jit
@@ -173,34 +162,30 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "q": Field("e4m3", "N", "K"),
-        "s": Field("scale_type", "N"),
-    },
+    fields={"q": Field("e4m3", "N", "K"), "s": Field("scale_type", "N")},
     storages={
         "safetensors": Storage(unpack=unpack_safetensors, pack=pack_safetensors, tensors={
             "weight": Stored("e4m3", "N", "K", bits=("q[1@0, 1@1]",)),
             "weight_scale": Stored("scale_type", "N", "1", aliases=("weight_scale_inv", "scale", "qscale_weight"),
                 bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3,
-                    finish=group_sums.scaled, row_fields=(GroupField("weight_scale", 1, 0),), in_order=True, width=8,
-                    bits=0, unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127,
-                    w8a8=W8A8(w8a8, "e4m3", "weight")))),
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=group_sums.scaled,
+                    row_fields=(GroupField("weight_scale", 1, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0),
+                    base=(0, 0), codes="weight", special=127, w8a8=W8A8(w8a8, "e4m3", "weight")))),
         "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
             "qdata": Stored("e4m3", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("scale_type", "N", "1", aliases=("_weight_scale",), bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3,
-                    finish=group_sums.scaled, row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8, bits=0,
-                    unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127, w8a8=W8A8(w8a8, "e4m3", "qdata")))),
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=group_sums.scaled,
+                    row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0),
+                    codes="qdata", special=127, w8a8=W8A8(w8a8, "e4m3", "qdata")))),
         "quanto": Storage(unpack=unpack_quanto, pack=pack_quanto, tensors={
             "data": Stored("e4m3", "N", "K", aliases=("weight._data",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("scale_type", "N", "1", aliases=("weight._scale",), bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3,
-                    finish=group_sums.scaled, row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8, bits=0,
-                    unit=(256.0, 1.0), base=(0, 0), codes="data", special=127, w8a8=W8A8(w8a8, "e4m3", "data")))),
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=group_sums.scaled,
+                    row_fields=(GroupField("scale", 1, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0),
+                    codes="data", special=127, w8a8=W8A8(w8a8, "e4m3", "data")))),
         "fp8_lane": Storage(unpack=unpack_fp8_lane, pack=pack_fp8_lane, reads=("K",),
                 streams={"exponents": Stream("huffman_lanes", Stored("u8", "N", "K"), words="words", starts="starts",
                     table="table")},
@@ -208,8 +193,7 @@ VARIANT = Variant(
             "words": Stored("i32", "?"),
             "starts": Stored("i32", "?", "?"),
             "table": Stored("i16", "256"),
-            "sign_mantissa": Stored("u8", "N", "ceil(K/2)",
-                bits=("q.at(0):3[1@0, 2:4 1@1]", "q.at(7):1+3[1@0, 2:4 1@1]")),
+            "sign_mantissa": Stored("u8", "N", "ceil(K/2)", bits=("q.at(0):3[1@0, 2:4 1@1]", "q.at(7):1+3[1@0, 2:4 1@1]")),
             "weight_scale": Stored("scale_type", "N", "1", bits=("s[1@0]",)),
             "weight_shape": Stored("shape", "2"),
         }, kernels=Kernels(_decode_fp8_lane, rows="N", units="K", last="k")),
@@ -217,9 +201,9 @@ VARIANT = Variant(
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("scale_type", "N", bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.e4m3, finish=group_sums.scaled, row_fields=(GroupField("s", 1, 0),), width=8,
-                    bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.e4m3,
+                    finish=group_sums.scaled, row_fields=(GroupField("s", 1, 0),), width=8, bits=0, unit=(256.0, 1.0),
+                    base=(0, 0), zero=(0, 0), codes="q", special=127))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
@@ -229,8 +213,7 @@ VARIANT = Variant(
 
 FORMAT = Format(
     name="fp8_channel", title="FP8 E4M3 codes with one scale per output row",
-    source="compressed-tensors float-quantized (channel), ModelOpt FP8 per channel, optimum-quanto qfloat8",
-    formula="q * s",
+    source="compressed-tensors float-quantized (channel), ModelOpt FP8 per channel, optimum-quanto qfloat8", formula="q * s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16", "e8m0")},
     digest="72dfc31be592abc9",

@@ -33,11 +33,8 @@ def unpack_rows(kv_c_and_k_pe: Tensor) -> dict[str, Tensor]:
     codes = kv_c_and_k_pe[..., :512]
     scales = kv_c_and_k_pe[..., 512:528]
     rotary = kv_c_and_k_pe[..., 528:]
-    return {
-        "s": as_type(scales, torch.float32),
-        "rope": as_type(rotary, torch.bfloat16),
-        "q": as_type(codes, torch.float8_e4m3fn),
-    }
+    return {"s": as_type(scales, torch.float32), "rope": as_type(rotary, torch.bfloat16),
+            "q": as_type(codes, torch.float8_e4m3fn)}
 
 
 def pack_rows(s: Tensor, rope: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -56,11 +53,10 @@ def decode(s: Tensor, rope: Tensor, q: Tensor, out: Tensor | None = None) -> Ten
 
 
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
-    ties, least, power, zeros.
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by, ties, least,
+    power, zeros.
     """
-    q, s = absmax(weight, code="e4m3", scale="f32", rows=1, columns=128, axes=2,
-            **{"least": 1.1754943508222875e-38, **options})
+    q, s = absmax(weight, code="e4m3", scale="f32", rows=1, columns=128, axes=2, **{"least": 1.1754943508222875e-38, **options})
     return {"q": q, "s": s}
 
 
@@ -75,18 +71,13 @@ def _decode_rows(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     kv_c_and_k_pe_f32 = kv_c_and_k_pe.to(tl.pointer_type(tl.float32))
     s = tl.load(kv_c_and_k_pe_f32 + k // 128 + 128, live, 0)
     q = device.e4m3(tl.load(kv_c_and_k_pe + k, live, 0))
-    state = use(state, k, q * s, live)
-    return state
+    return use(state, k, q * s, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("f32", "N", "ceil(K/128)"),
-        "rope": Field("bf16", "N", "64"),
-        "q": Field("e4m3", "N", "K"),
-    },
+    fields={"s": Field("f32", "N", "ceil(K/128)"), "rope": Field("bf16", "N", "64"), "q": Field("e4m3", "N", "K")},
     storages={
         "rows": Storage(unpack=unpack_rows, pack=pack_rows, fixed={"K": 512}, tensors={
             "kv_c_and_k_pe": Stored("u8", "N", "512 + 16 + 128",
@@ -96,8 +87,8 @@ VARIANT = Variant(
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),
         "power": ("up", "floor", "ceil", "even", "half"), "zeros": ("signed", "negative", "positive")},
-    scheme="absmax", roles={"code": "q", "scale": "s"}, settings={"least": 1.1754943508222875e-38},
-    cuts=("N", "ceil(K/128)"), appended=("rope",),
+    scheme="absmax", roles={"code": "q", "scale": "s"}, settings={"least": 1.1754943508222875e-38}, cuts=("N", "ceil(K/128)"),
+    appended=("rope",),
 )
 
 FORMAT = Format(

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8,
-        as_type, pad)
+from qdsl.runtime import Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8, as_type, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, group_sums, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e4m3
@@ -59,10 +58,7 @@ def pack_torchao(q: Tensor, s: Tensor) -> dict[str, Tensor]:
 def unpack_planar(q: Tensor, s: Tensor | None, *, K: int) -> dict[str, Tensor | None]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type []."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
-    return {
-        "q": as_type(r, torch.float8_e4m3fn).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
-        "s": s,
-    }
+    return {"q": as_type(r, torch.float8_e4m3fn).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K], "s": s}
 
 
 def pack_planar(q: Tensor, s: Tensor | None) -> dict[str, Tensor | None]:
@@ -80,11 +76,10 @@ def decode(q: Tensor, s: Tensor | None = None, out: Tensor | None = None) -> Ten
 
 
 def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
-    ties, least, power, zeros.
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by, ties, least,
+    power, zeros.
     """
-    q, s = absmax(weight, code="e4m3", scale=scale_type, rows=weight.shape[0], columns=weight.shape[1], axes=0,
-            **options)
+    q, s = absmax(weight, code="e4m3", scale=scale_type, rows=weight.shape[0], columns=weight.shape[1], axes=0, **options)
     return {"q": q, "s": s}
 
 
@@ -101,8 +96,7 @@ def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
     else:
         s = device.scale(tl.load(weight_scale))
     q = device.e4m3(tl.load(weight + k, live, 0))
-    state = use(state, k, q * s, live)
-    return state
+    return use(state, k, q * s, live)
 
 
 @triton.jit
@@ -112,8 +106,7 @@ def _decode_torchao(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     qdata += n * K
     s = device.scale(tl.load(scale))
     q = device.e4m3(tl.load(qdata + k, live, 0))
-    state = use(state, k, q * s, live)
-    return state
+    return use(state, k, q * s, live)
 
 
 @triton.jit
@@ -141,34 +134,30 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "q": Field("e4m3", "N", "K"),
-        "s": Field("scale_type"),
-    },
+    fields={"q": Field("e4m3", "N", "K"), "s": Field("scale_type")},
     storages={
         "safetensors": Storage(unpack=unpack_safetensors, pack=pack_safetensors, tensors={
             "weight": Stored("e4m3", "N", "K", bits=("q[1@0, 1@1]",)),
-            "weight_scale": Stored("scale_type", "1",
-                aliases=("weight_scale_inv", "scale", "qscale_weight", "scale_weight"), optional="s", bits=("s[]",)),
+            "weight_scale": Stored("scale_type", "1", aliases=("weight_scale_inv", "scale", "qscale_weight", "scale_weight"),
+                optional="s", bits=("s[]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3,
-                    finish=group_sums.scaled, row_fields=(GroupField("weight_scale", 0, 0, default=1.0),),
-                    in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127,
-                    w8a8=W8A8(w8a8, "e4m3", "weight")))),
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=group_sums.scaled,
+                    row_fields=(GroupField("weight_scale", 0, 0, default=1.0),), in_order=True, width=8, bits=0,
+                    unit=(256.0, 1.0), base=(0, 0), codes="weight", special=127, w8a8=W8A8(w8a8, "e4m3", "weight")))),
         "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, always=("s",), tensors={
             "qdata": Stored("e4m3", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("scale_type", "1", "1", aliases=("_weight_scale",), bits=("s[]",)),
         }, kernels=Kernels(_decode_torchao, rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3,
-                    finish=group_sums.scaled, row_fields=(GroupField("scale", 0, 0),), in_order=True, width=8, bits=0,
-                    unit=(256.0, 1.0), base=(0, 0), codes="qdata", special=127, w8a8=W8A8(w8a8, "e4m3", "qdata")))),
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.e4m3, finish=group_sums.scaled,
+                    row_fields=(GroupField("scale", 0, 0),), in_order=True, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0),
+                    codes="qdata", special=127, w8a8=W8A8(w8a8, "e4m3", "qdata")))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("scale_type", optional="s", bits=("s[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.e4m3, finish=group_sums.scaled, row_fields=(GroupField("s", 0, 0, default=1.0),),
-                    width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.e4m3,
+                    finish=group_sums.scaled, row_fields=(GroupField("s", 0, 0, default=1.0),), width=8, bits=0,
+                    unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

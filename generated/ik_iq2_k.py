@@ -32,12 +32,8 @@ def unpack_ik_llama(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 76*K/256]."""
     r = blocks.unflatten(-1, (-1, 76))
     q_bytes = r[..., 12:76].unflatten(-1, (2, 32)).contiguous()
-    return {
-        "d": as_type(r, torch.float16)[..., 0],
-        "sc": spread(r[..., 4:12], 4).flatten(1),
-        "h": spread(r[..., 2:4], 1).flatten(1),
-        "q": torch.stack([q_bytes >> 2 * i & 3 for i in range(4)], -2).flatten(1),
-    }
+    return {"d": as_type(r, torch.float16)[..., 0], "sc": spread(r[..., 4:12], 4).flatten(1),
+            "h": spread(r[..., 2:4], 1).flatten(1), "q": torch.stack([q_bytes >> 2 * i & 3 for i in range(4)], -2).flatten(1)}
 
 
 def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -54,8 +50,8 @@ def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tens
 
 
 def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (sc - 8) * levels[4 * h + q].  d [N, K/256], sc
-    [N, K/16], h [N, K/16], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc - 8) * levels[4 * h + q].  d [N, K/256], sc [N, K/16],
+    h [N, K/16], q [N, K].
     """
     out = out if out is None else out.unflatten(1, (-1, 16, 16))
     d = d.float()[..., None, None]
@@ -66,11 +62,11 @@ def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = Non
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: as least_squares; scales are steps of a super-scale of columns or of the
-    row.  importance: float32 [K].
+    """Fields for a float weight [N, K]: as least_squares; scales are steps of a super-scale of columns or of the row.
+    importance: float32 [K].
     """
-    q, h, sc, d = least_squares_nested(weight, code="u2", choice="u1", scale="u4", super_scale="f16", columns=16,
-            super_axes=2, super_columns=256, steps=(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7),
+    q, h, sc, d = least_squares_nested(weight, code="u2", choice="u1", scale="u4", super_scale="f16", columns=16, super_axes=2,
+            super_columns=256, steps=(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7),
             values=(-31, -13, 1, 17, -26, -8, 6, 22), importance=importance)
     return {"q": q, "h": h, "sc": sc, "d": d}
 
@@ -101,12 +97,8 @@ def _decode_ik_llama(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state)
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/256"),
-        "sc": Field("u4", "N", "K/16"),
-        "h": Field("u1", "N", "K/16"),
-        "q": Field("u2", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/256"), "sc": Field("u4", "N", "K/16"), "h": Field("u1", "N", "K/16"),
+            "q": Field("u2", "N", "K")},
     storages={
         "ik_llama": Storage(unpack=unpack_ik_llama, pack=pack_ik_llama, tensors={
             "blocks": Stored("u8", "N", "76*K/256"),

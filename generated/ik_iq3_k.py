@@ -37,12 +37,8 @@ def unpack_ik_llama(blocks: Tensor) -> dict[str, Tensor]:
     q_low = torch.stack([q_bytes >> 2 * i & 3 for i in range(4)], -2).flatten(1)
     q_bytes2 = r[..., 78:110].contiguous()
     q_high = torch.stack([q_bytes2 >> 1 * i & 1 for i in range(8)], -2).flatten(1)
-    return {
-        "d": as_type(r, torch.float16)[..., 0],
-        "sc": sc_low | sc_high << 4,
-        "h": spread(r[..., 2:4], 1).flatten(1),
-        "q": q_low | q_high << 2,
-    }
+    return {"d": as_type(r, torch.float16)[..., 0], "sc": sc_low | sc_high << 4, "h": spread(r[..., 2:4], 1).flatten(1),
+            "q": q_low | q_high << 2}
 
 
 def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -63,8 +59,8 @@ def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tens
 
 
 def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * ((2 * (sc % 16) + 1) * (1 - 2 * (sc // 16))) *
-    levels[8 * h + q].  d [N, K/256], sc [N, K/16], h [N, K/16], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * ((2 * (sc % 16) + 1) * (1 - 2 * (sc // 16))) * levels[8 *
+    h + q].  d [N, K/256], sc [N, K/16], h [N, K/16], q [N, K].
     """
     out = out if out is None else out.unflatten(1, (-1, 16, 16))
     d = d.float()[..., None, None]
@@ -75,13 +71,13 @@ def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = Non
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: as least_squares; scales are steps of a super-scale of columns or of the
-    row.  importance: float32 [K].
+    """Fields for a float weight [N, K]: as least_squares; scales are steps of a super-scale of columns or of the row.
+    importance: float32 [K].
     """
-    q, h, sc, d = least_squares_nested(weight, code="u3", choice="u1", scale="u5", super_scale="f16", columns=16,
-            super_axes=2, super_columns=256,
-            steps=(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, -1, -3, -5, -7, -9, -11, -13, -15, -17,
-                -19, -21, -23, -25, -27, -29, -31),
+    q, h, sc, d = least_squares_nested(weight, code="u3", choice="u1", scale="u5", super_scale="f16", columns=16, super_axes=2,
+            super_columns=256,
+            steps=(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, -1, -3, -5, -7, -9, -11, -13, -15, -17, -19, -21,
+                -23, -25, -27, -29, -31),
             values=(-63, -40, -23, -10, 1, 13, 28, 47, -59, -36, -19, -6, 5, 17, 32, 51), importance=importance)
     return {"q": q, "h": h, "sc": sc, "d": d}
 
@@ -119,12 +115,8 @@ def _decode_ik_llama(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state)
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/256"),
-        "sc": Field("u5", "N", "K/16"),
-        "h": Field("u1", "N", "K/16"),
-        "q": Field("u3", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/256"), "sc": Field("u5", "N", "K/16"), "h": Field("u1", "N", "K/16"),
+            "q": Field("u3", "N", "K")},
     storages={
         "ik_llama": Storage(unpack=unpack_ik_llama, pack=pack_ik_llama, tensors={
             "blocks": Stored("u8", "N", "110*K/256"),

@@ -25,8 +25,8 @@ from qdsl.runtime.gpu.triton import tl, triton
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-LEVELS = Table("f32", -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113, -123, -100, -79, -61,
-        -45, -31, -18, -6, 5, 17, 29, 42, 57, 73, 93, 117)
+LEVELS = Table("f32", -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113, -123, -100, -79, -61, -45, -31,
+        -18, -6, 5, 17, 29, 42, 57, 73, 93, 117)
 
 
 def unpack_ik_llama(blocks: Tensor) -> dict[str, Tensor]:
@@ -35,12 +35,8 @@ def unpack_ik_llama(blocks: Tensor) -> dict[str, Tensor]:
     sc_low = spread(r[..., 8:16], 4).flatten(1)
     sc_high = spread(r[..., 4:8], 2).flatten(1)
     q_bytes = r[..., 16:144].unflatten(-1, (8, 16)).contiguous()
-    return {
-        "d": as_type(r, torch.float16)[..., 0],
-        "sc": sc_low | sc_high << 4,
-        "h": spread(r[..., 2:4], 1).flatten(1),
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1),
-    }
+    return {"d": as_type(r, torch.float16)[..., 0], "sc": sc_low | sc_high << 4, "h": spread(r[..., 2:4], 1).flatten(1),
+            "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)}
 
 
 def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -59,8 +55,8 @@ def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tens
 
 
 def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (sc - 32) * levels[16 * h + q].  d [N, K/256],
-    sc [N, K/16], h [N, K/16], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc - 32) * levels[16 * h + q].  d [N, K/256], sc [N,
+    K/16], h [N, K/16], q [N, K].
     """
     out = out if out is None else out.unflatten(1, (-1, 16, 16))
     d = d.float()[..., None, None]
@@ -71,16 +67,16 @@ def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = Non
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: as least_squares; scales are steps of a super-scale of columns or of the
-    row.  importance: float32 [K].
+    """Fields for a float weight [N, K]: as least_squares; scales are steps of a super-scale of columns or of the row.
+    importance: float32 [K].
     """
-    q, h, sc, d = least_squares_nested(weight, code="u4", choice="u1", scale="u6", super_scale="f16", columns=16,
-            super_axes=2, super_columns=256,
-            steps=(-32, -31, -30, -29, -28, -27, -26, -25, -24, -23, -22, -21, -20, -19, -18, -17, -16, -15, -14, -13,
-                -12, -11, -10, -9, -8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14,
-                15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31),
-            values=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113, -123, -100, -79, -61,
-                -45, -31, -18, -6, 5, 17, 29, 42, 57, 73, 93, 117),
+    q, h, sc, d = least_squares_nested(weight, code="u4", choice="u1", scale="u6", super_scale="f16", columns=16, super_axes=2,
+            super_columns=256,
+            steps=(-32, -31, -30, -29, -28, -27, -26, -25, -24, -23, -22, -21, -20, -19, -18, -17, -16, -15, -14, -13, -12, -11,
+                -10, -9, -8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19,
+                20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31),
+            values=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113, -123, -100, -79, -61, -45, -31,
+                -18, -6, 5, 17, 29, 42, 57, 73, 93, 117),
             importance=importance)
     return {"q": q, "h": h, "sc": sc, "d": d}
 
@@ -115,12 +111,8 @@ def _decode_ik_llama(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state)
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/256"),
-        "sc": Field("u6", "N", "K/16"),
-        "h": Field("u1", "N", "K/16"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/256"), "sc": Field("u6", "N", "K/16"), "h": Field("u1", "N", "K/16"),
+            "q": Field("u4", "N", "K")},
     storages={
         "ik_llama": Storage(unpack=unpack_ik_llama, pack=pack_ik_llama, tensors={
             "blocks": Stored("u8", "N", "144*K/256"),

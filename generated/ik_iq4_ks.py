@@ -25,8 +25,8 @@ from qdsl.runtime.gpu.triton import tl, triton
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-LEVELS = Table("f32", -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113, -123, -100, -79, -61,
-        -45, -31, -18, -6, 5, 17, 29, 42, 57, 73, 93, 117)
+LEVELS = Table("f32", -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113, -123, -100, -79, -61, -45, -31,
+        -18, -6, 5, 17, 29, 42, 57, 73, 93, 117)
 
 
 def unpack_ik_llama(rows: Tensor) -> dict[str, Tensor]:
@@ -35,12 +35,8 @@ def unpack_ik_llama(rows: Tensor) -> dict[str, Tensor]:
     blocks = rows[..., 4:]
     blocks_bytes = blocks.unflatten(-1, (-1, 136))
     q_bytes = blocks_bytes[..., 8:136].unflatten(-1, (8, 16)).contiguous()
-    return {
-        "d": as_type(head, torch.float32)[:, 0],
-        "sc": (blocks_bytes[..., 0:8] >> 1).flatten(1),
-        "h": (blocks_bytes[..., 0:8] & 1).flatten(1),
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1),
-    }
+    return {"d": as_type(head, torch.float32)[:, 0], "sc": (blocks_bytes[..., 0:8] >> 1).flatten(1),
+            "h": (blocks_bytes[..., 0:8] & 1).flatten(1), "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)}
 
 
 def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -55,8 +51,8 @@ def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tens
 
 
 def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (2 * sc - 127) * levels[16 * h + q].  d [N], sc
-    [N, K/32], h [N, K/32], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * (2 * sc - 127) * levels[16 * h + q].  d [N], sc [N, K/32],
+    h [N, K/32], q [N, K].
     """
     out = out if out is None else out.unflatten(1, (-1, 32))
     d = d[..., None, None]
@@ -67,19 +63,19 @@ def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = Non
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: as least_squares; scales are steps of a super-scale of columns or of the
-    row.  importance: float32 [K].
+    """Fields for a float weight [N, K]: as least_squares; scales are steps of a super-scale of columns or of the row.
+    importance: float32 [K].
     """
-    q, h, sc, d = least_squares_nested(weight, code="u4", choice="u1", scale="u7", super_scale="f32", columns=32,
-            super_axes=1, super_columns=weight.shape[1],
-            steps=(-127, -125, -123, -121, -119, -117, -115, -113, -111, -109, -107, -105, -103, -101, -99, -97, -95,
-                -93, -91, -89, -87, -85, -83, -81, -79, -77, -75, -73, -71, -69, -67, -65, -63, -61, -59, -57, -55,
-                -53, -51, -49, -47, -45, -43, -41, -39, -37, -35, -33, -31, -29, -27, -25, -23, -21, -19, -17, -15,
-                -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37,
-                39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63, 65, 67, 69, 71, 73, 75, 77, 79, 81, 83, 85, 87, 89,
-                91, 93, 95, 97, 99, 101, 103, 105, 107, 109, 111, 113, 115, 117, 119, 121, 123, 125, 127),
-            values=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113, -123, -100, -79, -61,
-                -45, -31, -18, -6, 5, 17, 29, 42, 57, 73, 93, 117),
+    q, h, sc, d = least_squares_nested(weight, code="u4", choice="u1", scale="u7", super_scale="f32", columns=32, super_axes=1,
+            super_columns=weight.shape[1],
+            steps=(-127, -125, -123, -121, -119, -117, -115, -113, -111, -109, -107, -105, -103, -101, -99, -97, -95, -93, -91,
+                -89, -87, -85, -83, -81, -79, -77, -75, -73, -71, -69, -67, -65, -63, -61, -59, -57, -55, -53, -51, -49, -47,
+                -45, -43, -41, -39, -37, -35, -33, -31, -29, -27, -25, -23, -21, -19, -17, -15, -13, -11, -9, -7, -5, -3, -1, 1,
+                3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59,
+                61, 63, 65, 67, 69, 71, 73, 75, 77, 79, 81, 83, 85, 87, 89, 91, 93, 95, 97, 99, 101, 103, 105, 107, 109, 111,
+                113, 115, 117, 119, 121, 123, 125, 127),
+            values=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113, -123, -100, -79, -61, -45, -31,
+                -18, -6, 5, 17, 29, 42, 57, 73, 93, 117),
             importance=importance)
     return {"q": q, "h": h, "sc": sc, "d": d}
 
@@ -109,12 +105,7 @@ def _decode_ik_llama(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state)
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f32", "N"),
-        "sc": Field("u7", "N", "K/32"),
-        "h": Field("u1", "N", "K/32"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"d": Field("f32", "N"), "sc": Field("u7", "N", "K/32"), "h": Field("u1", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={
         "ik_llama": Storage(unpack=unpack_ik_llama, pack=pack_ik_llama, tensors={
             "rows": Stored("u8", "N", "4 + 136*K/256"),

@@ -25,8 +25,8 @@ from qdsl.runtime.gpu.triton import tl, triton
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113, -123, -100, -79, -61, -45, -31, -18,
-        -6, 5, 17, 29, 42, 57, 73, 93, 117)
+VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113, -123, -100, -79, -61, -45, -31, -18, -6, 5,
+        17, 29, 42, 57, 73, 93, 117)
 
 
 LEVELS = Table("f32",
@@ -46,12 +46,9 @@ def unpack_ik_llama(rows: Tensor) -> dict[str, Tensor]:
     sc_high4 = blocks_bytes[..., 10:11].squeeze(-1) & 1
     sc_high5 = blocks_bytes[..., 12:13].squeeze(-1) & 1
     sc_high6 = blocks_bytes[..., 14:15].squeeze(-1) & 1
-    return {
-        "d": as_type(head, torch.float32)[:, 0],
-        "sc": sc_low | sc_high << 1 | sc_high2 << 2 | sc_high3 << 3 | sc_high4 << 4 | sc_high5 << 5 | sc_high6 << 6,
-        "h": blocks_bytes[..., 0:1].squeeze(-1) & 1,
-        "q": integer(blocks_bytes.unflatten(-1, (8, 2))) >> 1 & 32767,
-    }
+    return {"d": as_type(head, torch.float32)[:, 0],
+            "sc": sc_low | sc_high << 1 | sc_high2 << 2 | sc_high3 << 3 | sc_high4 << 4 | sc_high5 << 5 | sc_high6 << 6,
+            "h": blocks_bytes[..., 0:1].squeeze(-1) & 1, "q": integer(blocks_bytes.unflatten(-1, (8, 2))) >> 1 & 32767}
 
 
 def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -72,8 +69,8 @@ def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tens
 
 
 def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (2 * sc - 127) * levels[32 * h + 2 * q[n, k //
-    32, k // 2 % 8] // 2**(8 * (k % 2) + 4 * (k // 16 % 2)) % 32].  d [N], sc [N, K/32], h [N, K/32], q [N, K/32, 8].
+    """Weights [N, K], float32 rounded after each operation: w = d * (2 * sc - 127) * levels[32 * h + 2 * q[n, k // 32, k // 2
+    % 8] // 2**(8 * (k % 2) + 4 * (k // 16 % 2)) % 32].  d [N], sc [N, K/32], h [N, K/32], q [N, K/32, 8].
     """
     out = out if out is None else out.unflatten(1, (-1, 32))
     d = d[..., None, None]
@@ -103,25 +100,19 @@ def _decode_ik_llama(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state)
     sc_high3 = tl.load(rows + 16 * (k // 32) + 14, live, 0) & 1
     sc_high4 = tl.load(rows + 16 * (k // 32) + 16, live, 0) & 1
     sc_high5 = tl.load(rows + 16 * (k // 32) + 18, live, 0) & 1
-    sc = (sc_low | sc_high << 1 | sc_high1 << 2 | sc_high2 << 3 | sc_high3 << 4 | sc_high4 << 5 | sc_high5
-        << 6).to(tl.int32)
+    sc = (sc_low | sc_high << 1 | sc_high1 << 2 | sc_high2 << 3 | sc_high3 << 4 | sc_high4 << 5 | sc_high5 << 6).to(tl.int32)
     h = (tl.load(rows + 16 * (k // 32) + 4, live, 0) & 1).to(tl.int32)
     q = device.stream(rows + 16 * (k // 32) + 4, 1, 16 * (k // 2 % 8) + 1, 15, 8, live).to(tl.int32)
     digit = k % 2
     digit1 = k // 16 % 2
-    state = use(state, k, d * (2 * sc - 127) * tl.load(levels + 32 * h + (2 * q >> 8 * digit + 4 * digit1 & 31)), live)
-    return state
+    return use(state, k, d * (2 * sc - 127) * tl.load(levels + 32 * h + (2 * q >> 8 * digit + 4 * digit1 & 31)), live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f32", "N"),
-        "sc": Field("u7", "N", "K/32"),
-        "h": Field("u1", "N", "K/32"),
-        "q": Field("u15", "N", "K/32", "8"),
-    },
+    fields={"d": Field("f32", "N"), "sc": Field("u7", "N", "K/32"), "h": Field("u1", "N", "K/32"),
+            "q": Field("u15", "N", "K/32", "8")},
     storages={
         "ik_llama": Storage(unpack=unpack_ik_llama, pack=pack_ik_llama, tensors={
             "rows": Stored("u8", "N", "4 + 16*K/32"),

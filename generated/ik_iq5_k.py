@@ -25,9 +25,9 @@ from qdsl.runtime.gpu.triton import tl, triton
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-LEVELS = Table("f32", -126, -114, -103, -92, -83, -74, -65, -57, -50, -43, -36, -30, -24, -18, -12, -6, -1, 5, 11, 17,
-        23, 29, 36, 43, 51, 59, 68, 77, 87, 97, 109, 121, -124, -112, -101, -90, -81, -72, -63, -55, -48, -41, -34, -28,
-        -22, -16, -10, -4, 1, 7, 13, 19, 25, 31, 38, 45, 53, 61, 70, 79, 89, 99, 111, 123)
+LEVELS = Table("f32", -126, -114, -103, -92, -83, -74, -65, -57, -50, -43, -36, -30, -24, -18, -12, -6, -1, 5, 11, 17, 23, 29, 36,
+        43, 51, 59, 68, 77, 87, 97, 109, 121, -124, -112, -101, -90, -81, -72, -63, -55, -48, -41, -34, -28, -22, -16, -10, -4, 1,
+        7, 13, 19, 25, 31, 38, 45, 53, 61, 70, 79, 89, 99, 111, 123)
 
 
 def unpack_ik_llama(blocks: Tensor) -> dict[str, Tensor]:
@@ -39,12 +39,8 @@ def unpack_ik_llama(blocks: Tensor) -> dict[str, Tensor]:
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)
     q_bytes2 = r[..., 144:176].contiguous()
     q_high = torch.stack([q_bytes2 >> 1 * i & 1 for i in range(8)], -2).flatten(1)
-    return {
-        "d": as_type(r, torch.float16)[..., 0],
-        "sc": sc_low | sc_high << 4,
-        "h": spread(r[..., 2:4], 1).flatten(1),
-        "q": q_low | q_high << 4,
-    }
+    return {"d": as_type(r, torch.float16)[..., 0], "sc": sc_low | sc_high << 4, "h": spread(r[..., 2:4], 1).flatten(1),
+            "q": q_low | q_high << 4}
 
 
 def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -65,8 +61,8 @@ def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tens
 
 
 def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (sc - 32) * levels[32 * h + q].  d [N, K/256],
-    sc [N, K/16], h [N, K/16], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc - 32) * levels[32 * h + q].  d [N, K/256], sc [N,
+    K/16], h [N, K/16], q [N, K].
     """
     out = out if out is None else out.unflatten(1, (-1, 16, 16))
     d = d.float()[..., None, None]
@@ -77,17 +73,17 @@ def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = Non
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: as least_squares; scales are steps of a super-scale of columns or of the
-    row.  importance: float32 [K].
+    """Fields for a float weight [N, K]: as least_squares; scales are steps of a super-scale of columns or of the row.
+    importance: float32 [K].
     """
-    q, h, sc, d = least_squares_nested(weight, code="u5", choice="u1", scale="u6", super_scale="f16", columns=16,
-            super_axes=2, super_columns=256,
-            steps=(-32, -31, -30, -29, -28, -27, -26, -25, -24, -23, -22, -21, -20, -19, -18, -17, -16, -15, -14, -13,
-                -12, -11, -10, -9, -8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14,
-                15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31),
-            values=(-126, -114, -103, -92, -83, -74, -65, -57, -50, -43, -36, -30, -24, -18, -12, -6, -1, 5, 11, 17,
-                23, 29, 36, 43, 51, 59, 68, 77, 87, 97, 109, 121, -124, -112, -101, -90, -81, -72, -63, -55, -48, -41,
-                -34, -28, -22, -16, -10, -4, 1, 7, 13, 19, 25, 31, 38, 45, 53, 61, 70, 79, 89, 99, 111, 123),
+    q, h, sc, d = least_squares_nested(weight, code="u5", choice="u1", scale="u6", super_scale="f16", columns=16, super_axes=2,
+            super_columns=256,
+            steps=(-32, -31, -30, -29, -28, -27, -26, -25, -24, -23, -22, -21, -20, -19, -18, -17, -16, -15, -14, -13, -12, -11,
+                -10, -9, -8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19,
+                20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31),
+            values=(-126, -114, -103, -92, -83, -74, -65, -57, -50, -43, -36, -30, -24, -18, -12, -6, -1, 5, 11, 17, 23, 29, 36,
+                43, 51, 59, 68, 77, 87, 97, 109, 121, -124, -112, -101, -90, -81, -72, -63, -55, -48, -41, -34, -28, -22, -16,
+                -10, -4, 1, 7, 13, 19, 25, 31, 38, 45, 53, 61, 70, 79, 89, 99, 111, 123),
             importance=importance)
     return {"q": q, "h": h, "sc": sc, "d": d}
 
@@ -124,12 +120,8 @@ def _decode_ik_llama(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state)
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/256"),
-        "sc": Field("u6", "N", "K/16"),
-        "h": Field("u1", "N", "K/16"),
-        "q": Field("u5", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/256"), "sc": Field("u6", "N", "K/16"), "h": Field("u1", "N", "K/16"),
+            "q": Field("u5", "N", "K")},
     storages={
         "ik_llama": Storage(unpack=unpack_ik_llama, pack=pack_ik_llama, tensors={
             "blocks": Stored("u8", "N", "176*K/256"),

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8,
-        as_float, as_type, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8, as_float,
+        as_type, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -60,9 +60,7 @@ def decode(q: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, bn: int, bk: int, scale_type: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
-    ties, least.
-    """
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by, ties, least."""
     q, s = absmax(weight, code="i8", scale=scale_type, rows=bn, columns=bk, axes=2, **{"divisor": 127, **options})
     return {"q": q, "s": s}
 
@@ -79,8 +77,7 @@ def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
     weight_scale_inv += n // bn * tl.cdiv(K, bk)
     q = tl.load(weight + k, live, 0)
     s = tl.load(weight_scale_inv + k // bk, live, 0).to(tl.float32)
-    state = use(state, k, q * s, live)
-    return state
+    return use(state, k, q * s, live)
 
 
 @triton.jit
@@ -107,10 +104,7 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "q": Field("i8", "N", "K"),
-        "s": Field("scale_type", "ceil(N/bn)", "ceil(K/bk)"),
-    },
+    fields={"q": Field("i8", "N", "K"), "s": Field("scale_type", "ceil(N/bn)", "ceil(K/bk)")},
     storages={
         "safetensors": Storage(unpack=unpack_safetensors, pack=pack_safetensors, tensors={
             "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
@@ -118,8 +112,8 @@ VARIANT = Variant(
                 bits=("s[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8,
-                    scale=group_sums.scaled_codes, group_fields=(GroupField("weight_scale_inv", "bn", "bk"),),
-                    blocks=("bk",), in_order=True, width=8, bits=8, signed=True, base=(128, 2304), double=True,
+                    scale=group_sums.scaled_codes, group_fields=(GroupField("weight_scale_inv", "bn", "bk"),), blocks=("bk",),
+                    in_order=True, width=8, bits=8, signed=True, base=(128, 2304), double=True,
                     w8a8=W8A8(w8a8, "i8", "weight", groups=True)))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
@@ -127,12 +121,11 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
                     numbers=bitplanes.i8, scale=group_sums.scaled_codes, group_fields=(GroupField("s", "bn", "bk"),),
-                    blocks=("bk",), size=32, width=8, bits=8, signed=True, base=(128, 2304), double=True,
-                    zero=(-128, -128)))),
+                    blocks=("bk",), size=32, width=8, bits=8, signed=True, base=(128, 2304), double=True, zero=(-128, -128)))),
     },
     decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
-    scheme="absmax", roles={"code": "q", "scale": "s"}, settings={"divisor": 127}, cuts=("ceil(N/bn)", "ceil(K/bk)"),
+    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
+    roles={"code": "q", "scale": "s"}, settings={"divisor": 127}, cuts=("ceil(N/bn)", "ceil(K/bk)"),
 )
 
 FORMAT = Format(

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8,
-        as_float, as_type, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8, as_float,
+        as_type, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, group_sums, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -78,27 +78,21 @@ def unpack_eetq(weight: Tensor, weight_scales: Tensor) -> dict[str, Tensor]:
     """Fields of weight int8 [N/2, 128*K/64]; weight_scales scale_type [N]."""
     r = as_type(weight, torch.uint8).unflatten(-1, (-1, 128))
     return {
-        "q": ((as_type(r, torch.int8).unflatten(-1, (2, 4, 8, 2)).permute(0, 2, 1, 3, 5, 4).flatten(0, 1).flatten(1)
-            + 128 & 255) ^ 128) - 128,
-        "s": weight_scales,
-    }
+            "q": ((as_type(r, torch.int8).unflatten(-1, (2, 4, 8, 2)).permute(0, 2, 1, 3, 5, 4).flatten(0, 1).flatten(1) + 128
+                & 255) ^ 128) - 128,
+            "s": weight_scales}
 
 
 def pack_eetq(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     """weight, weight_scales of the fields; the inverse of unpack_eetq."""
-    r = (q - 128
-        & 255).unflatten(-1, (-1, 4, 2, 8)).unflatten(0, (-1, 2)).permute(0, 2, 1, 3, 5, 4).view(torch.uint8).flatten(2)
+    r = (q - 128 & 255).unflatten(-1, (-1, 4, 2, 8)).unflatten(0, (-1, 2)).permute(0, 2, 1, 3, 5, 4).view(torch.uint8).flatten(2)
     return {"weight": as_type(r, torch.int8).flatten(1), "weight_scales": s}
 
 
 def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str, Tensor | None]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type [N]; z int8 [N]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
-    return {
-        "q": as_type(r, torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
-        "z": z,
-        "s": s,
-    }
+    return {"q": as_type(r, torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K], "z": z, "s": s}
 
 
 def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor | None]:
@@ -117,11 +111,8 @@ def decode(q: Tensor, s: Tensor, z: Tensor | None = None, out: Tensor | None = N
 
 
 def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
-    ties, least.
-    """
-    q, s = absmax(weight, code="i8", scale=scale_type, rows=1, columns=weight.shape[1], axes=1,
-            **{"divisor": 127.5, **options})
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by, ties, least."""
+    q, s = absmax(weight, code="i8", scale=scale_type, rows=1, columns=weight.shape[1], axes=1, **{"divisor": 127.5, **options})
     return {"q": q, "s": s}
 
 
@@ -141,8 +132,7 @@ def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
     weight_scale += n
     s = tl.load(weight_scale, n < N, 0).to(tl.float32)
     q = tl.load(weight + k, live, 0).to(tl.int32)
-    state = use(state, k, (q - z) * s, live)
-    return state
+    return use(state, k, (q - z) * s, live)
 
 
 @triton.jit
@@ -154,8 +144,7 @@ def _decode_quanto(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     scale += n
     s = tl.load(scale, n < N, 0).to(tl.float32)
     q = tl.load(data + k, live, 0).to(tl.int32)
-    state = use(state, k, (q - z) * s, live)
-    return state
+    return use(state, k, (q - z) * s, live)
 
 
 @triton.jit
@@ -169,8 +158,7 @@ def _decode_eetq(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     q_word = tl.load(weight + 128 * (k // 64) + 64 * (n % 2) + 16 * (k % 64 // 16) + 2 * (k % 64 % 8)
         + k % 64 // 8 % 2, live, 0).to(tl.int32)
     q = (((q_word) + 128 & 255).to(tl.int32) ^ 128) - 128
-    state = use(state, k, (q - z) * s, live)
-    return state
+    return use(state, k, (q - z) * s, live)
 
 
 @triton.jit
@@ -201,39 +189,32 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "q": Field("i8", "N", "K"),
-        "z": Field("i8", "N"),
-        "s": Field("scale_type", "N"),
-    },
+    fields={"q": Field("i8", "N", "K"), "z": Field("i8", "N"), "s": Field("scale_type", "N")},
     storages={
         "safetensors": Storage(unpack=unpack_safetensors, pack=pack_safetensors, tensors={
             "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
             "weight_scale": Stored("scale_type", "N", "1", bits=("s[1@0]",)),
             "weight_zero_point": Stored("i8", "N", "1", optional="z", bits=("z[1@0]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8,
-                    finish=group_sums.with_zero,
-                    row_fields=(GroupField("weight_scale", 1, 0),
-                    GroupField("weight_zero_point", 1, 0, 8, default=0.0)), in_order=True, width=8, bits=8,
-                    signed=True, base=(128, 2304), ones=True, double=True,
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=group_sums.with_zero,
+                    row_fields=(GroupField("weight_scale", 1, 0), GroupField("weight_zero_point", 1, 0, 8, default=0.0)),
+                    in_order=True, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
                     w8a8=W8A8(w8a8, "i8", "weight", sums=True)))),
         "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
             "qdata": Stored("i8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("scale_type", "N", "1", aliases=("_weight_scale",), bits=("s[1@0]",)),
             "zero_point": Stored("i8", "N", "1", aliases=("_weight_zero_point",), optional="z", bits=("z[1@0]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8,
-                    finish=group_sums.with_zero,
-                    row_fields=(GroupField("scale", 1, 0), GroupField("zero_point", 1, 0, 8, default=0.0)),
-                    in_order=True, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=group_sums.with_zero,
+                    row_fields=(GroupField("scale", 1, 0), GroupField("zero_point", 1, 0, 8, default=0.0)), in_order=True,
+                    width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
                     w8a8=W8A8(w8a8, "i8", "qdata", sums=True)))),
         "quanto": Storage(unpack=unpack_quanto, pack=pack_quanto, where=("z",), options={"divisor": 127}, tensors={
             "data": Stored("i8", "N", "K", aliases=("weight._data",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("scale_type", "N", "1", aliases=("weight._scale",), bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_quanto, rows="N", units="K", last="k")),
-        "eetq": Storage(unpack=unpack_eetq, pack=pack_eetq, where=("z",),
-                options={"divisor": 128, "ties": "away", "by": "exact"}, tensors={
+        "eetq": Storage(unpack=unpack_eetq, pack=pack_eetq, where=("z",), options={"divisor": 128, "ties": "away", "by": "exact"},
+                tensors={
             "weight": Stored("i8", "N/2", "128*K/64", aliases=("qweight",), seen=("K", "N")),
             "weight_scales": Stored("scale_type", "N", bits=("s[1@0]",)),
         }, kernels=Kernels(_decode_eetq, rows="N", units="K", last="k")),
@@ -242,20 +223,19 @@ VARIANT = Variant(
             "s": Stored("scale_type", "N", bits=("s[1@0]",)),
             "z": Stored("i8", "N", optional="z", bits=("z[1@0]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.i8, finish=group_sums.with_zero,
-                    row_fields=(GroupField("s", 1, 0), GroupField("z", 1, 0, 8, default=0.0)), width=8, bits=8,
-                    signed=True, base=(128, 2304), ones=True, double=True, zero=(-128, -128), sums_in_tile_gemm=True))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.i8,
+                    finish=group_sums.with_zero, row_fields=(GroupField("s", 1, 0), GroupField("z", 1, 0, 8, default=0.0)),
+                    width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True, zero=(-128, -128),
+                    sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
-    scheme="absmax", roles={"code": "q", "scale": "s"}, settings={"divisor": 127.5}, defaults={"z": 0},
+    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
+    roles={"code": "q", "scale": "s"}, settings={"divisor": 127.5}, defaults={"z": 0},
 )
 
 FORMAT = Format(
     name="int8_channel", title="INT8 codes with one scale per output row and an optional zero point",
-    source="compressed-tensors int-quantized (channel), torchao Int8Tensor, optimum-quanto qint8",
-    formula="(q - z) * s",
+    source="compressed-tensors int-quantized (channel), torchao Int8Tensor, optimum-quanto qint8", formula="(q - z) * s",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f32", "f16")},
     digest="4573b2f277bacaa3",

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8,
-        as_float, as_type, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, W8A8, as_float,
+        as_type, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, group_sums, skinny, tile_gemm, w8a8
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -65,11 +65,7 @@ def pack_torchao(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
 def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str, Tensor | None]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type []; z int8 []."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
-    return {
-        "q": as_type(r, torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
-        "z": z,
-        "s": s,
-    }
+    return {"q": as_type(r, torch.int8).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K], "z": z, "s": s}
 
 
 def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor | None]:
@@ -88,9 +84,7 @@ def decode(q: Tensor, s: Tensor, z: Tensor | None = None, out: Tensor | None = N
 
 
 def encode(weight: Tensor, *, scale_type: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
-    ties, least.
-    """
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by, ties, least."""
     q, s = absmax(weight, code="i8", scale=scale_type, rows=weight.shape[0], columns=weight.shape[1], axes=0,
             **{"divisor": 127.5, **options})
     return {"q": q, "s": s}
@@ -110,8 +104,7 @@ def _decode_safetensors(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
         z = tl.load(weight_zero_point).to(tl.int32)
     s = tl.load(weight_scale).to(tl.float32)
     q = tl.load(weight + k, live, 0).to(tl.int32)
-    state = use(state, k, (q - z) * s, live)
-    return state
+    return use(state, k, (q - z) * s, live)
 
 
 @triton.jit
@@ -140,46 +133,39 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "q": Field("i8", "N", "K"),
-        "z": Field("i8"),
-        "s": Field("scale_type"),
-    },
+    fields={"q": Field("i8", "N", "K"), "z": Field("i8"), "s": Field("scale_type")},
     storages={
         "safetensors": Storage(unpack=unpack_safetensors, pack=pack_safetensors, tensors={
             "weight": Stored("i8", "N", "K", bits=("q[1@0, 1@1]",)),
             "weight_scale": Stored("scale_type", "1", bits=("s[]",)),
             "weight_zero_point": Stored("i8", "1", optional="z", bits=("z[]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8,
-                    finish=group_sums.with_zero,
-                    row_fields=(GroupField("weight_scale", 0, 0),
-                    GroupField("weight_zero_point", 0, 0, 8, default=0.0)), in_order=True, width=8, bits=8,
-                    signed=True, base=(128, 2304), ones=True, double=True,
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=group_sums.with_zero,
+                    row_fields=(GroupField("weight_scale", 0, 0), GroupField("weight_zero_point", 0, 0, 8, default=0.0)),
+                    in_order=True, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
                     w8a8=W8A8(w8a8, "i8", "weight", sums=True)))),
         "torchao": Storage(unpack=unpack_torchao, pack=pack_torchao, tensors={
             "qdata": Stored("i8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("scale_type", "1", "1", aliases=("_weight_scale",), bits=("s[]",)),
             "zero_point": Stored("i8", "1", "1", aliases=("_weight_zero_point",), optional="z", bits=("z[]",)),
         }, kernels=Kernels(_decode_safetensors, rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8,
-                    finish=group_sums.with_zero,
-                    row_fields=(GroupField("scale", 0, 0), GroupField("zero_point", 0, 0, 8, default=0.0)),
-                    in_order=True, width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.i8, finish=group_sums.with_zero,
+                    row_fields=(GroupField("scale", 0, 0), GroupField("zero_point", 0, 0, 8, default=0.0)), in_order=True,
+                    width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True,
                     w8a8=W8A8(w8a8, "i8", "qdata", sums=True)))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("scale_type", bits=("s[]",)),
             "z": Stored("i8", optional="z", bits=("z[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.i8, finish=group_sums.with_zero,
-                    row_fields=(GroupField("s", 0, 0), GroupField("z", 0, 0, 8, default=0.0)), width=8, bits=8,
-                    signed=True, base=(128, 2304), ones=True, double=True, zero=(-128, -128), sums_in_tile_gemm=True))),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.i8,
+                    finish=group_sums.with_zero, row_fields=(GroupField("s", 0, 0), GroupField("z", 0, 0, 8, default=0.0)),
+                    width=8, bits=8, signed=True, base=(128, 2304), ones=True, double=True, zero=(-128, -128),
+                    sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
-    scheme="absmax", roles={"code": "q", "scale": "s"}, settings={"divisor": 127.5}, defaults={"z": 0},
+    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
+    roles={"code": "q", "scale": "s"}, settings={"divisor": 127.5}, defaults={"z": 0},
 )
 
 FORMAT = Format(

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import grid_signs
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table,
-        Variant, as_float, as_type, integer)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, RowCodes, Storage, Stored, Table, Variant,
+        as_float, as_type, integer)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -28,19 +28,18 @@ from qdsl.runtime.gpu.triton import tl, triton
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-CODES = (0, 2, 4, 9, 11, 15, 16, 18, 25, 34, 59, 61, 65, 67, 72, 74, 81, 85, 88, 90, 97, 108, 120, 128, 130, 132, 137,
-        144, 146, 153, 155, 159, 169, 175, 189, 193, 199, 200, 202, 213, 248, 267, 287, 292, 303, 315, 317, 321, 327,
-        346, 362, 413, 436, 456, 460, 462, 483, 497, 513, 515, 520, 522, 529, 531, 536, 538, 540, 551, 552, 576, 578,
-        585, 592, 594, 641, 643, 648, 650, 657, 664, 698, 704, 706, 720, 729, 742, 758, 769, 773, 808, 848, 852, 870,
-        889, 901, 978, 992, 1024, 1026, 1033, 1035, 1040, 1042, 1046, 1049, 1058, 1089, 1091, 1093, 1096, 1098, 1105,
-        1112, 1139, 1143, 1144, 1152, 1154, 1161, 1167, 1168, 1170, 1183, 1184, 1197, 1217, 1224, 1228, 1272, 1276,
-        1309, 1323, 1347, 1367, 1377, 1404, 1473, 1475, 1486, 1509, 1537, 1544, 1546, 1553, 1555, 1576, 1589, 1594,
-        1600, 1602, 1616, 1625, 1636, 1638, 1665, 1667, 1672, 1685, 1706, 1722, 1737, 1755, 1816, 1831, 1850, 1856,
-        1862, 1874, 1901, 1932, 1950, 1971, 2011, 2032, 2052, 2063, 2077, 2079, 2091, 2095, 2172, 2192, 2207, 2208,
-        2224, 2230, 2247, 2277, 2308, 2345, 2356, 2389, 2403, 2424, 2501, 2504, 2506, 2520, 2570, 2593, 2616, 2624,
-        2630, 2646, 2669, 2700, 2714, 2746, 2754, 2795, 2824, 2835, 2839, 2874, 2882, 2905, 2984, 3028, 3042, 3092,
-        3108, 3110, 3124, 3153, 3185, 3215, 3252, 3288, 3294, 3364, 3397, 3434, 3483, 3523, 3537, 3587, 3589, 3591,
-        3592, 3610, 3626, 3670, 3680, 3722, 3749, 3754, 3776, 3789, 3803, 3824, 3857, 3873, 3904, 3906, 3924, 3992)
+CODES = (0, 2, 4, 9, 11, 15, 16, 18, 25, 34, 59, 61, 65, 67, 72, 74, 81, 85, 88, 90, 97, 108, 120, 128, 130, 132, 137, 144, 146,
+        153, 155, 159, 169, 175, 189, 193, 199, 200, 202, 213, 248, 267, 287, 292, 303, 315, 317, 321, 327, 346, 362, 413, 436,
+        456, 460, 462, 483, 497, 513, 515, 520, 522, 529, 531, 536, 538, 540, 551, 552, 576, 578, 585, 592, 594, 641, 643, 648,
+        650, 657, 664, 698, 704, 706, 720, 729, 742, 758, 769, 773, 808, 848, 852, 870, 889, 901, 978, 992, 1024, 1026, 1033,
+        1035, 1040, 1042, 1046, 1049, 1058, 1089, 1091, 1093, 1096, 1098, 1105, 1112, 1139, 1143, 1144, 1152, 1154, 1161, 1167,
+        1168, 1170, 1183, 1184, 1197, 1217, 1224, 1228, 1272, 1276, 1309, 1323, 1347, 1367, 1377, 1404, 1473, 1475, 1486, 1509,
+        1537, 1544, 1546, 1553, 1555, 1576, 1589, 1594, 1600, 1602, 1616, 1625, 1636, 1638, 1665, 1667, 1672, 1685, 1706, 1722,
+        1737, 1755, 1816, 1831, 1850, 1856, 1862, 1874, 1901, 1932, 1950, 1971, 2011, 2032, 2052, 2063, 2077, 2079, 2091, 2095,
+        2172, 2192, 2207, 2208, 2224, 2230, 2247, 2277, 2308, 2345, 2356, 2389, 2403, 2424, 2501, 2504, 2506, 2520, 2570, 2593,
+        2616, 2624, 2630, 2646, 2669, 2700, 2714, 2746, 2754, 2795, 2824, 2835, 2839, 2874, 2882, 2905, 2984, 3028, 3042, 3092,
+        3108, 3110, 3124, 3153, 3185, 3215, 3252, 3288, 3294, 3364, 3397, 3434, 3483, 3523, 3537, 3587, 3589, 3591, 3592, 3610,
+        3626, 3670, 3680, 3722, 3749, 3754, 3776, 3789, 3803, 3824, 3857, 3873, 3904, 3906, 3924, 3992)
 
 
 LEVEL = (4, 12, 20, 28, 36, 44, 52, 62)
@@ -49,8 +48,7 @@ LEVEL = (4, 12, 20, 28, 36, 44, 52, 62)
 GRID = Table("i8", *(LEVEL[CODES[i] // 8 ** j % 8] for i in range(256) for j in range(4)), columns=4)
 
 
-SIGN = Table("i8", *(1 - 2 * ((i + 128 * (i.bit_count() % 2)) // 2 ** j % 2) for i in range(128) for j in range(8)),
-        columns=8)
+SIGN = Table("i8", *(1 - 2 * ((i + 128 * (i.bit_count() % 2)) // 2 ** j % 2) for i in range(128) for j in range(8)), columns=8)
 
 
 LEVELS = Table("f32", -62, -52, -44, -36, -28, -20, -12, -4, 4, 12, 20, 28, 36, 44, 52, 62)
@@ -63,12 +61,8 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 98*K/256]."""
     r = blocks.unflatten(-1, (-1, 98))
     s_words = integer(r[..., 66:98].unflatten(-1, (8, 4)))
-    return {
-        "d": as_type(r, torch.float16)[..., 0],
-        "sc": (r[..., 69:98:4] >> 4).flatten(1),
-        "g": r[..., 2:66].flatten(1),
-        "s": torch.stack([s_words >> 7 * i & 127 for i in range(4)], -1).to(torch.uint8).flatten(1),
-    }
+    return {"d": as_type(r, torch.float16)[..., 0], "sc": (r[..., 69:98:4] >> 4).flatten(1), "g": r[..., 2:66].flatten(1),
+            "s": torch.stack([s_words >> 7 * i & 127 for i in range(4)], -1).to(torch.uint8).flatten(1)}
 
 
 def pack_gguf(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
@@ -87,11 +81,8 @@ def unpack_planar(q: Tensor, d: Tensor, sc: Tensor) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, K/256]; sc uint8 [N, K/32]."""
     q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_bytes.unflatten(-1, (4, 8, 2))
-    return {
-        "d": d,
-        "sc": sc & 15,
-        **ROW_CODES.fields(torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)),
-    }
+    return {"d": d, "sc": sc & 15,
+            **ROW_CODES.fields(torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1))}
 
 
 def pack_planar(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor]:
@@ -105,8 +96,8 @@ def pack_planar(d: Tensor, sc: Tensor, g: Tensor, s: Tensor) -> dict[str, Tensor
 
 
 def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (sc + 0.5) * 0.5 * (grid[g, k % 4] * sign[s, k %
-    8]).  d [N, K/256], sc [N, K/32], g [N, K/4], s [N, K/8].
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc + 0.5) * 0.5 * (grid[g, k % 4] * sign[s, k % 8]).  d
+    [N, K/256], sc [N, K/32], g [N, K/4], s [N, K/8].
     """
     out = out if out is None else out.unflatten(1, (-1, 8, 4, 2, 4))
     d = d.float()[..., None, None, None, None]
@@ -117,12 +108,12 @@ def decode(d: Tensor, sc: Tensor, g: Tensor, s: Tensor, out: Tensor | None = Non
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: rows, signs and scales by search for the least error; super-scale by a fit
-    to them.  importance: float32 [K].
+    """Fields for a float weight [N, K]: rows, signs and scales by search for the least error; super-scale by a fit to them.
+    importance: float32 [K].
     """
     g, s, sc, d = grid_signs(weight, code="u8", sign="u7", scale="u4", super_scale="f16", columns=32, super_columns=256,
-            steps=(0.25, 0.75, 1.25, 1.75, 2.25, 2.75, 3.25, 3.75, 4.25, 4.75, 5.25, 5.75, 6.25, 6.75, 7.25, 7.75),
-            grid=GRID, signs=SIGN, importance=importance)
+            steps=(0.25, 0.75, 1.25, 1.75, 2.25, 2.75, 3.25, 3.75, 4.25, 4.75, 5.25, 5.75, 6.25, 6.75, 7.25, 7.75), grid=GRID,
+            signs=SIGN, importance=importance)
     return {"g": g, "s": s, "sc": sc, "d": d}
 
 
@@ -142,9 +133,7 @@ def _decode_gguf(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
         + 528, 7, 8, live).to(tl.int32)
     column = k % 4
     column1 = k % 8
-    state = use(state, k, d * (sc + 0.5) * 0.5
-        * (tl.load(grid + 4 * g + column) * tl.load(sign + 8 * s + column1)), live)
-    return state
+    return use(state, k, d * (sc + 0.5) * 0.5 * (tl.load(grid + 4 * g + column) * tl.load(sign + 8 * s + column1)), live)
 
 
 @triton.jit
@@ -190,12 +179,8 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/256"),
-        "sc": Field("u4", "N", "K/32"),
-        "g": Field("u8", "N", "K/4"),
-        "s": Field("u7", "N", "K/8"),
-    },
+    fields={"d": Field("f16", "N", "K/256"), "sc": Field("u4", "N", "K/32"), "g": Field("u8", "N", "K/4"),
+            "s": Field("u7", "N", "K/8")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "98*K/256"),
@@ -207,8 +192,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.entries_of_16, table=_table_planar, scale=_scale_planar,
-                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)), blocks=("256", "32"), size=32,
-                    width=8, bits=0, base=(62, 190), zero=(-62, -190)))),
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 4)), blocks=("256", "32"), size=32, width=8,
+                    bits=0, base=(62, 190), zero=(-62, -190)))),
     },
     decode=decode, encode=encode, importance=True,
 )

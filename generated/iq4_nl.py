@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import block_levels
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
-        as_type, empty, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, empty,
+        pad)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -50,10 +50,8 @@ def unpack_iq4_nl_r4(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N/4, 72*K/32]."""
     r = blocks.unflatten(-1, (-1, 72))
     q_bytes = r[..., 8:72].unflatten(-1, (2, 2, 4, 4)).contiguous()
-    return {
-        "d": as_type(r, torch.float16)[..., 0:4].permute(0, 2, 1).flatten(0, 1),
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 5, 1, 4, 2, 3, 6).flatten(0, 1).flatten(1),
-    }
+    return {"d": as_type(r, torch.float16)[..., 0:4].permute(0, 2, 1).flatten(0, 1),
+            "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 5, 1, 4, 2, 3, 6).flatten(0, 1).flatten(1)}
 
 
 def pack_iq4_nl_r4(d: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -88,8 +86,8 @@ def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale by search for the least error; codes of the nearest levels.
-    importance: float32 [K].
+    """Fields for a float weight [N, K]: scale by search for the least error; codes of the nearest levels.  importance: float32
+    [K].
     """
     q, d = block_levels(weight, code="u4", scale="f16", columns=32, levels=LEVELS, importance=importance)
     return {"q": q, "d": d}
@@ -121,10 +119,9 @@ def _decode_iq4_nl_r4(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state
     blocks += 72 * (n // 4 * (K // 32))
     blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
     d = tl.load(blocks_f16 + 36 * (k // 32) + n % 4, live, 0).to(tl.float32)
-    q = (tl.load(blocks + 72 * (k // 32) + 32 * (k % 32 // 4 % 2) + 16 * (k % 32 // 16) + 4 * (n % 4) + k % 32 % 4
-        + 8, live, 0) >> 4 * (k % 32 // 8 % 2) & 15).to(tl.int32)
-    state = use(state, k, d * tl.load(levels + q), live)
-    return state
+    q = (tl.load(blocks + 72 * (k // 32) + 32 * (k % 32 // 4 % 2) + 16 * (k % 32 // 16) + 4 * (n % 4) + k % 32 % 4 + 8, live, 0)
+        >> 4 * (k % 32 // 8 % 2) & 15).to(tl.int32)
+    return use(state, k, d * tl.load(levels + q), live)
 
 
 @triton.jit
@@ -152,20 +149,17 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.split_table(g, N, -0x7f7f7f80, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, 0x4153687f,
-            0xa162331, 0x26190d01, 0x71594535, -0x7f7f7f80, -0x7f7f7f80, 0x0, 0x0, 0x0)
+        return codebook.split_table(g, N, -0x7f7f7f80, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, 0x4153687f, 0xa162331,
+            0x26190d01, 0x71594535, -0x7f7f7f80, -0x7f7f7f80, 0x0, 0x0, 0x0)
     else:
-        return codebook.split_table(g, N, -0x3c3c3c3d, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, -0x7d592f02,
-            0x20b00c44, 0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e, 0x4241413f, 0x42424242, 0x43434343)
+        return codebook.split_table(g, N, -0x3c3c3c3d, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, -0x7d592f02, 0x20b00c44,
+            0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e, 0x4241413f, 0x42424242, 0x43434343)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/32"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "18*K/32", bits=("d[1@0, 18@1]", "q+16[1@0, 16:1@1 2:4 18@1]")),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_levels
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
-        as_type, empty, joined, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, empty,
+        joined, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -36,11 +36,8 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     sc_low = spread(r[..., 4:8], 4).flatten(1)
     sc_high = spread(r[..., 2:4], 2).flatten(1)
     q_bytes = r[..., 8:136].unflatten(-1, (8, 16)).contiguous()
-    return {
-        "d": as_type(r, torch.float16)[..., 0],
-        "sc": sc_low | sc_high << 4,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1),
-    }
+    return {"d": as_type(r, torch.float16)[..., 0], "sc": sc_low | sc_high << 4,
+            "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)}
 
 
 def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -60,11 +57,7 @@ def unpack_planar(q: Tensor, d: Tensor, sc: Tensor) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, K/256]; sc uint8 [N, K/32]."""
     q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_bytes.unflatten(-1, (4, 8, 2))
-    return {
-        "d": d,
-        "sc": sc & 63,
-        "q": torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1),
-    }
+    return {"d": d, "sc": sc & 63, "q": torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)}
 
 
 def pack_planar(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -77,8 +70,8 @@ def pack_planar(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (sc - 32) * levels[q].  d [N, K/256], sc [N,
-    K/32], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc - 32) * levels[q].  d [N, K/256], sc [N, K/32], q [N,
+    K].
     """
     out = out if out is None else out.unflatten(1, (-1, 8, 32))
     d = d.float()[..., None, None]
@@ -88,11 +81,11 @@ def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tenso
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale by search for the least error, in steps of the super-block's largest,
-    sign and all; codes of the nearest levels.  importance: float32 [K].
+    """Fields for a float weight [N, K]: scale by search for the least error, in steps of the super-block's largest, sign and
+    all; codes of the nearest levels.  importance: float32 [K].
     """
-    q, sc, d = kquant_levels(weight, code="u4", scale="u6", super_scale="f16", columns=32, super_columns=256,
-            scale_offset=32, levels=LEVELS, importance=importance)
+    q, sc, d = kquant_levels(weight, code="u4", scale="u6", super_scale="f16", columns=32, super_columns=256, scale_offset=32,
+            levels=LEVELS, importance=importance)
     return {"q": q, "sc": sc, "d": d}
 
 
@@ -136,8 +129,7 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
         for i in tl.static_range(2):
             for j in tl.static_range(2):
                 q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
-                state = use(state, 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, d1 * (sc1 - 32)
-                    * tl.load(levels + q1), live)
+                state = use(state, 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, d1 * (sc1 - 32) * tl.load(levels + q1), live)
     return state
 
 
@@ -145,11 +137,11 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.split_table(g, N, -0x7f7f7f80, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, 0x4153687f,
-            0xa162331, 0x26190d01, 0x71594535, -0x7f7f7f80, -0x7f7f7f80, 0x0, 0x0, 0x0)
+        return codebook.split_table(g, N, -0x7f7f7f80, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, 0x4153687f, 0xa162331,
+            0x26190d01, 0x71594535, -0x7f7f7f80, -0x7f7f7f80, 0x0, 0x0, 0x0)
     else:
-        return codebook.split_table(g, N, -0x3c3c3c3d, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, -0x7d592f02,
-            0x20b00c44, 0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e, 0x4241413f, 0x42424242, 0x43434343)
+        return codebook.split_table(g, N, -0x3c3c3c3d, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, -0x7d592f02, 0x20b00c44,
+            0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e, 0x4241413f, 0x42424242, 0x43434343)
 
 
 @triton.jit
@@ -162,11 +154,7 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/256"),
-        "sc": Field("u6", "N", "K/32"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/256"), "sc": Field("u6", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "136*K/256",
@@ -180,8 +168,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.split_entries_of_16, table=_table_planar, scale=_scale_planar,
-                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6)), blocks=("256", "32"), size=32,
-                    width=8, bits=-1, base=(0, 0), zero=(0, 0)))),
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6)), blocks=("256", "32"), size=32, width=8,
+                    bits=-1, base=(0, 0), zero=(0, 0)))),
     },
     decode=decode, encode=encode, importance=True,
 )

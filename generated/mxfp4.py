@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
-        as_type, empty, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, empty,
+        pad)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e8m0h
@@ -69,8 +69,8 @@ def decode(e: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / largest level; of levels the
-    nearest, of two the first.
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / largest level; of levels the nearest, of two
+    the first.
     """
     q, e = absmax_level(weight, code="u4", scale="e8m0h", rows=1, columns=32, axes=2, level=LEVEL)
     return {"q": q, "e": e}
@@ -124,10 +124,7 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "e": Field("e8m0h", "N", "K/32"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"e": Field("e8m0h", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "17*K/32", bits=("e[1@0, 17@1]", "q+8[1@0, 16:1@1 2:4 17@1]")),
@@ -137,8 +134,8 @@ VARIANT = Variant(
             "e": Stored("e8m0h", "N", "K/32", bits=("e[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.e2m1, scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0h"),),
-                    blocks=("32",), size=32, width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0), zero=(0, 0)))),
+                    numbers=bitplanes.e2m1, scale=_scale_planar, group_fields=(GroupField("e", 1, 32, "e8m0h"),), blocks=("32",),
+                    size=32, width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0), zero=(0, 0)))),
     },
     decode=decode, encode=encode, scheme="absmax_level", roles={"code": "q", "scale": "e"}, settings={"level": LEVEL},
 )

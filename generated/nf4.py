@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
-        as_type, joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, joined,
+        pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -48,10 +48,7 @@ def unpack_planar(q: Tensor, s: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; s float32 [N, K/block]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 8, 2))
-    return {
-        "s": s.flatten(),
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K],
-    }
+    return {"s": s.flatten(), "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K]}
 
 
 def pack_planar(s: Tensor, q: Tensor, *, N: int, K: int, block: int) -> dict[str, Tensor]:
@@ -71,8 +68,8 @@ def decode(s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, block: int) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block; codes of the levels nearest to w *
-    (1 / scale).
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block; codes of the levels nearest to w * (1 /
+    scale).
     """
     q, s = unit_level(weight.reshape(1, -1), code="u4", scale="f32", rows=1, columns=block, axes=2, level=LEVELS)
     return {"q": q.reshape(weight.shape), "s": s.flatten()}
@@ -88,8 +85,7 @@ def _decode_bitsandbytes(tensors, n, k, live, N, K, sizes, use: tl.constexpr, st
     block, = sizes
     s = tl.load(weight_absmax + (k + n * K) // block, live, 0)
     q = (tl.load(weight + (k + n * K) // 2, live, 0) >> 4 - 4 * ((k + n * K) % 2) & 15).to(tl.int32)
-    state = use(state, k, tl.load(levels + q) * s, live)
-    return state
+    return use(state, k, tl.load(levels + q) * s, live)
 
 
 @triton.jit
@@ -121,17 +117,14 @@ def _table_planar(g, N, F: tl.constexpr):
         return codebook.table(g, N, 0x0, 0x52339200, 0xd4ea8d, 0x68e02618, 0xc9800d, -0x4d4b4a48, 0xa9adb0, 0x312f2d29,
             0x38353433)
     else:
-        return codebook.table(g, N, 0x0, -0x35f9cd80, 0xba3d92, -0x5283da5d, -0x7fc6ef1e, -0x41404041, 0xbdbebe,
-            0x3e3e3e3d, 0x3f3f3f3e)
+        return codebook.table(g, N, 0x0, -0x35f9cd80, 0xba3d92, -0x5283da5d, -0x7fc6ef1e, -0x41404041, 0xbdbebe, 0x3e3e3e3d,
+            0x3f3f3f3e)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("f32", "ceil(N*K/block)"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"s": Field("f32", "ceil(N*K/block)"), "q": Field("u4", "N", "K")},
     storages={
         "bitsandbytes": Storage(unpack=unpack_bitsandbytes, pack=pack_bitsandbytes, reads=("N", "K"), tensors={
             "weight": Stored("u8", "ceil(N*K/2)", "1"),
@@ -143,8 +136,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.float_entries_of_16, table=_table_planar, scale=group_sums.scaled,
-                    group_fields=(GroupField("s", 1, "block"),), blocks=("block",), size=32, width=8, bits=0,
-                    unit=(2.0, 1.0), base=(0, 0), zero=(0, 0)))),
+                    group_fields=(GroupField("s", 1, "block"),), blocks=("block",), size=32, width=8, bits=0, unit=(2.0, 1.0),
+                    base=(0, 0), zero=(0, 0)))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/block)"),
 )

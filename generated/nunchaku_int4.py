@@ -18,8 +18,8 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import (Branch, BranchTensor, Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored,
-        Variant, as_float, as_type, joined, pad, spread, workspace)
+from qdsl.runtime import (Branch, BranchTensor, Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant,
+        as_float, as_type, joined, pad, spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -28,26 +28,21 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 
 def unpack_nunchaku(qweight: Tensor, wscales: Tensor, smooth_factor: Tensor) -> dict[str, Tensor]:
-    """Fields of qweight int8 [N/128, K/64, 8, 8, 4, 2, 2, 4]; wscales scale_type [N/128, K/64, 8, 4, 2, 2];
-    smooth_factor scale_type [K/128, 8, 4, 2, 2].
+    """Fields of qweight int8 [N/128, K/64, 8, 8, 4, 2, 2, 4]; wscales scale_type [N/128, K/64, 8, 4, 2, 2]; smooth_factor
+    scale_type [K/128, 8, 4, 2, 2].
     """
     r = as_type(qweight.permute(0, 2, 5, 3, 1, 6, 4, 7), torch.uint8)
-    return {
-        "q": ((spread(r, 4).flatten(0, 3).flatten(1)).view(torch.int8) ^ 8) - 8,
-        "s": wscales.permute(0, 2, 4, 3, 5, 1).flatten(0, 4),
-        "m": smooth_factor.permute(0, 1, 3, 2, 4).flatten(),
-    }
+    return {"q": ((spread(r, 4).flatten(0, 3).flatten(1)).view(torch.int8) ^ 8) - 8,
+            "s": wscales.permute(0, 2, 4, 3, 5, 1).flatten(0, 4), "m": smooth_factor.permute(0, 1, 3, 2, 4).flatten()}
 
 
 def pack_nunchaku(q: Tensor, s: Tensor, m: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
     """qweight, wscales, smooth_factor of the fields; the inverse of unpack_nunchaku."""
     q_split = q.view(torch.uint8).unflatten(-1, (K // 64, 2, 4, 4, 2)).unflatten(0, (N // 128, 8, 2, 8))
     r = joined(q_split & 15, 4).squeeze(-1)
-    return {
-        "qweight": as_type(r, torch.int8).permute(0, 4, 1, 3, 6, 2, 5, 7).contiguous(),
-        "wscales": s.unflatten(0, (N // 128, 8, 2, 4, 2)).permute(0, 5, 1, 3, 2, 4).contiguous(),
-        "smooth_factor": m.unflatten(-1, (K // 128, 8, 2, 4, 2)).permute(0, 1, 3, 2, 4).contiguous(),
-    }
+    return {"qweight": as_type(r, torch.int8).permute(0, 4, 1, 3, 6, 2, 5, 7).contiguous(),
+            "wscales": s.unflatten(0, (N // 128, 8, 2, 4, 2)).permute(0, 5, 1, 3, 2, 4).contiguous(),
+            "smooth_factor": m.unflatten(-1, (K // 128, 8, 2, 4, 2)).permute(0, 1, 3, 2, 4).contiguous()}
 
 
 def unpack_planar(q: Tensor, s: Tensor, m: Tensor, *, K: int) -> dict[str, Tensor]:
@@ -55,11 +50,9 @@ def unpack_planar(q: Tensor, s: Tensor, m: Tensor, *, K: int) -> dict[str, Tenso
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
     return {
-        "q": ((torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:,
-            :K]).view(torch.int8) ^ 8) - 8,
-        "s": s,
-        "m": m,
-    }
+            "q": ((torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:,
+                :K]).view(torch.int8) ^ 8) - 8,
+            "s": s, "m": m}
 
 
 def pack_planar(q: Tensor, s: Tensor, m: Tensor) -> dict[str, Tensor]:
@@ -90,13 +83,12 @@ def _decode_nunchaku(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state)
     qweight += 4096 * (n // 8 // 2 // 8 * (K // 64)) + 512 * (n // 8 // 2 % 8) + 64 * (n % 8) + 8 * (n // 8 % 2)
     wscales += 128 * (n // 2 // 4 // 2 // 8
         * (K // 64)) + 16 * (n // 2 // 4 // 2 % 8) + 4 * (n // 2 % 4) + 2 * (n // 2 // 4 % 2) + n % 2
-    q = ((tl.load(qweight + 4096 * (k // 8 // 4 // 2) + 16 * (k // 8 % 4) + 4 * (k // 8 // 4 % 2)
-        + k % 8 // 2, live, 0) >> 4 * (k % 8 % 2) & 15).to(tl.int32) ^ 8) - 8
+    q = ((tl.load(qweight + 4096 * (k // 8 // 4 // 2) + 16 * (k // 8 % 4) + 4 * (k // 8 // 4 % 2) + k % 8 // 2, live, 0) >> 4
+        * (k % 8 % 2) & 15).to(tl.int32) ^ 8) - 8
     s = tl.load(wscales + 128 * (k // 64), live, 0).to(tl.float32)
     m = tl.load(smooth_factor + 128 * (k // 2 // 4 // 2 // 8) + 16 * (k // 2 // 4 // 2 % 8) + 4 * (k // 2 % 4) + 2
         * (k // 2 // 4 % 2) + k % 2, live, 0).to(tl.float32)
-    state = use(state, k, tl.div_rn(q * s, m), live)
-    return state
+    return use(state, k, tl.div_rn(q * s, m), live)
 
 
 @triton.jit
@@ -123,11 +115,7 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "q": Field("i4", "N", "K"),
-        "s": Field("scale_type", "N", "K/64"),
-        "m": Field("scale_type", "K"),
-    },
+    fields={"q": Field("i4", "N", "K"), "s": Field("scale_type", "N", "K/64"), "m": Field("scale_type", "K")},
     storages={
         "nunchaku": Storage(unpack=unpack_nunchaku, pack=pack_nunchaku, extents=("N", "K"), whole=True, tensors={
             "qweight": Stored("i8", "N/128", "K/64", "8", "8", "4", "2", "2", "4", seen=("N", "K/2")),
@@ -140,8 +128,8 @@ VARIANT = Variant(
             "m": Stored("scale_type", "K", bits=("m[1@0]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", divides=True,
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.i4, scale=group_sums.scaled_codes, group_fields=(GroupField("s", 1, 64),),
-                    blocks=("64",), size=32, signed=True, base=(8, 136), zero=(-8, -136)))),
+                    numbers=bitplanes.i4, scale=group_sums.scaled_codes, group_fields=(GroupField("s", 1, 64),), blocks=("64",),
+                    size=32, signed=True, base=(8, 136), zero=(-8, -136)))),
     },
     decode=decode,
     plus=(
@@ -155,8 +143,7 @@ VARIANT = Variant(
 
 FORMAT = Format(
     name="nunchaku_int4", title="Nunchaku INT4 (SVDQuant), codes and factors of a low rank in tiles of matrix units",
-    source="nunchaku, packer.py NunchakuWeightPacker with warps of 128 rows; deepcompressor writes it",
-    formula="q * s / m",
+    source="nunchaku, packer.py NunchakuWeightPacker with warps of 128 rows; deepcompressor writes it", formula="q * s / m",
     variants={(): VARIANT},
     params={"scale_type": ("bf16", "f16")},
     detect={"bias": "permuted"},

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
-        as_type, empty, pad, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, empty,
+        pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import ue4m3
@@ -51,11 +51,7 @@ def unpack_planar(q: Tensor, e: Tensor, s: Tensor | None, *, K: int) -> dict[str
     """Fields of q int32 [N, 16*ceil(K/128)]; e uint8 [N, K/16]; s float32 []."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "e": e,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-        "s": s,
-    }
+    return {"e": e, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K], "s": s}
 
 
 def pack_planar(e: Tensor, q: Tensor, s: Tensor | None) -> dict[str, Tensor | None]:
@@ -66,9 +62,7 @@ def pack_planar(e: Tensor, q: Tensor, s: Tensor | None) -> dict[str, Tensor | No
 
 
 def decode(e: Tensor, q: Tensor, s: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = e * 0.5 * level[q] * s.  e [N, K/16], q [N, K], s
-    [].
-    """
+    """Weights [N, K], float32 rounded after each operation: w = e * 0.5 * level[q] * s.  e [N, K/16], q [N, K], s []."""
     out = out if out is None else out.unflatten(1, (-1, 16))
     e = ue4m3(e).unsqueeze(-1)
     q = q.view(torch.int8).unflatten(1, (-1, 16))
@@ -79,8 +73,8 @@ def decode(e: Tensor, q: Tensor, s: Tensor | None = None, out: Tensor | None = N
 
 
 def encode(weight: Tensor) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / largest level; of levels the
-    nearest, of two the first.
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / largest level; of levels the nearest, of two
+    the first.
     """
     q, e = absmax_level(weight, code="u4", scale="ue4m3", rows=1, columns=16, axes=2, level=LEVEL, factor=0.5)
     return {"q": q, "e": e}
@@ -136,11 +130,7 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "e": Field("ue4m3", "N", "K/16"),
-        "q": Field("u4", "N", "K"),
-        "s": Field("f32"),
-    },
+    fields={"e": Field("ue4m3", "N", "K/16"), "q": Field("u4", "N", "K"), "s": Field("f32")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "36*K/64", bits=("e[1@0, 4:1@1 36@1]", "q+32[1@0, 8:1@1 2:4 4:8@1 36@1]")),

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nested_absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type,
-        joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, joined, pad,
+        spread)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e4m3
@@ -30,8 +30,7 @@ from qdsl.runtime.weight.numbers import e2m1, e4m3
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-def unpack_compressed_tensors(weight_packed: Tensor, weight_scale: Tensor,
-        weight_global_scale: Tensor) -> dict[str, Tensor]:
+def unpack_compressed_tensors(weight_packed: Tensor, weight_scale: Tensor, weight_global_scale: Tensor) -> dict[str, Tensor]:
     """Fields of weight_packed uint8 [N, K/2]; weight_scale float8_e4m3fn [N, K/16]; weight_global_scale float32 [1]."""
     return {"s": weight_scale, "g": weight_global_scale.squeeze(0), "q": spread(weight_packed, 4).flatten(1)}
 
@@ -47,11 +46,7 @@ def unpack_planar(q: Tensor, g: Tensor, s: Tensor, *, K: int) -> dict[str, Tenso
     """Fields of q int32 [N, 16*ceil(K/128)]; g float32 []; s float8_e4m3fn [N, K/16]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "s": s,
-        "g": g,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-    }
+    return {"s": s, "g": g, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]}
 
 
 def pack_planar(s: Tensor, g: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -70,8 +65,8 @@ def decode(s: Tensor, g: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor
 
 
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: super-scale from the largest magnitude of the weight; scale = largest of the
-    block / divisor, in its units.  options: empty, least, amax, by, ties, zeros.
+    """Fields for a float weight [N, K]: super-scale from the largest magnitude of the weight; scale = largest of the block /
+    divisor, in its units.  options: empty, least, amax, by, ties, zeros.
     """
     q, s, g = nested_absmax(weight, code="e2m1", scale="e4m3", super_scale="f32", rows=1, columns=16, axes=2, divisor=6,
             precision="own", divided=1, **{"empty": 0.125, "zeros": "positive", **options})
@@ -127,11 +122,7 @@ def _finish_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("e4m3", "N", "K/16"),
-        "g": Field("f32"),
-        "q": Field("e2m1", "N", "K"),
-    },
+    fields={"s": Field("e4m3", "N", "K/16"), "g": Field("f32"), "q": Field("e2m1", "N", "K")},
     storages={
         "compressed_tensors": Storage(unpack=unpack_compressed_tensors, pack=pack_compressed_tensors, tensors={
             "weight_packed": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import nested_absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type,
-        cdiv, joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, cdiv, joined,
+        pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e4m3
@@ -59,25 +59,21 @@ def pack_torchao(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, Tensor | N
 
 def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor | None, *, N: int,
         K: int) -> dict[str, Tensor | None]:
-    """Fields of qdata uint8 [N, 8*K/16]; scale float8_e4m3fn [ceil(N/128), ceil(K/64), 512]; per_tensor_scale
-    float32 [].
-    """
+    """Fields of qdata uint8 [N, 8*K/16]; scale float8_e4m3fn [ceil(N/128), ceil(K/64), 512]; per_tensor_scale float32 []."""
     qdata_bytes = qdata.unflatten(-1, (-1, 8))
     scale_bytes = as_type(scale, torch.uint8)
     return {
-        "s": as_type(scale_bytes, torch.float8_e4m3fn).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
-            2).flatten(1)[:N, :cdiv(K, 16)],
-        "g": per_tensor_scale,
-        "q": spread(qdata_bytes, 4).flatten(1),
-    }
+            "s": as_type(scale_bytes, torch.float8_e4m3fn).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
+                2).flatten(1)[:N, :cdiv(K, 16)],
+            "g": per_tensor_scale, "q": spread(qdata_bytes, 4).flatten(1)}
 
 
 def pack_torchao_swizzled(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, Tensor | None]:
     """qdata, scale, per_tensor_scale of the fields; the inverse of unpack_torchao_swizzled."""
     q_split = q.unflatten(-1, (-1, 8, 2))
     qdata_bytes = joined(q_split, 4).squeeze(-1)
-    scale_bytes = pad(s, (0, -s.shape[1] % 4, 0, -s.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0,
-        (-1, 4, 32)).permute(0, 3, 2, 1, 4).view(torch.uint8).flatten(2)
+    scale_bytes = pad(s, (0, -s.shape[1] % 4, 0, -s.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0, (-1, 4, 32)).permute(0,
+        3, 2, 1, 4).view(torch.uint8).flatten(2)
     return {"qdata": qdata_bytes.flatten(1), "scale": as_type(scale_bytes, torch.float8_e4m3fn), "per_tensor_scale": g}
 
 
@@ -98,11 +94,7 @@ def unpack_planar(q: Tensor, g: Tensor | None, s: Tensor, *, K: int) -> dict[str
     """Fields of q int32 [N, 16*ceil(K/128)]; g float32 []; s float8_e4m3fn [N, K/16]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "s": s,
-        "g": g,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-    }
+    return {"s": s, "g": g, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]}
 
 
 def pack_planar(s: Tensor, g: Tensor | None, q: Tensor) -> dict[str, Tensor | None]:
@@ -122,8 +114,8 @@ def decode(s: Tensor, q: Tensor, g: Tensor | None = None, out: Tensor | None = N
 
 
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: super-scale from the largest magnitude of the weight; scale = largest of the
-    block / divisor, in its units.  options: empty, least, amax, by, ties, zeros.
+    """Fields for a float weight [N, K]: super-scale from the largest magnitude of the weight; scale = largest of the block /
+    divisor, in its units.  options: empty, least, amax, by, ties, zeros.
     """
     q, s, g = nested_absmax(weight, code="e2m1", scale="e4m3", super_scale="f32", rows=1, columns=16, axes=2, divisor=6,
             **{"empty": 1, "least": 0.001953125, **options})
@@ -228,11 +220,7 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("e4m3", "N", "K/16"),
-        "g": Field("f32"),
-        "q": Field("e2m1", "N", "K"),
-    },
+    fields={"s": Field("e4m3", "N", "K/16"), "g": Field("f32"), "q": Field("e2m1", "N", "K")},
     storages={
         "modelopt": Storage(unpack=unpack_modelopt, pack=pack_modelopt, always=("g",), tensors={
             "weight": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
@@ -244,8 +232,7 @@ VARIANT = Variant(
             "scale": Stored("e4m3", "N", "K/16", aliases=("_weight_scale",), bits=("s[1@0, 1@1]",)),
             "per_tensor_scale": Stored("f32", aliases=("_weight_per_tensor_scale",), optional="g", bits=("g[]",)),
         }, kernels=Kernels(_decode_torchao, rows="N", units="K/2", last="k")),
-        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
-                tensors={
+        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"), tensors={
             "qdata": Stored("u8", "N", "8*K/16", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 8:1@1 8@1]",)),
             "scale": Stored("e4m3", "ceil(N/128)", "ceil(K/64)", "512", aliases=("_weight_scale",),
                 seen=("32*ceil(N/128)", "16*ceil(K/64)"), bits=("s[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),

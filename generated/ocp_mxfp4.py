@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type,
-        cdiv, joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, cdiv, joined,
+        pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m1, e8m0
@@ -101,18 +101,17 @@ def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, *, N: int, K: int) -> 
     qdata_bytes = qdata.unflatten(-1, (-1, 16))
     scale_bytes = as_type(scale, torch.uint8)
     return {
-        "e": as_type(scale_bytes, torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
-            2).flatten(1)[:N, :cdiv(K, 32)],
-        "q": spread(qdata_bytes, 4).flatten(1),
-    }
+            "e": as_type(scale_bytes, torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
+                2).flatten(1)[:N, :cdiv(K, 32)],
+            "q": spread(qdata_bytes, 4).flatten(1)}
 
 
 def pack_torchao_swizzled(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """qdata, scale of the fields; the inverse of unpack_torchao_swizzled."""
     q_split = q.unflatten(-1, (-1, 16, 2))
     qdata_bytes = joined(q_split, 4).squeeze(-1)
-    scale_bytes = pad(e, (0, -e.shape[1] % 4, 0, -e.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0,
-        (-1, 4, 32)).permute(0, 3, 2, 1, 4).view(torch.uint8).flatten(2)
+    scale_bytes = pad(e, (0, -e.shape[1] % 4, 0, -e.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0, (-1, 4, 32)).permute(0,
+        3, 2, 1, 4).view(torch.uint8).flatten(2)
     return {"qdata": qdata_bytes.flatten(1), "scale": as_type(scale_bytes, torch.float8_e8m0fnu)}
 
 
@@ -152,8 +151,8 @@ def decode(e: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
-    ties, least, power, zeros.
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by, ties, least,
+    power, zeros.
     """
     q, e = absmax(weight, code="e2m1", scale="e8m0", rows=1, columns=32, axes=2, **{"power": "floor", **options})
     return {"q": q, "e": e}
@@ -245,10 +244,7 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "e": Field("e8m0", "N", "K/32"),
-        "q": Field("e2m1", "N", "K"),
-    },
+    fields={"e": Field("e8m0", "N", "K/32"), "q": Field("e2m1", "N", "K")},
     storages={
         "compressed_tensors": Storage(unpack=unpack_compressed_tensors, pack=pack_compressed_tensors, tensors={
             "weight_packed": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
@@ -272,8 +268,7 @@ VARIANT = Variant(
             "qdata": Stored("u8", "N", "K/2", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 1@1]",)),
             "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K/2", last="k")),
-        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
-                tensors={
+        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"), tensors={
             "qdata": Stored("u8", "N", "16*K/32", aliases=("_weight_qdata",), bits=("q[1@0, 2:4 16:1@1 16@1]",)),
             "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
                 seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
@@ -298,8 +293,7 @@ VARIANT = Variant(
 
 FORMAT = Format(
     name="ocp_mxfp4", title="OCP MXFP4, 4-bit floats with a power of two per 32",
-    source="OCP Microscaling Formats 1.0; compressed-tensors, ModelOpt, gpt-oss, DeepSeek-V4, torchao MXTensor",
-    formula="e * q",
+    source="OCP Microscaling Formats 1.0; compressed-tensors, ModelOpt, gpt-oss, DeepSeek-V4, torchao MXTensor", formula="e * q",
     variants={(): VARIANT},
     digest="4b272c8ccfc17b5e",
 )

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import unit_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant,
-        as_type, joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, joined,
+        pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -26,9 +26,8 @@ from qdsl.runtime.gpu.triton import tl, triton
 # -- reference -------------------------------------------------------------------------------------------------------
 
 
-LEVELS = Table("f32", -1.0, -0.6962890625, -0.52490234375, -0.39501953125, -0.284423828125, -0.184814453125,
-        -0.091064453125, 0.0, 0.07958984375, 0.160888671875, 0.24609375, 0.337890625, 0.440673828125, 0.5625,
-        0.72314453125, 1.0)
+LEVELS = Table("f32", -1.0, -0.6962890625, -0.52490234375, -0.39501953125, -0.284423828125, -0.184814453125, -0.091064453125, 0.0,
+        0.07958984375, 0.160888671875, 0.24609375, 0.337890625, 0.440673828125, 0.5625, 0.72314453125, 1.0)
 
 
 def unpack_openvino(weight: Tensor, scale: Tensor) -> dict[str, Tensor]:
@@ -66,8 +65,8 @@ def decode(s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, group: int) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block; codes of the levels nearest to w *
-    (1 / scale).
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block; codes of the levels nearest to w * (1 /
+    scale).
     """
     q, s = unit_level(weight, code="u4", scale="f16", rows=1, columns=group, axes=2, level=LEVELS)
     return {"q": q, "s": s}
@@ -120,17 +119,14 @@ def _table_planar(g, N, F: tl.constexpr):
         return codebook.table(g, N, 0x0, 0x52339200, 0xd4ea8d, 0x68e02618, 0xc9800d, -0x4d4b4a48, 0xa9adb0, 0x312f2d29,
             0x38353433)
     else:
-        return codebook.table(g, N, 0x0, -0x35f9cd80, 0xba3d92, -0x5283da5d, -0x7fc6ef1e, -0x41404041, 0xbdbebe,
-            0x3e3e3e3d, 0x3f3f3f3e)
+        return codebook.table(g, N, 0x0, -0x35f9cd80, 0xba3d92, -0x5283da5d, -0x7fc6ef1e, -0x41404041, 0xbdbebe, 0x3e3e3e3d,
+            0x3f3f3f3e)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("f16", "N", "ceil(K/group)"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"s": Field("f16", "N", "ceil(K/group)"), "q": Field("u4", "N", "K")},
     storages={
         "openvino": Storage(unpack=unpack_openvino, pack=pack_openvino, tensors={
             "weight": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
@@ -142,8 +138,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.float_entries_of_16, table=_table_planar, scale=group_sums.scaled,
-                    group_fields=(GroupField("s", 1, "group"),), blocks=("group",), size=32, width=8, bits=0,
-                    unit=(2.0, 1.0), base=(0, 0), zero=(0, 0)))),
+                    group_fields=(GroupField("s", 1, "group"),), blocks=("group",), size=32, width=8, bits=0, unit=(2.0, 1.0),
+                    base=(0, 0), zero=(0, 0)))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(K/group)"),
 )

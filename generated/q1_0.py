@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import meansign
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
-        as_type, empty, joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
+        empty, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -45,20 +45,17 @@ def unpack_planar(q: Tensor, d: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/512)]; d float16 [N, K/128]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "d": d,
-        "q": torch.stack([q_bytes & 1, q_bytes >> 1 & 1, q_bytes >> 2 & 1, q_bytes >> 3 & 1, q_bytes >> 4 & 1, q_bytes
-            >> 5 & 1, q_bytes >> 6 & 1, q_bytes >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3, 4,
-            6).flatten(1)[:, :K],
-    }
+    return {"d": d,
+            "q": torch.stack([q_bytes & 1, q_bytes >> 1 & 1, q_bytes >> 2 & 1, q_bytes >> 3 & 1, q_bytes >> 4 & 1, q_bytes >> 5
+                & 1, q_bytes >> 6 & 1, q_bytes >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]}
 
 
 def pack_planar(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, d of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 4, 4, 2, 2, 4, 2))
-    r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 1 | q_split[:, :, 1, :, :, 0] << 2
-        | q_split[:, :, 1, :, :, 1] << 3 | q_split[:, :, 2, :, :, 0] << 4 | q_split[:, :, 2, :, :, 1] << 5
-        | q_split[:, :, 3, :, :, 0] << 6 | q_split[:, :, 3, :, :, 1] << 7).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 1 | q_split[:, :, 1, :, :, 0] << 2 | q_split[:, :, 1, :, :, 1]
+        << 3 | q_split[:, :, 2, :, :, 0] << 4 | q_split[:, :, 2, :, :, 1] << 5 | q_split[:, :, 3, :, :, 0] << 6
+        | q_split[:, :, 3, :, :, 1] << 7).permute(0, 1, 4, 2, 5, 3).flatten(2)
     return {"q": as_type(r, torch.int32).flatten(1), "d": d}
 
 
@@ -71,9 +68,7 @@ def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = the mean magnitude of the block; a code says that the weight is not
-    negative.
-    """
+    """Fields for a float weight [N, K]: scale = the mean magnitude of the block; a code says that the weight is not negative."""
     q, d = meansign(weight, code="u1", scale="f16", rows=1, columns=128, axes=2)
     return {"q": q, "d": d}
 
@@ -115,8 +110,7 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
                     inside = live & (512 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
                     d1 = tl.load(d + 4 * t + h, inside, 0).to(tl.float32)
                     q1 = (q_word >> 16 * c + 8 * i + 2 * h + j & 1).to(tl.int32)
-                    state = use(state, 512 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, d1
-                        * (2 * q1 - 1), inside)
+                    state = use(state, 512 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, d1 * (2 * q1 - 1), inside)
     return state
 
 
@@ -131,10 +125,7 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/128"),
-        "q": Field("u1", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/128"), "q": Field("u1", "N", "K")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "18*K/128", bits=("d[1@0, 18@1]", "q+16[1@0, 8:1 16:1@1 18@1]")),
@@ -144,8 +135,8 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/128", bits=("d[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/512)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_1,
-                    numbers=bitplanes.u1, scale=_scale_planar, group_fields=(GroupField("d", 1, 128),),
-                    blocks=("128",), width=1, bits=1, sums_in_tile_gemm=True, spans=(2,)))),
+                    numbers=bitplanes.u1, scale=_scale_planar, group_fields=(GroupField("d", 1, 128),), blocks=("128",), width=1,
+                    bits=1, sums_in_tile_gemm=True, spans=(2,)))),
     },
     decode=decode, encode=encode,
 )

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
-        as_type, empty, joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
+        empty, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -47,18 +47,16 @@ def unpack_planar(q: Tensor, d: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/256)]; d float16 [N, K/64]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "d": d,
-        "q": torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2,
-            (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K],
-    }
+    return {"d": d,
+            "q": torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2, (2, 2)).permute(0,
+                1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]}
 
 
 def pack_planar(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, d of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
-    r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
-        | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4 | q_split[:, :, 1, :, :, 1]
+        << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
     return {"q": as_type(r, torch.int32).flatten(1), "d": d}
 
 
@@ -71,9 +69,7 @@ def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
-    ties, least.
-    """
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by, ties, least."""
     q, d = absmax(weight, code="u2", scale="f16", rows=1, columns=64, axes=2, offset=1,
             **{"divisor": 1, "by": "exact", "ties": "away", **options})
     return {"q": q, "d": d}
@@ -132,10 +128,7 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/64"),
-        "q": Field("u2", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/64"), "q": Field("u2", "N", "K")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "18*K/64", bits=("d[1@0, 18@1]", "q+16[1@0, 4:2 16:1@1 18@1]")),
@@ -145,13 +138,12 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/64", bits=("d[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2,
-                    numbers=bitplanes.u2, scale=_scale_planar, group_fields=(GroupField("d", 1, 64),), blocks=("64",),
-                    size=32, width=2, bits=2, zero=(-1, -129), exact=True, spans=(4,)))),
+                    numbers=bitplanes.u2, scale=_scale_planar, group_fields=(GroupField("d", 1, 64),), blocks=("64",), size=32,
+                    width=2, bits=2, zero=(-1, -129), exact=True, spans=(4,)))),
     },
     decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
-    scheme="absmax", roles={"code": "q", "scale": "d"},
-    settings={"divisor": 1, "by": "exact", "ties": "away", "offset": 1},
+    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
+    roles={"code": "q", "scale": "d"}, settings={"divisor": 1, "by": "exact", "ties": "away", "offset": 1},
 )
 
 FORMAT = Format(

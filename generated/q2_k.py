@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
-        as_type, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
+        workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -33,13 +33,9 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 84*K/256]."""
     r = blocks.unflatten(-1, (-1, 84))
     q_bytes = r[..., 16:80].unflatten(-1, (2, 32)).contiguous()
-    return {
-        "d": as_type(r, torch.float16)[..., 40],
-        "dmin": as_type(r, torch.float16)[..., 41],
-        "sc": (r[..., 0:16] & 15).flatten(1),
-        "mn": (r[..., 0:16] >> 4).flatten(1),
-        "q": torch.stack([q_bytes >> 2 * i & 3 for i in range(4)], -2).flatten(1),
-    }
+    return {"d": as_type(r, torch.float16)[..., 40], "dmin": as_type(r, torch.float16)[..., 41],
+            "sc": (r[..., 0:16] & 15).flatten(1), "mn": (r[..., 0:16] >> 4).flatten(1),
+            "q": torch.stack([q_bytes >> 2 * i & 3 for i in range(4)], -2).flatten(1)}
 
 
 def pack_gguf(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -55,19 +51,14 @@ def pack_gguf(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dic
 
 
 def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/256)]; d float16 [N, K/256]; sc uint8 [N, K/16]; dmin float16 [N, K/256]; mn
-    uint8 [N, K/16].
+    """Fields of q int32 [N, 16*ceil(K/256)]; d float16 [N, K/256]; sc uint8 [N, K/16]; dmin float16 [N, K/256]; mn uint8 [N,
+    K/16].
     """
     q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_bytes.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "d": d,
-        "dmin": dmin,
-        "sc": sc & 15,
-        "mn": mn & 15,
-        "q": torch.stack([q_bytes2 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 6], -5).unflatten(2,
-            (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1),
-    }
+    return {"d": d, "dmin": dmin, "sc": sc & 15, "mn": mn & 15,
+            "q": torch.stack([q_bytes2 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 6], -5).unflatten(2,
+                (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)}
 
 
 def pack_planar(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -79,18 +70,13 @@ def pack_planar(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> d
     sc_bytes[...] = sc.unsqueeze(-1)
     mn_bytes = torch.zeros(mn.shape[0], mn.shape[1], 1, dtype=torch.uint8, device=mn.device)
     mn_bytes[...] = mn.unsqueeze(-1)
-    return {
-        "q": as_type(q_bytes, torch.int32).flatten(1),
-        "d": d,
-        "sc": sc_bytes.squeeze(-1),
-        "dmin": dmin,
-        "mn": mn_bytes.squeeze(-1),
-    }
+    return {"q": as_type(q_bytes, torch.int32).flatten(1), "d": d, "sc": sc_bytes.squeeze(-1), "dmin": dmin,
+            "mn": mn_bytes.squeeze(-1)}
 
 
 def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * sc * q - dmin * mn.  d [N, K/256], dmin [N,
-    K/256], sc [N, K/16], mn [N, K/16], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * sc * q - dmin * mn.  d [N, K/256], dmin [N, K/256], sc [N,
+    K/16], mn [N, K/16], q [N, K].
     """
     out = out if out is None else out.unflatten(1, (-1, 16, 16))
     d = d.float()[..., None, None]
@@ -104,11 +90,11 @@ def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tens
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale and min by search for the least error; both in steps of the
-    super-block's largest.  importance: float32 [K].
+    """Fields for a float weight [N, K]: scale and min by search for the least error; both in steps of the super-block's
+    largest.  importance: float32 [K].
     """
-    q, sc, mn, d, dmin = kquant_minmax(weight, code="u2", scale="u4", min="u4", super_scale="f16", super_min="f16",
-            columns=16, super_columns=256, first=-0.5, step=0.1, steps=15, errors="magnitudes", importance=importance)
+    q, sc, mn, d, dmin = kquant_minmax(weight, code="u2", scale="u4", min="u4", super_scale="f16", super_min="f16", columns=16,
+            super_columns=256, first=-0.5, step=0.1, steps=15, errors="magnitudes", importance=importance)
     return {"q": q, "sc": sc, "mn": mn, "d": d, "dmin": dmin}
 
 
@@ -157,26 +143,20 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
             for j in tl.static_range(2):
                 for c in tl.static_range(2):
                     q1 = q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3
-                    state = use(state, 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, d1 * sc1 * q1 - dmin1
-                        * mn1, live)
+                    state = use(state, 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, d1 * sc1 * q1 - dmin1 * mn1, live)
     return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/256"),
-        "dmin": Field("f16", "N", "K/256"),
-        "sc": Field("u4", "N", "K/16"),
-        "mn": Field("u4", "N", "K/16"),
-        "q": Field("u2", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/256"), "dmin": Field("f16", "N", "K/256"), "sc": Field("u4", "N", "K/16"),
+            "mn": Field("u4", "N", "K/16"), "q": Field("u2", "N", "K")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "84*K/256",
-                bits=("sc[1@0, 16:1@1 84@1]", "mn+4[1@0, 16:1@1 84@1]", "q+128[1@0, 32:1@1 4:2 2:32@1 84@1]",
-                "d+640[1@0, 84@1]", "dmin+656[1@0, 84@1]")),
+                bits=("sc[1@0, 16:1@1 84@1]", "mn+4[1@0, 16:1@1 84@1]", "q+128[1@0, 32:1@1 4:2 2:32@1 84@1]", "d+640[1@0, 84@1]",
+                "dmin+656[1@0, 84@1]")),
         }, kernels=Kernels(_decode_gguf, rows="N", units="K/4", last="k")),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
             "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
-        as_type, empty, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
+        empty, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -57,27 +57,23 @@ def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, K: int) -> dict[str, Tensor]:
-    """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, K/256]; sc uint8 [N,
-    K/16].
-    """
+    """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, K/256]; sc uint8 [N, K/16]."""
     q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
-    q_low = torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2,
-        (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)
+    q_low = torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2, (2, 2)).permute(0, 1,
+        2, 5, 7, 3, 4, 6).flatten(1)
     q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
-    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1
-        & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 7], -5).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6,
-        8, 4, 5, 7).flatten(1)[:, :K]
+    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1 & 1, q_bytes2 >> 3
+        & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 7], -5).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6, 8, 4, 5, 7).flatten(1)[:, :K]
     return {"d": d, "sc": sc & 63, "q": q_low | q_high << 2}
 
 
 def pack_planar(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q_0, q_1, d, sc of the fields; the inverse of unpack_planar."""
     q_split = q.unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
-    q_0_bytes = ((q_split[:, :, 0, :, :, 0] & 3) | (q_split[:, :, 0, :, :, 1] & 3) << 2
-        | (q_split[:, :, 1, :, :, 0] & 3) << 4 | (q_split[:, :, 1, :, :, 1] & 3)
-        << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_0_bytes = ((q_split[:, :, 0, :, :, 0] & 3) | (q_split[:, :, 0, :, :, 1] & 3) << 2 | (q_split[:, :, 1, :, :, 0] & 3) << 4
+        | (q_split[:, :, 1, :, :, 1] & 3) << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
     q_split2 = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 2, 2, 4, 2, 2, 4, 2))
     q_1_bytes = ((q_split2[:, :, 0, 0, :, :, 0] >> 2) | (q_split2[:, :, 0, 0, :, :, 1] >> 2) << 2
         | (q_split2[:, :, 0, 1, :, :, 0] >> 2) << 4 | (q_split2[:, :, 0, 1, :, :, 1] >> 2) << 6
@@ -86,17 +82,13 @@ def pack_planar(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
         << 7).permute(0, 1, 4, 2, 5, 3).flatten(2)
     sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
     sc_bytes[...] = sc.unsqueeze(-1)
-    return {
-        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
-        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
-        "d": d,
-        "sc": sc_bytes.squeeze(-1),
-    }
+    return {"q_0": as_type(q_0_bytes, torch.int32).flatten(1), "q_1": as_type(q_1_bytes, torch.int32).flatten(1), "d": d,
+            "sc": sc_bytes.squeeze(-1)}
 
 
 def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * (sc - 32) * (q - 4).  d [N, K/256], sc [N,
-    K/16], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * (sc - 32) * (q - 4).  d [N, K/256], sc [N, K/16], q [N,
+    K].
     """
     out = out if out is None else out.unflatten(1, (-1, 16, 16))
     d = d.float()[..., None, None]
@@ -106,11 +98,11 @@ def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tenso
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale by search for the least error; in steps of the super-block's largest,
-    sign and all.  importance: float32 [K].
+    """Fields for a float weight [N, K]: scale by search for the least error; in steps of the super-block's largest, sign and
+    all.  importance: float32 [K].
     """
-    q, sc, d = kquant_signmax(weight, code="u3", scale="u6", super_scale="f16", columns=16, super_columns=256,
-            by="exchange", spread=2, scale_offset=32, offset=4, importance=importance)
+    q, sc, d = kquant_signmax(weight, code="u3", scale="u6", super_scale="f16", columns=16, super_columns=256, by="exchange",
+            spread=2, scale_offset=32, offset=4, importance=importance)
     return {"q": q, "sc": sc, "d": d}
 
 
@@ -157,8 +149,7 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
         + k % 512 // 32 % 4, live,
         0) >> 16 * (k % 512 % 2) + 8 * (k % 512 // 16 % 2) + 4 * (k % 512 // 128 % 2) + 2 * (k % 512 // 8 % 2) + k % 512 // 256 & 1
     q = (q_low | q_high << 2).to(tl.int32)
-    state = use(state, k, d1 * (sc1 - 32) * (q - 4), live)
-    return state
+    return use(state, k, d1 * (sc1 - 32) * (q - 4), live)
 
 
 @triton.jit
@@ -172,11 +163,7 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/256"),
-        "sc": Field("u6", "N", "K/16"),
-        "q": Field("u3", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/256"), "sc": Field("u6", "N", "K/16"), "q": Field("u3", "N", "K")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "110*K/256",
@@ -185,8 +172,7 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k")),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q_0": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(0):2[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
-            "q_1": Stored("i32", "N", "16*ceil(K/512)",
-                bits=("q.at(2):1[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 2:1 16@1]",)),
+            "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(2):1[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 2:1 16@1]",)),
             "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
             "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",

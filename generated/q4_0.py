@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import signmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
-        as_type, empty, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
+        empty, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -52,10 +52,8 @@ def unpack_q4_0_r8(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N/8, 144*K/32]."""
     r = blocks.unflatten(-1, (-1, 144))
     q_bytes = r[..., 16:144].unflatten(-1, (4, 8, 4)).contiguous()
-    return {
-        "d": as_type(r, torch.float16)[..., 0:8].permute(0, 2, 1).flatten(0, 1),
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(1),
-    }
+    return {"d": as_type(r, torch.float16)[..., 0:8].permute(0, 2, 1).flatten(0, 1),
+            "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(1)}
 
 
 def pack_q4_0_r8(d: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -71,10 +69,8 @@ def unpack_q4_0_4_4(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N/4, 72*K/32]."""
     r = blocks.unflatten(-1, (-1, 72))
     q_bytes = r[..., 8:72].unflatten(-1, (4, 4, 4)).contiguous()
-    return {
-        "d": as_type(r, torch.float16)[..., 0:4].permute(0, 2, 1).flatten(0, 1),
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(1) + 8 & 15,
-    }
+    return {"d": as_type(r, torch.float16)[..., 0:4].permute(0, 2, 1).flatten(0, 1),
+            "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(1) + 8 & 15}
 
 
 def pack_q4_0_4_4(d: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -90,10 +86,8 @@ def unpack_q4_0_4_8(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N/4, 72*K/32]."""
     r = blocks.unflatten(-1, (-1, 72))
     q_bytes = r[..., 8:72].unflatten(-1, (2, 4, 8)).contiguous()
-    return {
-        "d": as_type(r, torch.float16)[..., 0:4].permute(0, 2, 1).flatten(0, 1),
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(1) + 8 & 15,
-    }
+    return {"d": as_type(r, torch.float16)[..., 0:4].permute(0, 2, 1).flatten(0, 1),
+            "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(1) + 8 & 15}
 
 
 def pack_q4_0_4_8(d: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -109,10 +103,8 @@ def unpack_q4_0_8_8(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N/8, 144*K/32]."""
     r = blocks.unflatten(-1, (-1, 144))
     q_bytes = r[..., 16:144].unflatten(-1, (2, 8, 8)).contiguous()
-    return {
-        "d": as_type(r, torch.float16)[..., 0:8].permute(0, 2, 1).flatten(0, 1),
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(1) + 8 & 15,
-    }
+    return {"d": as_type(r, torch.float16)[..., 0:8].permute(0, 2, 1).flatten(0, 1),
+            "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 4, 1, 2, 3, 5).flatten(0, 1).flatten(1) + 8 & 15}
 
 
 def pack_q4_0_8_8(d: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -147,11 +139,11 @@ def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = the value of largest magnitude, sign and all, / divisor.
-    importance: float32 [K].  options: by, ties.
+    """Fields for a float weight [N, K]: scale = the value of largest magnitude, sign and all, / divisor.  importance: float32
+    [K].  options: by, ties.
     """
-    q, d = signmax(weight, code="u4", scale="f16", rows=1, columns=32, axes=2, divisor=-8, offset=8,
-            importance=importance, **{"by": "exact", "ties": "up", **options})
+    q, d = signmax(weight, code="u4", scale="f16", rows=1, columns=32, axes=2, divisor=-8, offset=8, importance=importance,
+            **{"by": "exact", "ties": "up", **options})
     return {"q": q, "d": d}
 
 
@@ -183,8 +175,7 @@ def _decode_q4_0_r8(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     d = tl.load(blocks_f16 + 72 * (k // 32) + n % 8, live, 0).to(tl.float32)
     q = (tl.load(blocks + 144 * (k // 32) + 32 * (k % 32 // 4 % 4) + 4 * (n % 8) + k % 32 % 4 + 16, live, 0) >> 4
         * (k % 32 // 16) & 15).to(tl.int32)
-    state = use(state, k, d * (q - 8), live)
-    return state
+    return use(state, k, d * (q - 8), live)
 
 
 @triton.jit
@@ -194,11 +185,9 @@ def _decode_q4_0_4_4(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state)
     blocks += 72 * (n // 4 * (K // 32))
     blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
     d = tl.load(blocks_f16 + 36 * (k // 32) + n % 4, live, 0).to(tl.float32)
-    q_word = tl.load(blocks + 72 * (k // 32) + 16 * (k % 32 // 4 % 4) + 4 * (n % 4) + k % 32 % 4
-        + 8, live, 0).to(tl.int32)
+    q_word = tl.load(blocks + 72 * (k // 32) + 16 * (k % 32 // 4 % 4) + 4 * (n % 4) + k % 32 % 4 + 8, live, 0).to(tl.int32)
     q = ((q_word >> 4 * (k % 32 // 16) & 15) + 8 & 15).to(tl.int32)
-    state = use(state, k, d * (q - 8), live)
-    return state
+    return use(state, k, d * (q - 8), live)
 
 
 @triton.jit
@@ -208,11 +197,9 @@ def _decode_q4_0_4_8(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state)
     blocks += 72 * (n // 4 * (K // 32))
     blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
     d = tl.load(blocks_f16 + 36 * (k // 32) + n % 4, live, 0).to(tl.float32)
-    q_word = tl.load(blocks + 72 * (k // 32) + 32 * (k % 32 // 8 % 2) + 8 * (n % 4) + k % 32 % 8
-        + 8, live, 0).to(tl.int32)
+    q_word = tl.load(blocks + 72 * (k // 32) + 32 * (k % 32 // 8 % 2) + 8 * (n % 4) + k % 32 % 8 + 8, live, 0).to(tl.int32)
     q = ((q_word >> 4 * (k % 32 // 16) & 15) + 8 & 15).to(tl.int32)
-    state = use(state, k, d * (q - 8), live)
-    return state
+    return use(state, k, d * (q - 8), live)
 
 
 @triton.jit
@@ -222,11 +209,9 @@ def _decode_q4_0_8_8(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state)
     blocks += 144 * (n // 8 * (K // 32))
     blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
     d = tl.load(blocks_f16 + 72 * (k // 32) + n % 8, live, 0).to(tl.float32)
-    q_word = tl.load(blocks + 144 * (k // 32) + 64 * (k % 32 // 8 % 2) + 8 * (n % 8) + k % 32 % 8
-        + 16, live, 0).to(tl.int32)
+    q_word = tl.load(blocks + 144 * (k // 32) + 64 * (k % 32 // 8 % 2) + 8 * (n % 8) + k % 32 % 8 + 16, live, 0).to(tl.int32)
     q = ((q_word >> 4 * (k % 32 // 16) & 15) + 8 & 15).to(tl.int32)
-    state = use(state, k, d * (q - 8), live)
-    return state
+    return use(state, k, d * (q - 8), live)
 
 
 @triton.jit
@@ -261,10 +246,7 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/32"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "18*K/32", bits=("d[1@0, 18@1]", "q+16[1@0, 16:1@1 2:4 18@1]")),
@@ -287,8 +269,8 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
-                    numbers=bitplanes.u4, scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",),
-                    size=32, zero=(-8, -136), exact=True))),
+                    numbers=bitplanes.u4, scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",), size=32,
+                    zero=(-8, -136), exact=True))),
     },
     decode=decode, encode=encode, importance=True,
     options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")}, scheme="signmax",

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import affine
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
-        as_type, empty, pad, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
+        empty, pad, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -31,11 +31,8 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 20*K/32]."""
     r = blocks.unflatten(-1, (-1, 20))
     q_bytes = r[..., 4:20].contiguous()
-    return {
-        "d": as_type(r, torch.float16)[..., 0],
-        "m": as_type(r, torch.float16)[..., 1],
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1),
-    }
+    return {"d": as_type(r, torch.float16)[..., 0], "m": as_type(r, torch.float16)[..., 1],
+            "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)}
 
 
 def pack_gguf(d: Tensor, m: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -52,11 +49,7 @@ def unpack_planar(q: Tensor, d: Tensor, m: Tensor, *, K: int) -> dict[str, Tenso
     """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, K/32]; m float16 [N, K/32]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "d": d,
-        "m": m,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-    }
+    return {"d": d, "m": m, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]}
 
 
 def pack_planar(d: Tensor, m: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -78,8 +71,8 @@ def decode(d: Tensor, m: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: min = the least weight of the block; scale = its range / (2^bits - 1).
-    importance: float32 [K].
+    """Fields for a float weight [N, K]: min = the least weight of the block; scale = its range / (2^bits - 1).  importance:
+    float32 [K].
     """
     q, d, m = affine(weight, code="u4", scale="f16", min="f16", rows=1, columns=32, axes=2, importance=importance)
     return {"q": q, "d": d, "m": m}
@@ -130,15 +123,10 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/32"),
-        "m": Field("f16", "N", "K/32"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/32"), "m": Field("f16", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
-            "blocks": Stored("u8", "N", "20*K/32",
-                bits=("d[1@0, 20@1]", "m+16[1@0, 20@1]", "q+32[1@0, 16:1@1 2:4 20@1]")),
+            "blocks": Stored("u8", "N", "20*K/32", bits=("d[1@0, 20@1]", "m+16[1@0, 20@1]", "q+32[1@0, 16:1@1 2:4 20@1]")),
         }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k")),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),

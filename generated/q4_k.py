@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Records, Storage, Stored, Variant,
-        as_float, as_type, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Records, Storage, Stored, Variant, as_float,
+        as_type, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, gemv_records, group_sums, records, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -39,13 +39,8 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     mn_bytes = r[..., 8:12].contiguous()
     mn_high = torch.stack([mn_bytes >> 4 & 3, mn_bytes >> 6], -2).flatten(1)
     q_bytes = r[..., 16:144].unflatten(-1, (4, 32)).contiguous()
-    return {
-        "d": as_type(r, torch.float16)[..., 0],
-        "dmin": as_type(r, torch.float16)[..., 1],
-        "sc": sc_low | sc_high << 4,
-        "mn": mn_low | mn_high << 4,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1),
-    }
+    return {"d": as_type(r, torch.float16)[..., 0], "dmin": as_type(r, torch.float16)[..., 1], "sc": sc_low | sc_high << 4,
+            "mn": mn_low | mn_high << 4, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)}
 
 
 def pack_gguf(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -66,18 +61,13 @@ def pack_gguf(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dic
 
 
 def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, K/256]; sc uint8 [N, K/32]; dmin float16 [N, K/256]; mn
-    uint8 [N, K/32].
+    """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, K/256]; sc uint8 [N, K/32]; dmin float16 [N, K/256]; mn uint8 [N,
+    K/32].
     """
     q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_bytes.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "d": d,
-        "dmin": dmin,
-        "sc": sc & 63,
-        "mn": mn & 63,
-        "q": torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1),
-    }
+    return {"d": d, "dmin": dmin, "sc": sc & 63, "mn": mn & 63,
+            "q": torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)}
 
 
 def pack_planar(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -88,18 +78,13 @@ def pack_planar(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> d
     sc_bytes[...] = sc.unsqueeze(-1)
     mn_bytes = torch.zeros(mn.shape[0], mn.shape[1], 1, dtype=torch.uint8, device=mn.device)
     mn_bytes[...] = mn.unsqueeze(-1)
-    return {
-        "q": as_type(q_bytes, torch.int32).flatten(1),
-        "d": d,
-        "sc": sc_bytes.squeeze(-1),
-        "dmin": dmin,
-        "mn": mn_bytes.squeeze(-1),
-    }
+    return {"q": as_type(q_bytes, torch.int32).flatten(1), "d": d, "sc": sc_bytes.squeeze(-1), "dmin": dmin,
+            "mn": mn_bytes.squeeze(-1)}
 
 
 def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * sc * q - dmin * mn.  d [N, K/256], dmin [N,
-    K/256], sc [N, K/32], mn [N, K/32], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * sc * q - dmin * mn.  d [N, K/256], dmin [N, K/256], sc [N,
+    K/32], mn [N, K/32], q [N, K].
     """
     out = out if out is None else out.unflatten(1, (-1, 8, 32))
     d = d.float()[..., None, None]
@@ -113,11 +98,11 @@ def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tens
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale and min by search for the least error; both in steps of the
-    super-block's largest.  importance: float32 [K].
+    """Fields for a float weight [N, K]: scale and min by search for the least error; both in steps of the super-block's
+    largest.  importance: float32 [K].
     """
-    q, sc, mn, d, dmin = kquant_minmax(weight, code="u4", scale="u6", min="u6", super_scale="f16", super_min="f16",
-            columns=32, super_columns=256, first=-1, step=0.1, steps=20, spread=2, importance=importance)
+    q, sc, mn, d, dmin = kquant_minmax(weight, code="u4", scale="u6", min="u6", super_scale="f16", super_min="f16", columns=32,
+            super_columns=256, first=-1, step=0.1, steps=20, spread=2, importance=importance)
     return {"q": q, "sc": sc, "mn": mn, "d": d, "dmin": dmin}
 
 
@@ -195,13 +180,8 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/256"),
-        "dmin": Field("f16", "N", "K/256"),
-        "sc": Field("u6", "N", "K/32"),
-        "mn": Field("u6", "N", "K/32"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/256"), "dmin": Field("f16", "N", "K/256"), "sc": Field("u6", "N", "K/32"),
+            "mn": Field("u6", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "144*K/256"),

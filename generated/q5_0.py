@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import signmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
-        as_type, empty, joined, pad, spread)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
+        empty, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -55,28 +55,21 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, *, K: int) -> dict[str, T
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]
     q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
-    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 1 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 2
-        & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3,
-        4, 6).flatten(1)[:, :K]
+    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 1 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 6
+        & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
     return {"d": d, "q": q_low | q_high << 4}
 
 
 def pack_planar(d: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q_0, q_1, d of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
-    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15)
-        << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15) << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
     q_split2 = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 4, 4, 2, 2, 4, 2))
-    q_1_bytes = ((q_split2[:, :, 0, :, :, 0] >> 4) | (q_split2[:, :, 0, :, :, 1] >> 4) << 4
-        | (q_split2[:, :, 1, :, :, 0] >> 4) << 1 | (q_split2[:, :, 1, :, :, 1] >> 4) << 5
-        | (q_split2[:, :, 2, :, :, 0] >> 4) << 2 | (q_split2[:, :, 2, :, :, 1] >> 4) << 6
-        | (q_split2[:, :, 3, :, :, 0] >> 4) << 3 | (q_split2[:, :, 3, :, :, 1] >> 4)
+    q_1_bytes = ((q_split2[:, :, 0, :, :, 0] >> 4) | (q_split2[:, :, 0, :, :, 1] >> 4) << 4 | (q_split2[:, :, 1, :, :, 0] >> 4)
+        << 1 | (q_split2[:, :, 1, :, :, 1] >> 4) << 5 | (q_split2[:, :, 2, :, :, 0] >> 4) << 2
+        | (q_split2[:, :, 2, :, :, 1] >> 4) << 6 | (q_split2[:, :, 3, :, :, 0] >> 4) << 3 | (q_split2[:, :, 3, :, :, 1] >> 4)
         << 7).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
-        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
-        "d": d,
-    }
+    return {"q_0": as_type(q_0_bytes, torch.int32).flatten(1), "q_1": as_type(q_1_bytes, torch.int32).flatten(1), "d": d}
 
 
 def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -88,11 +81,11 @@ def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = the value of largest magnitude, sign and all, / divisor.
-    importance: float32 [K].  options: by, ties.
+    """Fields for a float weight [N, K]: scale = the value of largest magnitude, sign and all, / divisor.  importance: float32
+    [K].  options: by, ties.
     """
-    q, d = signmax(weight, code="u5", scale="f16", rows=1, columns=32, axes=2, divisor=-16, offset=16,
-            importance=importance, **{"by": "exact", "ties": "up", **options})
+    q, d = signmax(weight, code="u5", scale="f16", rows=1, columns=32, axes=2, divisor=-16, offset=16, importance=importance,
+            **{"by": "exact", "ties": "up", **options})
     return {"q": q, "d": d}
 
 
@@ -131,8 +124,7 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
         + k % 512 // 32 % 4, live, 0) >> 16 * (k % 512 % 2) + 4 * (k % 512 // 8 % 4) + k % 512 // 128 & 1
     q = (q_low | q_high << 4).to(tl.int32)
-    state = use(state, k, d1 * (q - 16), live)
-    return state
+    return use(state, k, d1 * (q - 16), live)
 
 
 @triton.jit
@@ -147,10 +139,7 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/32"),
-        "q": Field("u5", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/32"), "q": Field("u5", "N", "K")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "22*K/32",
@@ -162,8 +151,8 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5,
-                    numbers=bitplanes.u5, scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",),
-                    size=32, width=4, bits=5, zero=(-16, -144), exact=True, spans=(0, 1)))),
+                    numbers=bitplanes.u5, scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",), size=32,
+                    width=4, bits=5, zero=(-16, -144), exact=True, spans=(0, 1)))),
     },
     decode=decode, encode=encode, importance=True,
     options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")}, scheme="signmax",

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_minmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
-        as_type, pad, workspace)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, pad,
+        workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -42,13 +42,8 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)
     q_bytes2 = r[..., 16:48].contiguous()
     q_high = torch.stack([q_bytes2 >> 1 * i & 1 for i in range(8)], -2).flatten(1)
-    return {
-        "d": as_type(r, torch.float16)[..., 0],
-        "dmin": as_type(r, torch.float16)[..., 1],
-        "sc": sc_low | sc_high << 4,
-        "mn": mn_low | mn_high << 4,
-        "q": q_low | q_high << 4,
-    }
+    return {"d": as_type(r, torch.float16)[..., 0], "dmin": as_type(r, torch.float16)[..., 1], "sc": sc_low | sc_high << 4,
+            "mn": mn_low | mn_high << 4, "q": q_low | q_high << 4}
 
 
 def pack_gguf(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -70,50 +65,40 @@ def pack_gguf(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dic
     return {"blocks": r.flatten(1)}
 
 
-def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor, *,
-        K: int) -> dict[str, Tensor]:
-    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, K/256]; sc uint8 [N,
-    K/32]; dmin float16 [N, K/256]; mn uint8 [N, K/32].
+def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, K/256]; sc uint8 [N, K/32]; dmin
+    float16 [N, K/256]; mn uint8 [N, K/32].
     """
     q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)
     q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
-    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 1 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 2
-        & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3,
-        4, 6).flatten(1)[:, :K]
+    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 1 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 6
+        & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
     return {"d": d, "dmin": dmin, "sc": sc & 63, "mn": mn & 63, "q": q_low | q_high << 4}
 
 
 def pack_planar(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q_0, q_1, d, sc, dmin, mn of the fields; the inverse of unpack_planar."""
     q_split = q.unflatten(-1, (-1, 4, 2, 2, 4, 2))
-    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15)
-        << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15) << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
     q_split2 = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 4, 4, 2, 2, 4, 2))
-    q_1_bytes = ((q_split2[:, :, 0, :, :, 0] >> 4) | (q_split2[:, :, 0, :, :, 1] >> 4) << 4
-        | (q_split2[:, :, 1, :, :, 0] >> 4) << 1 | (q_split2[:, :, 1, :, :, 1] >> 4) << 5
-        | (q_split2[:, :, 2, :, :, 0] >> 4) << 2 | (q_split2[:, :, 2, :, :, 1] >> 4) << 6
-        | (q_split2[:, :, 3, :, :, 0] >> 4) << 3 | (q_split2[:, :, 3, :, :, 1] >> 4)
+    q_1_bytes = ((q_split2[:, :, 0, :, :, 0] >> 4) | (q_split2[:, :, 0, :, :, 1] >> 4) << 4 | (q_split2[:, :, 1, :, :, 0] >> 4)
+        << 1 | (q_split2[:, :, 1, :, :, 1] >> 4) << 5 | (q_split2[:, :, 2, :, :, 0] >> 4) << 2
+        | (q_split2[:, :, 2, :, :, 1] >> 4) << 6 | (q_split2[:, :, 3, :, :, 0] >> 4) << 3 | (q_split2[:, :, 3, :, :, 1] >> 4)
         << 7).permute(0, 1, 4, 2, 5, 3).flatten(2)
     sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
     sc_bytes[...] = sc.unsqueeze(-1)
     mn_bytes = torch.zeros(mn.shape[0], mn.shape[1], 1, dtype=torch.uint8, device=mn.device)
     mn_bytes[...] = mn.unsqueeze(-1)
-    return {
-        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
-        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
-        "d": d,
-        "sc": sc_bytes.squeeze(-1),
-        "dmin": dmin,
-        "mn": mn_bytes.squeeze(-1),
-    }
+    return {"q_0": as_type(q_0_bytes, torch.int32).flatten(1), "q_1": as_type(q_1_bytes, torch.int32).flatten(1), "d": d,
+            "sc": sc_bytes.squeeze(-1), "dmin": dmin, "mn": mn_bytes.squeeze(-1)}
 
 
 def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * sc * q - dmin * mn.  d [N, K/256], dmin [N,
-    K/256], sc [N, K/32], mn [N, K/32], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * sc * q - dmin * mn.  d [N, K/256], dmin [N, K/256], sc [N,
+    K/32], mn [N, K/32], q [N, K].
     """
     out = out if out is None else out.unflatten(1, (-1, 8, 32))
     d = d.float()[..., None, None]
@@ -127,11 +112,11 @@ def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tens
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale and min by search for the least error; both in steps of the
-    super-block's largest.  importance: float32 [K].
+    """Fields for a float weight [N, K]: scale and min by search for the least error; both in steps of the super-block's
+    largest.  importance: float32 [K].
     """
-    q, sc, mn, d, dmin = kquant_minmax(weight, code="u5", scale="u6", min="u6", super_scale="f16", super_min="f16",
-            columns=32, super_columns=256, first=-0.5, step=0.1, steps=15, spread=2, importance=importance)
+    q, sc, mn, d, dmin = kquant_minmax(weight, code="u5", scale="u6", min="u6", super_scale="f16", super_min="f16", columns=32,
+            super_columns=256, first=-0.5, step=0.1, steps=15, spread=2, importance=importance)
     return {"q": q, "sc": sc, "mn": mn, "d": d, "dmin": dmin}
 
 
@@ -184,20 +169,14 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
         + k % 512 // 32 % 4, live, 0) >> 16 * (k % 512 % 2) + 4 * (k % 512 // 8 % 4) + k % 512 // 128 & 1
     q = q_low | q_high << 4
-    state = use(state, k, d1 * sc1 * q - dmin1 * mn1, live)
-    return state
+    return use(state, k, d1 * sc1 * q - dmin1 * mn1, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/256"),
-        "dmin": Field("f16", "N", "K/256"),
-        "sc": Field("u6", "N", "K/32"),
-        "mn": Field("u6", "N", "K/32"),
-        "q": Field("u5", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/256"), "dmin": Field("f16", "N", "K/256"), "sc": Field("u6", "N", "K/32"),
+            "mn": Field("u6", "N", "K/32"), "q": Field("u5", "N", "K")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "176*K/256"),
@@ -213,8 +192,8 @@ VARIANT = Variant(
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5,
                     numbers=bitplanes.u5, scale=group_sums.nested_with_minimum,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6), GroupField("dmin", 1, 256),
-                    GroupField("mn", 1, 32, 6)), blocks=("256", "32"), size=32, width=4, bits=5,
-                    sums_in_tile_gemm=True, spans=(0, 1)))),
+                    GroupField("mn", 1, 32, 6)), blocks=("256", "32"), size=32, width=4, bits=5, sums_in_tile_gemm=True,
+                    spans=(0, 1)))),
     },
     decode=decode, encode=encode, importance=True,
 )

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kquant_signmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
-        as_type, empty)
+from qdsl.runtime import Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, empty
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -34,11 +33,8 @@ def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -2).flatten(1)
     q_bytes2 = r[..., 128:192].unflatten(-1, (2, 32)).contiguous()
     q_high = torch.stack([q_bytes2 >> 2 * i & 3 for i in range(4)], -2).flatten(1)
-    return {
-        "d": as_type(r, torch.float16)[..., 104],
-        "sc": as_type(r[..., 192:208], torch.int8).flatten(1),
-        "q": q_low | q_high << 4,
-    }
+    return {"d": as_type(r, torch.float16)[..., 104], "sc": as_type(r[..., 192:208], torch.int8).flatten(1),
+            "q": q_low | q_high << 4}
 
 
 def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -54,40 +50,30 @@ def pack_gguf(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor) -> dict[str, Tensor]:
-    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/256)]; d float16 [N, K/256]; sc int8 [N,
-    K/16].
-    """
+    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/256)]; d float16 [N, K/256]; sc int8 [N, K/16]."""
     q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)
     q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
-    q_high = torch.stack([q_bytes2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 6], -5).unflatten(2,
-        (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)
+    q_high = torch.stack([q_bytes2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 6], -5).unflatten(2, (2, 2)).permute(0,
+        1, 2, 5, 7, 3, 4, 6).flatten(1)
     return {"d": d, "sc": sc, "q": q_low | q_high << 4}
 
 
 def pack_planar(d: Tensor, sc: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q_0, q_1, d, sc of the fields; the inverse of unpack_planar."""
     q_split = q.unflatten(-1, (-1, 4, 2, 2, 4, 2))
-    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15)
-        << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15) << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
     q_split2 = q.unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
-    q_1_bytes = ((q_split2[:, :, 0, :, :, 0] >> 4) | (q_split2[:, :, 0, :, :, 1] >> 4) << 4
-        | (q_split2[:, :, 1, :, :, 0] >> 4) << 2 | (q_split2[:, :, 1, :, :, 1] >> 4)
-        << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
-        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
-        "d": d,
-        "sc": sc,
-    }
+    q_1_bytes = ((q_split2[:, :, 0, :, :, 0] >> 4) | (q_split2[:, :, 0, :, :, 1] >> 4) << 4 | (q_split2[:, :, 1, :, :, 0] >> 4)
+        << 2 | (q_split2[:, :, 1, :, :, 1] >> 4) << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    return {"q_0": as_type(q_0_bytes, torch.int32).flatten(1), "q_1": as_type(q_1_bytes, torch.int32).flatten(1), "d": d,
+            "sc": sc}
 
 
 def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * sc * (q - 32).  d [N, K/256], sc [N, K/16], q
-    [N, K].
-    """
+    """Weights [N, K], float32 rounded after each operation: w = d * sc * (q - 32).  d [N, K/256], sc [N, K/16], q [N, K]."""
     out = out if out is None else out.unflatten(1, (-1, 16, 16))
     d = d.float()[..., None, None]
     sc = sc.unflatten(1, (-1, 16)).unsqueeze(-1)
@@ -96,11 +82,11 @@ def decode(d: Tensor, sc: Tensor, q: Tensor, out: Tensor | None = None) -> Tenso
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale by search for the least error; in steps of the super-block's largest,
-    sign and all.  importance: float32 [K].
+    """Fields for a float weight [N, K]: scale by search for the least error; in steps of the super-block's largest, sign and
+    all.  importance: float32 [K].
     """
-    q, sc, d = kquant_signmax(weight, code="u6", scale="i8", super_scale="f16", columns=16, super_columns=256,
-            offset=32, importance=importance)
+    q, sc, d = kquant_signmax(weight, code="u6", scale="i8", super_scale="f16", columns=16, super_columns=256, offset=32,
+            importance=importance)
     return {"q": q, "sc": sc, "d": d}
 
 
@@ -144,8 +130,7 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     q_high = tl.load(q_1 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
         + k % 256 // 32 % 4, live, 0) >> 16 * (k % 256 % 2) + 4 * (k % 256 // 8 % 4) + 2 * (k % 256 // 128) & 3
     q = (q_low | q_high << 4).to(tl.int32)
-    state = use(state, k, d1 * sc1 * (q - 32), live)
-    return state
+    return use(state, k, d1 * sc1 * (q - 32), live)
 
 
 @triton.jit
@@ -159,11 +144,7 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/256"),
-        "sc": Field("i8", "N", "K/16"),
-        "q": Field("u6", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/256"), "sc": Field("i8", "N", "K/16"), "q": Field("u6", "N", "K")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "210*K/256",

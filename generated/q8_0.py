@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
-        as_type, empty, pad)
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
+        empty, pad)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -64,9 +64,7 @@ def decode(d: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
-    ties, least.
-    """
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by, ties, least."""
     q, d = absmax(weight, code="i8", scale="f16", rows=1, columns=32, axes=2,
             **{"divisor": 127, "by": "exact", "ties": "away", **options})
     return {"q": q, "d": d}
@@ -85,8 +83,7 @@ def _decode_gguf(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     h = k % 32
     d = tl.load(blocks_f16 + 17 * t, live, 0).to(tl.float32)
     q = tl.load(blocks + 34 * t + h + 2, live, 0).to(tl.int8, bitcast=True)
-    state = use(state, k, d * q, live)
-    return state
+    return use(state, k, d * q, live)
 
 
 @triton.jit
@@ -112,10 +109,7 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/32"),
-        "q": Field("i8", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/32"), "q": Field("i8", "N", "K")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "34*K/32", bits=("d[1@0, 34@1]", "q+16[1@0, 32:1@1 34@1]")),
@@ -125,13 +119,12 @@ VARIANT = Variant(
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
-                    numbers=bitplanes.i8, scale=group_sums.scaled_codes, group_fields=(GroupField("d", 1, 32),),
-                    blocks=("32",), size=32, width=8, bits=8, signed=True, base=(128, 2304), double=True,
-                    zero=(-128, -128)))),
+                    numbers=bitplanes.i8, scale=group_sums.scaled_codes, group_fields=(GroupField("d", 1, 32),), blocks=("32",),
+                    size=32, width=8, bits=8, signed=True, base=(128, 2304), double=True, zero=(-128, -128)))),
     },
     decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
-    scheme="absmax", roles={"code": "q", "scale": "d"}, settings={"divisor": 127, "by": "exact", "ties": "away"},
+    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
+    roles={"code": "q", "scale": "d"}, settings={"divisor": 127, "by": "exact", "ties": "away"},
 )
 
 FORMAT = Format(

@@ -29,11 +29,8 @@ from qdsl.runtime.gpu.triton import tl, triton
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 36*K/32]."""
     r = blocks.unflatten(-1, (-1, 36))
-    return {
-        "d": as_type(r, torch.float16)[..., 0],
-        "s": as_type(r, torch.float16)[..., 1],
-        "q": as_type(r[..., 4:36], torch.int8).flatten(1),
-    }
+    return {"d": as_type(r, torch.float16)[..., 0], "s": as_type(r, torch.float16)[..., 1],
+            "q": as_type(r[..., 4:36], torch.int8).flatten(1)}
 
 
 def pack_gguf(d: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -54,9 +51,7 @@ def decode(d: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor
 
 
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
-    ties, least.
-    """
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by, ties, least."""
     q, d, s = absmax(weight, code="i8", scale="f16", sums="f16", rows=1, columns=32, axes=2, sums_columns=32,
             **{"divisor": 127, "by": "exact", "ties": "away", **options})
     return {"q": q, "d": d, "s": s}
@@ -75,27 +70,21 @@ def _decode_gguf(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     h = k % 32
     d = tl.load(blocks_f16 + 18 * t, live, 0).to(tl.float32)
     q = tl.load(blocks + 36 * t + h + 4, live, 0).to(tl.int8, bitcast=True)
-    state = use(state, k, d * q, live)
-    return state
+    return use(state, k, d * q, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f16", "N", "K/32"),
-        "s": Field("f16", "N", "K/32"),
-        "q": Field("i8", "N", "K"),
-    },
+    fields={"d": Field("f16", "N", "K/32"), "s": Field("f16", "N", "K/32"), "q": Field("i8", "N", "K")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "36*K/32"),
         }, kernels=Kernels(_decode_gguf, rows="N", units="K", last="k")),
     },
     decode=decode, encode=encode,
-    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()},
-    scheme="absmax", roles={"code": "q", "scale": "d", "sums": "s"},
-    settings={"divisor": 127, "by": "exact", "ties": "away"},
+    options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "away", "up"), "least": ()}, scheme="absmax",
+    roles={"code": "q", "scale": "d", "sums": "s"}, settings={"divisor": 127, "by": "exact", "ties": "away"},
 )
 
 FORMAT = Format(

@@ -29,11 +29,9 @@ from qdsl.runtime.gpu.triton import tl, triton
 def unpack_gguf(blocks: Tensor) -> dict[str, Tensor]:
     """Fields of blocks uint8 [N, 292*K/256]."""
     r = blocks.unflatten(-1, (-1, 292))
-    return {
-        "d": as_type(r, torch.float32)[..., 0],
-        "bs": (((integer(r[..., 260:292].unflatten(-1, (16, 2))) & 65535).flatten(1).to(torch.int32)) ^ 32768) - 32768,
-        "q": as_type(r[..., 4:260], torch.int8).flatten(1),
-    }
+    return {"d": as_type(r, torch.float32)[..., 0],
+            "bs": (((integer(r[..., 260:292].unflatten(-1, (16, 2))) & 65535).flatten(1).to(torch.int32)) ^ 32768) - 32768,
+            "q": as_type(r[..., 4:260], torch.int8).flatten(1)}
 
 
 def pack_gguf(d: Tensor, bs: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -55,11 +53,9 @@ def decode(d: Tensor, bs: Tensor, q: Tensor, out: Tensor | None = None) -> Tenso
 
 
 def encode(weight: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = the value of largest magnitude, sign and all, / divisor.  options:
-    by, ties.
-    """
-    q, d, bs = signmax(weight, code="i8", scale="f32", sums="i16", rows=1, columns=256, axes=2, sums_columns=16,
-            divisor=-127, **{"by": "ratio", **options})
+    """Fields for a float weight [N, K]: scale = the value of largest magnitude, sign and all, / divisor.  options: by, ties."""
+    q, d, bs = signmax(weight, code="i8", scale="f32", sums="i16", rows=1, columns=256, axes=2, sums_columns=16, divisor=-127,
+            **{"by": "ratio", **options})
     return {"q": q, "d": d, "bs": bs}
 
 
@@ -76,26 +72,20 @@ def _decode_gguf(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     h = k % 256
     d = tl.load(blocks_f32 + 73 * t, live, 0)
     q = tl.load(blocks + 292 * t + h + 4, live, 0).to(tl.int8, bitcast=True)
-    state = use(state, k, d * q, live)
-    return state
+    return use(state, k, d * q, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "d": Field("f32", "N", "K/256"),
-        "bs": Field("i16", "N", "K/16"),
-        "q": Field("i8", "N", "K"),
-    },
+    fields={"d": Field("f32", "N", "K/256"), "bs": Field("i16", "N", "K/16"), "q": Field("i8", "N", "K")},
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "292*K/256"),
         }, kernels=Kernels(_decode_gguf, rows="N", units="K", last="k")),
     },
-    decode=decode, encode=encode,
-    options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")}, scheme="signmax",
-    roles={"code": "q", "scale": "d", "sums": "bs"}, settings={"divisor": -127, "by": "ratio"},
+    decode=decode, encode=encode, options={"by": ("stored", "exact", "inverse", "ratio"), "ties": ("even", "away", "up")},
+    scheme="signmax", roles={"code": "q", "scale": "d", "sums": "bs"}, settings={"divisor": -127, "by": "ratio"},
 )
 
 FORMAT = Format(

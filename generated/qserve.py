@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import progressive
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float,
-        as_type)
+from qdsl.runtime import Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -29,8 +28,8 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 
 def unpack_qserve(qweight: Tensor, s1_scales: Tensor, s2_scales: Tensor, s2_zeros: Tensor) -> dict[str, Tensor]:
-    """Fields of qweight int8 [N/32, 512*K/32]; s1_scales float16 [N]; s2_scales int8 [K/128, 32*N/32]; s2_zeros int8
-    [K/128, 32*N/32].
+    """Fields of qweight int8 [N/32, 512*K/32]; s1_scales float16 [N]; s2_scales int8 [K/128, 32*N/32]; s2_zeros int8 [K/128,
+    32*N/32].
     """
     qweight_bytes = as_type(qweight, torch.uint8).unflatten(-1, (-1, 512))
     q_bytes = qweight_bytes.unflatten(-1, (8, 4, 2, 2, 4))
@@ -50,24 +49,17 @@ def pack_qserve(s1: Tensor, s2: Tensor, z: Tensor, q: Tensor) -> dict[str, Tenso
     qweight_bytes = (q_split[:, 0] | q_split[:, 1] << 4).permute(0, 3, 2, 5, 4, 1, 6).flatten(2)
     s2_scales_bytes = s2.unflatten(0, (-1, 2, 2, 8)).permute(0, 4, 1, 3, 2).view(torch.uint8).flatten(2)
     s2_zeros_bytes = z.unflatten(0, (-1, 2, 2, 8)).permute(0, 4, 1, 3, 2).view(torch.uint8).flatten(2)
-    return {
-        "qweight": as_type(qweight_bytes, torch.int8).flatten(1),
-        "s1_scales": s1,
-        "s2_scales": as_type(s2_scales_bytes, torch.int8).permute(1, 0, 2).contiguous().flatten(1),
-        "s2_zeros": as_type(s2_zeros_bytes, torch.int8).permute(1, 0, 2).contiguous().flatten(1),
-    }
+    return {"qweight": as_type(qweight_bytes, torch.int8).flatten(1), "s1_scales": s1,
+            "s2_scales": as_type(s2_scales_bytes, torch.int8).permute(1, 0, 2).contiguous().flatten(1),
+            "s2_zeros": as_type(s2_zeros_bytes, torch.int8).permute(1, 0, 2).contiguous().flatten(1)}
 
 
 def unpack_planar(q: Tensor, s1: Tensor, s2: Tensor, z: Tensor) -> dict[str, Tensor]:
     """Fields of q int32 [N, 16*ceil(K/128)]; s1 float16 [N]; s2 int8 [N, K/128]; z int8 [N, K/128]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "s1": s1,
-        "s2": s2,
-        "z": z,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1),
-    }
+    return {"s1": s1, "s2": s2, "z": z,
+            "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)}
 
 
 def pack_planar(s1: Tensor, s2: Tensor, z: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -78,8 +70,8 @@ def pack_planar(s1: Tensor, s2: Tensor, z: Tensor, q: Tensor) -> dict[str, Tenso
 
 
 def decode(s1: Tensor, s2: Tensor, z: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = (q * s2 + z) * s1.  s1 [N], s2 [N, K/128], z [N,
-    K/128], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = (q * s2 + z) * s1.  s1 [N], s2 [N, K/128], z [N, K/128], q [N,
+    K].
     """
     out = out if out is None else out.unflatten(1, (-1, 128))
     s1 = s1.float()[..., None, None]
@@ -90,8 +82,8 @@ def decode(s1: Tensor, s2: Tensor, z: Tensor, q: Tensor, out: Tensor | None = No
 
 
 def encode(weight: Tensor) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: weights in units of largest magnitude of the row / divisor are rounded, and
-    these integers again by their range.
+    """Fields for a float weight [N, K]: weights in units of largest magnitude of the row / divisor are rounded, and these
+    integers again by their range.
     """
     q, s2, z, s1 = progressive(weight, code="u4", scale="i8", zero="i8", super_scale="f16", columns=128, super_axes=1,
             super_columns=weight.shape[1], divisor=119)
@@ -116,8 +108,7 @@ def _decode_qserve(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
         + n % 32 // 8 % 2, live, 0).to(tl.int32)
     q = (tl.load(qweight + 512 * (k // 32) + 64 * (n % 32 % 8) + 16 * (k % 32 // 4 % 4) + 8 * (k % 32 // 16) + 4
         * (n % 32 // 8 % 2) + k % 32 % 4, live, 0) >> 4 * (n % 32 // 16) & 15).to(tl.int32)
-    state = use(state, k, (q * s2 + z) * s1, live)
-    return state
+    return use(state, k, (q * s2 + z) * s1, live)
 
 
 @triton.jit
@@ -145,12 +136,7 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s1": Field("f16", "N"),
-        "s2": Field("i8", "N", "K/128"),
-        "z": Field("i8", "N", "K/128"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"s1": Field("f16", "N"), "s2": Field("i8", "N", "K/128"), "z": Field("i8", "N", "K/128"), "q": Field("u4", "N", "K")},
     storages={
         "qserve": Storage(unpack=unpack_qserve, pack=pack_qserve, tensors={
             "qweight": Stored("i8", "N/32", "512*K/32", seen=("N", "K/2"),
@@ -167,8 +153,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=group_sums.with_offset, finish=group_sums.scaled,
-                    group_fields=(GroupField("s2", 1, 128, 8), GroupField("z", 1, 128, 8)),
-                    row_fields=(GroupField("s1", 1, 0),), blocks=("128",), sums_in_tile_gemm=True))),
+                    group_fields=(GroupField("s2", 1, 128, 8), GroupField("z", 1, 128, 8)), row_fields=(GroupField("s1", 1, 0),),
+                    blocks=("128",), sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode,
 )

@@ -1,13 +1,5 @@
 """coreml_lut at bits = 4: Core ML palettes, codes into a table of levels that rows share.
 
-    w = lut[n // rows, q]
-    float32, rounded after each operation
-
-    lut    level_type [ceil(N/rows), 16]
-    q      u4         [N, K]
-
-    coreml: 4 bits per weight with rows = 32
-
 Built from the spec coreml_lut (sha256 981ef0cb705716c5) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -36,9 +28,7 @@ def pack_coreml(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = lut[n // rows, q].  lut [ceil(N/rows), 16], q [N,
-    K].
-    """
+    """Weights [N, K], float32 rounded after each operation: w = lut[n // rows, q].  lut [ceil(N/rows), 16], q [N, K]."""
     out = out if out is None else out.unflatten(0, (lut.shape[0], -1))
     q = q.view(torch.int8).unflatten(0, (lut.shape[0], -1))
     lut = lut.float()[:, None, None, :]
@@ -46,11 +36,10 @@ def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, rows: int, level_type: str, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: levels of a stored table by k-means of the weights that share it; codes of
-    the nearest levels.  importance: float32 [K].
+    """Fields for a float weight [N, K]: levels of a stored table by k-means of the weights that share it; codes of the nearest
+    levels.  importance: float32 [K].
     """
-    q, lut = kmeans(weight, code="u4", levels=level_type, rows=rows, columns=weight.shape[1], axes=1,
-            importance=importance)
+    q, lut = kmeans(weight, code="u4", levels=level_type, rows=rows, columns=weight.shape[1], axes=1, importance=importance)
     return {"q": q, "lut": lut}
 
 
@@ -65,17 +54,13 @@ def _decode_coreml(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     lut += 16 * (n // rows)
     q = (tl.load(indices + (k + n * K) // 2, live, 0) >> 4 * ((k + n * K) % 2) & 15).to(tl.int32)
     lut1 = tl.load(lut + q, live, 0).to(tl.float32)
-    state = use(state, k, lut1, live)
-    return state
+    return use(state, k, lut1, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "lut": Field("level_type", "ceil(N/rows)", "16"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"lut": Field("level_type", "ceil(N/rows)", "16"), "q": Field("u4", "N", "K")},
     storages={
         "coreml": Storage(unpack=unpack_coreml, pack=pack_coreml, reads=("N", "K"), tensors={
             "indices": Stored("u8", "ceil(N*K/2)"),

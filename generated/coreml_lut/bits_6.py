@@ -1,13 +1,5 @@
 """coreml_lut at bits = 6: Core ML palettes, codes into a table of levels that rows share.
 
-    w = lut[n // rows, q]
-    float32, rounded after each operation
-
-    lut    level_type [ceil(N/rows), 64]
-    q      u6         [N, K]
-
-    coreml: 6 bits per weight with rows = 32
-
 Built from the spec coreml_lut (sha256 981ef0cb705716c5) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -28,11 +20,9 @@ def unpack_coreml(indices: Tensor, lut: Tensor, *, N: int, K: int) -> dict[str, 
     """Fields of indices uint8 [3*ceil(N*K/4)]; lut level_type [ceil(N/rows), 1, 64, 1]."""
     r = indices.unflatten(-1, (-1, 3))
     q_words = integer(r)
-    return {
-        "lut": lut.squeeze(3).squeeze(1),
-        "q": torch.stack([q_words >> 6 * i & 63 for i in range(4)], -1).to(torch.uint8).flatten()[:N
-            * K].unflatten(0, (N, K)),
-    }
+    return {"lut": lut.squeeze(3).squeeze(1),
+            "q": torch.stack([q_words >> 6 * i & 63 for i in range(4)], -1).to(torch.uint8).flatten()[:N
+                * K].unflatten(0, (N, K))}
 
 
 def pack_coreml(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -44,9 +34,7 @@ def pack_coreml(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = lut[n // rows, q].  lut [ceil(N/rows), 64], q [N,
-    K].
-    """
+    """Weights [N, K], float32 rounded after each operation: w = lut[n // rows, q].  lut [ceil(N/rows), 64], q [N, K]."""
     out = out if out is None else out.unflatten(0, (lut.shape[0], -1))
     q = q.view(torch.int8).unflatten(0, (lut.shape[0], -1))
     lut = lut.float()[:, None, None, :]
@@ -54,11 +42,10 @@ def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, rows: int, level_type: str, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: levels of a stored table by k-means of the weights that share it; codes of
-    the nearest levels.  importance: float32 [K].
+    """Fields for a float weight [N, K]: levels of a stored table by k-means of the weights that share it; codes of the nearest
+    levels.  importance: float32 [K].
     """
-    q, lut = kmeans(weight, code="u6", levels=level_type, rows=rows, columns=weight.shape[1], axes=1,
-            importance=importance)
+    q, lut = kmeans(weight, code="u6", levels=level_type, rows=rows, columns=weight.shape[1], axes=1, importance=importance)
     return {"q": q, "lut": lut}
 
 
@@ -73,17 +60,13 @@ def _decode_coreml(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     lut += 64 * (n // rows)
     q = device.stream(indices + 3 * ((k + n * K) // 4), 1, 6 * ((k + n * K) % 4), 6, 8, live).to(tl.int32)
     lut1 = tl.load(lut + q, live, 0).to(tl.float32)
-    state = use(state, k, lut1, live)
-    return state
+    return use(state, k, lut1, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "lut": Field("level_type", "ceil(N/rows)", "64"),
-        "q": Field("u6", "N", "K"),
-    },
+    fields={"lut": Field("level_type", "ceil(N/rows)", "64"), "q": Field("u6", "N", "K")},
     storages={
         "coreml": Storage(unpack=unpack_coreml, pack=pack_coreml, reads=("N", "K"), tensors={
             "indices": Stored("u8", "3*ceil(N*K/4)"),

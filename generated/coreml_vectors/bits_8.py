@@ -1,13 +1,5 @@
 """coreml_vectors at bits = 8: Core ML palettes of vectors, a code for a few rows of a column into a table of vectors.
 
-    w = lut[q, n % rows]
-    float32, rounded after each operation
-
-    lut    level_type [256, 4]
-    q      u8         [N/4, K]
-
-    coreml: 2 bits per weight
-
 Built from the spec coreml_vectors (sha256 7e9bf2a1a0412ffb) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -50,17 +42,13 @@ def _decode_coreml(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     column = n % 4
     q = tl.load(indices + k, live, 0).to(tl.int32)
     lut1 = tl.load(lut + 4 * q + column, live, 0).to(tl.float32)
-    state = use(state, k, lut1, live)
-    return state
+    return use(state, k, lut1, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "lut": Field("level_type", "256", "4"),
-        "q": Field("u8", "N/4", "K"),
-    },
+    fields={"lut": Field("level_type", "256", "4"), "q": Field("u8", "N/4", "K")},
     storages={
         "coreml": Storage(unpack=unpack_coreml, pack=pack_coreml, tensors={
             "indices": Stored("u8", "N/4", "K"),

@@ -1,15 +1,5 @@
 """hqq at bits = 1: HQQ with groups of consecutive weights (axis 1), integer codes with a zero point in floats.
 
-    w = (q - z) * s
-    float32, rounded after each operation
-
-    z      scale_type [ceil(N*K/group)]
-    s      scale_type [ceil(N*K/group)]
-    q      u1         [N, K]
-
-    hqq: 1.5 bits per weight with group = 64
-    planar: 1.5 bits per weight with group = 64
-
 Built from the spec hqq (sha256 e54490e5412cd2f0) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -30,12 +20,8 @@ from .bits_4 import decode
 
 def unpack_hqq(W_q: Tensor, scale: Tensor, zero: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
     """Fields of W_q uint8 [N*K/8*group, group]; scale scale_type [N*K/group, 1]; zero scale_type [N*K/group, 1]."""
-    return {
-        "z": zero.squeeze(1),
-        "s": scale.squeeze(1),
-        "q": torch.stack([W_q >> 7 - i & 1 for i in range(8)], -1).permute(2, 0, 1).flatten()[:N
-            * K].unflatten(0, (N, K)),
-    }
+    return {"z": zero.squeeze(1), "s": scale.squeeze(1),
+            "q": torch.stack([W_q >> 7 - i & 1 for i in range(8)], -1).permute(2, 0, 1).flatten()[:N * K].unflatten(0, (N, K))}
 
 
 def pack_hqq(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:
@@ -49,34 +35,25 @@ def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tenso
     """Fields of q int32 [N, 16*ceil(K/512)]; s scale_type [N, K/group]; z scale_type [N, K/group]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "z": z.flatten(),
-        "s": s.flatten(),
-        "q": torch.stack([q_bytes & 1, q_bytes >> 1 & 1, q_bytes >> 2 & 1, q_bytes >> 3 & 1, q_bytes >> 4 & 1, q_bytes
-            >> 5 & 1, q_bytes >> 6 & 1, q_bytes >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3, 4,
-            6).flatten(1)[:, :K],
-    }
+    return {"z": z.flatten(), "s": s.flatten(),
+            "q": torch.stack([q_bytes & 1, q_bytes >> 1 & 1, q_bytes >> 2 & 1, q_bytes >> 3 & 1, q_bytes >> 4 & 1, q_bytes >> 5
+                & 1, q_bytes >> 6 & 1, q_bytes >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]}
 
 
 def pack_planar(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:
     """q, s, z of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 4, 4, 2, 2, 4, 2))
-    r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 1 | q_split[:, :, 1, :, :, 0] << 2
-        | q_split[:, :, 1, :, :, 1] << 3 | q_split[:, :, 2, :, :, 0] << 4 | q_split[:, :, 2, :, :, 1] << 5
-        | q_split[:, :, 3, :, :, 0] << 6 | q_split[:, :, 3, :, :, 1] << 7).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s.unflatten(-1, (N, K // group)),
-        "z": z.unflatten(-1, (N, K // group)),
-    }
+    r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 1 | q_split[:, :, 1, :, :, 0] << 2 | q_split[:, :, 1, :, :, 1]
+        << 3 | q_split[:, :, 2, :, :, 0] << 4 | q_split[:, :, 2, :, :, 1] << 5 | q_split[:, :, 3, :, :, 0] << 6
+        | q_split[:, :, 3, :, :, 1] << 7).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s.unflatten(-1, (N, K // group)), "z": z.unflatten(-1, (N, K // group))}
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = -least / scale; codes by
-    both, unrounded.
+    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = -least / scale; codes by both,
+    unrounded.
     """
-    q, z, s = float_zero(weight.reshape(1, -1), code="u1", zero=scale_type, scale=scale_type, rows=1, columns=group,
-            axes=2)
+    q, z, s = float_zero(weight.reshape(1, -1), code="u1", zero=scale_type, scale=scale_type, rows=1, columns=group, axes=2)
     return {"q": q.reshape(weight.shape), "z": z.flatten(), "s": s.flatten()}
 
 
@@ -90,10 +67,9 @@ def _decode_hqq(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     group, = sizes
     z = tl.load(zero + (k + n * K) // group, live, 0).to(tl.float32)
     s = tl.load(scale + (k + n * K) // group, live, 0).to(tl.float32)
-    q = tl.load(W_q + (k + n * K) % group + (k + n * K) // group % (N * K // (8 * group)) * group, live, 0) >> 7 - (k
-        + n * K) // group // (N * K // (8 * group)) & 1
-    state = use(state, k, (q - z) * s, live)
-    return state
+    q = tl.load(W_q + (k + n * K) % group + (k + n * K) // group % (N * K // (8 * group)) * group, live, 0) >> 7 - (k + n
+        * K) // group // (N * K // (8 * group)) & 1
+    return use(state, k, (q - z) * s, live)
 
 
 @triton.jit
@@ -124,14 +100,9 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "z": Field("scale_type", "ceil(N*K/group)"),
-        "s": Field("scale_type", "ceil(N*K/group)"),
-        "q": Field("u1", "N", "K"),
-    },
+    fields={"z": Field("scale_type", "ceil(N*K/group)"), "s": Field("scale_type", "ceil(N*K/group)"), "q": Field("u1", "N", "K")},
     storages={
-        "hqq": Storage(unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
-                tensors={
+        "hqq": Storage(unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True, tensors={
             "W_q": Stored("u8", "N*K/8*group", "group"),
             "scale": Stored("scale_type", "N*K/group", "1", bits=("s[1@0]",)),
             "zero": Stored("scale_type", "N*K/group", "1", bits=("z[1@0]",)),
@@ -142,9 +113,8 @@ VARIANT = Variant(
             "z": Stored("scale_type", "N", "K/group"),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/512)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_1, numbers=bitplanes.u1,
-                    scale=group_sums.with_zero,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
-                    size=16, width=1, bits=1))),
+                    scale=group_sums.with_zero, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
+                    blocks=("group",), size=16, width=1, bits=1))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/group)"),
 )

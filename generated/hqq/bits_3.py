@@ -1,15 +1,5 @@
 """hqq at bits = 3: HQQ with groups of consecutive weights (axis 1), integer codes with a zero point in floats.
 
-    w = (q - z) * s
-    float32, rounded after each operation
-
-    z      scale_type [ceil(N*K/group)]
-    s      scale_type [ceil(N*K/group)]
-    q      u3         [N, K]
-
-    hqq_3bit: 3.7 bits per weight with group = 64
-    planar: 3.5 bits per weight with group = 64
-
 Built from the spec hqq (sha256 e54490e5412cd2f0) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -18,8 +8,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_zero
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, cdiv,
-        integer, pad)
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, cdiv, integer, pad
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -30,17 +19,12 @@ from .bits_4 import decode
 
 
 def unpack_hqq_3bit(W_q: Tensor, scale: Tensor, zero: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of W_q int32 [ceil(N*K/10*group), group]; scale scale_type [N*K/group, 1]; zero scale_type [N*K/group,
-    1].
-    """
+    """Fields of W_q int32 [ceil(N*K/10*group), group]; scale scale_type [N*K/group, 1]; zero scale_type [N*K/group, 1]."""
     r = as_type(W_q, torch.uint8).unflatten(-1, (-1, 4))
     q_words = integer(r)
-    return {
-        "z": zero.squeeze(1),
-        "s": scale.squeeze(1),
-        "q": torch.stack([q_words >> 27 - 3 * i & 7 for i in range(10)], -1).to(torch.uint8).permute(2, 0,
-            1).flatten()[:N * K].unflatten(0, (N, K)),
-    }
+    return {"z": zero.squeeze(1), "s": scale.squeeze(1),
+            "q": torch.stack([q_words >> 27 - 3 * i & 7 for i in range(10)], -1).to(torch.uint8).permute(2, 0, 1).flatten()[:N
+                * K].unflatten(0, (N, K))}
 
 
 def pack_hqq_3bit(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:
@@ -54,47 +38,40 @@ def pack_hqq_3bit(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tensor]:
-    """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; s scale_type [N, K/group]; z
-    scale_type [N, K/group].
+    """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; s scale_type [N, K/group]; z scale_type [N,
+    K/group].
     """
     q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
-    q_low = torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2,
-        (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
+    q_low = torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2, (2, 2)).permute(0, 1,
+        2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
     q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
-    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1
-        & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 7], -5).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6,
-        8, 4, 5, 7).flatten(1)[:, :K]
+    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1 & 1, q_bytes2 >> 3
+        & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 7], -5).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6, 8, 4, 5, 7).flatten(1)[:, :K]
     return {"z": z.flatten(), "s": s.flatten(), "q": q_low | q_high << 2}
 
 
 def pack_planar(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:
     """q_0, q_1, s, z of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
-    q_0_bytes = ((q_split[:, :, 0, :, :, 0] & 3) | (q_split[:, :, 0, :, :, 1] & 3) << 2
-        | (q_split[:, :, 1, :, :, 0] & 3) << 4 | (q_split[:, :, 1, :, :, 1] & 3)
-        << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_0_bytes = ((q_split[:, :, 0, :, :, 0] & 3) | (q_split[:, :, 0, :, :, 1] & 3) << 2 | (q_split[:, :, 1, :, :, 0] & 3) << 4
+        | (q_split[:, :, 1, :, :, 1] & 3) << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
     q_split2 = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 2, 2, 4, 2, 2, 4, 2))
     q_1_bytes = ((q_split2[:, :, 0, 0, :, :, 0] >> 2) | (q_split2[:, :, 0, 0, :, :, 1] >> 2) << 2
         | (q_split2[:, :, 0, 1, :, :, 0] >> 2) << 4 | (q_split2[:, :, 0, 1, :, :, 1] >> 2) << 6
         | (q_split2[:, :, 1, 0, :, :, 0] >> 2) << 1 | (q_split2[:, :, 1, 0, :, :, 1] >> 2) << 3
         | (q_split2[:, :, 1, 1, :, :, 0] >> 2) << 5 | (q_split2[:, :, 1, 1, :, :, 1] >> 2)
         << 7).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
-        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
-        "s": s.unflatten(-1, (N, K // group)),
-        "z": z.unflatten(-1, (N, K // group)),
-    }
+    return {"q_0": as_type(q_0_bytes, torch.int32).flatten(1), "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
+            "s": s.unflatten(-1, (N, K // group)), "z": z.unflatten(-1, (N, K // group))}
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = -least / scale; codes by
-    both, unrounded.
+    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = -least / scale; codes by both,
+    unrounded.
     """
-    q, z, s = float_zero(weight.reshape(1, -1), code="u3", zero=scale_type, scale=scale_type, rows=1, columns=group,
-            axes=2)
+    q, z, s = float_zero(weight.reshape(1, -1), code="u3", zero=scale_type, scale=scale_type, rows=1, columns=group, axes=2)
     return {"q": q.reshape(weight.shape), "z": z.flatten(), "s": s.flatten()}
 
 
@@ -110,8 +87,7 @@ def _decode_hqq_3bit(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state)
     s = tl.load(scale + (k + n * K) // group, live, 0).to(tl.float32)
     q = tl.load(W_q + (k + n * K) % group + (k + n * K) // group % tl.cdiv(N * K // group, 10)
         * group, live, 0) >> 27 - 3 * ((k + n * K) // group // tl.cdiv(N * K // group, 10)) & 7
-    state = use(state, k, (q - z) * s, live)
-    return state
+    return use(state, k, (q - z) * s, live)
 
 
 @triton.jit
@@ -132,36 +108,29 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
         + k % 512 // 32 % 4, live,
         0) >> 16 * (k % 512 % 2) + 8 * (k % 512 // 16 % 2) + 4 * (k % 512 // 128 % 2) + 2 * (k % 512 // 8 % 2) + k % 512 // 256 & 1
     q = q_low | q_high << 2
-    state = use(state, k, (q - z1) * s1, live)
-    return state
+    return use(state, k, (q - z1) * s1, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "z": Field("scale_type", "ceil(N*K/group)"),
-        "s": Field("scale_type", "ceil(N*K/group)"),
-        "q": Field("u3", "N", "K"),
-    },
+    fields={"z": Field("scale_type", "ceil(N*K/group)"), "s": Field("scale_type", "ceil(N*K/group)"), "q": Field("u3", "N", "K")},
     storages={
-        "hqq_3bit": Storage(unpack=unpack_hqq_3bit, pack=pack_hqq_3bit, reads=("N", "K"), extents=("N", "K", "group"),
-                whole=True, tensors={
+        "hqq_3bit": Storage(unpack=unpack_hqq_3bit, pack=pack_hqq_3bit, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
+                tensors={
             "W_q": Stored("i32", "ceil(N*K/10*group)", "group"),
             "scale": Stored("scale_type", "N*K/group", "1", bits=("s[1@0]",)),
             "zero": Stored("scale_type", "N*K/group", "1", bits=("z[1@0]",)),
         }, kernels=Kernels(_decode_hqq_3bit, rows="N", units="K", last="k")),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "group"), tensors={
             "q_0": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(0):2[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
-            "q_1": Stored("i32", "N", "16*ceil(K/512)",
-                bits=("q.at(2):1[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 2:1 16@1]",)),
+            "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(2):1[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 2:1 16@1]",)),
             "s": Stored("scale_type", "N", "K/group"),
             "z": Stored("scale_type", "N", "K/group"),
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_3, numbers=bitplanes.u3,
-                    scale=group_sums.with_zero,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
-                    size=16, width=2, bits=3))),
+                    scale=group_sums.with_zero, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
+                    blocks=("group",), size=16, width=2, bits=3))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/group)"),
 )

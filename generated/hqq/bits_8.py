@@ -1,15 +1,5 @@
 """hqq at bits = 8: HQQ with groups of consecutive weights (axis 1), integer codes with a zero point in floats.
 
-    w = (q - z) * s
-    float32, rounded after each operation
-
-    z      scale_type [ceil(N*K/group)]
-    s      scale_type [ceil(N*K/group)]
-    q      u8         [N, K]
-
-    hqq: 8.5 bits per weight with group = 64
-    planar: 8.5 bits per weight with group = 64
-
 Built from the spec hqq (sha256 e54490e5412cd2f0) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -42,29 +32,20 @@ def pack_hqq(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> 
 def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 32*ceil(K/128)]; s scale_type [N, K/group]; z scale_type [N, K/group]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
-    return {
-        "z": z.flatten(),
-        "s": s.flatten(),
-        "q": r.unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
-    }
+    return {"z": z.flatten(), "s": s.flatten(), "q": r.unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K]}
 
 
 def pack_planar(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:
     """q, s, z of the fields; the inverse of unpack_planar."""
     r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q": as_type(r, torch.int32).flatten(1),
-        "s": s.unflatten(-1, (N, K // group)),
-        "z": z.unflatten(-1, (N, K // group)),
-    }
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s.unflatten(-1, (N, K // group)), "z": z.unflatten(-1, (N, K // group))}
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = -least / scale; codes by
-    both, unrounded.
+    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = -least / scale; codes by both,
+    unrounded.
     """
-    q, z, s = float_zero(weight.reshape(1, -1), code="u8", zero=scale_type, scale=scale_type, rows=1, columns=group,
-            axes=2)
+    q, z, s = float_zero(weight.reshape(1, -1), code="u8", zero=scale_type, scale=scale_type, rows=1, columns=group, axes=2)
     return {"q": q.reshape(weight.shape), "z": z.flatten(), "s": s.flatten()}
 
 
@@ -79,8 +60,7 @@ def _decode_hqq(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     z = tl.load(zero + (k + n * K) // group, live, 0).to(tl.float32)
     s = tl.load(scale + (k + n * K) // group, live, 0).to(tl.float32)
     q = tl.load(W_q + (k + n * K) % group + (k + n * K) // group % (N * K // group) * group, live, 0)
-    state = use(state, k, (q - z) * s, live)
-    return state
+    return use(state, k, (q - z) * s, live)
 
 
 @triton.jit
@@ -109,14 +89,9 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "z": Field("scale_type", "ceil(N*K/group)"),
-        "s": Field("scale_type", "ceil(N*K/group)"),
-        "q": Field("u8", "N", "K"),
-    },
+    fields={"z": Field("scale_type", "ceil(N*K/group)"), "s": Field("scale_type", "ceil(N*K/group)"), "q": Field("u8", "N", "K")},
     storages={
-        "hqq": Storage(unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
-                tensors={
+        "hqq": Storage(unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True, tensors={
             "W_q": Stored("u8", "N*K/group", "group"),
             "scale": Stored("scale_type", "N*K/group", "1", bits=("s[1@0]",)),
             "zero": Stored("scale_type", "N*K/group", "1", bits=("z[1@0]",)),
@@ -127,9 +102,8 @@ VARIANT = Variant(
             "z": Stored("scale_type", "N", "K/group"),
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_8, numbers=bitplanes.u8,
-                    scale=group_sums.with_zero,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
-                    size=16, width=8, bits=8, base=(0, 2176), double=True))),
+                    scale=group_sums.with_zero, group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")),
+                    blocks=("group",), size=16, width=8, bits=8, base=(0, 2176), double=True))),
     },
     decode=decode, encode=encode, cuts=("N", "ceil(N*K/group)"),
 )

@@ -1,14 +1,5 @@
 """hqq_axis0 at bits = 3: HQQ with groups of weights that lie far apart (axis 0), integer codes with a zero point in floats.
 
-    w = (q - z) * s
-    float32, rounded after each operation
-
-    z      scale_type [N*K/group]
-    s      scale_type [N*K/group]
-    q      u3         [N, K]
-
-    hqq_3bit: 4 bits per weight with group = 64
-
 Built from the spec hqq_axis0 (sha256 8baca3eaa3180335) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -27,17 +18,12 @@ from .bits_4 import decode
 
 
 def unpack_hqq_3bit(W_q: Tensor, scale: Tensor, zero: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
-    """Fields of W_q int32 [ceil(group/10), N*K/group]; scale scale_type [1, N*K/group]; zero scale_type [1,
-    N*K/group].
-    """
+    """Fields of W_q int32 [ceil(group/10), N*K/group]; scale scale_type [1, N*K/group]; zero scale_type [1, N*K/group]."""
     r = as_type(W_q, torch.uint8).unflatten(-1, (-1, 4))
     q_words = integer(r)
-    return {
-        "z": zero.squeeze(0),
-        "s": scale.squeeze(0),
-        "q": torch.stack([q_words >> 27 - 3 * i & 7 for i in range(10)], -1).to(torch.uint8).permute(2, 0,
-            1).flatten()[:N * K].unflatten(0, (N, K)),
-    }
+    return {"z": zero.squeeze(0), "s": scale.squeeze(0),
+            "q": torch.stack([q_words >> 27 - 3 * i & 7 for i in range(10)], -1).to(torch.uint8).permute(2, 0, 1).flatten()[:N
+                * K].unflatten(0, (N, K))}
 
 
 def pack_hqq_3bit(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:
@@ -51,11 +37,11 @@ def pack_hqq_3bit(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = -least / scale; codes by
-    both, unrounded.
+    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = -least / scale; codes by both,
+    unrounded.
     """
-    q, z, s = float_zero(weight.reshape(group, -1).t(), code="u3", zero=scale_type, scale=scale_type, rows=1,
-            columns=group, axes=2)
+    q, z, s = float_zero(weight.reshape(group, -1).t(), code="u3", zero=scale_type, scale=scale_type, rows=1, columns=group,
+            axes=2)
     return {"q": q.t().reshape(weight.shape), "z": z.flatten(), "s": s.flatten()}
 
 
@@ -71,21 +57,16 @@ def _decode_hqq_3bit(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state)
     s = tl.load(scale + (k + n * K) % (N * K // group), live, 0).to(tl.float32)
     q = tl.load(W_q + (k + n * K) % (N * K // group) + (k + n * K) // (N * K // group) % tl.cdiv(group, 10)
         * (N * K // group), live, 0) >> 27 - 3 * ((k + n * K) // (N * K // group) // tl.cdiv(group, 10)) & 7
-    state = use(state, k, (q - z) * s, live)
-    return state
+    return use(state, k, (q - z) * s, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "z": Field("scale_type", "N*K/group"),
-        "s": Field("scale_type", "N*K/group"),
-        "q": Field("u3", "N", "K"),
-    },
+    fields={"z": Field("scale_type", "N*K/group"), "s": Field("scale_type", "N*K/group"), "q": Field("u3", "N", "K")},
     storages={
-        "hqq_3bit": Storage(unpack=unpack_hqq_3bit, pack=pack_hqq_3bit, reads=("N", "K"), extents=("N", "K", "group"),
-                whole=True, tensors={
+        "hqq_3bit": Storage(unpack=unpack_hqq_3bit, pack=pack_hqq_3bit, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
+                tensors={
             "W_q": Stored("i32", "ceil(group/10)", "N*K/group"),
             "scale": Stored("scale_type", "1", "N*K/group"),
             "zero": Stored("scale_type", "1", "N*K/group"),

@@ -1,14 +1,5 @@
 """hqq_axis0 at bits = 4: HQQ with groups of weights that lie far apart (axis 0), integer codes with a zero point in floats.
 
-    w = (q - z) * s
-    float32, rounded after each operation
-
-    z      scale_type [N*K/group]
-    s      scale_type [N*K/group]
-    q      u4         [N, K]
-
-    hqq: 4.5 bits per weight with group = 64
-
 Built from the spec hqq_axis0 (sha256 8baca3eaa3180335) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -26,11 +17,8 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 def unpack_hqq(W_q: Tensor, scale: Tensor, zero: Tensor, *, N: int, K: int) -> dict[str, Tensor]:
     """Fields of W_q uint8 [group/2, N*K/group]; scale scale_type [1, N*K/group]; zero scale_type [1, N*K/group]."""
-    return {
-        "z": zero.squeeze(0),
-        "s": scale.squeeze(0),
-        "q": spread(W_q, 4, high_first=True).permute(2, 0, 1).flatten()[:N * K].unflatten(0, (N, K)),
-    }
+    return {"z": zero.squeeze(0), "s": scale.squeeze(0),
+            "q": spread(W_q, 4, high_first=True).permute(2, 0, 1).flatten()[:N * K].unflatten(0, (N, K))}
 
 
 def pack_hqq(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:
@@ -41,9 +29,7 @@ def pack_hqq(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> 
 
 
 def decode(z: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  z [N*K/group], s [N*K/group], q [N,
-    K].
-    """
+    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  z [N*K/group], s [N*K/group], q [N, K]."""
     shape = q.shape
     out = out if out is None else out.view(-1, z.shape[0])
     s = s.float()
@@ -55,11 +41,11 @@ def decode(z: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = -least / scale; codes by
-    both, unrounded.
+    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = -least / scale; codes by both,
+    unrounded.
     """
-    q, z, s = float_zero(weight.reshape(group, -1).t(), code="u4", zero=scale_type, scale=scale_type, rows=1,
-            columns=group, axes=2)
+    q, z, s = float_zero(weight.reshape(group, -1).t(), code="u4", zero=scale_type, scale=scale_type, rows=1, columns=group,
+            axes=2)
     return {"q": q.t().reshape(weight.shape), "z": z.flatten(), "s": s.flatten()}
 
 
@@ -75,21 +61,15 @@ def _decode_hqq(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     s = tl.load(scale + (k + n * K) % (N * K // group), live, 0).to(tl.float32)
     q = tl.load(W_q + (k + n * K) % (N * K // group) + (k + n * K) // (N * K // group) % (group // 2)
         * (N * K // group), live, 0) >> 4 - 4 * ((k + n * K) // (N * K // group) // (group // 2)) & 15
-    state = use(state, k, (q - z) * s, live)
-    return state
+    return use(state, k, (q - z) * s, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "z": Field("scale_type", "N*K/group"),
-        "s": Field("scale_type", "N*K/group"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"z": Field("scale_type", "N*K/group"), "s": Field("scale_type", "N*K/group"), "q": Field("u4", "N", "K")},
     storages={
-        "hqq": Storage(unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
-                tensors={
+        "hqq": Storage(unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True, tensors={
             "W_q": Stored("u8", "group/2", "N*K/group"),
             "scale": Stored("scale_type", "1", "N*K/group"),
             "zero": Stored("scale_type", "1", "N*K/group"),

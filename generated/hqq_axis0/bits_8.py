@@ -1,14 +1,5 @@
 """hqq_axis0 at bits = 8: HQQ with groups of weights that lie far apart (axis 0), integer codes with a zero point in floats.
 
-    w = (q - z) * s
-    float32, rounded after each operation
-
-    z      scale_type [N*K/group]
-    s      scale_type [N*K/group]
-    q      u8         [N, K]
-
-    hqq: 8.5 bits per weight with group = 64
-
 Built from the spec hqq_axis0 (sha256 8baca3eaa3180335) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -37,11 +28,11 @@ def pack_hqq(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> 
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = -least / scale; codes by
-    both, unrounded.
+    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = -least / scale; codes by both,
+    unrounded.
     """
-    q, z, s = float_zero(weight.reshape(group, -1).t(), code="u8", zero=scale_type, scale=scale_type, rows=1,
-            columns=group, axes=2)
+    q, z, s = float_zero(weight.reshape(group, -1).t(), code="u8", zero=scale_type, scale=scale_type, rows=1, columns=group,
+            axes=2)
     return {"q": q.t().reshape(weight.shape), "z": z.flatten(), "s": s.flatten()}
 
 
@@ -55,23 +46,16 @@ def _decode_hqq(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     group, = sizes
     z = tl.load(zero + (k + n * K) % (N * K // group), live, 0).to(tl.float32)
     s = tl.load(scale + (k + n * K) % (N * K // group), live, 0).to(tl.float32)
-    q = tl.load(W_q + (k + n * K) % (N * K // group) + (k + n * K) // (N * K // group) % group
-        * (N * K // group), live, 0)
-    state = use(state, k, (q - z) * s, live)
-    return state
+    q = tl.load(W_q + (k + n * K) % (N * K // group) + (k + n * K) // (N * K // group) % group * (N * K // group), live, 0)
+    return use(state, k, (q - z) * s, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "z": Field("scale_type", "N*K/group"),
-        "s": Field("scale_type", "N*K/group"),
-        "q": Field("u8", "N", "K"),
-    },
+    fields={"z": Field("scale_type", "N*K/group"), "s": Field("scale_type", "N*K/group"), "q": Field("u8", "N", "K")},
     storages={
-        "hqq": Storage(unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True,
-                tensors={
+        "hqq": Storage(unpack=unpack_hqq, pack=pack_hqq, reads=("N", "K"), extents=("N", "K", "group"), whole=True, tensors={
             "W_q": Stored("u8", "group", "N*K/group"),
             "scale": Stored("scale_type", "1", "N*K/group"),
             "zero": Stored("scale_type", "1", "N*K/group"),

@@ -1,22 +1,5 @@
 """int4pack at scale_type = bf16: torch's int4pack, 4-bit codes with a scale and a zero in floats per group.
 
-    w = (q - 8) * s + z
-    float32, rounded after each operation
-
-    g      index into ceil(K/group) groups [K]
-    z      scale_type [N, ceil(K/group)]
-    s      scale_type [N, ceil(K/group)]
-    q      u4         [N, K]
-
-    tinygemm: 4.25 bits per weight with group = 128
-    tile_packed: 4.25 bits per weight with group = 128
-    torchao: 4.25 bits per weight with group = 128
-    cpu_avx512: 4.25 bits per weight with group = 128
-    cpu_avx2: 4.25 bits per weight with group = 128
-    cpu_scalar: 4.25 bits per weight with group = 128
-    cpu_rest: 4.25 bits per weight with group = 128
-    planar: 4.25 bits per weight with group = 128
-
 Built from the spec int4pack (sha256 4c5af078cde936ea) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -25,8 +8,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
-        cdiv, empty, joined, pad, spread, workspace)
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, cdiv, empty,
+        joined, pad, spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -38,11 +21,8 @@ def unpack_tinygemm(qdata: Tensor, scale_and_zero: Tensor) -> dict[str, Tensor]:
     """Fields of qdata int32 [N/8, K/128, 128]; scale_and_zero scale_type [K/group, N, 2]."""
     r = as_type(qdata, torch.uint8)
     q_bytes = r.unflatten(-1, (8, 4, 4, 2, 2))
-    return {
-        "z": scale_and_zero[..., 1].t(),
-        "s": scale_and_zero[..., 0].t(),
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 2, 1, 5, 7, 3, 4, 6).flatten(0, 1).flatten(1),
-    }
+    return {"z": scale_and_zero[..., 1].t(), "s": scale_and_zero[..., 0].t(),
+            "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 2, 1, 5, 7, 3, 4, 6).flatten(0, 1).flatten(1)}
 
 
 def pack_tinygemm(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -53,36 +33,31 @@ def pack_tinygemm(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_tile_packed(qdata: Tensor, scale_and_zero: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:
-    """Fields of qdata int32 [ceil(N/8), 8*ceil(K/1024), 128]; scale_and_zero scale_type [1024*ceil(K/1024)/group,
-    8*ceil(N/8), 2].
+    """Fields of qdata int32 [ceil(N/8), 8*ceil(K/1024), 128]; scale_and_zero scale_type [1024*ceil(K/1024)/group, 8*ceil(N/8),
+    2].
     """
     qdata_bytes = as_type(qdata, torch.uint8)
     q_bytes = qdata_bytes.unflatten(-1, (8, 4, 4, 2, 2))
     scale_and_zero_bytes = as_type(scale_and_zero.permute(1, 0, 2), torch.uint8)
-    return {
-        "z": as_type(scale_and_zero_bytes, scale_and_zero.dtype)[..., 1][:N, :cdiv(K, group)],
-        "s": as_type(scale_and_zero_bytes, scale_and_zero.dtype)[..., 0][:N, :cdiv(K, group)],
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 2, 1, 5, 7, 3, 4, 6).flatten(0, 1).flatten(1)[:N,
-            :K],
-    }
+    return {"z": as_type(scale_and_zero_bytes, scale_and_zero.dtype)[..., 1][:N, :cdiv(K, group)],
+            "s": as_type(scale_and_zero_bytes, scale_and_zero.dtype)[..., 0][:N, :cdiv(K, group)],
+            "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 2, 1, 5, 7, 3, 4, 6).flatten(0, 1).flatten(1)[:N, :K]}
 
 
 def pack_tile_packed(z: Tensor, s: Tensor, q: Tensor, *, N: int, K: int, group: int) -> dict[str, Tensor]:
     """qdata, scale_and_zero of the fields; the inverse of unpack_tile_packed."""
-    q_split = pad(q, (0, 1024 * cdiv(K, 1024) - K, 0, 8 * cdiv(N, 8) - N)).unflatten(-1,
-        (-1, 4, 2, 2, 4, 2)).unflatten(0, (-1, 8))
+    q_split = pad(q, (0, 1024 * cdiv(K, 1024) - K, 0, 8 * cdiv(N, 8) - N)).unflatten(-1, (-1, 4, 2, 2, 4, 2)).unflatten(0,
+        (-1, 8))
     qdata_bytes = (q_split[:, :, :, :, :, 0] | q_split[:, :, :, :, :, 1] << 4).permute(0, 2, 1, 5, 3, 6, 4).flatten(2)
     scale_and_zero_bytes = empty((8 * cdiv(N, 8), 1024 * cdiv(K, 1024) // group, 4), torch.uint8, s.device)
     scale_and_zero_bytes[...,
-        0:2] = as_type(pad(s,
-        (0, 1024 * cdiv(K, 1024) // group - cdiv(K, group), 0, 8 * cdiv(N, 8) - N)).unsqueeze(-1), torch.uint8)
+        0:2] = as_type(pad(s, (0, 1024 * cdiv(K, 1024) // group - cdiv(K, group), 0, 8 * cdiv(N, 8) - N)).unsqueeze(-1),
+        torch.uint8)
     scale_and_zero_bytes[...,
-        2:4] = as_type(pad(z,
-        (0, 1024 * cdiv(K, 1024) // group - cdiv(K, group), 0, 8 * cdiv(N, 8) - N)).unsqueeze(-1), torch.uint8)
-    return {
-        "qdata": as_type(qdata_bytes, torch.int32),
-        "scale_and_zero": as_type(scale_and_zero_bytes, s.dtype).permute(1, 0, 2).contiguous(),
-    }
+        2:4] = as_type(pad(z, (0, 1024 * cdiv(K, 1024) // group - cdiv(K, group), 0, 8 * cdiv(N, 8) - N)).unsqueeze(-1),
+        torch.uint8)
+    return {"qdata": as_type(qdata_bytes, torch.int32),
+            "scale_and_zero": as_type(scale_and_zero_bytes, s.dtype).permute(1, 0, 2).contiguous()}
 
 
 def unpack_torchao(qdata: Tensor, scale: Tensor, zero_point: Tensor) -> dict[str, Tensor]:
@@ -101,11 +76,9 @@ def pack_torchao(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
 def unpack_cpu_avx512(weight: Tensor, scales_and_zeros: Tensor, *, N: int) -> dict[str, Tensor]:
     """Fields of weight uint8 [ceil(N/64), K, 32]; scales_and_zeros scale_type [K/group, 64*ceil(N/64), 2]."""
     scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
-    return {
-        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1][:N, :],
-        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0][:N, :],
-        "q": torch.stack([weight & 15, weight >> 4], -2).permute(0, 2, 3, 1).flatten(0, 2)[:N, :],
-    }
+    return {"z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1][:N, :],
+            "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0][:N, :],
+            "q": torch.stack([weight & 15, weight >> 4], -2).permute(0, 2, 3, 1).flatten(0, 2)[:N, :]}
 
 
 def pack_cpu_avx512(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Tensor]:
@@ -115,20 +88,15 @@ def pack_cpu_avx512(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Ten
     scales_and_zeros_bytes = empty((64 * cdiv(N, 64), s.shape[1], 4), torch.uint8, s.device)
     scales_and_zeros_bytes[..., 0:2] = as_type(pad(s, (0, 0, 0, 64 * cdiv(N, 64) - N)).unsqueeze(-1), torch.uint8)
     scales_and_zeros_bytes[..., 2:4] = as_type(pad(z, (0, 0, 0, 64 * cdiv(N, 64) - N)).unsqueeze(-1), torch.uint8)
-    return {
-        "weight": weight_bytes,
-        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
-    }
+    return {"weight": weight_bytes, "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous()}
 
 
 def unpack_cpu_avx2(weight: Tensor, scales_and_zeros: Tensor, *, N: int) -> dict[str, Tensor]:
     """Fields of weight uint8 [ceil(N/32), K, 16]; scales_and_zeros scale_type [K/group, 32*ceil(N/32), 2]."""
     scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
-    return {
-        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1][:N, :],
-        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0][:N, :],
-        "q": torch.stack([weight & 15, weight >> 4], -2).permute(0, 2, 3, 1).flatten(0, 2)[:N, :],
-    }
+    return {"z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1][:N, :],
+            "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0][:N, :],
+            "q": torch.stack([weight & 15, weight >> 4], -2).permute(0, 2, 3, 1).flatten(0, 2)[:N, :]}
 
 
 def pack_cpu_avx2(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Tensor]:
@@ -138,20 +106,15 @@ def pack_cpu_avx2(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Tenso
     scales_and_zeros_bytes = empty((32 * cdiv(N, 32), s.shape[1], 4), torch.uint8, s.device)
     scales_and_zeros_bytes[..., 0:2] = as_type(pad(s, (0, 0, 0, 32 * cdiv(N, 32) - N)).unsqueeze(-1), torch.uint8)
     scales_and_zeros_bytes[..., 2:4] = as_type(pad(z, (0, 0, 0, 32 * cdiv(N, 32) - N)).unsqueeze(-1), torch.uint8)
-    return {
-        "weight": weight_bytes,
-        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
-    }
+    return {"weight": weight_bytes, "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous()}
 
 
 def unpack_cpu_scalar(weight: Tensor, scales_and_zeros: Tensor, *, N: int) -> dict[str, Tensor]:
     """Fields of weight uint8 [ceil(N/32), K, 16]; scales_and_zeros scale_type [K/group, 32*ceil(N/32), 2]."""
     scales_and_zeros_bytes = as_type(scales_and_zeros.permute(1, 0, 2), torch.uint8)
-    return {
-        "z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1][:N, :],
-        "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0][:N, :],
-        "q": spread(weight, 4).permute(0, 2, 3, 1).flatten(0, 2)[:N, :],
-    }
+    return {"z": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 1][:N, :],
+            "s": as_type(scales_and_zeros_bytes, scales_and_zeros.dtype)[..., 0][:N, :],
+            "q": spread(weight, 4).permute(0, 2, 3, 1).flatten(0, 2)[:N, :]}
 
 
 def pack_cpu_scalar(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Tensor]:
@@ -161,20 +124,14 @@ def pack_cpu_scalar(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Ten
     scales_and_zeros_bytes = empty((32 * cdiv(N, 32), s.shape[1], 4), torch.uint8, s.device)
     scales_and_zeros_bytes[..., 0:2] = as_type(pad(s, (0, 0, 0, 32 * cdiv(N, 32) - N)).unsqueeze(-1), torch.uint8)
     scales_and_zeros_bytes[..., 2:4] = as_type(pad(z, (0, 0, 0, 32 * cdiv(N, 32) - N)).unsqueeze(-1), torch.uint8)
-    return {
-        "weight": weight_bytes,
-        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
-    }
+    return {"weight": weight_bytes, "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous()}
 
 
 def unpack_cpu_rest(weight: Tensor, scales_and_zeros: Tensor) -> dict[str, Tensor]:
     """Fields of weight uint8 [K, N/2]; scales_and_zeros scale_type [K/group, N, 2]."""
     r = weight.t()
-    return {
-        "z": scales_and_zeros[..., 1].t(),
-        "s": scales_and_zeros[..., 0].t(),
-        "q": spread(r, 4).permute(0, 2, 1).flatten(0, 1),
-    }
+    return {"z": scales_and_zeros[..., 1].t(), "s": scales_and_zeros[..., 0].t(),
+            "q": spread(r, 4).permute(0, 2, 1).flatten(0, 1)}
 
 
 def pack_cpu_rest(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -188,11 +145,7 @@ def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tenso
     """Fields of q int32 [N, 16*ceil(K/128)]; s scale_type [N, ceil(K/group)]; z scale_type [N, ceil(K/group)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "z": z,
-        "s": s,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-    }
+    return {"z": z, "s": s, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]}
 
 
 def pack_planar(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -203,8 +156,8 @@ def pack_planar(z: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def decode(z: Tensor, s: Tensor, q: Tensor, g: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = (q - 8) * s + z.  z [N, ceil(K/group)], s [N,
-    ceil(K/group)], q [N, K], g [K].
+    """Weights [N, K], float32 rounded after each operation: w = (q - 8) * s + z.  z [N, ceil(K/group)], s [N, ceil(K/group)],
+    q [N, K], g [K].
     """
     if g is not None:
         z, s = z[:, g], s[:, g]
@@ -218,11 +171,10 @@ def decode(z: Tensor, s: Tensor, q: Tensor, g: Tensor | None = None, out: Tensor
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = least + offset * scale;
-    codes by both, as stored.
+    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = least + offset * scale; codes by
+    both, as stored.
     """
-    q, z, s = float_middle(weight, code="u4", zero=scale_type, scale=scale_type, rows=1, columns=group, axes=2,
-            offset=8)
+    q, z, s = float_middle(weight, code="u4", zero=scale_type, scale=scale_type, rows=1, columns=group, axes=2, offset=8)
     return {"q": q, "z": z, "s": s}
 
 
@@ -239,10 +191,9 @@ def _decode_tinygemm(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state)
     g = k // group
     z = tl.load(scale_and_zero + 2 * (g * N) + 1, live, 0).to(tl.float32)
     s = tl.load(scale_and_zero + 2 * (g * N), live, 0).to(tl.float32)
-    q = (tl.load(qdata + 128 * (k // 128) + 16 * (n % 8) + 4 * (k % 128 // 2 % 4) + k % 128 // 32, live, 0) >> 16
-        * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15).to(tl.int32)
-    state = use(state, k, (q - 8) * s + z, live)
-    return state
+    q = (tl.load(qdata + 128 * (k // 128) + 16 * (n % 8) + 4 * (k % 128 // 2 % 4) + k % 128 // 32, live, 0) >> 16 * (k % 128 % 2)
+        + 4 * (k % 128 // 8 % 4) & 15).to(tl.int32)
+    return use(state, k, (q - 8) * s + z, live)
 
 
 @triton.jit
@@ -255,10 +206,9 @@ def _decode_tile_packed(tensors, n, k, live, N, K, sizes, use: tl.constexpr, sta
     g = k // group
     z = tl.load(scale_and_zero + 16 * (g * tl.cdiv(N, 8)) + 1, live, 0).to(tl.float32)
     s = tl.load(scale_and_zero + 16 * (g * tl.cdiv(N, 8)), live, 0).to(tl.float32)
-    q = (tl.load(qdata + 128 * (k // 128) + 16 * (n % 8) + 4 * (k % 128 // 2 % 4) + k % 128 // 32, live, 0) >> 16
-        * (k % 128 % 2) + 4 * (k % 128 // 8 % 4) & 15).to(tl.int32)
-    state = use(state, k, (q - 8) * s + z, live)
-    return state
+    q = (tl.load(qdata + 128 * (k // 128) + 16 * (n % 8) + 4 * (k % 128 // 2 % 4) + k % 128 // 32, live, 0) >> 16 * (k % 128 % 2)
+        + 4 * (k % 128 // 8 % 4) & 15).to(tl.int32)
+    return use(state, k, (q - 8) * s + z, live)
 
 
 @triton.jit
@@ -290,8 +240,7 @@ def _decode_cpu_avx512(tensors, n, k, live, N, K, sizes, use: tl.constexpr, stat
     z = tl.load(scales_and_zeros + 128 * (g * tl.cdiv(N, 64)) + 1, live, 0).to(tl.float32)
     s = tl.load(scales_and_zeros + 128 * (g * tl.cdiv(N, 64)), live, 0).to(tl.float32)
     q = (tl.load(weight + 32 * k + n % 64 % 32, live, 0) >> 4 * (n % 64 // 32) & 15).to(tl.int32)
-    state = use(state, k, (q - 8) * s + z, live)
-    return state
+    return use(state, k, (q - 8) * s + z, live)
 
 
 @triton.jit
@@ -305,8 +254,7 @@ def _decode_cpu_avx2(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state)
     z = tl.load(scales_and_zeros + 64 * (g * tl.cdiv(N, 32)) + 1, live, 0).to(tl.float32)
     s = tl.load(scales_and_zeros + 64 * (g * tl.cdiv(N, 32)), live, 0).to(tl.float32)
     q = (tl.load(weight + 16 * k + n % 32 % 16, live, 0) >> 4 * (n % 32 // 16) & 15).to(tl.int32)
-    state = use(state, k, (q - 8) * s + z, live)
-    return state
+    return use(state, k, (q - 8) * s + z, live)
 
 
 @triton.jit
@@ -320,8 +268,7 @@ def _decode_cpu_scalar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, stat
     z = tl.load(scales_and_zeros + 64 * (g * tl.cdiv(N, 32)) + 1, live, 0).to(tl.float32)
     s = tl.load(scales_and_zeros + 64 * (g * tl.cdiv(N, 32)), live, 0).to(tl.float32)
     q = (tl.load(weight + 16 * k + n % 32 // 2, live, 0) >> 4 * (n % 32 % 2) & 15).to(tl.int32)
-    state = use(state, k, (q - 8) * s + z, live)
-    return state
+    return use(state, k, (q - 8) * s + z, live)
 
 
 @triton.jit
@@ -376,20 +323,16 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "g": Field("index", "K", groups="ceil(K/group)"),
-        "z": Field("scale_type", "N", "ceil(K/group)"),
-        "s": Field("scale_type", "N", "ceil(K/group)"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"g": Field("index", "K", groups="ceil(K/group)"), "z": Field("scale_type", "N", "ceil(K/group)"),
+            "s": Field("scale_type", "N", "ceil(K/group)"), "q": Field("u4", "N", "K")},
     storages={
         "tinygemm": Storage(unpack=unpack_tinygemm, pack=pack_tinygemm, where=("g",), tensors={
             "qdata": Stored("i32", "N/8", "K/128", "128", bits=("q[8:16@2 1@0, 2:16 4:4@2 4:4 4:1@2 1@1]",)),
             "scale_and_zero": Stored("scale_type", "K/group", "N", "2", aliases=("scales_and_zeros",),
                 bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
         }, kernels=Kernels(_decode_tinygemm, rows="N", units="K", last="k")),
-        "tile_packed": Storage(unpack=unpack_tile_packed, pack=pack_tile_packed, where=("g",),
-                reads=("N", "K", "group"), extents=("N", "K", "group"), tensors={
+        "tile_packed": Storage(unpack=unpack_tile_packed, pack=pack_tile_packed, where=("g",), reads=("N", "K", "group"),
+                extents=("N", "K", "group"), tensors={
             "qdata": Stored("i32", "ceil(N/8)", "8*ceil(K/1024)", "128", aliases=("_weight_qdata",),
                 bits=("q[8:16@2 1@0, 2:16 4:4@2 4:4 4:1@2 1@1]",)),
             "scale_and_zero": Stored("scale_type", "1024*ceil(K/1024)/group", "8*ceil(N/8)", "2",
@@ -400,25 +343,22 @@ VARIANT = Variant(
             "scale": Stored("scale_type", "K/group", "N", aliases=("_weight_scale",), bits=("s[1@1, 1@0]",)),
             "zero_point": Stored("scale_type", "K/group", "N", aliases=("_weight_zero_point",), bits=("z[1@1, 1@0]",)),
         }, kernels=Kernels(_decode_torchao, rows="N", units="K/2", last="k")),
-        "cpu_avx512": Storage(unpack=unpack_cpu_avx512, pack=pack_cpu_avx512, where=("g",), reads=("N",),
-                extents=("N",), order="ret_idx", tensors={
+        "cpu_avx512": Storage(unpack=unpack_cpu_avx512, pack=pack_cpu_avx512, where=("g",), reads=("N",), extents=("N",),
+                order="ret_idx", tensors={
             "weight": Stored("u8", "ceil(N/64)", "K", "32", bits=("q[32:1@2 2:4 1@0, 1@1]",)),
-            "scales_and_zeros": Stored("scale_type", "K/group", "64*ceil(N/64)", "2",
-                bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+            "scales_and_zeros": Stored("scale_type", "K/group", "64*ceil(N/64)", "2", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
             "ret_idx": Stored("i32", "K", optional="ret_idx"),
         }, kernels=Kernels(_decode_cpu_avx512, rows="N", units="K", last="k")),
         "cpu_avx2": Storage(unpack=unpack_cpu_avx2, pack=pack_cpu_avx2, where=("g",), reads=("N",), extents=("N",),
                 order="ret_idx", tensors={
             "weight": Stored("u8", "ceil(N/32)", "K", "16", bits=("q[16:1@2 2:4 1@0, 1@1]",)),
-            "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2",
-                bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+            "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
             "ret_idx": Stored("i32", "K", optional="ret_idx"),
         }, kernels=Kernels(_decode_cpu_avx2, rows="N", units="K", last="k")),
-        "cpu_scalar": Storage(unpack=unpack_cpu_scalar, pack=pack_cpu_scalar, where=("g",), reads=("N",),
-                extents=("N",), order="ret_idx", tensors={
+        "cpu_scalar": Storage(unpack=unpack_cpu_scalar, pack=pack_cpu_scalar, where=("g",), reads=("N",), extents=("N",),
+                order="ret_idx", tensors={
             "weight": Stored("u8", "ceil(N/32)", "K", "16", bits=("q[2:4 16:1@2 1@0, 1@1]",)),
-            "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2",
-                bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
+            "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2", bits=("s[1@1, 1@0]", "z+16[1@1, 1@0]")),
             "ret_idx": Stored("i32", "K", optional="ret_idx"),
         }, kernels=Kernels(_decode_cpu_scalar, rows="N", units="K", last="k")),
         "cpu_rest": Storage(unpack=unpack_cpu_rest, pack=pack_cpu_rest, where=("g",), order="ret_idx", tensors={
@@ -434,9 +374,9 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=_scale_planar,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
-                    size=32, sums_in_tile_gemm=True))),
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",), size=32,
+                    sums_in_tile_gemm=True))),
     },
-    decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "zero": "z", "scale": "s"},
-    settings={"offset": 8}, defaults={"g": None}, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "zero": "z", "scale": "s"}, settings={"offset": 8},
+    defaults={"g": None}, cuts=("N", "ceil(K/group)"),
 )

@@ -1,19 +1,5 @@
 """int4pack at scale_type = f32: torch's int4pack, 4-bit codes with a scale and a zero in floats per group.
 
-    w = (q - 8) * s + z
-    float32, rounded after each operation
-
-    g      index into ceil(K/group) groups [K]
-    z      scale_type [N, ceil(K/group)]
-    s      scale_type [N, ceil(K/group)]
-    q      u4         [N, K]
-
-    cpu_avx512: 4.5 bits per weight with group = 128
-    cpu_avx2: 4.5 bits per weight with group = 128
-    cpu_scalar: 4.5 bits per weight with group = 128
-    cpu_rest: 4.5 bits per weight with group = 128
-    planar: 4.5 bits per weight with group = 128
-
 Built from the spec int4pack (sha256 4c5af078cde936ea) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -21,13 +7,12 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, cdiv, empty,
-        pad)
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, cdiv, empty, pad
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 
 from .scale_type_bf16 import (unpack_cpu_avx512, unpack_cpu_avx2, unpack_cpu_scalar, unpack_cpu_rest, pack_cpu_rest,
-        unpack_planar, pack_planar, decode, encode, _decode_cpu_avx512, _decode_cpu_avx2, _decode_cpu_scalar,
-        _decode_cpu_rest, _decode_planar, _scale_planar)
+        unpack_planar, pack_planar, decode, encode, _decode_cpu_avx512, _decode_cpu_avx2, _decode_cpu_scalar, _decode_cpu_rest,
+        _decode_planar, _scale_planar)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -40,10 +25,7 @@ def pack_cpu_avx512(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Ten
     scales_and_zeros_bytes = empty((64 * cdiv(N, 64), s.shape[1], 8), torch.uint8, s.device)
     scales_and_zeros_bytes[..., 0:4] = as_type(pad(s, (0, 0, 0, 64 * cdiv(N, 64) - N)).unsqueeze(-1), torch.uint8)
     scales_and_zeros_bytes[..., 4:8] = as_type(pad(z, (0, 0, 0, 64 * cdiv(N, 64) - N)).unsqueeze(-1), torch.uint8)
-    return {
-        "weight": weight_bytes,
-        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
-    }
+    return {"weight": weight_bytes, "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous()}
 
 
 def pack_cpu_avx2(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Tensor]:
@@ -53,10 +35,7 @@ def pack_cpu_avx2(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Tenso
     scales_and_zeros_bytes = empty((32 * cdiv(N, 32), s.shape[1], 8), torch.uint8, s.device)
     scales_and_zeros_bytes[..., 0:4] = as_type(pad(s, (0, 0, 0, 32 * cdiv(N, 32) - N)).unsqueeze(-1), torch.uint8)
     scales_and_zeros_bytes[..., 4:8] = as_type(pad(z, (0, 0, 0, 32 * cdiv(N, 32) - N)).unsqueeze(-1), torch.uint8)
-    return {
-        "weight": weight_bytes,
-        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
-    }
+    return {"weight": weight_bytes, "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous()}
 
 
 def pack_cpu_scalar(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Tensor]:
@@ -66,41 +45,31 @@ def pack_cpu_scalar(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Ten
     scales_and_zeros_bytes = empty((32 * cdiv(N, 32), s.shape[1], 8), torch.uint8, s.device)
     scales_and_zeros_bytes[..., 0:4] = as_type(pad(s, (0, 0, 0, 32 * cdiv(N, 32) - N)).unsqueeze(-1), torch.uint8)
     scales_and_zeros_bytes[..., 4:8] = as_type(pad(z, (0, 0, 0, 32 * cdiv(N, 32) - N)).unsqueeze(-1), torch.uint8)
-    return {
-        "weight": weight_bytes,
-        "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous(),
-    }
+    return {"weight": weight_bytes, "scales_and_zeros": as_type(scales_and_zeros_bytes, s.dtype).permute(1, 0, 2).contiguous()}
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "g": Field("index", "K", groups="ceil(K/group)"),
-        "z": Field("scale_type", "N", "ceil(K/group)"),
-        "s": Field("scale_type", "N", "ceil(K/group)"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"g": Field("index", "K", groups="ceil(K/group)"), "z": Field("scale_type", "N", "ceil(K/group)"),
+            "s": Field("scale_type", "N", "ceil(K/group)"), "q": Field("u4", "N", "K")},
     storages={
-        "cpu_avx512": Storage(unpack=unpack_cpu_avx512, pack=pack_cpu_avx512, where=("g",), reads=("N",),
-                extents=("N",), order="ret_idx", tensors={
+        "cpu_avx512": Storage(unpack=unpack_cpu_avx512, pack=pack_cpu_avx512, where=("g",), reads=("N",), extents=("N",),
+                order="ret_idx", tensors={
             "weight": Stored("u8", "ceil(N/64)", "K", "32", bits=("q[32:1@2 2:4 1@0, 1@1]",)),
-            "scales_and_zeros": Stored("scale_type", "K/group", "64*ceil(N/64)", "2",
-                bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
+            "scales_and_zeros": Stored("scale_type", "K/group", "64*ceil(N/64)", "2", bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
             "ret_idx": Stored("i32", "K", optional="ret_idx"),
         }, kernels=Kernels(_decode_cpu_avx512, rows="N", units="K", last="k")),
         "cpu_avx2": Storage(unpack=unpack_cpu_avx2, pack=pack_cpu_avx2, where=("g",), reads=("N",), extents=("N",),
                 order="ret_idx", tensors={
             "weight": Stored("u8", "ceil(N/32)", "K", "16", bits=("q[16:1@2 2:4 1@0, 1@1]",)),
-            "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2",
-                bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
+            "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2", bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
             "ret_idx": Stored("i32", "K", optional="ret_idx"),
         }, kernels=Kernels(_decode_cpu_avx2, rows="N", units="K", last="k")),
-        "cpu_scalar": Storage(unpack=unpack_cpu_scalar, pack=pack_cpu_scalar, where=("g",), reads=("N",),
-                extents=("N",), order="ret_idx", tensors={
+        "cpu_scalar": Storage(unpack=unpack_cpu_scalar, pack=pack_cpu_scalar, where=("g",), reads=("N",), extents=("N",),
+                order="ret_idx", tensors={
             "weight": Stored("u8", "ceil(N/32)", "K", "16", bits=("q[2:4 16:1@2 1@0, 1@1]",)),
-            "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2",
-                bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
+            "scales_and_zeros": Stored("scale_type", "K/group", "32*ceil(N/32)", "2", bits=("s[1@1, 1@0]", "z+32[1@1, 1@0]")),
             "ret_idx": Stored("i32", "K", optional="ret_idx"),
         }, kernels=Kernels(_decode_cpu_scalar, rows="N", units="K", last="k")),
         "cpu_rest": Storage(unpack=unpack_cpu_rest, pack=pack_cpu_rest, where=("g",), order="ret_idx", tensors={
@@ -116,9 +85,9 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=_scale_planar,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
-                    size=32, sums_in_tile_gemm=True))),
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",), size=32,
+                    sums_in_tile_gemm=True))),
     },
-    decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "zero": "z", "scale": "s"},
-    settings={"offset": 8}, defaults={"g": None}, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "zero": "z", "scale": "s"}, settings={"offset": 8},
+    defaults={"g": None}, cuts=("N", "ceil(K/group)"),
 )

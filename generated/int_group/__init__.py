@@ -13,8 +13,8 @@
     gptq_p: 3.14844 bits per weight at bits = 3, 5.16406 at 5, 6.17188 at 6, 7.17969 at 7, with group = 128
     awq: 4.15625 bits per weight at bits = 4 with group = 128
     awq_gemv: 4.15625 bits per weight at bits = 4 with group = 128
-    pack_quantized: 4.125 bits per weight at bits = 4, 2.125 at 2, 3.125 at 3, 5.125 at 5, 6.125 at 6, 7.125 at 7, 8.125
-        at 8, with group = 128
+    pack_quantized: 4.125 bits per weight at bits = 4, 2.125 at 2, 3.125 at 3, 5.125 at 5, 6.125 at 6, 7.125 at 7, 8.125 at 8,
+        with group = 128
     pack_quantized_0_8: 4.1875 bits per weight at bits = 4, 8.1875 at 8, with group = 128
     pack_quantized_0_17: 3.32501 bits per weight at bits = 3, 5.45834 at 5, 6.52501 at 6, 8.125 at 7, with group = 128
     int_quantized: 8.125 bits per weight at bits = 8 with group = 128
@@ -27,8 +27,8 @@
     openvino_u4: 4.15625 bits per weight at bits = 4 with group = 128
     openvino_i4: 4.125 bits per weight at bits = 4 with group = 128
     trt_llm: 4.125 bits per weight at bits = 4 with group = 128
-    planar: 4.125 bits per weight at bits = 4, 2.125 at 2, 3.125 at 3, 8.125 at 8, 5.125 at 5, 6.125 at 6, 7.125 at 7,
-        with group = 128
+    planar: 4.125 bits per weight at bits = 4, 2.125 at 2, 3.125 at 3, 8.125 at 8, 5.125 at 5, 6.125 at 6, 7.125 at 7, with group
+        = 128
 
 Built from the spec int_group (sha256 acd82455e137a03e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -52,16 +52,12 @@ FORMAT = Format(
         (6,): bits_6.VARIANT,
         (7,): bits_7.VARIANT,
     },
-    params={"bits": (4, 2, 3, 5, 6, 7, 8), "group": (128, 64, 32, 256, 512, 1024, -1),
-            "scale_type": ("f16", "bf16", "f32")},
+    params={"bits": (4, 2, 3, 5, 6, 7, 8), "group": (128, 64, 32, 256, 512, 1024, -1), "scale_type": ("f16", "bf16", "f32")},
     sizes={"group": "K"},
     detect={"words": [{"bits": 2, "qzeros": "0xaaaaaaaa", "storage": "gptq_v2"},
-        {"bits": 4, "qzeros": "0x88888888", "storage": "gptq_v2"},
-        {"bits": 8, "qzeros": "0x80808080", "storage": "gptq_v2"},
-        {"bits": 2, "qzeros": "0x55555555", "storage": "gptq_v1"},
-        {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
-        {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}],
-        "spills": [{"storage": "gptq_v1", "qzeros": "bits"}]},
+        {"bits": 4, "qzeros": "0x88888888", "storage": "gptq_v2"}, {"bits": 8, "qzeros": "0x80808080", "storage": "gptq_v2"},
+        {"bits": 2, "qzeros": "0x55555555", "storage": "gptq_v1"}, {"bits": 4, "qzeros": "0x77777777", "storage": "gptq_v1"},
+        {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}], "spills": [{"storage": "gptq_v1", "qzeros": "bits"}]},
     digest="acd82455e137a03e",
 )
 SPEC = FORMAT.spec

@@ -1,19 +1,5 @@
 """int_group at bits = 2: integer codes with a zero point and a scale per group of columns.
 
-    w = (q - z) * s
-    float32, rounded after each operation
-
-    g      index into ceil(K/group) groups [K]
-    q      u2         [N, K]
-    z      u2         [N, ceil(K/group)]
-    s      scale_type [N, ceil(K/group)]
-
-    gptq_v2: 2.14062 bits per weight with group = 128
-    gptq_v1: 2.14062 bits per weight with group = 128
-    pack_quantized: 2.125 bits per weight with group = 128
-    onnx_matmul_nbits: 2.125 bits per weight with group = 128
-    planar: 2.125 bits per weight with group = 128
-
 Built from the spec int_group (sha256 acd82455e137a03e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -24,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
-        cdiv, integer, joined, pad, spread)
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, cdiv,
+        integer, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -36,17 +22,13 @@ from .bits_4 import _scale_planar
 
 
 def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor | None]:
-    """Fields of qweight int32 [K/16, N]; qzeros int32 [ceil(K/group), N/16]; scales scale_type [ceil(K/group), N];
-    g_idx int32 [K].
+    """Fields of qweight int32 [K/16, N]; qzeros int32 [ceil(K/group), N/16]; scales scale_type [ceil(K/group), N]; g_idx int32
+    [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = as_type(qzeros, torch.uint8).t().contiguous().unflatten(0, (-1, 4))
-    return {
-        "g": g_idx,
-        "q": spread(qweight_bytes, 2).flatten(1),
-        "z": torch.stack([qzeros_bytes >> 2 * i & 3 for i in range(4)], -2).flatten(0, 2),
-        "s": scales.t(),
-    }
+    return {"g": g_idx, "q": spread(qweight_bytes, 2).flatten(1),
+            "z": torch.stack([qzeros_bytes >> 2 * i & 3 for i in range(4)], -2).flatten(0, 2), "s": scales.t()}
 
 
 def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor | None]:
@@ -55,26 +37,19 @@ def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
     qweight_bytes = joined(q_split, 2).squeeze(-1)
     z_split = z.unflatten(0, (-1, 4, 4))
     qzeros_bytes = sum(z_split[:, :, i] << 2 * i for i in range(4))
-    return {
-        "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
-        "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous(),
-        "scales": s.t().contiguous(),
-        "g_idx": g,
-    }
+    return {"qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
+            "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous(), "scales": s.t().contiguous(),
+            "g_idx": g}
 
 
 def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor | None]:
-    """Fields of qweight int32 [K/16, N]; qzeros int32 [ceil(K/group), N/16]; scales scale_type [ceil(K/group), N];
-    g_idx int32 [K].
+    """Fields of qweight int32 [K/16, N]; qzeros int32 [ceil(K/group), N/16]; scales scale_type [ceil(K/group), N]; g_idx int32
+    [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = as_type(qzeros + 0x55555555, torch.uint8).t().contiguous().unflatten(0, (-1, 4))
-    return {
-        "g": g_idx,
-        "q": spread(qweight_bytes, 2).flatten(1),
-        "z": torch.stack([qzeros_bytes >> 2 * i & 3 for i in range(4)], -2).flatten(0, 2),
-        "s": scales.t(),
-    }
+    return {"g": g_idx, "q": spread(qweight_bytes, 2).flatten(1),
+            "z": torch.stack([qzeros_bytes >> 2 * i & 3 for i in range(4)], -2).flatten(0, 2), "s": scales.t()}
 
 
 def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor | None]:
@@ -83,18 +58,15 @@ def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
     qweight_bytes = joined(q_split, 2).squeeze(-1)
     z_split = z.unflatten(0, (-1, 4, 4))
     qzeros_bytes = sum(z_split[:, :, i] << 2 * i for i in range(4))
-    return {
-        "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
-        "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous() - 0x55555555,
-        "scales": s.t().contiguous(),
-        "g_idx": g,
-    }
+    return {"qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
+            "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous() - 0x55555555,
+            "scales": s.t().contiguous(), "g_idx": g}
 
 
 def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
         weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor | None]:
-    """Fields of weight_packed int32 [N, ceil(K/16)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
-    int32 [ceil(N/16), ceil(K/group)]; weight_g_idx int32 [K].
+    """Fields of weight_packed int32 [N, ceil(K/16)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point int32
+    [ceil(N/16), ceil(K/group)]; weight_g_idx int32 [K].
     """
     weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
     fields = {"g": weight_g_idx, "q": spread(weight_packed_bytes, 2).flatten(1)[:, :K], "s": weight_scale}
@@ -105,16 +77,10 @@ def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_ze
 
 
 def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor | None]:
-    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
-    unpack_pack_quantized.
-    """
+    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of unpack_pack_quantized."""
     q_split = pad(q, (0, -q.shape[1] % 16, 0, 0)).unflatten(-1, (-1, 4, 4))
     weight_packed_bytes = joined(q_split, 2).squeeze(-1)
-    tensors = {
-        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
-        "weight_scale": s,
-        "weight_g_idx": g,
-    }
+    tensors = {"weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1), "weight_scale": s, "weight_g_idx": g}
     if z is not None:
         z_split = pad(z, (0, 0, 0, -z.shape[0] % 16)).unflatten(0, (-1, 4, 4))
         weight_zero_point_bytes = sum(z_split[:, :, i] << 2 * i for i in range(4))
@@ -122,8 +88,7 @@ def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor
     return tensors
 
 
-def unpack_onnx_matmul_nbits(B: Tensor, scales: Tensor, zero_points: Tensor | None, *, K: int,
-        group: int) -> dict[str, Tensor]:
+def unpack_onnx_matmul_nbits(B: Tensor, scales: Tensor, zero_points: Tensor | None, *, K: int, group: int) -> dict[str, Tensor]:
     """Fields of B uint8 [N, K/4]; scales scale_type [N, K/group]; zero_points uint8 [N, ceil(K/4*group)]."""
     fields = {"q": spread(B, 2).flatten(1), "s": scales}
     if zero_points is not None:
@@ -148,10 +113,9 @@ def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str
     q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_bytes.unflatten(-1, (4, 4, 2, 2))
     fields = {
-        "q": torch.stack([q_bytes2 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 6], -5).unflatten(2,
-            (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K],
-        "s": s,
-    }
+            "q": torch.stack([q_bytes2 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 6], -5).unflatten(2,
+                (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K],
+            "s": s}
     if z is not None:
         fields["z"] = z & 3
     return fields
@@ -171,8 +135,8 @@ def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
 
 
 def decode(q: Tensor, s: Tensor, g: Tensor | None = None, z: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], s [N, ceil(K/group)], g [K],
-    z [N, ceil(K/group)].
+    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], s [N, ceil(K/group)], g [K], z [N,
+    ceil(K/group)].
     """
     if g is not None:
         z, s = z if z is None else z[:, g], s[:, g]
@@ -184,8 +148,8 @@ def decode(q: Tensor, s: Tensor, g: Tensor | None = None, z: Tensor | None = Non
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code
-    of 0.  options: by, symmetric, rounds, span.
+    """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code of 0.
+    options: by, symmetric, rounds, span.
     """
     q, z, s = minmax(weight, code="u2", zero="u2", scale=scale_type, rows=1, columns=group, axes=2, **options)
     return {"q": q, "z": z, "s": s}
@@ -330,12 +294,8 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "g": Field("index", "K", groups="ceil(K/group)"),
-        "q": Field("u2", "N", "K"),
-        "z": Field("u2", "N", "ceil(K/group)"),
-        "s": Field("scale_type", "N", "ceil(K/group)"),
-    },
+    fields={"g": Field("index", "K", groups="ceil(K/group)"), "q": Field("u2", "N", "K"), "z": Field("u2", "N", "ceil(K/group)"),
+            "s": Field("scale_type", "N", "ceil(K/group)")},
     storages={
         "gptq_v2": Storage(unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",), tensors={
             "qweight": Stored("i32", "K/16", "N", bits=("q[1@1, 16:2 1@0]",)),

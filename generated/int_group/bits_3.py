@@ -1,20 +1,5 @@
 """int_group at bits = 3: integer codes with a zero point and a scale per group of columns.
 
-    w = (q - z) * s
-    float32, rounded after each operation
-
-    g      index into ceil(K/group) groups [K]
-    q      u3         [N, K]
-    z      u3         [N, ceil(K/group)]
-    s      scale_type [N, ceil(K/group)]
-
-    gptq_v2: 3.14844 bits per weight with group = 128
-    gptq_v1: 3.14844 bits per weight with group = 128
-    gptq_p: 3.14844 bits per weight with group = 128
-    pack_quantized: 3.125 bits per weight with group = 128
-    pack_quantized_0_17: 3.32501 bits per weight with group = 128
-    planar: 3.125 bits per weight with group = 128
-
 Built from the spec int_group (sha256 acd82455e137a03e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -25,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
-        cdiv, empty, integer, joined, pad, spread)
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, cdiv, empty,
+        integer, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -37,20 +22,16 @@ from .bits_4 import _scale_planar
 
 
 def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor | None]:
-    """Fields of qweight int32 [3*K/32, N]; qzeros int32 [ceil(K/group), 3*N/32]; scales scale_type [ceil(K/group),
-    N]; g_idx int32 [K].
+    """Fields of qweight int32 [3*K/32, N]; qzeros int32 [ceil(K/group), 3*N/32]; scales scale_type [ceil(K/group), N]; g_idx
+    int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 12))
     q_words = integer(qweight_bytes.unflatten(-1, (4, 3)))
     qzeros_bytes = as_type(qzeros.unflatten(-1, (-1, 3)).permute(1, 0, 2), torch.uint8)
     z_words = integer(qzeros_bytes.unflatten(-1, (4, 3)))
-    return {
-        "g": g_idx,
-        "q": torch.stack([q_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).flatten(1),
-        "z": torch.stack([z_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).permute(0, 2, 3, 1).flatten(0,
-            2),
-        "s": scales.t(),
-    }
+    return {"g": g_idx, "q": torch.stack([q_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).flatten(1),
+            "z": torch.stack([z_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).permute(0, 2, 3, 1).flatten(0, 2),
+            "s": scales.t()}
 
 
 def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor | None]:
@@ -61,29 +42,23 @@ def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
     z_split = z.unflatten(0, (-1, 4, 8))
     z_packed = sum(z_split[:, :, i].to(torch.int32) << 3 * i for i in range(8)).permute(0, 2, 1)
     qzeros_bytes = z_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
-    return {
-        "qweight": as_type(qweight_bytes, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
-        "qzeros": as_type(qzeros_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1),
-        "scales": s.t().contiguous(),
-        "g_idx": g,
-    }
+    return {"qweight": as_type(qweight_bytes, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
+            "qzeros": as_type(qzeros_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1), "scales": s.t().contiguous(),
+            "g_idx": g}
 
 
 def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor | None]:
-    """Fields of qweight int32 [3*K/32, N]; qzeros int32 [ceil(K/group), 3*N/32]; scales scale_type [ceil(K/group),
-    N]; g_idx int32 [K].
+    """Fields of qweight int32 [3*K/32, N]; qzeros int32 [ceil(K/group), 3*N/32]; scales scale_type [ceil(K/group), N]; g_idx
+    int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 12))
     q_words = integer(qweight_bytes.unflatten(-1, (4, 3)))
     qzeros_bytes = as_type(qzeros.unflatten(-1, (-1, 3)).permute(1, 0, 2), torch.uint8)
     z_words = integer(qzeros_bytes.unflatten(-1, (4, 3)))
-    return {
-        "g": g_idx,
-        "q": torch.stack([q_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).flatten(1),
-        "z": torch.stack([z_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).permute(0, 2, 3, 1).flatten(0,
-            2) + 1 & 7,
-        "s": scales.t(),
-    }
+    return {"g": g_idx, "q": torch.stack([q_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).flatten(1),
+            "z": torch.stack([z_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).permute(0, 2, 3, 1).flatten(0,
+                2) + 1 & 7,
+            "s": scales.t()}
 
 
 def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor | None]:
@@ -94,17 +69,14 @@ def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
     z_split = (z - 1 & 7).unflatten(0, (-1, 4, 8))
     z_packed = sum(z_split[:, :, i].to(torch.int32) << 3 * i for i in range(8)).permute(0, 2, 1)
     qzeros_bytes = z_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
-    return {
-        "qweight": as_type(qweight_bytes, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
-        "qzeros": as_type(qzeros_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1),
-        "scales": s.t().contiguous(),
-        "g_idx": g,
-    }
+    return {"qweight": as_type(qweight_bytes, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
+            "qzeros": as_type(qzeros_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1), "scales": s.t().contiguous(),
+            "g_idx": g}
 
 
 def unpack_gptq_p(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor | None]:
-    """Fields of qweight int32 [3*K/32, N]; qzeros int32 [ceil(K/group), 3*N/32]; scales scale_type [ceil(K/group),
-    N]; g_idx int32 [K].
+    """Fields of qweight int32 [3*K/32, N]; qzeros int32 [ceil(K/group), 3*N/32]; scales scale_type [ceil(K/group), N]; g_idx
+    int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 12))
     q_low = spread(qweight_bytes[..., 0:8], 2).flatten(1)
@@ -127,91 +99,69 @@ def pack_gptq_p(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, 
     qzeros_bytes[..., 0:8] = sum((z_split[:, :, i] & 3) << 2 * i for i in range(4)).permute(0, 2, 1)
     z_split2 = z.unflatten(0, (-1, 4, 8))
     qzeros_bytes[..., 8:12] = sum((z_split2[:, :, i] >> 2) << 1 * i for i in range(8)).permute(0, 2, 1)
-    return {
-        "qweight": as_type(qweight_bytes, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
-        "qzeros": as_type(qzeros_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1),
-        "scales": s.t().contiguous(),
-        "g_idx": g,
-    }
+    return {"qweight": as_type(qweight_bytes, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
+            "qzeros": as_type(qzeros_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1), "scales": s.t().contiguous(),
+            "g_idx": g}
 
 
 def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
         weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor | None]:
-    """Fields of weight_packed int32 [N, ceil(3*K/32)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
-    int32 [ceil(3*N/32), ceil(K/group)]; weight_g_idx int32 [K].
+    """Fields of weight_packed int32 [N, ceil(3*K/32)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point int32
+    [ceil(3*N/32), ceil(K/group)]; weight_g_idx int32 [K].
     """
-    weight_packed_bytes = as_type(pad(weight_packed, (0, -weight_packed.shape[1] % 3)), torch.uint8).unflatten(-1,
-        (-1, 12))
+    weight_packed_bytes = as_type(pad(weight_packed, (0, -weight_packed.shape[1] % 3)), torch.uint8).unflatten(-1, (-1, 12))
     q_words = integer(weight_packed_bytes.unflatten(-1, (4, 3)))
-    fields = {
-        "g": weight_g_idx,
-        "q": torch.stack([q_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).flatten(1)[:, :K],
-        "s": weight_scale,
-    }
+    fields = {"g": weight_g_idx, "q": torch.stack([q_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).flatten(1)[:, :K],
+            "s": weight_scale}
     if weight_zero_point is not None:
-        weight_zero_point_bytes = as_type(pad(weight_zero_point,
-            (0, 0, 0, -weight_zero_point.shape[0] % 3)).unflatten(0, (-1, 3)).permute(0, 2, 1), torch.uint8)
+        weight_zero_point_bytes = as_type(pad(weight_zero_point, (0, 0, 0, -weight_zero_point.shape[0] % 3)).unflatten(0,
+            (-1, 3)).permute(0, 2, 1), torch.uint8)
         z_words = integer(weight_zero_point_bytes.unflatten(-1, (4, 3)))
-        fields["z"] = torch.stack([z_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).permute(0, 2, 3,
-            1).flatten(0, 2)[:N, :]
+        fields["z"] = torch.stack([z_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).permute(0, 2, 3, 1).flatten(0,
+            2)[:N, :]
     return fields
 
 
 def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor | None]:
-    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
-    unpack_pack_quantized.
-    """
+    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of unpack_pack_quantized."""
     q_split = pad(q, (0, -q.shape[1] % 32, 0, 0)).unflatten(-1, (-1, 4, 8))
     q_packed = sum(q_split[..., i].to(torch.int32) << 3 * i for i in range(8))
     weight_packed_bytes = q_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
-    tensors = {
-        "weight_packed": as_type(weight_packed_bytes, torch.int32).flatten(1)[:,
-            :cdiv(3 * q.shape[1], 32)].contiguous(),
-        "weight_scale": s,
-        "weight_g_idx": g,
-    }
+    tensors = {"weight_packed": as_type(weight_packed_bytes, torch.int32).flatten(1)[:, :cdiv(3 * q.shape[1], 32)].contiguous(),
+            "weight_scale": s, "weight_g_idx": g}
     if z is not None:
         z_split = pad(z, (0, 0, 0, -z.shape[0] % 32)).unflatten(0, (-1, 4, 8))
         z_packed = sum(z_split[:, :, i].to(torch.int32) << 3 * i for i in range(8)).permute(0, 2, 1)
         weight_zero_point_bytes = z_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
-        tensors["weight_zero_point"] = as_type(weight_zero_point_bytes, torch.int32).permute(0, 2,
-            1).contiguous().flatten(0, 1)[:cdiv(3 * z.shape[0], 32)].contiguous()
+        tensors["weight_zero_point"] = as_type(weight_zero_point_bytes, torch.int32).permute(0, 2, 1).contiguous().flatten(0,
+            1)[:cdiv(3 * z.shape[0], 32)].contiguous()
     return tensors
 
 
 def unpack_pack_quantized_0_17(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
         weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor | None]:
-    """Fields of weight_packed int32 [N, ceil(K/10)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
-    int32 [ceil(N/10), ceil(K/group)]; weight_g_idx int32 [K].
+    """Fields of weight_packed int32 [N, ceil(K/10)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point int32
+    [ceil(N/10), ceil(K/group)]; weight_g_idx int32 [K].
     """
     weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
     q_words = integer(weight_packed_bytes)
-    fields = {
-        "g": weight_g_idx,
-        "q": torch.stack([q_words >> 3 * i & 7 for i in range(10)], -1).to(torch.uint8).flatten(1)[:, :K],
-        "s": weight_scale,
-    }
+    fields = {"g": weight_g_idx,
+            "q": torch.stack([q_words >> 3 * i & 7 for i in range(10)], -1).to(torch.uint8).flatten(1)[:, :K], "s": weight_scale}
     if weight_zero_point is not None:
         weight_zero_point_bytes = as_type(weight_zero_point, torch.uint8).unflatten(-1, (-1, 4))
         z_words = integer(weight_zero_point_bytes)
-        fields["z"] = torch.stack([z_words >> 3 * i & 7 for i in range(10)], -1).to(torch.uint8).permute(0, 2,
-            1).flatten(0, 1)[:N, :]
+        fields["z"] = torch.stack([z_words >> 3 * i & 7 for i in range(10)], -1).to(torch.uint8).permute(0, 2, 1).flatten(0,
+            1)[:N, :]
     return fields
 
 
 def pack_pack_quantized_0_17(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor | None]:
-    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
-    unpack_pack_quantized_0_17.
-    """
+    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of unpack_pack_quantized_0_17."""
     weight_packed_bytes = torch.zeros(q.shape[0], cdiv(q.shape[1], 10), 4, dtype=torch.uint8, device=q.device)
     q_split = pad(q, (0, -q.shape[1] % 10, 0, 0)).unflatten(-1, (-1, 10))
     q_packed = sum(q_split[..., i].to(torch.int64) << 3 * i for i in range(10))
     weight_packed_bytes[...] = q_packed.unsqueeze(-1).view(torch.uint8)[..., :4]
-    tensors = {
-        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
-        "weight_scale": s,
-        "weight_g_idx": g,
-    }
+    tensors = {"weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1), "weight_scale": s, "weight_g_idx": g}
     if z is not None:
         weight_zero_point_bytes = torch.zeros(cdiv(z.shape[0], 10), z.shape[1], 4, dtype=torch.uint8, device=z.device)
         z_split = pad(z, (0, 0, 0, -z.shape[0] % 10)).unflatten(0, (-1, 10))
@@ -222,18 +172,17 @@ def pack_pack_quantized_0_17(g: Tensor | None, q: Tensor, z: Tensor | None, s: T
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str, Tensor]:
-    """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; s scale_type [N, ceil(K/group)]; z
-    uint8 [N, ceil(K/group)].
+    """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; s scale_type [N, ceil(K/group)]; z uint8 [N,
+    ceil(K/group)].
     """
     q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
-    q_low = torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2,
-        (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
+    q_low = torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2, (2, 2)).permute(0, 1,
+        2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
     q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
-    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1
-        & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 7], -5).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6,
-        8, 4, 5, 7).flatten(1)[:, :K]
+    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1 & 1, q_bytes2 >> 3
+        & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 7], -5).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6, 8, 4, 5, 7).flatten(1)[:, :K]
     fields = {"q": q_low | q_high << 2, "s": s}
     if z is not None:
         fields["z"] = z & 7
@@ -243,20 +192,15 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, z: Tensor | None, *, K: i
 def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     """q_0, q_1, s, z of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
-    q_0_bytes = ((q_split[:, :, 0, :, :, 0] & 3) | (q_split[:, :, 0, :, :, 1] & 3) << 2
-        | (q_split[:, :, 1, :, :, 0] & 3) << 4 | (q_split[:, :, 1, :, :, 1] & 3)
-        << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_0_bytes = ((q_split[:, :, 0, :, :, 0] & 3) | (q_split[:, :, 0, :, :, 1] & 3) << 2 | (q_split[:, :, 1, :, :, 0] & 3) << 4
+        | (q_split[:, :, 1, :, :, 1] & 3) << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
     q_split2 = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 2, 2, 4, 2, 2, 4, 2))
     q_1_bytes = ((q_split2[:, :, 0, 0, :, :, 0] >> 2) | (q_split2[:, :, 0, 0, :, :, 1] >> 2) << 2
         | (q_split2[:, :, 0, 1, :, :, 0] >> 2) << 4 | (q_split2[:, :, 0, 1, :, :, 1] >> 2) << 6
         | (q_split2[:, :, 1, 0, :, :, 0] >> 2) << 1 | (q_split2[:, :, 1, 0, :, :, 1] >> 2) << 3
         | (q_split2[:, :, 1, 1, :, :, 0] >> 2) << 5 | (q_split2[:, :, 1, 1, :, :, 1] >> 2)
         << 7).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    tensors = {
-        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
-        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
-        "s": s,
-    }
+    tensors = {"q_0": as_type(q_0_bytes, torch.int32).flatten(1), "q_1": as_type(q_1_bytes, torch.int32).flatten(1), "s": s}
     if z is not None:
         z_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
         z_bytes[...] = z.unsqueeze(-1)
@@ -265,8 +209,8 @@ def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
 
 
 def decode(q: Tensor, s: Tensor, g: Tensor | None = None, z: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], s [N, ceil(K/group)], g [K],
-    z [N, ceil(K/group)].
+    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], s [N, ceil(K/group)], g [K], z [N,
+    ceil(K/group)].
     """
     if g is not None:
         z, s = z if z is None else z[:, g], s[:, g]
@@ -278,8 +222,8 @@ def decode(q: Tensor, s: Tensor, g: Tensor | None = None, z: Tensor | None = Non
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code
-    of 0.  options: by, symmetric, rounds, span.
+    """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code of 0.
+    options: by, symmetric, rounds, span.
     """
     q, z, s = minmax(weight, code="u3", zero="u3", scale=scale_type, rows=1, columns=group, axes=2, **options)
     return {"q": q, "z": z, "s": s}
@@ -463,19 +407,14 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     if z is not None:
         z1 = (tl.load(z + g, live, 0) & 7).to(tl.int32)
     s1 = tl.load(s + g, live, 0).to(tl.float32)
-    state = use(state, k, (q - z1) * s1, live)
-    return state
+    return use(state, k, (q - z1) * s1, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "g": Field("index", "K", groups="ceil(K/group)"),
-        "q": Field("u3", "N", "K"),
-        "z": Field("u3", "N", "ceil(K/group)"),
-        "s": Field("scale_type", "N", "ceil(K/group)"),
-    },
+    fields={"g": Field("index", "K", groups="ceil(K/group)"), "q": Field("u3", "N", "K"), "z": Field("u3", "N", "ceil(K/group)"),
+            "s": Field("scale_type", "N", "ceil(K/group)")},
     storages={
         "gptq_v2": Storage(unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",), tensors={
             "qweight": Stored("i32", "3*K/32", "N"),
@@ -504,9 +443,8 @@ VARIANT = Variant(
             "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             "weight_shape": Stored("shape", "2"),
         }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/32)", last="k")),
-        "pack_quantized_0_17": Storage(unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17,
-                omits=("z", "g"), options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape",
-                tensors={
+        "pack_quantized_0_17": Storage(unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17, omits=("z", "g"),
+                options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
             "weight_packed": Stored("i32", "N", "ceil(K/10)", bits=("q[1@0, 10:3 1@1]",)),
             "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
             "weight_zero_point": Stored("i32", "ceil(N/10)", "ceil(K/group)", optional="z", bits=("z[10:3 1@0, 1@1]",)),
@@ -515,8 +453,7 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_pack_quantized_0_17, rows="N", units="ceil(K/10)", last="k")),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order", tensors={
             "q_0": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(0):2[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
-            "q_1": Stored("i32", "N", "16*ceil(K/512)",
-                bits=("q.at(2):1[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 2:1 16@1]",)),
+            "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(2):1[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 2:1 16@1]",)),
             "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
             "z": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
             "order": Stored("i32", "K", optional="order"),

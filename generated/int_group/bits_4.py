@@ -1,29 +1,5 @@
 """int_group at bits = 4: integer codes with a zero point and a scale per group of columns.
 
-    w = (q - z) * s
-    float32, rounded after each operation
-
-    g      index into ceil(K/group) groups [K]
-    q      u4         [N, K]
-    z      u4         [N, ceil(K/group)]
-    s      scale_type [N, ceil(K/group)]
-
-    gptq_v2: 4.15625 bits per weight with group = 128
-    gptq_v1: 4.15625 bits per weight with group = 128
-    awq: 4.15625 bits per weight with group = 128
-    awq_gemv: 4.15625 bits per weight with group = 128
-    pack_quantized: 4.125 bits per weight with group = 128
-    pack_quantized_0_8: 4.1875 bits per weight with group = 128
-    marlin: 4.125 bits per weight with group = 128
-    modelopt: 4.125 bits per weight with group = 128
-    xpu_int4pack: 4.1875 bits per weight with group = 128
-    torchao_plain_int32: 4.1875 bits per weight with group = 128
-    onnx_matmul_nbits: 4.125 bits per weight with group = 128
-    openvino_u4: 4.15625 bits per weight with group = 128
-    openvino_i4: 4.125 bits per weight with group = 128
-    trt_llm: 4.125 bits per weight with group = 128
-    planar: 4.125 bits per weight with group = 128
-
 Built from the spec int_group (sha256 acd82455e137a03e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -34,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
-        cdiv, integer, joined, pad, spread)
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, cdiv,
+        integer, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -44,17 +20,13 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 
 def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor | None]:
-    """Fields of qweight int32 [K/8, N]; qzeros int32 [ceil(K/group), N/8]; scales scale_type [ceil(K/group), N];
-    g_idx int32 [K].
+    """Fields of qweight int32 [K/8, N]; qzeros int32 [ceil(K/group), N/8]; scales scale_type [ceil(K/group), N]; g_idx int32
+    [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = as_type(qzeros, torch.uint8).t().contiguous().unflatten(0, (-1, 4))
-    return {
-        "g": g_idx,
-        "q": spread(qweight_bytes, 4).flatten(1),
-        "z": torch.stack([qzeros_bytes & 15, qzeros_bytes >> 4], -2).flatten(0, 2),
-        "s": scales.t(),
-    }
+    return {"g": g_idx, "q": spread(qweight_bytes, 4).flatten(1),
+            "z": torch.stack([qzeros_bytes & 15, qzeros_bytes >> 4], -2).flatten(0, 2), "s": scales.t()}
 
 
 def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor | None]:
@@ -63,26 +35,19 @@ def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
     qweight_bytes = joined(q_split, 4).squeeze(-1)
     z_split = z.unflatten(0, (-1, 4, 2))
     qzeros_bytes = z_split[:, :, 0] | z_split[:, :, 1] << 4
-    return {
-        "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
-        "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous(),
-        "scales": s.t().contiguous(),
-        "g_idx": g,
-    }
+    return {"qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
+            "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous(), "scales": s.t().contiguous(),
+            "g_idx": g}
 
 
 def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor | None]:
-    """Fields of qweight int32 [K/8, N]; qzeros int32 [ceil(K/group), N/8]; scales scale_type [ceil(K/group), N];
-    g_idx int32 [K].
+    """Fields of qweight int32 [K/8, N]; qzeros int32 [ceil(K/group), N/8]; scales scale_type [ceil(K/group), N]; g_idx int32
+    [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = as_type(qzeros + 0x11111111, torch.uint8).t().contiguous().unflatten(0, (-1, 4))
-    return {
-        "g": g_idx,
-        "q": spread(qweight_bytes, 4).flatten(1),
-        "z": torch.stack([qzeros_bytes & 15, qzeros_bytes >> 4], -2).flatten(0, 2),
-        "s": scales.t(),
-    }
+    return {"g": g_idx, "q": spread(qweight_bytes, 4).flatten(1),
+            "z": torch.stack([qzeros_bytes & 15, qzeros_bytes >> 4], -2).flatten(0, 2), "s": scales.t()}
 
 
 def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor | None]:
@@ -91,12 +56,9 @@ def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str,
     qweight_bytes = joined(q_split, 4).squeeze(-1)
     z_split = z.unflatten(0, (-1, 4, 2))
     qzeros_bytes = z_split[:, :, 0] | z_split[:, :, 1] << 4
-    return {
-        "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
-        "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous() - 0x11111111,
-        "scales": s.t().contiguous(),
-        "g_idx": g,
-    }
+    return {"qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
+            "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous() - 0x11111111,
+            "scales": s.t().contiguous(), "g_idx": g}
 
 
 def unpack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
@@ -105,11 +67,8 @@ def unpack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> dict[str, Ten
     q_bytes = qweight_bytes.unflatten(1, (2, 2))
     qzeros_bytes = as_type(qzeros, torch.uint8).t().contiguous().unflatten(0, (-1, 4))
     z_bytes = qzeros_bytes.unflatten(1, (2, 2))
-    return {
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 3, 1, 2, 4).flatten(0, 3),
-        "z": torch.stack([z_bytes & 15, z_bytes >> 4], -4).permute(0, 3, 1, 2, 4).flatten(0, 3),
-        "s": scales.t(),
-    }
+    return {"q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 3, 1, 2, 4).flatten(0, 3),
+            "z": torch.stack([z_bytes & 15, z_bytes >> 4], -4).permute(0, 3, 1, 2, 4).flatten(0, 3), "s": scales.t()}
 
 
 def pack_awq(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
@@ -118,11 +77,8 @@ def pack_awq(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
     qweight_bytes = (q_split[:, :, 0] | q_split[:, :, 1] << 4).permute(0, 2, 1, 3).flatten(1, 2)
     z_split = z.unflatten(0, (-1, 2, 2, 2))
     qzeros_bytes = (z_split[:, :, 0] | z_split[:, :, 1] << 4).permute(0, 2, 1, 3).flatten(1, 2)
-    return {
-        "qweight": integer(qweight_bytes.transpose(-1, -2), torch.int32).t().contiguous(),
-        "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous(),
-        "scales": s.t().contiguous(),
-    }
+    return {"qweight": integer(qweight_bytes.transpose(-1, -2), torch.int32).t().contiguous(),
+            "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous(), "scales": s.t().contiguous()}
 
 
 def unpack_awq_gemv(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, K: int, group: int) -> dict[str, Tensor]:
@@ -131,11 +87,8 @@ def unpack_awq_gemv(qweight: Tensor, qzeros: Tensor, scales: Tensor, *, K: int, 
     """
     qweight_bytes = as_type(qweight, torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = as_type(qzeros, torch.uint8).unflatten(-1, (-1, 4))
-    return {
-        "q": spread(qweight_bytes, 4).flatten(1),
-        "z": spread(qzeros_bytes, 4).flatten(1)[:, :cdiv(K, group)],
-        "s": scales[:, :cdiv(K, group)],
-    }
+    return {"q": spread(qweight_bytes, 4).flatten(1), "z": spread(qzeros_bytes, 4).flatten(1)[:, :cdiv(K, group)],
+            "s": scales[:, :cdiv(K, group)]}
 
 
 def pack_awq_gemv(q: Tensor, z: Tensor, s: Tensor, *, K: int, group: int) -> dict[str, Tensor]:
@@ -144,17 +97,14 @@ def pack_awq_gemv(q: Tensor, z: Tensor, s: Tensor, *, K: int, group: int) -> dic
     qweight_bytes = joined(q_split, 4).squeeze(-1)
     z_split = pad(z, (0, 8 * (128 * cdiv(K, 1024) // group) - cdiv(K, group), 0, 0)).unflatten(-1, (-1, 4, 2))
     qzeros_bytes = joined(z_split, 4).squeeze(-1)
-    return {
-        "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1),
-        "qzeros": as_type(qzeros_bytes, torch.int32).squeeze(-1),
-        "scales": pad(s, (0, 1024 * cdiv(K, 1024) // group - cdiv(K, group), 0, 0)),
-    }
+    return {"qweight": as_type(qweight_bytes, torch.int32).squeeze(-1), "qzeros": as_type(qzeros_bytes, torch.int32).squeeze(-1),
+            "scales": pad(s, (0, 1024 * cdiv(K, 1024) // group - cdiv(K, group), 0, 0))}
 
 
 def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
         weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor | None]:
-    """Fields of weight_packed int32 [N, ceil(K/8)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
-    int32 [ceil(N/8), ceil(K/group)]; weight_g_idx int32 [K].
+    """Fields of weight_packed int32 [N, ceil(K/8)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point int32
+    [ceil(N/8), ceil(K/group)]; weight_g_idx int32 [K].
     """
     weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
     fields = {"g": weight_g_idx, "q": spread(weight_packed_bytes, 4).flatten(1)[:, :K], "s": weight_scale}
@@ -165,16 +115,10 @@ def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_ze
 
 
 def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor | None]:
-    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
-    unpack_pack_quantized.
-    """
+    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of unpack_pack_quantized."""
     q_split = pad(q, (0, -q.shape[1] % 8, 0, 0)).unflatten(-1, (-1, 4, 2))
     weight_packed_bytes = joined(q_split, 4).squeeze(-1)
-    tensors = {
-        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
-        "weight_scale": s,
-        "weight_g_idx": g,
-    }
+    tensors = {"weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1), "weight_scale": s, "weight_g_idx": g}
     if z is not None:
         z_split = pad(z, (0, 0, 0, -z.shape[0] % 8)).unflatten(0, (-1, 4, 2))
         weight_zero_point_bytes = z_split[:, :, 0] | z_split[:, :, 1] << 4
@@ -184,8 +128,8 @@ def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor
 
 def unpack_pack_quantized_0_8(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor, *,
         K: int) -> dict[str, Tensor]:
-    """Fields of weight_packed int32 [N, ceil(K/8)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
-    int8 [N, ceil(K/group)].
+    """Fields of weight_packed int32 [N, ceil(K/8)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point int8 [N,
+    ceil(K/group)].
     """
     weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
     weight_zero_point_bytes = (weight_zero_point + 0x8).view(torch.uint8)
@@ -198,11 +142,8 @@ def pack_pack_quantized_0_8(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor
     weight_packed_bytes = joined(q_split, 4).squeeze(-1)
     weight_zero_point_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
     weight_zero_point_bytes[...] = z.unsqueeze(-1)
-    return {
-        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
-        "weight_scale": s,
-        "weight_zero_point": as_type(weight_zero_point_bytes, torch.int8).squeeze(-1) - 0x8,
-    }
+    return {"weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1), "weight_scale": s,
+            "weight_zero_point": as_type(weight_zero_point_bytes, torch.int8).squeeze(-1) - 0x8}
 
 
 def unpack_marlin(qweight: Tensor, scales: Tensor) -> dict[str, Tensor]:
@@ -210,10 +151,8 @@ def unpack_marlin(qweight: Tensor, scales: Tensor) -> dict[str, Tensor]:
     qweight_bytes = as_type(qweight.unflatten(-1, (-1, 128)).permute(1, 0, 2), torch.uint8)
     q_bytes = qweight_bytes.unflatten(-1, (8, 4, 4, 2, 2))
     scales_bytes = as_type(scales.unflatten(-1, (-1, 64)).permute(1, 0, 2), torch.uint8)
-    return {
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 5, 7, 2, 1, 3, 4, 6).flatten(0, 3).flatten(1),
-        "s": as_type(scales_bytes, scales.dtype).unflatten(-1, (8, 8)).permute(0, 3, 2, 1).flatten(0, 2),
-    }
+    return {"q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 5, 7, 2, 1, 3, 4, 6).flatten(0, 3).flatten(1),
+            "s": as_type(scales_bytes, scales.dtype).unflatten(-1, (8, 8)).permute(0, 3, 2, 1).flatten(0, 2)}
 
 
 def pack_marlin(q: Tensor, s: Tensor) -> dict[str, Tensor]:
@@ -221,10 +160,8 @@ def pack_marlin(q: Tensor, s: Tensor) -> dict[str, Tensor]:
     q_split = q.unflatten(-1, (-1, 2, 4, 2)).unflatten(0, (-1, 4, 2, 8))
     qweight_bytes = (q_split[:, :, :, :, :, 0] | q_split[:, :, :, :, :, 1] << 4).permute(0, 4, 3, 5, 1, 6, 2).flatten(2)
     scales_bytes = as_type(s.unflatten(0, (-1, 8, 8)).permute(0, 3, 2, 1).unsqueeze(-1), torch.uint8).flatten(2)
-    return {
-        "qweight": as_type(qweight_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1),
-        "scales": as_type(scales_bytes, s.dtype).permute(1, 0, 2).contiguous().flatten(1),
-    }
+    return {"qweight": as_type(qweight_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1),
+            "scales": as_type(scales_bytes, s.dtype).permute(1, 0, 2).contiguous().flatten(1)}
 
 
 def unpack_modelopt(weight: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
@@ -252,11 +189,8 @@ def pack_xpu_int4pack(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
     qweight_bytes = joined(q_split, 4).squeeze(-1)
     qzeros_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
     qzeros_bytes[...] = z.unsqueeze(-1)
-    return {
-        "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1),
-        "scales": s.t().contiguous(),
-        "qzeros": as_type(qzeros_bytes, torch.int8).squeeze(-1).t().contiguous(),
-    }
+    return {"qweight": as_type(qweight_bytes, torch.int32).squeeze(-1), "scales": s.t().contiguous(),
+            "qzeros": as_type(qzeros_bytes, torch.int8).squeeze(-1).t().contiguous()}
 
 
 def unpack_torchao_plain_int32(qdata: Tensor, scale: Tensor, zero_point: Tensor) -> dict[str, Tensor]:
@@ -272,15 +206,11 @@ def pack_torchao_plain_int32(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tenso
     qdata_bytes = joined(q_split, 4).squeeze(-1)
     zero_point_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
     zero_point_bytes[...] = z.unsqueeze(-1)
-    return {
-        "qdata": as_type(qdata_bytes, torch.int32).squeeze(-1),
-        "scale": s.t().contiguous(),
-        "zero_point": as_type(zero_point_bytes, torch.int8).squeeze(-1).t().contiguous(),
-    }
+    return {"qdata": as_type(qdata_bytes, torch.int32).squeeze(-1), "scale": s.t().contiguous(),
+            "zero_point": as_type(zero_point_bytes, torch.int8).squeeze(-1).t().contiguous()}
 
 
-def unpack_onnx_matmul_nbits(B: Tensor, scales: Tensor, zero_points: Tensor | None, *, K: int,
-        group: int) -> dict[str, Tensor]:
+def unpack_onnx_matmul_nbits(B: Tensor, scales: Tensor, zero_points: Tensor | None, *, K: int, group: int) -> dict[str, Tensor]:
     """Fields of B uint8 [N, K/2]; scales scale_type [N, K/group]; zero_points uint8 [N, ceil(K/2*group)]."""
     fields = {"q": spread(B, 4).flatten(1), "s": scales}
     if zero_points is not None:
@@ -330,10 +260,8 @@ def unpack_trt_llm(weight: Tensor, weights_scaling_factor: Tensor) -> dict[str, 
     """Fields of weight int8 [N/4, 128*K/64]; weights_scaling_factor scale_type [ceil(K/group), N]."""
     r = as_type(weight, torch.uint8).unflatten(-1, (-1, 128))
     q_bytes = r.unflatten(-1, (4, 2, 8, 2))
-    return {
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -3).permute(0, 2, 1, 3, 6, 4, 5).flatten(0, 1).flatten(1),
-        "s": weights_scaling_factor.t(),
-    }
+    return {"q": torch.stack([q_bytes & 15, q_bytes >> 4], -3).permute(0, 2, 1, 3, 6, 4, 5).flatten(0, 1).flatten(1),
+            "s": weights_scaling_factor.t()}
 
 
 def pack_trt_llm(q: Tensor, s: Tensor) -> dict[str, Tensor]:
@@ -347,10 +275,7 @@ def unpack_planar(q: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str
     """Fields of q int32 [N, 16*ceil(K/128)]; s scale_type [N, ceil(K/group)]; z uint8 [N, ceil(K/group)]."""
     q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_bytes.unflatten(-1, (4, 4, 2, 2))
-    fields = {
-        "q": torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-        "s": s,
-    }
+    fields = {"q": torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K], "s": s}
     if z is not None:
         fields["z"] = z & 15
     return fields
@@ -369,8 +294,8 @@ def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
 
 
 def decode(q: Tensor, s: Tensor, g: Tensor | None = None, z: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], s [N, ceil(K/group)], g [K],
-    z [N, ceil(K/group)].
+    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], s [N, ceil(K/group)], g [K], z [N,
+    ceil(K/group)].
     """
     if g is not None:
         z, s = z if z is None else z[:, g], s[:, g]
@@ -382,8 +307,8 @@ def decode(q: Tensor, s: Tensor, g: Tensor | None = None, z: Tensor | None = Non
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code
-    of 0.  options: by, symmetric, rounds, span.
+    """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code of 0.
+    options: by, symmetric, rounds, span.
     """
     q, z, s = minmax(weight, code="u4", zero="u4", scale=scale_type, rows=1, columns=group, axes=2, **options)
     return {"q": q, "z": z, "s": s}
@@ -539,12 +464,11 @@ def _decode_marlin(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     qweight += 128 * (n // 64)
     z = 8
     scales += 64 * (n // 64)
-    q = (tl.load(qweight + 128 * (k // 16 * (N // 64)) + 16 * (n % 64 % 8) + 4 * (k % 16 // 2 % 4)
-        + n % 64 // 16, live, 0) >> 16 * (k % 16 % 2) + 8 * (n % 64 // 8 % 2) + 4 * (k % 16 // 8) & 15).to(tl.int32)
+    q = (tl.load(qweight + 128 * (k // 16 * (N // 64)) + 16 * (n % 64 % 8) + 4 * (k % 16 // 2 % 4) + n % 64 // 16, live, 0) >> 16
+        * (k % 16 % 2) + 8 * (n % 64 // 8 % 2) + 4 * (k % 16 // 8) & 15).to(tl.int32)
     g = k // group
     s = tl.load(scales + 64 * (g * (N // 64)) + 8 * (n % 64 % 8) + n % 64 // 8, live, 0).to(tl.float32)
-    state = use(state, k, (q - z) * s, live)
-    return state
+    return use(state, k, (q - z) * s, live)
 
 
 @triton.jit
@@ -647,12 +571,11 @@ def _decode_trt_llm(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     weight += 128 * (n // 4 * (K // 64))
     z = 8
     weights_scaling_factor += n
-    q = (tl.load(weight + 128 * (k // 64) + 32 * (n % 4) + 16 * (k % 64 // 32) + 2 * (k % 64 % 8)
-        + k % 64 // 16 % 2, live, 0) >> 4 * (k % 64 // 8 % 2) & 15).to(tl.int32)
+    q = (tl.load(weight + 128 * (k // 64) + 32 * (n % 4) + 16 * (k % 64 // 32) + 2 * (k % 64 % 8) + k % 64 // 16 % 2, live, 0)
+        >> 4 * (k % 64 // 8 % 2) & 15).to(tl.int32)
     g = k // group
     s = tl.load(weights_scaling_factor + g * N, live, 0).to(tl.float32)
-    state = use(state, k, (q - z) * s, live)
-    return state
+    return use(state, k, (q - z) * s, live)
 
 
 @triton.jit
@@ -695,12 +618,8 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "g": Field("index", "K", groups="ceil(K/group)"),
-        "q": Field("u4", "N", "K"),
-        "z": Field("u4", "N", "ceil(K/group)"),
-        "s": Field("scale_type", "N", "ceil(K/group)"),
-    },
+    fields={"g": Field("index", "K", groups="ceil(K/group)"), "q": Field("u4", "N", "K"), "z": Field("u4", "N", "ceil(K/group)"),
+            "s": Field("scale_type", "N", "ceil(K/group)")},
     storages={
         "gptq_v2": Storage(unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",), tensors={
             "qweight": Stored("i32", "K/8", "N", bits=("q[1@1, 8:4 1@0]",)),
@@ -714,8 +633,8 @@ VARIANT = Variant(
             "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
             "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
         }, kernels=Kernels(_decode_gptq_v1, rows="N", units="K/8", last="n")),
-        "awq": Storage(unpack=unpack_awq, pack=pack_awq, where=("g",), always=("z",),
-                options={"span": "tight", "by": "exact"}, tensors={
+        "awq": Storage(unpack=unpack_awq, pack=pack_awq, where=("g",), always=("z",), options={"span": "tight", "by": "exact"},
+                tensors={
             "qweight": Stored("i32", "K", "N/8", bits=("q[2:16 4:4 1@1, 1@0]",)),
             "qzeros": Stored("i32", "K/group", "N/8", bits=("z[2:16 4:4 1@1, 1@0]",)),
             "scales": Stored("scale_type", "K/group", "N", bits=("s[1@1, 1@0]",)),
@@ -734,8 +653,8 @@ VARIANT = Variant(
             "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             "weight_shape": Stored("shape", "2"),
         }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/8)", last="k")),
-        "pack_quantized_0_8": Storage(unpack=unpack_pack_quantized_0_8, pack=pack_pack_quantized_0_8, where=("g",),
-                always=("z",), options={"rounds": "sum", "span": "full"}, reads=("K",), shape="weight_shape", tensors={
+        "pack_quantized_0_8": Storage(unpack=unpack_pack_quantized_0_8, pack=pack_pack_quantized_0_8, where=("g",), always=("z",),
+                options={"rounds": "sum", "span": "full"}, reads=("K",), shape="weight_shape", tensors={
             "weight_packed": Stored("i32", "N", "ceil(K/8)", bits=("q[1@0, 8:4 1@1]",)),
             "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
             "weight_zero_point": Stored("i8", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",), adds=-0x8),
@@ -743,8 +662,7 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_pack_quantized_0_8, rows="N", units="ceil(K/8)", last="k")),
         "marlin": Storage(unpack=unpack_marlin, pack=pack_marlin, where=("z", "g"), least={"ceil(K/group)": 2},
                 options={"symmetric": True}, tensors={
-            "qweight": Stored("i32", "K/16", "128*N/64", aliases=("B",),
-                bits=("q[8:16@1 2:8 4:1@1 128@1, 2:16 4:4@1 2:4 1@0]",)),
+            "qweight": Stored("i32", "K/16", "128*N/64", aliases=("B",), bits=("q[8:16@1 2:8 4:1@1 128@1, 2:16 4:4@1 2:4 1@0]",)),
             "scales": Stored("scale_type", "K/group", "64*N/64", aliases=("s",), bits=("s[8:8@1 8:1@1 64@1, 1@0]",)),
         }, kernels=Kernels(_decode_marlin, rows="N", units="K", last="k")),
         "modelopt": Storage(unpack=unpack_modelopt, pack=pack_modelopt, where=("z", "g"),
@@ -752,8 +670,8 @@ VARIANT = Variant(
             "weight": Stored("u8", "N/2", "K"),
             "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_modelopt, rows="N/2", units="K", last="k", sums=2)),
-        "xpu_int4pack": Storage(unpack=unpack_xpu_int4pack, pack=pack_xpu_int4pack, where=("g",), always=("z",),
-                order="ret_idx", tensors={
+        "xpu_int4pack": Storage(unpack=unpack_xpu_int4pack, pack=pack_xpu_int4pack, where=("g",), always=("z",), order="ret_idx",
+                tensors={
             "qweight": Stored("i32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
             "scales": Stored("scale_type", "K/group", "N", bits=("s[1@1, 1@0]",)),
             "qzeros": Stored("i8", "K/group", "N", bits=("z[1@1, 1@0]",)),
@@ -784,8 +702,7 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_openvino_i4, rows="N", units="K/2", last="k")),
         "trt_llm": Storage(unpack=unpack_trt_llm, pack=pack_trt_llm, where=("z", "g"),
                 options={"symmetric": True, "span": "tight", "by": "exact"}, tensors={
-            "weight": Stored("i8", "N/4", "128*K/64", seen=("K", "N/2"),
-                bits=("q[4:32@1 1@0, 8:2@1 2:4 2:1@1 2:16@1 128@1]",)),
+            "weight": Stored("i8", "N/4", "128*K/64", seen=("K", "N/2"), bits=("q[4:32@1 1@0, 8:2@1 2:4 2:1@1 2:16@1 128@1]",)),
             "weights_scaling_factor": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
         }, kernels=Kernels(_decode_trt_llm, rows="N", units="K", last="k")),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order", tensors={

@@ -1,18 +1,5 @@
 """int_group at bits = 7: integer codes with a zero point and a scale per group of columns.
 
-    w = (q - z) * s
-    float32, rounded after each operation
-
-    g      index into ceil(K/group) groups [K]
-    q      u7         [N, K]
-    z      u7         [N, ceil(K/group)]
-    s      scale_type [N, ceil(K/group)]
-
-    gptq_p: 7.17969 bits per weight with group = 128
-    pack_quantized: 7.125 bits per weight with group = 128
-    pack_quantized_0_17: 8.125 bits per weight with group = 128
-    planar: 7.125 bits per weight with group = 128
-
 Built from the spec int_group (sha256 acd82455e137a03e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -23,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
-        cdiv, empty, integer, joined, pad, spread)
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, cdiv, empty,
+        integer, joined, pad, spread)
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -35,8 +22,8 @@ from .bits_4 import _scale_planar
 
 
 def unpack_gptq_p(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor | None]:
-    """Fields of qweight int32 [7*K/32, N]; qzeros int32 [ceil(K/group), 7*N/32]; scales scale_type [ceil(K/group),
-    N]; g_idx int32 [K].
+    """Fields of qweight int32 [7*K/32, N]; qzeros int32 [ceil(K/group), 7*N/32]; scales scale_type [ceil(K/group), N]; g_idx
+    int32 [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 28))
     q_low = spread(qweight_bytes[..., 0:16], 4).flatten(1)
@@ -46,12 +33,7 @@ def unpack_gptq_p(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor
     z_low = spread(qzeros_bytes[..., 0:16], 4).permute(0, 2, 3, 1).flatten(0, 2)
     z_high = spread(qzeros_bytes[..., 16:24], 2).permute(0, 2, 3, 1).flatten(0, 2)
     z_high2 = spread(qzeros_bytes[..., 24:28], 1).permute(0, 2, 3, 1).flatten(0, 2)
-    return {
-        "g": g_idx,
-        "q": q_low | q_high << 4 | q_high2 << 6,
-        "z": z_low | z_high << 4 | z_high2 << 6,
-        "s": scales.t(),
-    }
+    return {"g": g_idx, "q": q_low | q_high << 4 | q_high2 << 6, "z": z_low | z_high << 4 | z_high2 << 6, "s": scales.t()}
 
 
 def pack_gptq_p(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor | None]:
@@ -70,91 +52,69 @@ def pack_gptq_p(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, 
     qzeros_bytes[..., 16:24] = sum((z_split2[:, :, i] >> 4 & 3) << 2 * i for i in range(4)).permute(0, 2, 1)
     z_split3 = z.unflatten(0, (-1, 4, 8))
     qzeros_bytes[..., 24:28] = sum((z_split3[:, :, i] >> 6) << 1 * i for i in range(8)).permute(0, 2, 1)
-    return {
-        "qweight": as_type(qweight_bytes, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
-        "qzeros": as_type(qzeros_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1),
-        "scales": s.t().contiguous(),
-        "g_idx": g,
-    }
+    return {"qweight": as_type(qweight_bytes, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1),
+            "qzeros": as_type(qzeros_bytes, torch.int32).permute(1, 0, 2).contiguous().flatten(1), "scales": s.t().contiguous(),
+            "g_idx": g}
 
 
 def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
         weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor | None]:
-    """Fields of weight_packed int32 [N, ceil(7*K/32)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
-    int32 [ceil(7*N/32), ceil(K/group)]; weight_g_idx int32 [K].
+    """Fields of weight_packed int32 [N, ceil(7*K/32)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point int32
+    [ceil(7*N/32), ceil(K/group)]; weight_g_idx int32 [K].
     """
-    weight_packed_bytes = as_type(pad(weight_packed, (0, -weight_packed.shape[1] % 7)), torch.uint8).unflatten(-1,
-        (-1, 28))
+    weight_packed_bytes = as_type(pad(weight_packed, (0, -weight_packed.shape[1] % 7)), torch.uint8).unflatten(-1, (-1, 28))
     q_words = integer(weight_packed_bytes.unflatten(-1, (4, 7)))
-    fields = {
-        "g": weight_g_idx,
-        "q": torch.stack([q_words >> 7 * i & 127 for i in range(8)], -1).to(torch.uint8).flatten(1)[:, :K],
-        "s": weight_scale,
-    }
+    fields = {"g": weight_g_idx,
+            "q": torch.stack([q_words >> 7 * i & 127 for i in range(8)], -1).to(torch.uint8).flatten(1)[:, :K], "s": weight_scale}
     if weight_zero_point is not None:
-        weight_zero_point_bytes = as_type(pad(weight_zero_point,
-            (0, 0, 0, -weight_zero_point.shape[0] % 7)).unflatten(0, (-1, 7)).permute(0, 2, 1), torch.uint8)
+        weight_zero_point_bytes = as_type(pad(weight_zero_point, (0, 0, 0, -weight_zero_point.shape[0] % 7)).unflatten(0,
+            (-1, 7)).permute(0, 2, 1), torch.uint8)
         z_words = integer(weight_zero_point_bytes.unflatten(-1, (4, 7)))
-        fields["z"] = torch.stack([z_words >> 7 * i & 127 for i in range(8)], -1).to(torch.uint8).permute(0, 2, 3,
-            1).flatten(0, 2)[:N, :]
+        fields["z"] = torch.stack([z_words >> 7 * i & 127 for i in range(8)], -1).to(torch.uint8).permute(0, 2, 3, 1).flatten(0,
+            2)[:N, :]
     return fields
 
 
 def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor | None]:
-    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
-    unpack_pack_quantized.
-    """
+    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of unpack_pack_quantized."""
     q_split = pad(q, (0, -q.shape[1] % 32, 0, 0)).unflatten(-1, (-1, 4, 8))
     q_packed = sum(q_split[..., i].to(torch.int64) << 7 * i for i in range(8))
     weight_packed_bytes = q_packed.unsqueeze(-1).view(torch.uint8)[..., :7].flatten(2)
-    tensors = {
-        "weight_packed": as_type(weight_packed_bytes, torch.int32).flatten(1)[:,
-            :cdiv(7 * q.shape[1], 32)].contiguous(),
-        "weight_scale": s,
-        "weight_g_idx": g,
-    }
+    tensors = {"weight_packed": as_type(weight_packed_bytes, torch.int32).flatten(1)[:, :cdiv(7 * q.shape[1], 32)].contiguous(),
+            "weight_scale": s, "weight_g_idx": g}
     if z is not None:
         z_split = pad(z, (0, 0, 0, -z.shape[0] % 32)).unflatten(0, (-1, 4, 8))
         z_packed = sum(z_split[:, :, i].to(torch.int64) << 7 * i for i in range(8)).permute(0, 2, 1)
         weight_zero_point_bytes = z_packed.unsqueeze(-1).view(torch.uint8)[..., :7].flatten(2)
-        tensors["weight_zero_point"] = as_type(weight_zero_point_bytes, torch.int32).permute(0, 2,
-            1).contiguous().flatten(0, 1)[:cdiv(7 * z.shape[0], 32)].contiguous()
+        tensors["weight_zero_point"] = as_type(weight_zero_point_bytes, torch.int32).permute(0, 2, 1).contiguous().flatten(0,
+            1)[:cdiv(7 * z.shape[0], 32)].contiguous()
     return tensors
 
 
 def unpack_pack_quantized_0_17(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
         weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor | None]:
-    """Fields of weight_packed int32 [N, ceil(K/4)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
-    int32 [ceil(N/4), ceil(K/group)]; weight_g_idx int32 [K].
+    """Fields of weight_packed int32 [N, ceil(K/4)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point int32
+    [ceil(N/4), ceil(K/group)]; weight_g_idx int32 [K].
     """
     weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
     q_words = integer(weight_packed_bytes)
-    fields = {
-        "g": weight_g_idx,
-        "q": torch.stack([q_words >> 7 * i & 127 for i in range(4)], -1).to(torch.uint8).flatten(1)[:, :K],
-        "s": weight_scale,
-    }
+    fields = {"g": weight_g_idx,
+            "q": torch.stack([q_words >> 7 * i & 127 for i in range(4)], -1).to(torch.uint8).flatten(1)[:, :K], "s": weight_scale}
     if weight_zero_point is not None:
         weight_zero_point_bytes = as_type(weight_zero_point, torch.uint8).unflatten(-1, (-1, 4))
         z_words = integer(weight_zero_point_bytes)
-        fields["z"] = torch.stack([z_words >> 7 * i & 127 for i in range(4)], -1).to(torch.uint8).permute(0, 2,
-            1).flatten(0, 1)[:N, :]
+        fields["z"] = torch.stack([z_words >> 7 * i & 127 for i in range(4)], -1).to(torch.uint8).permute(0, 2, 1).flatten(0,
+            1)[:N, :]
     return fields
 
 
 def pack_pack_quantized_0_17(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor | None]:
-    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
-    unpack_pack_quantized_0_17.
-    """
+    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of unpack_pack_quantized_0_17."""
     weight_packed_bytes = torch.zeros(q.shape[0], cdiv(q.shape[1], 4), 4, dtype=torch.uint8, device=q.device)
     q_split = pad(q, (0, -q.shape[1] % 4, 0, 0)).unflatten(-1, (-1, 4))
     q_packed = sum(q_split[..., i].to(torch.int64) << 7 * i for i in range(4))
     weight_packed_bytes[...] = q_packed.unsqueeze(-1).view(torch.uint8)[..., :4]
-    tensors = {
-        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
-        "weight_scale": s,
-        "weight_g_idx": g,
-    }
+    tensors = {"weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1), "weight_scale": s, "weight_g_idx": g}
     if z is not None:
         weight_zero_point_bytes = torch.zeros(cdiv(z.shape[0], 4), z.shape[1], 4, dtype=torch.uint8, device=z.device)
         z_split = pad(z, (0, 0, 0, -z.shape[0] % 4)).unflatten(0, (-1, 4))
@@ -165,21 +125,20 @@ def pack_pack_quantized_0_17(g: Tensor | None, q: Tensor, z: Tensor | None, s: T
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, q_2: Tensor, s: Tensor, z: Tensor | None, *, K: int) -> dict[str, Tensor]:
-    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/256)]; q_2 int32 [N, 16*ceil(K/512)]; s
-    scale_type [N, ceil(K/group)]; z uint8 [N, ceil(K/group)].
+    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/256)]; q_2 int32 [N, 16*ceil(K/512)]; s scale_type [N,
+    ceil(K/group)]; z uint8 [N, ceil(K/group)].
     """
     q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]
     q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
-    q_high = torch.stack([q_bytes2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 6], -5).unflatten(2,
-        (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
+    q_high = torch.stack([q_bytes2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 6], -5).unflatten(2, (2, 2)).permute(0,
+        1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
     q_2_bytes = as_type(q_2, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes3 = q_2_bytes.unflatten(-1, (4, 4, 2, 2))
-    q_high2 = torch.stack([q_bytes3 & 1, q_bytes3 >> 4 & 1, q_bytes3 >> 1 & 1, q_bytes3 >> 5 & 1, q_bytes3 >> 2
-        & 1, q_bytes3 >> 6 & 1, q_bytes3 >> 3 & 1, q_bytes3 >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3,
-        4, 6).flatten(1)[:, :K]
+    q_high2 = torch.stack([q_bytes3 & 1, q_bytes3 >> 4 & 1, q_bytes3 >> 1 & 1, q_bytes3 >> 5 & 1, q_bytes3 >> 2 & 1, q_bytes3
+        >> 6 & 1, q_bytes3 >> 3 & 1, q_bytes3 >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
     fields = {"q": q_low | q_high << 4 | q_high2 << 6, "s": s}
     if z is not None:
         fields["z"] = z & 127
@@ -189,24 +148,18 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, q_2: Tensor, s: Tensor, z: Tensor | 
 def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
     """q_0, q_1, q_2, s, z of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
-    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15)
-        << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15) << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
     q_split2 = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
     q_1_bytes = ((q_split2[:, :, 0, :, :, 0] >> 4 & 3) | (q_split2[:, :, 0, :, :, 1] >> 4 & 3) << 4
         | (q_split2[:, :, 1, :, :, 0] >> 4 & 3) << 2 | (q_split2[:, :, 1, :, :, 1] >> 4 & 3)
         << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
     q_split3 = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 4, 4, 2, 2, 4, 2))
-    q_2_bytes = ((q_split3[:, :, 0, :, :, 0] >> 6) | (q_split3[:, :, 0, :, :, 1] >> 6) << 4
-        | (q_split3[:, :, 1, :, :, 0] >> 6) << 1 | (q_split3[:, :, 1, :, :, 1] >> 6) << 5
-        | (q_split3[:, :, 2, :, :, 0] >> 6) << 2 | (q_split3[:, :, 2, :, :, 1] >> 6) << 6
-        | (q_split3[:, :, 3, :, :, 0] >> 6) << 3 | (q_split3[:, :, 3, :, :, 1] >> 6)
+    q_2_bytes = ((q_split3[:, :, 0, :, :, 0] >> 6) | (q_split3[:, :, 0, :, :, 1] >> 6) << 4 | (q_split3[:, :, 1, :, :, 0] >> 6)
+        << 1 | (q_split3[:, :, 1, :, :, 1] >> 6) << 5 | (q_split3[:, :, 2, :, :, 0] >> 6) << 2
+        | (q_split3[:, :, 2, :, :, 1] >> 6) << 6 | (q_split3[:, :, 3, :, :, 0] >> 6) << 3 | (q_split3[:, :, 3, :, :, 1] >> 6)
         << 7).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    tensors = {
-        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
-        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
-        "q_2": as_type(q_2_bytes, torch.int32).flatten(1),
-        "s": s,
-    }
+    tensors = {"q_0": as_type(q_0_bytes, torch.int32).flatten(1), "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
+            "q_2": as_type(q_2_bytes, torch.int32).flatten(1), "s": s}
     if z is not None:
         z_bytes = torch.zeros(z.shape[0], z.shape[1], 1, dtype=torch.uint8, device=z.device)
         z_bytes[...] = z.unsqueeze(-1)
@@ -215,8 +168,8 @@ def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor]:
 
 
 def decode(q: Tensor, s: Tensor, g: Tensor | None = None, z: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], s [N, ceil(K/group)], g [K],
-    z [N, ceil(K/group)].
+    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], s [N, ceil(K/group)], g [K], z [N,
+    ceil(K/group)].
     """
     if g is not None:
         z, s = z if z is None else z[:, g], s[:, g]
@@ -228,8 +181,8 @@ def decode(q: Tensor, s: Tensor, g: Tensor | None = None, z: Tensor | None = Non
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code
-    of 0.  options: by, symmetric, rounds, span.
+    """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code of 0.
+    options: by, symmetric, rounds, span.
     """
     q, z, s = minmax(weight, code="u7", zero="u7", scale=scale_type, rows=1, columns=group, axes=2, **options)
     return {"q": q, "z": z, "s": s}
@@ -371,25 +324,19 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     if z is not None:
         z1 = (tl.load(z + g, live, 0) & 127).to(tl.int32)
     s1 = tl.load(s + g, live, 0).to(tl.float32)
-    state = use(state, k, (q - z1) * s1, live)
-    return state
+    return use(state, k, (q - z1) * s1, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "g": Field("index", "K", groups="ceil(K/group)"),
-        "q": Field("u7", "N", "K"),
-        "z": Field("u7", "N", "ceil(K/group)"),
-        "s": Field("scale_type", "N", "ceil(K/group)"),
-    },
+    fields={"g": Field("index", "K", groups="ceil(K/group)"), "q": Field("u7", "N", "K"), "z": Field("u7", "N", "ceil(K/group)"),
+            "s": Field("scale_type", "N", "ceil(K/group)")},
     storages={
         "gptq_p": Storage(unpack=unpack_gptq_p, pack=pack_gptq_p, always=("z",), tensors={
             "qweight": Stored("i32", "7*K/32", "N"),
             "qzeros": Stored("i32", "ceil(K/group)", "7*N/32",
-                bits=("z.at(0):4[8:4 4:1@1 7@1, 1@0]", "z.at(4):2+128[16:2 2:1@1 7@1, 1@0]",
-                "z.at(6):1+192[32:1 7@1, 1@0]")),
+                bits=("z.at(0):4[8:4 4:1@1 7@1, 1@0]", "z.at(4):2+128[16:2 2:1@1 7@1, 1@0]", "z.at(6):1+192[32:1 7@1, 1@0]")),
             "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
             "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
         }, kernels=Kernels(_decode_gptq_p, rows="N", units="K/32", last="n")),
@@ -401,9 +348,8 @@ VARIANT = Variant(
             "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             "weight_shape": Stored("shape", "2"),
         }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/32)", last="k")),
-        "pack_quantized_0_17": Storage(unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17,
-                omits=("z", "g"), options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape",
-                tensors={
+        "pack_quantized_0_17": Storage(unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17, omits=("z", "g"),
+                options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
             "weight_packed": Stored("i32", "N", "ceil(K/4)", bits=("q[1@0, 4:7 1@1]",)),
             "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
             "weight_zero_point": Stored("i32", "ceil(N/4)", "ceil(K/group)", optional="z", bits=("z[4:7 1@0, 1@1]",)),

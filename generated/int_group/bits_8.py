@@ -1,22 +1,5 @@
 """int_group at bits = 8: integer codes with a zero point and a scale per group of columns.
 
-    w = (q - z) * s
-    float32, rounded after each operation
-
-    g      index into ceil(K/group) groups [K]
-    q      u8         [N, K]
-    z      u8         [N, ceil(K/group)]
-    s      scale_type [N, ceil(K/group)]
-
-    gptq_v2: 8.1875 bits per weight with group = 128
-    gptq_v1: 8.1875 bits per weight with group = 128
-    pack_quantized: 8.125 bits per weight with group = 128
-    pack_quantized_0_8: 8.1875 bits per weight with group = 128
-    int_quantized: 8.125 bits per weight with group = 128
-    torchao_int8: 8.125 bits per weight with group = 128
-    onnx_matmul_nbits: 8.125 bits per weight with group = 128
-    planar: 8.125 bits per weight with group = 128
-
 Built from the spec int_group (sha256 acd82455e137a03e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -27,8 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import minmax
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
-        integer, pad)
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, integer, pad
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -37,61 +19,45 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 
 def unpack_gptq_v2(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor | None]:
-    """Fields of qweight int32 [K/4, N]; qzeros int32 [ceil(K/group), N/4]; scales scale_type [ceil(K/group), N];
-    g_idx int32 [K].
+    """Fields of qweight int32 [K/4, N]; qzeros int32 [ceil(K/group), N/4]; scales scale_type [ceil(K/group), N]; g_idx int32
+    [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = as_type(qzeros.t(), torch.uint8).unflatten(-1, (-1, 4))
-    return {
-        "g": g_idx,
-        "q": qweight_bytes.flatten(1),
-        "z": qzeros_bytes.permute(0, 2, 1).flatten(0, 1),
-        "s": scales.t(),
-    }
+    return {"g": g_idx, "q": qweight_bytes.flatten(1), "z": qzeros_bytes.permute(0, 2, 1).flatten(0, 1), "s": scales.t()}
 
 
 def pack_gptq_v2(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor | None]:
     """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v2."""
     qweight_bytes = q.unflatten(-1, (-1, 4))
     qzeros_bytes = z.unflatten(0, (-1, 4))
-    return {
-        "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
-        "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous(),
-        "scales": s.t().contiguous(),
-        "g_idx": g,
-    }
+    return {"qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
+            "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous(), "scales": s.t().contiguous(),
+            "g_idx": g}
 
 
 def unpack_gptq_v1(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None) -> dict[str, Tensor | None]:
-    """Fields of qweight int32 [K/4, N]; qzeros int32 [ceil(K/group), N/4]; scales scale_type [ceil(K/group), N];
-    g_idx int32 [K].
+    """Fields of qweight int32 [K/4, N]; qzeros int32 [ceil(K/group), N/4]; scales scale_type [ceil(K/group), N]; g_idx int32
+    [K].
     """
     qweight_bytes = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 4))
     qzeros_bytes = as_type((qzeros + 0x1010101).t(), torch.uint8).unflatten(-1, (-1, 4))
-    return {
-        "g": g_idx,
-        "q": qweight_bytes.flatten(1),
-        "z": qzeros_bytes.permute(0, 2, 1).flatten(0, 1),
-        "s": scales.t(),
-    }
+    return {"g": g_idx, "q": qweight_bytes.flatten(1), "z": qzeros_bytes.permute(0, 2, 1).flatten(0, 1), "s": scales.t()}
 
 
 def pack_gptq_v1(g: Tensor | None, q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor | None]:
     """qweight, qzeros, scales, g_idx of the fields; the inverse of unpack_gptq_v1."""
     qweight_bytes = q.unflatten(-1, (-1, 4))
     qzeros_bytes = z.unflatten(0, (-1, 4))
-    return {
-        "qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
-        "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous() - 0x1010101,
-        "scales": s.t().contiguous(),
-        "g_idx": g,
-    }
+    return {"qweight": as_type(qweight_bytes, torch.int32).squeeze(-1).t().contiguous(),
+            "qzeros": integer(qzeros_bytes.transpose(-1, -2), torch.int32).t().contiguous() - 0x1010101,
+            "scales": s.t().contiguous(), "g_idx": g}
 
 
 def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None,
         weight_g_idx: Tensor | None, *, N: int, K: int) -> dict[str, Tensor | None]:
-    """Fields of weight_packed int32 [N, ceil(K/4)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
-    int32 [ceil(N/4), ceil(K/group)]; weight_g_idx int32 [K].
+    """Fields of weight_packed int32 [N, ceil(K/4)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point int32
+    [ceil(N/4), ceil(K/group)]; weight_g_idx int32 [K].
     """
     weight_packed_bytes = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
     fields = {"g": weight_g_idx, "q": weight_packed_bytes.flatten(1)[:, :K], "s": weight_scale}
@@ -102,15 +68,9 @@ def unpack_pack_quantized(weight_packed: Tensor, weight_scale: Tensor, weight_ze
 
 
 def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor | None]:
-    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of
-    unpack_pack_quantized.
-    """
+    """weight_packed, weight_scale, weight_zero_point, weight_g_idx of the fields; the inverse of unpack_pack_quantized."""
     weight_packed_bytes = pad(q, (0, -q.shape[1] % 4, 0, 0)).unflatten(-1, (-1, 4))
-    tensors = {
-        "weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1),
-        "weight_scale": s,
-        "weight_g_idx": g,
-    }
+    tensors = {"weight_packed": as_type(weight_packed_bytes, torch.int32).squeeze(-1), "weight_scale": s, "weight_g_idx": g}
     if z is not None:
         weight_zero_point_bytes = pad(z, (0, 0, 0, -z.shape[0] % 4)).unflatten(0, (-1, 4))
         tensors["weight_zero_point"] = integer(weight_zero_point_bytes.transpose(-1, -2), torch.int32)
@@ -119,8 +79,8 @@ def pack_pack_quantized(g: Tensor | None, q: Tensor, z: Tensor | None, s: Tensor
 
 def unpack_pack_quantized_0_8(weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor, *,
         K: int) -> dict[str, Tensor]:
-    """Fields of weight_packed int32 [N, ceil(K/4)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point
-    int8 [N, ceil(K/group)].
+    """Fields of weight_packed int32 [N, ceil(K/4)]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point int8 [N,
+    ceil(K/group)].
     """
     r = as_type(weight_packed, torch.uint8).unflatten(-1, (-1, 4))
     return {"q": r.flatten(1)[:, :K], "z": (weight_zero_point + 0x80).view(torch.uint8), "s": weight_scale}
@@ -129,17 +89,12 @@ def unpack_pack_quantized_0_8(weight_packed: Tensor, weight_scale: Tensor, weigh
 def pack_pack_quantized_0_8(q: Tensor, z: Tensor, s: Tensor) -> dict[str, Tensor]:
     """weight_packed, weight_scale, weight_zero_point of the fields; the inverse of unpack_pack_quantized_0_8."""
     r = pad(q, (0, -q.shape[1] % 4, 0, 0)).unflatten(-1, (-1, 4))
-    return {
-        "weight_packed": as_type(r, torch.int32).squeeze(-1),
-        "weight_scale": s,
-        "weight_zero_point": z.view(torch.int8) - 0x80,
-    }
+    return {"weight_packed": as_type(r, torch.int32).squeeze(-1), "weight_scale": s,
+            "weight_zero_point": z.view(torch.int8) - 0x80}
 
 
 def unpack_int_quantized(weight: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None) -> dict[str, Tensor]:
-    """Fields of weight int8 [N, K]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point int8 [N,
-    ceil(K/group)].
-    """
+    """Fields of weight int8 [N, K]; weight_scale scale_type [N, ceil(K/group)]; weight_zero_point int8 [N, ceil(K/group)]."""
     fields = {"q": weight.view(torch.uint8) + 128 & 255, "s": weight_scale}
     if weight_zero_point is not None:
         fields["z"] = weight_zero_point.view(torch.uint8) + 128 & 255
@@ -193,8 +148,8 @@ def pack_planar(q: Tensor, z: Tensor | None, s: Tensor) -> dict[str, Tensor | No
 
 
 def decode(q: Tensor, s: Tensor, g: Tensor | None = None, z: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], s [N, ceil(K/group)], g [K],
-    z [N, ceil(K/group)].
+    """Weights [N, K], float32 rounded after each operation: w = (q - z) * s.  q [N, K], s [N, ceil(K/group)], g [K], z [N,
+    ceil(K/group)].
     """
     if g is not None:
         z, s = z if z is None else z[:, g], s[:, g]
@@ -206,8 +161,8 @@ def decode(q: Tensor, s: Tensor, g: Tensor | None = None, z: Tensor | None = Non
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code
-    of 0.  options: by, symmetric, rounds, span.
+    """Fields for a float weight [N, K]: scale = range of the block, zero included, / (2^bits - 1); zero = the code of 0.
+    options: by, symmetric, rounds, span.
     """
     q, z, s = minmax(weight, code="u8", zero="u8", scale=scale_type, rows=1, columns=group, axes=2, **options)
     return {"q": q, "z": z, "s": s}
@@ -335,8 +290,7 @@ def _decode_int_quantized(tensors, n, k, live, N, K, sizes, use: tl.constexpr, s
         z_word = tl.load(weight_zero_point + g, live, 0).to(tl.int32)
         z = ((z_word) + 128 & 255).to(tl.int32)
     s = tl.load(weight_scale + g, live, 0).to(tl.float32)
-    state = use(state, k, (q - z) * s, live)
-    return state
+    return use(state, k, (q - z) * s, live)
 
 
 @triton.jit
@@ -355,8 +309,7 @@ def _decode_onnx_matmul_nbits(tensors, n, k, live, N, K, sizes, use: tl.constexp
     if zero_points is not None:
         z = tl.load(zero_points + g, live, 0).to(tl.int32)
     s = tl.load(scales + g, live, 0).to(tl.float32)
-    state = use(state, k, (q - z) * s, live)
-    return state
+    return use(state, k, (q - z) * s, live)
 
 
 @triton.jit
@@ -390,12 +343,8 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "g": Field("index", "K", groups="ceil(K/group)"),
-        "q": Field("u8", "N", "K"),
-        "z": Field("u8", "N", "ceil(K/group)"),
-        "s": Field("scale_type", "N", "ceil(K/group)"),
-    },
+    fields={"g": Field("index", "K", groups="ceil(K/group)"), "q": Field("u8", "N", "K"), "z": Field("u8", "N", "ceil(K/group)"),
+            "s": Field("scale_type", "N", "ceil(K/group)")},
     storages={
         "gptq_v2": Storage(unpack=unpack_gptq_v2, pack=pack_gptq_v2, always=("z",), tensors={
             "qweight": Stored("i32", "K/4", "N", bits=("q[1@1, 4:8 1@0]",)),
@@ -417,8 +366,8 @@ VARIANT = Variant(
             "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             "weight_shape": Stored("shape", "2"),
         }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/4)", last="k")),
-        "pack_quantized_0_8": Storage(unpack=unpack_pack_quantized_0_8, pack=pack_pack_quantized_0_8, where=("g",),
-                always=("z",), options={"rounds": "sum", "span": "full"}, reads=("K",), shape="weight_shape", tensors={
+        "pack_quantized_0_8": Storage(unpack=unpack_pack_quantized_0_8, pack=pack_pack_quantized_0_8, where=("g",), always=("z",),
+                options={"rounds": "sum", "span": "full"}, reads=("K",), shape="weight_shape", tensors={
             "weight_packed": Stored("i32", "N", "ceil(K/4)", bits=("q[1@0, 4:8 1@1]",)),
             "weight_scale": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
             "weight_zero_point": Stored("i8", "N", "ceil(K/group)", bits=("z[1@0, 1@1]",), adds=-0x80),
@@ -435,17 +384,14 @@ VARIANT = Variant(
             "scale": Stored("scale_type", "N", "ceil(K/group)", aliases=("_weight_scale",), bits=("s[1@0, 1@1]",)),
             "zero_point": Stored("i8", "N", "ceil(K/group)", aliases=("_weight_zero_point",), optional="z"),
         }, kernels=Kernels(_decode_int_quantized, rows="N", units="K", last="k")),
-        "onnx_matmul_nbits": Storage(unpack=unpack_onnx_matmul_nbits, pack=pack_onnx_matmul_nbits, where=("g",),
-                tensors={
+        "onnx_matmul_nbits": Storage(unpack=unpack_onnx_matmul_nbits, pack=pack_onnx_matmul_nbits, where=("g",), tensors={
             "B": Stored("u8", "N", "K", seen=("N", "K/group", "?"), bits=("q[1@0, 1@1]",)),
             "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
             "zero_points": Stored("u8", "N", "ceil(K/group)", optional="z", bits=("z[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_onnx_matmul_nbits, rows="N", units="K", last="k",
-                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.u8,
-                    scale=group_sums.with_zero,
-                    group_fields=(GroupField("scales", 1, "group"),
-                    GroupField("zero_points", 1, "group", 8, default=128.0)), blocks=("group",), in_order=True,
-                    width=8, bits=8, base=(0, 2176), double=True))),
+                matrix_unit=MatrixUnitKernels(skinny, words=bitplanes.words_8, numbers=bitplanes.u8, scale=group_sums.with_zero,
+                    group_fields=(GroupField("scales", 1, "group"), GroupField("zero_points", 1, "group", 8, default=128.0)),
+                    blocks=("group",), in_order=True, width=8, bits=8, base=(0, 2176), double=True))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order", tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("scale_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
@@ -454,9 +400,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
                     numbers=bitplanes.u8, scale=group_sums.with_zero,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 8, default=128.0)),
-                    blocks=("group",), size=32, width=8, bits=8, base=(0, 2176), double=True, zero=(0, 0),
-                    sums_in_tile_gemm=True))),
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group", 8, default=128.0)), blocks=("group",),
+                    size=32, width=8, bits=8, base=(0, 2176), double=True, zero=(0, 0), sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode,
     options={"by": ("stored", "exact"), "symmetric": (True, False), "rounds": ("quotient", "sum", "code"),

@@ -1,15 +1,5 @@
 """kivi at bits = 2: KIVI, keys and values of a cache as codes with a scale and a least value per block of tokens or of channels.
 
-    w = q * s + m
-    float32, rounded after each operation
-
-    s      scale_type [ceil(N/gn), ceil(K/gk)]
-    m      scale_type [ceil(N/gn), ceil(K/gk)]
-    q      u2         [N, K]
-
-    rows: 3 bits per weight with gn = 1, gk = 32
-    planar: 3 bits per weight with gn = 1, gk = 32
-
 Built from the spec kivi (sha256 e650efe38bc40e87) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -18,8 +8,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
-        joined, pad, spread, workspace)
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, joined, pad,
+        spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -28,9 +18,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 
 def unpack_rows(codes: Tensor, scale: Tensor, minimum: Tensor) -> dict[str, Tensor]:
-    """Fields of codes uint8 [N, K/4]; scale scale_type [ceil(N/gn), ceil(K/gk)]; minimum scale_type [ceil(N/gn),
-    ceil(K/gk)].
-    """
+    """Fields of codes uint8 [N, K/4]; scale scale_type [ceil(N/gn), ceil(K/gk)]; minimum scale_type [ceil(N/gn), ceil(K/gk)]."""
     return {"s": scale, "m": minimum, "q": spread(codes, 2).flatten(1)}
 
 
@@ -42,30 +30,25 @@ def pack_rows(s: Tensor, m: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_planar(q: Tensor, s: Tensor, m: Tensor, *, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/256)]; s scale_type [ceil(N/gn), ceil(K/gk)]; m scale_type [ceil(N/gn),
-    ceil(K/gk)].
-    """
+    """Fields of q int32 [N, 16*ceil(K/256)]; s scale_type [ceil(N/gn), ceil(K/gk)]; m scale_type [ceil(N/gn), ceil(K/gk)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "s": s,
-        "m": m,
-        "q": torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2,
-            (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K],
-    }
+    return {"s": s, "m": m,
+            "q": torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2, (2, 2)).permute(0,
+                1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]}
 
 
 def pack_planar(s: Tensor, m: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, s, m of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
-    r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
-        | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4 | q_split[:, :, 1, :, :, 1]
+        << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
     return {"q": as_type(r, torch.int32).flatten(1), "s": s, "m": m}
 
 
 def decode(s: Tensor, m: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = q * s + m.  s [ceil(N/gn), ceil(K/gk)], m
-    [ceil(N/gn), ceil(K/gk)], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = q * s + m.  s [ceil(N/gn), ceil(K/gk)], m [ceil(N/gn),
+    ceil(K/gk)], q [N, K].
     """
     out = out if out is None else out.unflatten(0, (s.shape[0], -1)).unflatten(2, (s.shape[1], -1))
     q = q.unflatten(0, (s.shape[0], -1)).unflatten(2, (s.shape[1], -1))
@@ -77,8 +60,8 @@ def decode(s: Tensor, m: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor
 
 
 def encode(weight: Tensor, *, gn: int, gk: int, scale_type: str) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = least + offset * scale;
-    codes by both, as stored.
+    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = least + offset * scale; codes by
+    both, as stored.
     """
     q, m, s = float_middle(weight, code="u2", scale=scale_type, zero=scale_type, rows=gn, columns=gk, axes=2)
     return {"q": q, "m": m, "s": s}
@@ -122,10 +105,8 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
             for j in tl.static_range(2):
                 for c in tl.static_range(2):
                     inside = live & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
-                    s1 = tl.load(s
-                        + (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c) // gk, inside, 0).to(tl.float32)
-                    m1 = tl.load(m
-                        + (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c) // gk, inside, 0).to(tl.float32)
+                    s1 = tl.load(s + (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c) // gk, inside, 0).to(tl.float32)
+                    m1 = tl.load(m + (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c) // gk, inside, 0).to(tl.float32)
                     q1 = q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3
                     state = use(state, 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, q1 * s1 + m1, inside)
     return state
@@ -134,11 +115,8 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("scale_type", "ceil(N/gn)", "ceil(K/gk)"),
-        "m": Field("scale_type", "ceil(N/gn)", "ceil(K/gk)"),
-        "q": Field("u2", "N", "K"),
-    },
+    fields={"s": Field("scale_type", "ceil(N/gn)", "ceil(K/gk)"), "m": Field("scale_type", "ceil(N/gn)", "ceil(K/gk)"),
+            "q": Field("u2", "N", "K")},
     storages={
         "rows": Storage(unpack=unpack_rows, pack=pack_rows, tensors={
             "codes": Stored("u8", "N", "K/4", bits=("q[1@0, 4:2 1@1]",)),
@@ -152,8 +130,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2,
                     numbers=bitplanes.u2, scale=group_sums.with_offset,
-                    group_fields=(GroupField("s", "gn", "gk"), GroupField("m", "gn", "gk")), blocks=("gk",), size=32,
-                    width=2, bits=2, sums_in_tile_gemm=True, spans=(4,)))),
+                    group_fields=(GroupField("s", "gn", "gk"), GroupField("m", "gn", "gk")), blocks=("gk",), size=32, width=2,
+                    bits=2, sums_in_tile_gemm=True, spans=(4,)))),
     },
     decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "scale": "s", "zero": "m"},
     cuts=("ceil(N/gn)", "ceil(K/gk)"),

@@ -1,15 +1,5 @@
 """kivi at bits = 4: KIVI, keys and values of a cache as codes with a scale and a least value per block of tokens or of channels.
 
-    w = q * s + m
-    float32, rounded after each operation
-
-    s      scale_type [ceil(N/gn), ceil(K/gk)]
-    m      scale_type [ceil(N/gn), ceil(K/gk)]
-    q      u4         [N, K]
-
-    rows: 5 bits per weight with gn = 1, gk = 32
-    planar: 5 bits per weight with gn = 1, gk = 32
-
 Built from the spec kivi (sha256 e650efe38bc40e87) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -18,8 +8,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, joined, pad,
-        spread)
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, joined, pad, spread
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -30,9 +19,7 @@ from .bits_2 import decode
 
 
 def unpack_rows(codes: Tensor, scale: Tensor, minimum: Tensor) -> dict[str, Tensor]:
-    """Fields of codes uint8 [N, K/2]; scale scale_type [ceil(N/gn), ceil(K/gk)]; minimum scale_type [ceil(N/gn),
-    ceil(K/gk)].
-    """
+    """Fields of codes uint8 [N, K/2]; scale scale_type [ceil(N/gn), ceil(K/gk)]; minimum scale_type [ceil(N/gn), ceil(K/gk)]."""
     return {"s": scale, "m": minimum, "q": spread(codes, 4).flatten(1)}
 
 
@@ -44,16 +31,10 @@ def pack_rows(s: Tensor, m: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_planar(q: Tensor, s: Tensor, m: Tensor, *, K: int) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/128)]; s scale_type [ceil(N/gn), ceil(K/gk)]; m scale_type [ceil(N/gn),
-    ceil(K/gk)].
-    """
+    """Fields of q int32 [N, 16*ceil(K/128)]; s scale_type [ceil(N/gn), ceil(K/gk)]; m scale_type [ceil(N/gn), ceil(K/gk)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "s": s,
-        "m": m,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-    }
+    return {"s": s, "m": m, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]}
 
 
 def pack_planar(s: Tensor, m: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -64,8 +45,8 @@ def pack_planar(s: Tensor, m: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def encode(weight: Tensor, *, gn: int, gk: int, scale_type: str) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = least + offset * scale;
-    codes by both, as stored.
+    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = least + offset * scale; codes by
+    both, as stored.
     """
     q, m, s = float_middle(weight, code="u4", scale=scale_type, zero=scale_type, rows=gn, columns=gk, axes=2)
     return {"q": q, "m": m, "s": s}
@@ -117,11 +98,8 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("scale_type", "ceil(N/gn)", "ceil(K/gk)"),
-        "m": Field("scale_type", "ceil(N/gn)", "ceil(K/gk)"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"s": Field("scale_type", "ceil(N/gn)", "ceil(K/gk)"), "m": Field("scale_type", "ceil(N/gn)", "ceil(K/gk)"),
+            "q": Field("u4", "N", "K")},
     storages={
         "rows": Storage(unpack=unpack_rows, pack=pack_rows, tensors={
             "codes": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),

@@ -1,15 +1,5 @@
 """mlx at bits = 2: MLX affine, integer codes with a scale and a bias in floats per group of columns.
 
-    w = q * s + b
-    float32, rounded after each operation
-
-    s      scale_type [N, ceil(K/group)]
-    b      scale_type [N, ceil(K/group)]
-    q      u2         [N, K]
-
-    mlx: 2.5 bits per weight with group = 64
-    planar: 2.5 bits per weight with group = 64
-
 Built from the spec mlx (sha256 5f5a2374b16e8d33) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -18,8 +8,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import edge_affine
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, joined, pad,
-        spread)
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, joined, pad, spread
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -46,19 +35,16 @@ def unpack_planar(q: Tensor, s: Tensor, b: Tensor, *, K: int) -> dict[str, Tenso
     """Fields of q int32 [N, 16*ceil(K/256)]; s scale_type [N, ceil(K/group)]; b scale_type [N, ceil(K/group)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "s": s,
-        "b": b,
-        "q": torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2,
-            (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K],
-    }
+    return {"s": s, "b": b,
+            "q": torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2, (2, 2)).permute(0,
+                1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]}
 
 
 def pack_planar(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, s, b of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
-    r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
-        | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4 | q_split[:, :, 1, :, :, 1]
+        << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
     return {"q": as_type(r, torch.int32).flatten(1), "s": s, "b": b}
 
 
@@ -116,11 +102,8 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("scale_type", "N", "ceil(K/group)"),
-        "b": Field("scale_type", "N", "ceil(K/group)"),
-        "q": Field("u2", "N", "K"),
-    },
+    fields={"s": Field("scale_type", "N", "ceil(K/group)"), "b": Field("scale_type", "N", "ceil(K/group)"),
+            "q": Field("u2", "N", "K")},
     storages={
         "mlx": Storage(unpack=unpack_mlx, pack=pack_mlx, tensors={
             "weight": Stored("u32", "N", "K/16", bits=("q[1@0, 16:2 1@1]",)),
@@ -134,8 +117,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2,
                     numbers=bitplanes.u2, scale=group_sums.with_offset,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",),
-                    size=32, width=2, bits=2, sums_in_tile_gemm=True, spans=(4,)))),
+                    group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",), size=32, width=2,
+                    bits=2, sums_in_tile_gemm=True, spans=(4,)))),
     },
     decode=decode, encode=encode, scheme="edge_affine", roles={"code": "q", "scale": "s", "min": "b"},
     cuts=("N", "ceil(K/group)"),

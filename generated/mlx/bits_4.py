@@ -1,15 +1,5 @@
 """mlx at bits = 4: MLX affine, integer codes with a scale and a bias in floats per group of columns.
 
-    w = q * s + b
-    float32, rounded after each operation
-
-    s      scale_type [N, ceil(K/group)]
-    b      scale_type [N, ceil(K/group)]
-    q      u4         [N, K]
-
-    mlx: 4.5 bits per weight with group = 64
-    planar: 4.5 bits per weight with group = 64
-
 Built from the spec mlx (sha256 5f5a2374b16e8d33) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -18,8 +8,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import edge_affine
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
-        joined, pad, spread, workspace)
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, joined, pad,
+        spread, workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -44,11 +34,7 @@ def unpack_planar(q: Tensor, s: Tensor, b: Tensor, *, K: int) -> dict[str, Tenso
     """Fields of q int32 [N, 16*ceil(K/128)]; s scale_type [N, ceil(K/group)]; b scale_type [N, ceil(K/group)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "s": s,
-        "b": b,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-    }
+    return {"s": s, "b": b, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]}
 
 
 def pack_planar(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -59,8 +45,8 @@ def pack_planar(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def decode(s: Tensor, b: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = q * s + b.  s [N, ceil(K/group)], b [N,
-    ceil(K/group)], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = q * s + b.  s [N, ceil(K/group)], b [N, ceil(K/group)], q [N,
+    K].
     """
     out = out if out is None else out.unflatten(1, (s.shape[1], -1))
     q = q.unflatten(1, (s.shape[1], -1))
@@ -123,11 +109,8 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("scale_type", "N", "ceil(K/group)"),
-        "b": Field("scale_type", "N", "ceil(K/group)"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"s": Field("scale_type", "N", "ceil(K/group)"), "b": Field("scale_type", "N", "ceil(K/group)"),
+            "q": Field("u4", "N", "K")},
     storages={
         "mlx": Storage(unpack=unpack_mlx, pack=pack_mlx, tensors={
             "weight": Stored("u32", "N", "K/8", bits=("q[1@0, 8:4 1@1]",)),
@@ -141,8 +124,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=group_sums.with_offset,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",),
-                    size=32, sums_in_tile_gemm=True))),
+                    group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",), size=32,
+                    sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, scheme="edge_affine", roles={"code": "q", "scale": "s", "min": "b"},
     cuts=("N", "ceil(K/group)"),

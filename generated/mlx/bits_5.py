@@ -1,15 +1,5 @@
 """mlx at bits = 5: MLX affine, integer codes with a scale and a bias in floats per group of columns.
 
-    w = q * s + b
-    float32, rounded after each operation
-
-    s      scale_type [N, ceil(K/group)]
-    b      scale_type [N, ceil(K/group)]
-    q      u5         [N, K]
-
-    mlx: 5.5 bits per weight with group = 64
-    planar: 5.5 bits per weight with group = 64
-
 Built from the spec mlx (sha256 5f5a2374b16e8d33) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -32,11 +22,7 @@ def unpack_mlx(weight: Tensor, scales: Tensor, biases: Tensor) -> dict[str, Tens
     """Fields of weight uint32 [N, 5*K/32]; scales scale_type [N, K/group]; biases scale_type [N, K/group]."""
     r = as_type(weight, torch.uint8).unflatten(-1, (-1, 20))
     q_words = integer(r.unflatten(-1, (4, 5)))
-    return {
-        "s": scales,
-        "b": biases,
-        "q": torch.stack([q_words >> 5 * i & 31 for i in range(8)], -1).to(torch.uint8).flatten(1),
-    }
+    return {"s": scales, "b": biases, "q": torch.stack([q_words >> 5 * i & 31 for i in range(8)], -1).to(torch.uint8).flatten(1)}
 
 
 def pack_mlx(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -48,37 +34,29 @@ def pack_mlx(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_planar(q_0: Tensor, q_1: Tensor, s: Tensor, b: Tensor, *, K: int) -> dict[str, Tensor]:
-    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/512)]; s scale_type [N, ceil(K/group)]; b
-    scale_type [N, ceil(K/group)].
+    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/512)]; s scale_type [N, ceil(K/group)]; b scale_type
+    [N, ceil(K/group)].
     """
     q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = q_0_bytes.unflatten(-1, (4, 4, 2, 2))
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]
     q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
-    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 1 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 2
-        & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3,
-        4, 6).flatten(1)[:, :K]
+    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 1 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 6
+        & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 7], -5).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
     return {"s": s, "b": b, "q": q_low | q_high << 4}
 
 
 def pack_planar(s: Tensor, b: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q_0, q_1, s, b of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
-    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15)
-        << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15) << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
     q_split2 = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 4, 4, 2, 2, 4, 2))
-    q_1_bytes = ((q_split2[:, :, 0, :, :, 0] >> 4) | (q_split2[:, :, 0, :, :, 1] >> 4) << 4
-        | (q_split2[:, :, 1, :, :, 0] >> 4) << 1 | (q_split2[:, :, 1, :, :, 1] >> 4) << 5
-        | (q_split2[:, :, 2, :, :, 0] >> 4) << 2 | (q_split2[:, :, 2, :, :, 1] >> 4) << 6
-        | (q_split2[:, :, 3, :, :, 0] >> 4) << 3 | (q_split2[:, :, 3, :, :, 1] >> 4)
+    q_1_bytes = ((q_split2[:, :, 0, :, :, 0] >> 4) | (q_split2[:, :, 0, :, :, 1] >> 4) << 4 | (q_split2[:, :, 1, :, :, 0] >> 4)
+        << 1 | (q_split2[:, :, 1, :, :, 1] >> 4) << 5 | (q_split2[:, :, 2, :, :, 0] >> 4) << 2
+        | (q_split2[:, :, 2, :, :, 1] >> 4) << 6 | (q_split2[:, :, 3, :, :, 0] >> 4) << 3 | (q_split2[:, :, 3, :, :, 1] >> 4)
         << 7).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
-        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
-        "s": s,
-        "b": b,
-    }
+    return {"q_0": as_type(q_0_bytes, torch.int32).flatten(1), "q_1": as_type(q_1_bytes, torch.int32).flatten(1), "s": s, "b": b}
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
@@ -128,18 +106,14 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
         + k % 512 // 32 % 4, live, 0) >> 16 * (k % 512 % 2) + 4 * (k % 512 // 8 % 4) + k % 512 // 128 & 1
     q = q_low | q_high << 4
-    state = use(state, k, q * s1 + b1, live)
-    return state
+    return use(state, k, q * s1 + b1, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("scale_type", "N", "ceil(K/group)"),
-        "b": Field("scale_type", "N", "ceil(K/group)"),
-        "q": Field("u5", "N", "K"),
-    },
+    fields={"s": Field("scale_type", "N", "ceil(K/group)"), "b": Field("scale_type", "N", "ceil(K/group)"),
+            "q": Field("u5", "N", "K")},
     storages={
         "mlx": Storage(unpack=unpack_mlx, pack=pack_mlx, tensors={
             "weight": Stored("u32", "N", "5*K/32"),
@@ -154,8 +128,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_5,
                     numbers=bitplanes.u5, scale=group_sums.with_offset,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",),
-                    size=32, width=4, bits=5, sums_in_tile_gemm=True, spans=(0, 1)))),
+                    group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",), size=32, width=4,
+                    bits=5, sums_in_tile_gemm=True, spans=(0, 1)))),
     },
     decode=decode, encode=encode, scheme="edge_affine", roles={"code": "q", "scale": "s", "min": "b"},
     cuts=("N", "ceil(K/group)"),

@@ -1,15 +1,5 @@
 """mlx at bits = 8: MLX affine, integer codes with a scale and a bias in floats per group of columns.
 
-    w = q * s + b
-    float32, rounded after each operation
-
-    s      scale_type [N, ceil(K/group)]
-    b      scale_type [N, ceil(K/group)]
-    q      u8         [N, K]
-
-    mlx: 8.5 bits per weight with group = 64
-    planar: 8.5 bits per weight with group = 64
-
 Built from the spec mlx (sha256 5f5a2374b16e8d33) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -104,11 +94,8 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("scale_type", "N", "ceil(K/group)"),
-        "b": Field("scale_type", "N", "ceil(K/group)"),
-        "q": Field("u8", "N", "K"),
-    },
+    fields={"s": Field("scale_type", "N", "ceil(K/group)"), "b": Field("scale_type", "N", "ceil(K/group)"),
+            "q": Field("u8", "N", "K")},
     storages={
         "mlx": Storage(unpack=unpack_mlx, pack=pack_mlx, tensors={
             "weight": Stored("u32", "N", "K/4", bits=("q[1@0, 4:8 1@1]",)),
@@ -122,8 +109,8 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
                     numbers=bitplanes.u8, scale=group_sums.with_offset,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",),
-                    size=32, width=8, bits=8, base=(0, 2176), double=True, zero=(0, 0), sums_in_tile_gemm=True))),
+                    group_fields=(GroupField("s", 1, "group"), GroupField("b", 1, "group")), blocks=("group",), size=32, width=8,
+                    bits=8, base=(0, 2176), double=True, zero=(0, 0), sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, scheme="edge_affine", roles={"code": "q", "scale": "s", "min": "b"},
     cuts=("N", "ceil(K/group)"),

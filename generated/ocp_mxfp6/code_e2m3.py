@@ -1,16 +1,5 @@
 """ocp_mxfp6 at code = e2m3: OCP MXFP6, 6-bit floats with a power of two per 32.
 
-    w = e * q
-    float32, rounded after each operation
-
-    e      e8m0 [N, ceil(K/32)]
-    q      code [N, K]
-
-    compressed_tensors: 6.25 bits per weight
-    torchao: 8.25 bits per weight
-    torchao_swizzled: 8.25 bits per weight
-    planar: 6.25 bits per weight
-
 Built from the spec ocp_mxfp6 (sha256 16e577bbc8f11d5f) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -21,8 +10,7 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, cdiv,
-        integer, pad)
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, cdiv, integer, pad
 from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e2m3, e8m0
@@ -35,10 +23,8 @@ def unpack_compressed_tensors(weight_packed: Tensor, weight_scale: Tensor) -> di
     """Fields of weight_packed uint8 [N, 24*K/32]; weight_scale uint8 [N, K/32]."""
     r = weight_packed.unflatten(-1, (-1, 24))
     q_words = integer(r.unflatten(-1, (8, 3)))
-    return {
-        "e": as_type(weight_scale, torch.float8_e8m0fnu),
-        "q": torch.stack([q_words >> 6 * i & 63 for i in range(4)], -1).to(torch.uint8).flatten(1),
-    }
+    return {"e": as_type(weight_scale, torch.float8_e8m0fnu),
+            "q": torch.stack([q_words >> 6 * i & 63 for i in range(4)], -1).to(torch.uint8).flatten(1)}
 
 
 def pack_compressed_tensors(e: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -65,18 +51,17 @@ def unpack_torchao_swizzled(qdata: Tensor, scale: Tensor, *, N: int, K: int) -> 
     """Fields of qdata uint8 [N, K]; scale float8_e8m0fnu [ceil(N/128), ceil(K/128), 512]."""
     scale_bytes = as_type(scale, torch.uint8)
     return {
-        "e": as_type(scale_bytes, torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
-            2).flatten(1)[:N, :cdiv(K, 32)],
-        "q": qdata & 63,
-    }
+            "e": as_type(scale_bytes, torch.float8_e8m0fnu).unflatten(-1, (32, 4, 4)).permute(0, 3, 2, 1, 4).flatten(0,
+                2).flatten(1)[:N, :cdiv(K, 32)],
+            "q": qdata & 63}
 
 
 def pack_torchao_swizzled(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """qdata, scale of the fields; the inverse of unpack_torchao_swizzled."""
     qdata_bytes = torch.zeros(q.shape[0], q.shape[1], 1, dtype=torch.uint8, device=q.device)
     qdata_bytes[...] = q.unsqueeze(-1)
-    scale_bytes = pad(e, (0, -e.shape[1] % 4, 0, -e.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0,
-        (-1, 4, 32)).permute(0, 3, 2, 1, 4).view(torch.uint8).flatten(2)
+    scale_bytes = pad(e, (0, -e.shape[1] % 4, 0, -e.shape[0] % 128)).unflatten(-1, (-1, 4)).unflatten(0, (-1, 4, 32)).permute(0,
+        3, 2, 1, 4).view(torch.uint8).flatten(2)
     return {"qdata": qdata_bytes.squeeze(-1), "scale": as_type(scale_bytes, torch.float8_e8m0fnu)}
 
 
@@ -87,25 +72,19 @@ def unpack_planar(q_0: Tensor, q_1: Tensor, e: Tensor, *, K: int) -> dict[str, T
     q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]
     q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_1_bytes.unflatten(-1, (4, 4, 2, 2))
-    q_high = torch.stack([q_bytes2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 6], -5).unflatten(2,
-        (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
+    q_high = torch.stack([q_bytes2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 6], -5).unflatten(2, (2, 2)).permute(0,
+        1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]
     return {"e": e, "q": q_low | q_high << 4}
 
 
 def pack_planar(e: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q_0, q_1, e of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
-    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15)
-        << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    q_0_bytes = ((q_split[:, :, :, :, 0] & 15) | (q_split[:, :, :, :, 1] & 15) << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
     q_split2 = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
-    q_1_bytes = ((q_split2[:, :, 0, :, :, 0] >> 4) | (q_split2[:, :, 0, :, :, 1] >> 4) << 4
-        | (q_split2[:, :, 1, :, :, 0] >> 4) << 2 | (q_split2[:, :, 1, :, :, 1] >> 4)
-        << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
-    return {
-        "q_0": as_type(q_0_bytes, torch.int32).flatten(1),
-        "q_1": as_type(q_1_bytes, torch.int32).flatten(1),
-        "e": e,
-    }
+    q_1_bytes = ((q_split2[:, :, 0, :, :, 0] >> 4) | (q_split2[:, :, 0, :, :, 1] >> 4) << 4 | (q_split2[:, :, 1, :, :, 0] >> 4)
+        << 2 | (q_split2[:, :, 1, :, :, 1] >> 4) << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    return {"q_0": as_type(q_0_bytes, torch.int32).flatten(1), "q_1": as_type(q_1_bytes, torch.int32).flatten(1), "e": e}
 
 
 def decode(e: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -117,8 +96,8 @@ def decode(e: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, code: str, **options: Any) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by,
-    ties, least, power, zeros.
+    """Fields for a float weight [N, K]: scale = largest magnitude of the block / divisor.  options: divisor, by, ties, least,
+    power, zeros.
     """
     q, e = absmax(weight, code=code, scale="e8m0", rows=1, columns=32, axes=2, **{"power": "floor", **options})
     return {"q": q, "e": e}
@@ -135,8 +114,7 @@ def _decode_compressed_tensors(tensors, n, k, live, N, K, sizes, use: tl.constex
     weight_packed += 24 * (n * (K // 32))
     e = device.e8m0(tl.load(weight_scale + k // 32, live, 0))
     q = device.e2m3(device.stream(weight_packed + 24 * (k // 32), 1, 6 * (k % 32), 6, 8, live))
-    state = use(state, k, e * q, live)
-    return state
+    return use(state, k, e * q, live)
 
 
 @triton.jit
@@ -147,8 +125,7 @@ def _decode_torchao(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     qdata += n * K
     e = device.e8m0(tl.load(scale + k // 32, live, 0))
     q = device.e2m3(tl.load(qdata + k, live, 0) & 63)
-    state = use(state, k, e * q, live)
-    return state
+    return use(state, k, e * q, live)
 
 
 @triton.jit
@@ -157,11 +134,9 @@ def _decode_torchao_swizzled(tensors, n, k, live, N, K, sizes, use: tl.constexpr
     qdata, scale = tensors
     scale += 512 * (n // 128 * tl.cdiv(K, 128))
     qdata += n * K
-    e = device.e8m0(tl.load(scale + 512 * (k // 32 // 4) + 16 * (n % 128 % 32) + 4 * (n % 128 // 32)
-        + k // 32 % 4, live, 0))
+    e = device.e8m0(tl.load(scale + 512 * (k // 32 // 4) + 16 * (n % 128 % 32) + 4 * (n % 128 // 32) + k // 32 % 4, live, 0))
     q = device.e2m3(tl.load(qdata + k, live, 0) & 63)
-    state = use(state, k, e * q, live)
-    return state
+    return use(state, k, e * q, live)
 
 
 @triton.jit
@@ -177,17 +152,13 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     q_high = tl.load(q_1 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
         + k % 256 // 32 % 4, live, 0) >> 16 * (k % 256 % 2) + 4 * (k % 256 // 8 % 4) + 2 * (k % 256 // 128) & 3
     q = device.e2m3(q_low | q_high << 4)
-    state = use(state, k, e1 * q, live)
-    return state
+    return use(state, k, e1 * q, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "e": Field("e8m0", "N", "ceil(K/32)"),
-        "q": Field("code", "N", "K"),
-    },
+    fields={"e": Field("e8m0", "N", "ceil(K/32)"), "q": Field("code", "N", "K")},
     storages={
         "compressed_tensors": Storage(unpack=unpack_compressed_tensors, pack=pack_compressed_tensors, tensors={
             "weight_packed": Stored("u8", "N", "24*K/32", aliases=("weight",)),
@@ -197,8 +168,7 @@ VARIANT = Variant(
             "qdata": Stored("u8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_torchao, rows="N", units="K", last="k")),
-        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
-                tensors={
+        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"), tensors={
             "qdata": Stored("u8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
                 seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
@@ -210,8 +180,7 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_6,
                     numbers=bitplanes.e2m3, scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0"),),
-                    blocks=("32",), size=32, width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0), zero=(0, 0),
-                    spans=(0, 2)))),
+                    blocks=("32",), size=32, width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0), zero=(0, 0), spans=(0, 2)))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

@@ -1,16 +1,5 @@
 """ocp_mxfp6 at code = e3m2: OCP MXFP6, 6-bit floats with a power of two per 32.
 
-    w = e * q
-    float32, rounded after each operation
-
-    e      e8m0 [N, ceil(K/32)]
-    q      code [N, K]
-
-    compressed_tensors: 6.25 bits per weight
-    torchao: 8.25 bits per weight
-    torchao_swizzled: 8.25 bits per weight
-    planar: 6.25 bits per weight
-
 Built from the spec ocp_mxfp6 (sha256 16e577bbc8f11d5f) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -23,8 +12,8 @@ from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e3m2, e8m0
 
-from .code_e2m3 import (unpack_compressed_tensors, pack_compressed_tensors, unpack_torchao, pack_torchao,
-        unpack_torchao_swizzled, pack_torchao_swizzled, unpack_planar, pack_planar, encode)
+from .code_e2m3 import (unpack_compressed_tensors, pack_compressed_tensors, unpack_torchao, pack_torchao, unpack_torchao_swizzled,
+        pack_torchao_swizzled, unpack_planar, pack_planar, encode)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -49,8 +38,7 @@ def _decode_compressed_tensors(tensors, n, k, live, N, K, sizes, use: tl.constex
     weight_packed += 24 * (n * (K // 32))
     e = device.e8m0(tl.load(weight_scale + k // 32, live, 0))
     q = device.e3m2(device.stream(weight_packed + 24 * (k // 32), 1, 6 * (k % 32), 6, 8, live))
-    state = use(state, k, e * q, live)
-    return state
+    return use(state, k, e * q, live)
 
 
 @triton.jit
@@ -61,8 +49,7 @@ def _decode_torchao(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     qdata += n * K
     e = device.e8m0(tl.load(scale + k // 32, live, 0))
     q = device.e3m2(tl.load(qdata + k, live, 0) & 63)
-    state = use(state, k, e * q, live)
-    return state
+    return use(state, k, e * q, live)
 
 
 @triton.jit
@@ -71,11 +58,9 @@ def _decode_torchao_swizzled(tensors, n, k, live, N, K, sizes, use: tl.constexpr
     qdata, scale = tensors
     scale += 512 * (n // 128 * tl.cdiv(K, 128))
     qdata += n * K
-    e = device.e8m0(tl.load(scale + 512 * (k // 32 // 4) + 16 * (n % 128 % 32) + 4 * (n % 128 // 32)
-        + k // 32 % 4, live, 0))
+    e = device.e8m0(tl.load(scale + 512 * (k // 32 // 4) + 16 * (n % 128 % 32) + 4 * (n % 128 // 32) + k // 32 % 4, live, 0))
     q = device.e3m2(tl.load(qdata + k, live, 0) & 63)
-    state = use(state, k, e * q, live)
-    return state
+    return use(state, k, e * q, live)
 
 
 @triton.jit
@@ -91,17 +76,13 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     q_high = tl.load(q_1 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
         + k % 256 // 32 % 4, live, 0) >> 16 * (k % 256 % 2) + 4 * (k % 256 // 8 % 4) + 2 * (k % 256 // 128) & 3
     q = device.e3m2(q_low | q_high << 4)
-    state = use(state, k, e1 * q, live)
-    return state
+    return use(state, k, e1 * q, live)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "e": Field("e8m0", "N", "ceil(K/32)"),
-        "q": Field("code", "N", "K"),
-    },
+    fields={"e": Field("e8m0", "N", "ceil(K/32)"), "q": Field("code", "N", "K")},
     storages={
         "compressed_tensors": Storage(unpack=unpack_compressed_tensors, pack=pack_compressed_tensors, tensors={
             "weight_packed": Stored("u8", "N", "24*K/32", aliases=("weight",)),
@@ -111,8 +92,7 @@ VARIANT = Variant(
             "qdata": Stored("u8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_torchao, rows="N", units="K", last="k")),
-        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
-                tensors={
+        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"), tensors={
             "qdata": Stored("u8", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
                 seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),
@@ -124,8 +104,7 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_6,
                     numbers=bitplanes.e3m2, scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0"),),
-                    blocks=("32",), size=32, width=8, bits=0, unit=(4096.0, 1.0), base=(0, 0), zero=(0, 0),
-                    spans=(0, 2)))),
+                    blocks=("32",), size=32, width=8, bits=0, unit=(4096.0, 1.0), base=(0, 0), zero=(0, 0), spans=(0, 2)))),
     },
     decode=decode, encode=encode,
     options={"divisor": (), "by": ("stored", "exact", "inverse"), "ties": ("even", "zero"), "least": (),

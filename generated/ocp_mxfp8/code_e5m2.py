@@ -1,16 +1,5 @@
 """ocp_mxfp8 at code = e5m2: OCP MXFP8, 8-bit floats with a power of two per 32.
 
-    w = e * q
-    float32, rounded after each operation
-
-    e      e8m0 [N, ceil(K/32)]
-    q      code [N, K]
-
-    compressed_tensors: 8.25 bits per weight
-    torchao: 8.25 bits per weight
-    torchao_swizzled: 8.25 bits per weight
-    planar: 8.25 bits per weight
-
 Built from the spec ocp_mxfp8 (sha256 d0752f9324ca002d) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -23,8 +12,8 @@ from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import e5m2, e8m0
 
-from .code_e4m3 import (unpack_compressed_tensors, pack_compressed_tensors, unpack_torchao, pack_torchao,
-        unpack_torchao_swizzled, pack_torchao_swizzled, pack_planar, encode)
+from .code_e4m3 import (unpack_compressed_tensors, pack_compressed_tensors, unpack_torchao, pack_torchao, unpack_torchao_swizzled,
+        pack_torchao_swizzled, pack_planar, encode)
 
 
 # -- reference -------------------------------------------------------------------------------------------------------
@@ -33,10 +22,7 @@ from .code_e4m3 import (unpack_compressed_tensors, pack_compressed_tensors, unpa
 def unpack_planar(q: Tensor, e: Tensor, *, K: int) -> dict[str, Tensor]:
     """Fields of q int32 [N, 32*ceil(K/128)]; e float8_e8m0fnu [N, ceil(K/32)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
-    return {
-        "e": e,
-        "q": as_type(r, torch.float8_e5m2).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K],
-    }
+    return {"e": e, "q": as_type(r, torch.float8_e5m2).unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K]}
 
 
 def decode(e: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -58,8 +44,7 @@ def _decode_compressed_tensors(tensors, n, k, live, N, K, sizes, use: tl.constex
     weight += n * K
     e = device.e8m0(tl.load(weight_scale + k // 32, live, 0))
     q = device.e5m2(tl.load(weight + k, live, 0))
-    state = use(state, k, e * q, live)
-    return state
+    return use(state, k, e * q, live)
 
 
 @triton.jit
@@ -68,11 +53,9 @@ def _decode_torchao_swizzled(tensors, n, k, live, N, K, sizes, use: tl.constexpr
     qdata, scale = tensors
     scale += 512 * (n // 128 * tl.cdiv(K, 128))
     qdata += n * K
-    e = device.e8m0(tl.load(scale + 512 * (k // 32 // 4) + 16 * (n % 128 % 32) + 4 * (n % 128 // 32)
-        + k // 32 % 4, live, 0))
+    e = device.e8m0(tl.load(scale + 512 * (k // 32 // 4) + 16 * (n % 128 % 32) + 4 * (n % 128 // 32) + k // 32 % 4, live, 0))
     q = device.e5m2(tl.load(qdata + k, live, 0))
-    state = use(state, k, e * q, live)
-    return state
+    return use(state, k, e * q, live)
 
 
 @triton.jit
@@ -98,10 +81,7 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "e": Field("e8m0", "N", "ceil(K/32)"),
-        "q": Field("code", "N", "K"),
-    },
+    fields={"e": Field("e8m0", "N", "ceil(K/32)"), "q": Field("code", "N", "K")},
     storages={
         "compressed_tensors": Storage(unpack=unpack_compressed_tensors, pack=pack_compressed_tensors, tensors={
             "weight": Stored("code", "N", "K", bits=("q[1@0, 1@1]",)),
@@ -111,8 +91,7 @@ VARIANT = Variant(
             "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("e8m0", "N", "K/32", aliases=("_weight_scale",), bits=("e[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_compressed_tensors, rows="N", units="K", last="k")),
-        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"),
-                tensors={
+        "torchao_swizzled": Storage(unpack=unpack_torchao_swizzled, pack=pack_torchao_swizzled, reads=("N", "K"), tensors={
             "qdata": Stored("code", "N", "K", aliases=("_weight_qdata",), bits=("q[1@0, 1@1]",)),
             "scale": Stored("e8m0", "ceil(N/128)", "ceil(K/128)", "512", aliases=("_weight_scale",),
                 seen=("32*ceil(N/128)", "16*ceil(K/128)"), bits=("e[32:16@2 4:4@2 1@0, 4:1@2 1@1]",)),

@@ -1,15 +1,5 @@
 """quanto at bits = 2: optimum-quanto qint4 and qint2, integer codes with a scale and a shift in floats per group of columns.
 
-    w = q * s - z
-    float32, rounded after each operation
-
-    s      scale_type [N, ceil(K/group)]
-    z      scale_type [N, ceil(K/group)]
-    q      u2         [N, K]
-
-    quanto: 2.5 bits per weight with group = 128
-    planar: 2.5 bits per weight with group = 128
-
 Built from the spec quanto (sha256 d252a91ca9ccae76) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -44,28 +34,24 @@ def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tenso
     """Fields of q int32 [N, 16*ceil(K/256)]; s scale_type [N, ceil(K/group)]; z scale_type [N, ceil(K/group)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "s": s,
-        "z": z,
-        "q": torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2,
-            (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K],
-    }
+    return {"s": s, "z": z,
+            "q": torch.stack([q_bytes & 3, q_bytes >> 2 & 3, q_bytes >> 4 & 3, q_bytes >> 6], -5).unflatten(2, (2, 2)).permute(0,
+                1, 2, 5, 7, 3, 4, 6).flatten(1)[:, :K]}
 
 
 def pack_planar(s: Tensor, z: Tensor, q: Tensor) -> dict[str, Tensor]:
     """q, s, z of the fields; the inverse of unpack_planar."""
     q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
-    r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
-        | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    r = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4 | q_split[:, :, 1, :, :, 1]
+        << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
     return {"q": as_type(r, torch.int32).flatten(1), "s": s, "z": z}
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = least + offset * scale;
-    codes by both, as stored.
+    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = least + offset * scale; codes by
+    both, as stored.
     """
-    q, z, s = float_middle(weight, code="u2", scale=scale_type, zero=scale_type, rows=1, columns=group, axes=2,
-            negated=1)
+    q, z, s = float_middle(weight, code="u2", scale=scale_type, zero=scale_type, rows=1, columns=group, axes=2, negated=1)
     return {"q": q, "z": z, "s": s}
 
 
@@ -83,8 +69,7 @@ def _decode_quanto(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     s = tl.load(scale + k // group, live, 0).to(tl.float32)
     z = tl.load(shift + k // group, live, 0).to(tl.float32)
     q = tl.load(data + k, live, 0) >> 2 * (n // (N // 4)) & 3
-    state = use(state, k, q * s - z, live)
-    return state
+    return use(state, k, q * s - z, live)
 
 
 @triton.jit
@@ -115,19 +100,13 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("scale_type", "N", "ceil(K/group)"),
-        "z": Field("scale_type", "N", "ceil(K/group)"),
-        "q": Field("u2", "N", "K"),
-    },
+    fields={"s": Field("scale_type", "N", "ceil(K/group)"), "z": Field("scale_type", "N", "ceil(K/group)"),
+            "q": Field("u2", "N", "K")},
     storages={
         "quanto": Storage(unpack=unpack_quanto, pack=pack_quanto, whole=True, tensors={
-            "data": Stored("u8", "N/4", "K", aliases=("weight._data._data",), seen=("?", "group"),
-                bits=("q[1@0 4:2, 1@1]",)),
-            "scale": Stored("scale_type", "N", "K/group", aliases=("weight._scale",), seen=("?", "1"),
-                bits=("s[1@0, 1@1]",)),
-            "shift": Stored("scale_type", "N", "K/group", aliases=("weight._shift",), seen=("?", "1"),
-                bits=("z[1@0, 1@1]",)),
+            "data": Stored("u8", "N/4", "K", aliases=("weight._data._data",), seen=("?", "group"), bits=("q[1@0 4:2, 1@1]",)),
+            "scale": Stored("scale_type", "N", "K/group", aliases=("weight._scale",), seen=("?", "1"), bits=("s[1@0, 1@1]",)),
+            "shift": Stored("scale_type", "N", "K/group", aliases=("weight._shift",), seen=("?", "1"), bits=("z[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_quanto, rows="N", units="K", last="k")),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
@@ -136,9 +115,9 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2,
                     numbers=bitplanes.u2, scale=_scale_planar,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
-                    size=32, width=2, bits=2, sums_in_tile_gemm=True, spans=(4,)))),
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",), size=32, width=2,
+                    bits=2, sums_in_tile_gemm=True, spans=(4,)))),
     },
-    decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "scale": "s", "zero": "z"},
-    settings={"negated": 1}, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "scale": "s", "zero": "z"}, settings={"negated": 1},
+    cuts=("N", "ceil(K/group)"),
 )

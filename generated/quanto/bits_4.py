@@ -1,15 +1,5 @@
 """quanto at bits = 4: optimum-quanto qint4 and qint2, integer codes with a scale and a shift in floats per group of columns.
 
-    w = q * s - z
-    float32, rounded after each operation
-
-    s      scale_type [N, ceil(K/group)]
-    z      scale_type [N, ceil(K/group)]
-    q      u4         [N, K]
-
-    quanto: 4.5 bits per weight with group = 128
-    planar: 4.5 bits per weight with group = 128
-
 Built from the spec quanto (sha256 d252a91ca9ccae76) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -18,8 +8,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import float_middle
-from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type,
-        pad, spread, workspace)
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_float, as_type, pad, spread,
+        workspace)
 from qdsl.runtime.gpu.kernels import bitplanes, gemv, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -43,11 +33,7 @@ def unpack_planar(q: Tensor, s: Tensor, z: Tensor, *, K: int) -> dict[str, Tenso
     """Fields of q int32 [N, 16*ceil(K/128)]; s scale_type [N, ceil(K/group)]; z scale_type [N, ceil(K/group)]."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {
-        "s": s,
-        "z": z,
-        "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K],
-    }
+    return {"s": s, "z": z, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K]}
 
 
 def pack_planar(s: Tensor, z: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -58,8 +44,8 @@ def pack_planar(s: Tensor, z: Tensor, q: Tensor) -> dict[str, Tensor]:
 
 
 def decode(s: Tensor, z: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = q * s - z.  s [N, ceil(K/group)], z [N,
-    ceil(K/group)], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = q * s - z.  s [N, ceil(K/group)], z [N, ceil(K/group)], q [N,
+    K].
     """
     out = out if out is None else out.unflatten(1, (s.shape[1], -1))
     q = q.unflatten(1, (s.shape[1], -1))
@@ -71,11 +57,10 @@ def decode(s: Tensor, z: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor
 
 
 def encode(weight: Tensor, *, group: int, scale_type: str) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = least + offset * scale;
-    codes by both, as stored.
+    """Fields for a float weight [N, K]: scale = range of the block / (2^bits - 1); zero = least + offset * scale; codes by
+    both, as stored.
     """
-    q, z, s = float_middle(weight, code="u4", scale=scale_type, zero=scale_type, rows=1, columns=group, axes=2,
-            negated=1)
+    q, z, s = float_middle(weight, code="u4", scale=scale_type, zero=scale_type, rows=1, columns=group, axes=2, negated=1)
     return {"q": q, "z": z, "s": s}
 
 
@@ -93,8 +78,7 @@ def _decode_quanto(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     s = tl.load(scale + k // group, live, 0).to(tl.float32)
     z = tl.load(shift + k // group, live, 0).to(tl.float32)
     q = tl.load(data + k, live, 0) >> 4 * (n // (N // 2)) & 15
-    state = use(state, k, q * s - z, live)
-    return state
+    return use(state, k, q * s - z, live)
 
 
 @triton.jit
@@ -131,19 +115,13 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "s": Field("scale_type", "N", "ceil(K/group)"),
-        "z": Field("scale_type", "N", "ceil(K/group)"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"s": Field("scale_type", "N", "ceil(K/group)"), "z": Field("scale_type", "N", "ceil(K/group)"),
+            "q": Field("u4", "N", "K")},
     storages={
         "quanto": Storage(unpack=unpack_quanto, pack=pack_quanto, whole=True, tensors={
-            "data": Stored("u8", "N/2", "K", aliases=("weight._data._data",), seen=("?", "group"),
-                bits=("q[1@0 2:4, 1@1]",)),
-            "scale": Stored("scale_type", "N", "K/group", aliases=("weight._scale",), seen=("?", "1"),
-                bits=("s[1@0, 1@1]",)),
-            "shift": Stored("scale_type", "N", "K/group", aliases=("weight._shift",), seen=("?", "1"),
-                bits=("z[1@0, 1@1]",)),
+            "data": Stored("u8", "N/2", "K", aliases=("weight._data._data",), seen=("?", "group"), bits=("q[1@0 2:4, 1@1]",)),
+            "scale": Stored("scale_type", "N", "K/group", aliases=("weight._scale",), seen=("?", "1"), bits=("s[1@0, 1@1]",)),
+            "shift": Stored("scale_type", "N", "K/group", aliases=("weight._shift",), seen=("?", "1"), bits=("z[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_quanto, rows="N", units="K", last="k")),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
@@ -152,9 +130,9 @@ VARIANT = Variant(
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=_scale_planar,
-                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",),
-                    size=32, sums_in_tile_gemm=True))),
+                    group_fields=(GroupField("s", 1, "group"), GroupField("z", 1, "group")), blocks=("group",), size=32,
+                    sums_in_tile_gemm=True))),
     },
-    decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "scale": "s", "zero": "z"},
-    settings={"negated": 1}, cuts=("N", "ceil(K/group)"),
+    decode=decode, encode=encode, scheme="float_middle", roles={"code": "q", "scale": "s", "zero": "z"}, settings={"negated": 1},
+    cuts=("N", "ceil(K/group)"),
 )

@@ -1,15 +1,5 @@
 """squeezellm at bits = 3: SqueezeLLM, codes into a table of levels that each row learns, with sparse outliers.
 
-    w = lut[n, q]
-        + csr(rows, cols, vals)
-        + dense_rows(full_row_indices, full_rows)
-    float32, rounded after each operation
-
-    lut    level_type [N, 8]
-    q      u3         [N, K]
-
-    squeezellm: 3.00049 bits per weight
-
 Built from the spec squeezellm (sha256 3c2d445ac678d80e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -30,10 +20,7 @@ def unpack_squeezellm(qweight: Tensor, lookup_table: Tensor) -> dict[str, Tensor
     """Fields of qweight int32 [3*K/32, N]; lookup_table level_type [N, 8]."""
     r = as_type(qweight.t(), torch.uint8).unflatten(-1, (-1, 12))
     q_words = integer(r.unflatten(-1, (4, 3)))
-    return {
-        "lut": lookup_table,
-        "q": torch.stack([q_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).flatten(1),
-    }
+    return {"lut": lookup_table, "q": torch.stack([q_words >> 3 * i & 7 for i in range(8)], -1).to(torch.uint8).flatten(1)}
 
 
 def pack_squeezellm(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
@@ -52,11 +39,10 @@ def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, level_type: str, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: levels of a stored table by k-means of the weights that share it; codes of
-    the nearest levels.  importance: float32 [K].
+    """Fields for a float weight [N, K]: levels of a stored table by k-means of the weights that share it; codes of the nearest
+    levels.  importance: float32 [K].
     """
-    q, lut = kmeans(weight, code="u3", levels=level_type, rows=1, columns=weight.shape[1], axes=1,
-            importance=importance)
+    q, lut = kmeans(weight, code="u3", levels=level_type, rows=1, columns=weight.shape[1], axes=1, importance=importance)
     return {"q": q, "lut": lut}
 
 
@@ -83,10 +69,7 @@ def _decode_squeezellm(tensors, n, t, live, N, K, sizes, use: tl.constexpr, stat
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "lut": Field("level_type", "N", "8"),
-        "q": Field("u3", "N", "K"),
-    },
+    fields={"lut": Field("level_type", "N", "8"), "q": Field("u3", "N", "K")},
     storages={
         "squeezellm": Storage(unpack=unpack_squeezellm, pack=pack_squeezellm, tensors={
             "qweight": Stored("i32", "3*K/32", "N"),

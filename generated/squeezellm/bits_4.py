@@ -1,15 +1,5 @@
 """squeezellm at bits = 4: SqueezeLLM, codes into a table of levels that each row learns, with sparse outliers.
 
-    w = lut[n, q]
-        + csr(rows, cols, vals)
-        + dense_rows(full_row_indices, full_rows)
-    float32, rounded after each operation
-
-    lut    level_type [N, 16]
-    q      u4         [N, K]
-
-    squeezellm: 4.00098 bits per weight
-
 Built from the spec squeezellm (sha256 3c2d445ac678d80e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -46,11 +36,10 @@ def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def encode(weight: Tensor, *, level_type: str, importance: Tensor | None = None) -> dict[str, Tensor]:
-    """Fields for a float weight [N, K]: levels of a stored table by k-means of the weights that share it; codes of
-    the nearest levels.  importance: float32 [K].
+    """Fields for a float weight [N, K]: levels of a stored table by k-means of the weights that share it; codes of the nearest
+    levels.  importance: float32 [K].
     """
-    q, lut = kmeans(weight, code="u4", levels=level_type, rows=1, columns=weight.shape[1], axes=1,
-            importance=importance)
+    q, lut = kmeans(weight, code="u4", levels=level_type, rows=1, columns=weight.shape[1], axes=1, importance=importance)
     return {"q": q, "lut": lut}
 
 
@@ -76,10 +65,7 @@ def _decode_squeezellm(tensors, n, u, live, N, K, sizes, use: tl.constexpr, stat
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "lut": Field("level_type", "N", "16"),
-        "q": Field("u4", "N", "K"),
-    },
+    fields={"lut": Field("level_type", "N", "16"), "q": Field("u4", "N", "K")},
     storages={
         "squeezellm": Storage(unpack=unpack_squeezellm, pack=pack_squeezellm, tensors={
             "qweight": Stored("i32", "4*K/32", "N"),

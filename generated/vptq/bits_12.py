@@ -1,16 +1,5 @@
 """vptq at bits = 12: VPTQ, indices of vectors of 8 rows, columns in an order of their own.
 
-    w = round(round(cb[q, n % 8] * a, type) + b, type)
-    float32, rounded after each operation
-
-    p      index into K groups [K]
-    cb     type  [4096, 8]
-    a      type  [K]
-    b      type  [K]
-    q      u12   [N/8, K]
-
-    vptq: 1.50024 bits per weight
-
 Built from the spec vptq (sha256 e3739c43a64c7570) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -18,8 +7,7 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import (Field, Kernels, Storage, Stored, Variant, as_type, cdiv, entries, integer, pad, rounded,
-        workspace)
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, cdiv, entries, integer, pad, rounded, workspace
 from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -29,17 +17,11 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 def unpack_vptq(indices: Tensor, centroids: Tensor, weight_scale: Tensor | None, weight_bias: Tensor | None, *,
         K: int) -> dict[str, Tensor | None]:
-    """Fields of indices int32 [1, N/8, ceil(3*K/8)]; centroids type [1, 4096, 8]; weight_scale type [K]; weight_bias
-    type [K].
-    """
+    """Fields of indices int32 [1, N/8, ceil(3*K/8)]; centroids type [1, 4096, 8]; weight_scale type [K]; weight_bias type [K]."""
     r = as_type(pad(indices, (0, -indices.shape[2] % 3)).squeeze(0), torch.uint8).unflatten(-1, (-1, 12))
     q_words = integer(r.unflatten(-1, (4, 3)))
-    return {
-        "cb": centroids.squeeze(0),
-        "a": weight_scale,
-        "b": weight_bias,
-        "q": torch.stack([q_words & 4095, q_words >> 12 & 4095], -1).flatten(1)[:, :K],
-    }
+    return {"cb": centroids.squeeze(0), "a": weight_scale, "b": weight_bias,
+            "q": torch.stack([q_words & 4095, q_words >> 12 & 4095], -1).flatten(1)[:, :K]}
 
 
 def pack_vptq(cb: Tensor, a: Tensor | None, b: Tensor | None, q: Tensor) -> dict[str, Tensor | None]:
@@ -47,18 +29,14 @@ def pack_vptq(cb: Tensor, a: Tensor | None, b: Tensor | None, q: Tensor) -> dict
     q_split = pad(q, (0, -q.shape[1] % 8, 0, 0)).unflatten(-1, (-1, 4, 2))
     q_packed = q_split[..., 0].to(torch.int32) | q_split[..., 1].to(torch.int32) << 12
     r = q_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
-    return {
-        "indices": as_type(r, torch.int32).unsqueeze(0).flatten(2)[:, :, :cdiv(3 * q.shape[1], 8)].contiguous(),
-        "centroids": cb.unsqueeze(0),
-        "weight_scale": a,
-        "weight_bias": b,
-    }
+    return {"indices": as_type(r, torch.int32).unsqueeze(0).flatten(2)[:, :, :cdiv(3 * q.shape[1], 8)].contiguous(),
+            "centroids": cb.unsqueeze(0), "weight_scale": a, "weight_bias": b}
 
 
 def decode(cb: Tensor, q: Tensor, p: Tensor | None = None, a: Tensor | None = None, b: Tensor | None = None,
         out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = round(round(cb[q, n % 8] * a, type) + b, type).  cb
-    [4096, 8], q [N/8, K], p [K], a [K], b [K].
+    """Weights [N, K], float32 rounded after each operation: w = round(round(cb[q, n % 8] * a, type) + b, type).  cb [4096, 8],
+    q [N/8, K], p [K], a [K], b [K].
     """
     type = cb.dtype
     out = out if out is None else out.unflatten(0, (-1, 8))
@@ -92,21 +70,16 @@ def _decode_vptq(tensors, r, k, live, N, K, sizes, use: tl.constexpr, state):
     for h in tl.static_range(8):
         column = h
         cb = tl.load(centroids + 8 * q + column, live, 0).to(tl.float32)
-        state = use(state, k,
-            device.rounded(device.rounded(cb * a, centroids.dtype.element_ty) + b, centroids.dtype.element_ty), live, h)
+        state = use(state, k, device.rounded(device.rounded(cb * a, centroids.dtype.element_ty) + b, centroids.dtype.element_ty),
+            live, h)
     return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "p": Field("index", "K", groups="K"),
-        "cb": Field("type", "4096", "8"),
-        "a": Field("type", "K"),
-        "b": Field("type", "K"),
-        "q": Field("u12", "N/8", "K"),
-    },
+    fields={"p": Field("index", "K", groups="K"), "cb": Field("type", "4096", "8"), "a": Field("type", "K"),
+            "b": Field("type", "K"), "q": Field("u12", "N/8", "K")},
     storages={
         "vptq": Storage(unpack=unpack_vptq, pack=pack_vptq, where=("p",), reads=("K",), order="perm",
                 unordered=("weight_scale", "weight_bias"), tensors={

@@ -1,16 +1,5 @@
 """vptq at bits = 16: VPTQ, indices of vectors of 8 rows, columns in an order of their own.
 
-    w = round(round(cb[q, n % 8] * a, type) + b, type)
-    float32, rounded after each operation
-
-    p      index into K groups [K]
-    cb     type  [65536, 8]
-    a      type  [K]
-    b      type  [K]
-    q      u16   [N/8, K]
-
-    vptq: 2.00391 bits per weight
-
 Built from the spec vptq (sha256 e3739c43a64c7570) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -28,34 +17,24 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 def unpack_vptq(indices: Tensor, centroids: Tensor, weight_scale: Tensor | None, weight_bias: Tensor | None, *,
         K: int) -> dict[str, Tensor | None]:
-    """Fields of indices int32 [1, N/8, ceil(K/2)]; centroids type [1, 65536, 8]; weight_scale type [K]; weight_bias
-    type [K].
-    """
+    """Fields of indices int32 [1, N/8, ceil(K/2)]; centroids type [1, 65536, 8]; weight_scale type [K]; weight_bias type [K]."""
     r = as_type(indices.squeeze(0), torch.uint8).unflatten(-1, (-1, 4))
-    return {
-        "cb": centroids.squeeze(0),
-        "a": weight_scale,
-        "b": weight_bias,
-        "q": (integer(r.unflatten(-1, (2, 2))) & 65535).flatten(1)[:, :K],
-    }
+    return {"cb": centroids.squeeze(0), "a": weight_scale, "b": weight_bias,
+            "q": (integer(r.unflatten(-1, (2, 2))) & 65535).flatten(1)[:, :K]}
 
 
 def pack_vptq(cb: Tensor, a: Tensor | None, b: Tensor | None, q: Tensor) -> dict[str, Tensor | None]:
     """indices, centroids, weight_scale, weight_bias of the fields; the inverse of unpack_vptq."""
     q_packed = pad(q, (0, -q.shape[1] % 2, 0, 0)).unflatten(-1, (-1, 2)).to(torch.int32)
     r = q_packed.unsqueeze(-1).view(torch.uint8)[..., :2].flatten(2)
-    return {
-        "indices": as_type(r, torch.int32).squeeze(-1).unsqueeze(0),
-        "centroids": cb.unsqueeze(0),
-        "weight_scale": a,
-        "weight_bias": b,
-    }
+    return {"indices": as_type(r, torch.int32).squeeze(-1).unsqueeze(0), "centroids": cb.unsqueeze(0), "weight_scale": a,
+            "weight_bias": b}
 
 
 def decode(cb: Tensor, q: Tensor, p: Tensor | None = None, a: Tensor | None = None, b: Tensor | None = None,
         out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = round(round(cb[q, n % 8] * a, type) + b, type).  cb
-    [65536, 8], q [N/8, K], p [K], a [K], b [K].
+    """Weights [N, K], float32 rounded after each operation: w = round(round(cb[q, n % 8] * a, type) + b, type).  cb [65536,
+    8], q [N/8, K], p [K], a [K], b [K].
     """
     type = cb.dtype
     out = out if out is None else out.unflatten(0, (-1, 8))
@@ -89,21 +68,16 @@ def _decode_vptq(tensors, r, k, live, N, K, sizes, use: tl.constexpr, state):
     for h in tl.static_range(8):
         column = h
         cb = tl.load(centroids + 8 * q + column, live, 0).to(tl.float32)
-        state = use(state, k,
-            device.rounded(device.rounded(cb * a, centroids.dtype.element_ty) + b, centroids.dtype.element_ty), live, h)
+        state = use(state, k, device.rounded(device.rounded(cb * a, centroids.dtype.element_ty) + b, centroids.dtype.element_ty),
+            live, h)
     return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "p": Field("index", "K", groups="K"),
-        "cb": Field("type", "65536", "8"),
-        "a": Field("type", "K"),
-        "b": Field("type", "K"),
-        "q": Field("u16", "N/8", "K"),
-    },
+    fields={"p": Field("index", "K", groups="K"), "cb": Field("type", "65536", "8"), "a": Field("type", "K"),
+            "b": Field("type", "K"), "q": Field("u16", "N/8", "K")},
     storages={
         "vptq": Storage(unpack=unpack_vptq, pack=pack_vptq, where=("p",), reads=("K",), order="perm",
                 unordered=("weight_scale", "weight_bias"), tensors={

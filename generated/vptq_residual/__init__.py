@@ -11,8 +11,8 @@
     q      u{bits} [N/8, K]
     r      u{more} [N/8, K]
 
-    vptq: 3.00392 bits per weight at bits = 16, more = 8, rows = 8, 1.50392 at 16, 8, 16, 4.00781 at 16, 16, 8, 2.00781
-        at 16, 16, 16, 2 at 8, 8, 8, 1 at 8, 8, 16, 3.00392 at 8, 16, 8, 1.50392 at 8, 16, 16
+    vptq: 3.00392 bits per weight at bits = 16, more = 8, rows = 8, 1.50392 at 16, 8, 16, 4.00781 at 16, 16, 8, 2.00781 at 16, 16,
+        16, 2 at 8, 8, 8, 1 at 8, 8, 16, 3.00392 at 8, 16, 8, 1.50392 at 8, 16, 16
 
 Built from the spec vptq_residual (sha256 38c0437c3b026833) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.

@@ -1,18 +1,5 @@
 """vptq_residual at bits = 8, more = 16, rows = 8: VPTQ, indices of vectors and of residuals, columns in an order of their own.
 
-    w = round(round(round(cb[q, n % rows] + rs[r, n % rows], type) * a, type) + b, type)
-    float32, rounded after each operation
-
-    p      index into K groups [K]
-    cb     type  [256, 8]
-    rs     type  [65536, 8]
-    a      type  [K]
-    b      type  [K]
-    q      u8    [N/8, K]
-    r      u16   [N/8, K]
-
-    vptq: 3.00392 bits per weight
-
 Built from the spec vptq_residual (sha256 38c0437c3b026833) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -20,8 +7,7 @@ Do not edit: change the spec and run `qdsl build`.
 import torch
 from torch import Tensor
 
-from qdsl.runtime import (Field, Kernels, Storage, Stored, Variant, as_type, cdiv, entries, integer, pad, rounded,
-        workspace)
+from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, as_type, cdiv, entries, integer, pad, rounded, workspace
 from qdsl.runtime.gpu.kernels import device
 from qdsl.runtime.gpu.triton import tl, triton
 
@@ -35,37 +21,25 @@ def unpack_vptq(indices: Tensor, centroids: Tensor, res_centroids: Tensor, weigh
     weight_scale type [K]; weight_bias type [K].
     """
     indices_bytes = as_type(pad(indices, (0, -indices.shape[2] % 3)).squeeze(0), torch.uint8).unflatten(-1, (-1, 12))
-    return {
-        "cb": centroids.squeeze(0),
-        "rs": res_centroids.squeeze(0),
-        "a": weight_scale,
-        "b": weight_bias,
-        "q": indices_bytes[..., 0:10:3].flatten(1)[:, :K],
-        "r": (integer(indices_bytes[..., 0:12].unflatten(-1, (4, 3))[..., 1:3]) & 65535).flatten(1)[:, :K],
-    }
+    return {"cb": centroids.squeeze(0), "rs": res_centroids.squeeze(0), "a": weight_scale, "b": weight_bias,
+            "q": indices_bytes[..., 0:10:3].flatten(1)[:, :K],
+            "r": (integer(indices_bytes[..., 0:12].unflatten(-1, (4, 3))[..., 1:3]) & 65535).flatten(1)[:, :K]}
 
 
-def pack_vptq(cb: Tensor, rs: Tensor, a: Tensor | None, b: Tensor | None, q: Tensor,
-        r: Tensor) -> dict[str, Tensor | None]:
+def pack_vptq(cb: Tensor, rs: Tensor, a: Tensor | None, b: Tensor | None, q: Tensor, r: Tensor) -> dict[str, Tensor | None]:
     """indices, centroids, res_centroids, weight_scale, weight_bias of the fields; the inverse of unpack_vptq."""
     indices_bytes = torch.zeros(q.shape[0], cdiv(q.shape[1], 4), 12, dtype=torch.uint8, device=q.device)
     indices_bytes[..., 0:10:3] |= pad(q, (0, -q.shape[1] % 4, 0, 0)).unflatten(-1, (-1, 4))
     r_packed = pad(r, (0, -r.shape[1] % 4, 0, 0)).unflatten(-1, (-1, 4)).to(torch.int32)
     indices_bytes[..., 0:12].unflatten(-1, (4, 3))[..., 1:3] |= r_packed.unsqueeze(-1).view(torch.uint8)[..., :2]
-    return {
-        "indices": as_type(indices_bytes, torch.int32).unsqueeze(0).flatten(2)[:, :,
-            :cdiv(3 * q.shape[1], 4)].contiguous(),
-        "centroids": cb.unsqueeze(0),
-        "res_centroids": rs.unsqueeze(0),
-        "weight_scale": a,
-        "weight_bias": b,
-    }
+    return {"indices": as_type(indices_bytes, torch.int32).unsqueeze(0).flatten(2)[:, :, :cdiv(3 * q.shape[1], 4)].contiguous(),
+            "centroids": cb.unsqueeze(0), "res_centroids": rs.unsqueeze(0), "weight_scale": a, "weight_bias": b}
 
 
 def decode(cb: Tensor, rs: Tensor, q: Tensor, r: Tensor, p: Tensor | None = None, a: Tensor | None = None,
         b: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = round(round(round(cb[q, n % rows] + rs[r, n % rows],
-    type) * a, type) + b, type).  cb [256, 8], rs [65536, 8], q [N/8, K], r [N/8, K], p [K], a [K], b [K].
+    """Weights [N, K], float32 rounded after each operation: w = round(round(round(cb[q, n % rows] + rs[r, n % rows], type) *
+    a, type) + b, type).  cb [256, 8], rs [65536, 8], q [N/8, K], r [N/8, K], p [K], a [K], b [K].
     """
     type = cb.dtype
     out = out if out is None else out.unflatten(0, (-1, 8))
@@ -105,23 +79,16 @@ def _decode_vptq(tensors, i, k, live, N, K, sizes, use: tl.constexpr, state):
         cb = tl.load(centroids + 8 * q + column, live, 0).to(tl.float32)
         rs = tl.load(res_centroids + 8 * r + column, live, 0).to(tl.float32)
         state = use(state, k,
-            device.rounded(device.rounded(device.rounded(cb + rs, centroids.dtype.element_ty)
-            * a, centroids.dtype.element_ty) + b, centroids.dtype.element_ty), live, h)
+            device.rounded(device.rounded(device.rounded(cb + rs, centroids.dtype.element_ty) * a, centroids.dtype.element_ty)
+            + b, centroids.dtype.element_ty), live, h)
     return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "p": Field("index", "K", groups="K"),
-        "cb": Field("type", "256", "8"),
-        "rs": Field("type", "65536", "8"),
-        "a": Field("type", "K"),
-        "b": Field("type", "K"),
-        "q": Field("u8", "N/8", "K"),
-        "r": Field("u16", "N/8", "K"),
-    },
+    fields={"p": Field("index", "K", groups="K"), "cb": Field("type", "256", "8"), "rs": Field("type", "65536", "8"),
+            "a": Field("type", "K"), "b": Field("type", "K"), "q": Field("u8", "N/8", "K"), "r": Field("u16", "N/8", "K")},
     storages={
         "vptq": Storage(unpack=unpack_vptq, pack=pack_vptq, where=("p",), reads=("K",), order="perm",
                 unordered=("weight_scale", "weight_bias"), tensors={

@@ -1,18 +1,5 @@
 """vptq_residual at bits = 8, more = 8, rows = 16: VPTQ, indices of vectors and of residuals, columns in an order of their own.
 
-    w = round(round(round(cb[q, n % rows] + rs[r, n % rows], type) * a, type) + b, type)
-    float32, rounded after each operation
-
-    p      index into K groups [K]
-    cb     type  [256, 16]
-    rs     type  [256, 16]
-    a      type  [K]
-    b      type  [K]
-    q      u8    [N/16, K]
-    r      u8    [N/16, K]
-
-    vptq: 1 bits per weight
-
 Built from the spec vptq_residual (sha256 38c0437c3b026833) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -32,24 +19,18 @@ from .bits_8_more_8_rows_8 import pack_vptq
 
 def unpack_vptq(indices: Tensor, centroids: Tensor, res_centroids: Tensor, weight_scale: Tensor | None,
         weight_bias: Tensor | None, *, K: int) -> dict[str, Tensor | None]:
-    """Fields of indices int32 [1, N/16, ceil(K/2)]; centroids type [1, 256, 16]; res_centroids type [1, 256, 16];
-    weight_scale type [K]; weight_bias type [K].
+    """Fields of indices int32 [1, N/16, ceil(K/2)]; centroids type [1, 256, 16]; res_centroids type [1, 256, 16]; weight_scale
+    type [K]; weight_bias type [K].
     """
     indices_bytes = as_type(indices.squeeze(0), torch.uint8).unflatten(-1, (-1, 4))
-    return {
-        "cb": centroids.squeeze(0),
-        "rs": res_centroids.squeeze(0),
-        "a": weight_scale,
-        "b": weight_bias,
-        "q": indices_bytes[..., 0:3:2].flatten(1)[:, :K],
-        "r": indices_bytes[..., 1:4:2].flatten(1)[:, :K],
-    }
+    return {"cb": centroids.squeeze(0), "rs": res_centroids.squeeze(0), "a": weight_scale, "b": weight_bias,
+            "q": indices_bytes[..., 0:3:2].flatten(1)[:, :K], "r": indices_bytes[..., 1:4:2].flatten(1)[:, :K]}
 
 
 def decode(cb: Tensor, rs: Tensor, q: Tensor, r: Tensor, p: Tensor | None = None, a: Tensor | None = None,
         b: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = round(round(round(cb[q, n % rows] + rs[r, n % rows],
-    type) * a, type) + b, type).  cb [256, 16], rs [256, 16], q [N/16, K], r [N/16, K], p [K], a [K], b [K].
+    """Weights [N, K], float32 rounded after each operation: w = round(round(round(cb[q, n % rows] + rs[r, n % rows], type) *
+    a, type) + b, type).  cb [256, 16], rs [256, 16], q [N/16, K], r [N/16, K], p [K], a [K], b [K].
     """
     type = cb.dtype
     out = out if out is None else out.unflatten(0, (-1, 16))
@@ -89,23 +70,16 @@ def _decode_vptq(tensors, i, k, live, N, K, sizes, use: tl.constexpr, state):
         cb = tl.load(centroids + 16 * q + column, live, 0).to(tl.float32)
         rs = tl.load(res_centroids + 16 * r + column, live, 0).to(tl.float32)
         state = use(state, k,
-            device.rounded(device.rounded(device.rounded(cb + rs, centroids.dtype.element_ty)
-            * a, centroids.dtype.element_ty) + b, centroids.dtype.element_ty), live, h)
+            device.rounded(device.rounded(device.rounded(cb + rs, centroids.dtype.element_ty) * a, centroids.dtype.element_ty)
+            + b, centroids.dtype.element_ty), live, h)
     return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "p": Field("index", "K", groups="K"),
-        "cb": Field("type", "256", "16"),
-        "rs": Field("type", "256", "16"),
-        "a": Field("type", "K"),
-        "b": Field("type", "K"),
-        "q": Field("u8", "N/16", "K"),
-        "r": Field("u8", "N/16", "K"),
-    },
+    fields={"p": Field("index", "K", groups="K"), "cb": Field("type", "256", "16"), "rs": Field("type", "256", "16"),
+            "a": Field("type", "K"), "b": Field("type", "K"), "q": Field("u8", "N/16", "K"), "r": Field("u8", "N/16", "K")},
     storages={
         "vptq": Storage(unpack=unpack_vptq, pack=pack_vptq, where=("p",), reads=("K",), order="perm",
                 unordered=("weight_scale", "weight_bias"), tensors={

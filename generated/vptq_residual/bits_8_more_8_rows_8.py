@@ -1,18 +1,5 @@
 """vptq_residual at bits = 8, more = 8, rows = 8: VPTQ, indices of vectors and of residuals, columns in an order of their own.
 
-    w = round(round(round(cb[q, n % rows] + rs[r, n % rows], type) * a, type) + b, type)
-    float32, rounded after each operation
-
-    p      index into K groups [K]
-    cb     type  [256, 8]
-    rs     type  [256, 8]
-    a      type  [K]
-    b      type  [K]
-    q      u8    [N/8, K]
-    r      u8    [N/8, K]
-
-    vptq: 2 bits per weight
-
 Built from the spec vptq_residual (sha256 38c0437c3b026833) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -30,39 +17,27 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 def unpack_vptq(indices: Tensor, centroids: Tensor, res_centroids: Tensor, weight_scale: Tensor | None,
         weight_bias: Tensor | None, *, K: int) -> dict[str, Tensor | None]:
-    """Fields of indices int32 [1, N/8, ceil(K/2)]; centroids type [1, 256, 8]; res_centroids type [1, 256, 8];
-    weight_scale type [K]; weight_bias type [K].
+    """Fields of indices int32 [1, N/8, ceil(K/2)]; centroids type [1, 256, 8]; res_centroids type [1, 256, 8]; weight_scale
+    type [K]; weight_bias type [K].
     """
     indices_bytes = as_type(indices.squeeze(0), torch.uint8).unflatten(-1, (-1, 4))
-    return {
-        "cb": centroids.squeeze(0),
-        "rs": res_centroids.squeeze(0),
-        "a": weight_scale,
-        "b": weight_bias,
-        "q": indices_bytes[..., 0:3:2].flatten(1)[:, :K],
-        "r": indices_bytes[..., 1:4:2].flatten(1)[:, :K],
-    }
+    return {"cb": centroids.squeeze(0), "rs": res_centroids.squeeze(0), "a": weight_scale, "b": weight_bias,
+            "q": indices_bytes[..., 0:3:2].flatten(1)[:, :K], "r": indices_bytes[..., 1:4:2].flatten(1)[:, :K]}
 
 
-def pack_vptq(cb: Tensor, rs: Tensor, a: Tensor | None, b: Tensor | None, q: Tensor,
-        r: Tensor) -> dict[str, Tensor | None]:
+def pack_vptq(cb: Tensor, rs: Tensor, a: Tensor | None, b: Tensor | None, q: Tensor, r: Tensor) -> dict[str, Tensor | None]:
     """indices, centroids, res_centroids, weight_scale, weight_bias of the fields; the inverse of unpack_vptq."""
     indices_bytes = torch.zeros(q.shape[0], cdiv(q.shape[1], 2), 4, dtype=torch.uint8, device=q.device)
     indices_bytes[..., 0:3:2] |= pad(q, (0, -q.shape[1] % 2, 0, 0)).unflatten(-1, (-1, 2))
     indices_bytes[..., 1:4:2] |= pad(r, (0, -r.shape[1] % 2, 0, 0)).unflatten(-1, (-1, 2))
-    return {
-        "indices": as_type(indices_bytes, torch.int32).squeeze(-1).unsqueeze(0),
-        "centroids": cb.unsqueeze(0),
-        "res_centroids": rs.unsqueeze(0),
-        "weight_scale": a,
-        "weight_bias": b,
-    }
+    return {"indices": as_type(indices_bytes, torch.int32).squeeze(-1).unsqueeze(0), "centroids": cb.unsqueeze(0),
+            "res_centroids": rs.unsqueeze(0), "weight_scale": a, "weight_bias": b}
 
 
 def decode(cb: Tensor, rs: Tensor, q: Tensor, r: Tensor, p: Tensor | None = None, a: Tensor | None = None,
         b: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = round(round(round(cb[q, n % rows] + rs[r, n % rows],
-    type) * a, type) + b, type).  cb [256, 8], rs [256, 8], q [N/8, K], r [N/8, K], p [K], a [K], b [K].
+    """Weights [N, K], float32 rounded after each operation: w = round(round(round(cb[q, n % rows] + rs[r, n % rows], type) *
+    a, type) + b, type).  cb [256, 8], rs [256, 8], q [N/8, K], r [N/8, K], p [K], a [K], b [K].
     """
     type = cb.dtype
     out = out if out is None else out.unflatten(0, (-1, 8))
@@ -102,23 +77,16 @@ def _decode_vptq(tensors, i, k, live, N, K, sizes, use: tl.constexpr, state):
         cb = tl.load(centroids + 8 * q + column, live, 0).to(tl.float32)
         rs = tl.load(res_centroids + 8 * r + column, live, 0).to(tl.float32)
         state = use(state, k,
-            device.rounded(device.rounded(device.rounded(cb + rs, centroids.dtype.element_ty)
-            * a, centroids.dtype.element_ty) + b, centroids.dtype.element_ty), live, h)
+            device.rounded(device.rounded(device.rounded(cb + rs, centroids.dtype.element_ty) * a, centroids.dtype.element_ty)
+            + b, centroids.dtype.element_ty), live, h)
     return state
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
 
 VARIANT = Variant(
-    fields={
-        "p": Field("index", "K", groups="K"),
-        "cb": Field("type", "256", "8"),
-        "rs": Field("type", "256", "8"),
-        "a": Field("type", "K"),
-        "b": Field("type", "K"),
-        "q": Field("u8", "N/8", "K"),
-        "r": Field("u8", "N/8", "K"),
-    },
+    fields={"p": Field("index", "K", groups="K"), "cb": Field("type", "256", "8"), "rs": Field("type", "256", "8"),
+            "a": Field("type", "K"), "b": Field("type", "K"), "q": Field("u8", "N/8", "K"), "r": Field("u8", "N/8", "K")},
     storages={
         "vptq": Storage(unpack=unpack_vptq, pack=pack_vptq, where=("p",), reads=("K",), order="perm",
                 unordered=("weight_scale", "weight_bias"), tensors={

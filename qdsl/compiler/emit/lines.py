@@ -1,4 +1,4 @@
-"""Lines of Python: nested blocks, and long calls broken at 120 columns."""
+"""Lines of Python: nested blocks, and long calls broken at 130 columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from itertools import chain, count
 
-WIDTH = 120
+WIDTH = 130
 WORD = re.compile(r"(?<![\w\".])[A-Za-z_]\w*(?![\w\"=])")         # neither a key, an attribute nor the name of an argument
 TEXT = re.compile(r'"""[\s\S]*?"""|"[^"\n]*"|#.*')
 
@@ -33,9 +33,9 @@ def wrapped(head: str, items: Iterable[str], tail: str, level: int = 0) -> list[
 
 
 def mapping(head: str, entries: list[str]) -> list[str]:
-    """`head` and a dict of these entries, which end in commas: on one line of a function, or a line for each."""
-    one = f"{head}{{{' '.join(entries).removesuffix(',')}}}"
-    return [one] if len(one) + 4 <= WIDTH else [f"{head}{{", *indent(entries), "}"]
+    """`head` and a dict of these entries, which end in commas: on up to three lines of a function, or a line for each."""
+    rows = wrapped(f"{head}{{", [entry.removesuffix(",") for entry in entries], "}", level=1)
+    return rows if len(rows) <= 3 else [f"{head}{{", *indent(entries), "}"]
 
 
 def names_read(lines: Iterable[str]) -> set[str]:

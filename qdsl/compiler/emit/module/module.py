@@ -85,7 +85,7 @@ def module(programs: Sequence[Program]) -> dict[str, str]:
         own, imported = shared[module]
         title = ", ".join(f"{key} = {part.params[key]}" for key in by)
         body = _body(part, own)
-        lines = [*_header(part.programs, title), *_imports(body), *_siblings(imported), "", "", *body]
+        lines = [*_variant_header(part.programs[0].spec, title), *_imports(body), *_siblings(imported), "", "", *body]
         files[f"{name}/{module}.py"] = _finish(lines)
     different = [part.params for part in parts]
     header = _header([program for program in programs if program.params in different])
@@ -189,9 +189,23 @@ def _digest(spec: Spec) -> str:
 # -- header -----------------------------------------------------------------------------------------------------------
 
 
-def _header(programs: Sequence[Program], title: str = "") -> list[str]:
+def _title(spec: Spec, at: str = "") -> str:
+    return f'"""{spec.name}{at}: {spec.title}.' if spec.title else f'"""{spec.name}{at}.'
+
+
+def _origin(spec: Spec) -> list[str]:
+    return [f"Built from the spec {spec.name} (sha256 {_digest(spec)}) by qdsl {qdsl.__version__}.",
+            "Do not edit: change the spec and run `qdsl build`.", '"""', ""]
+
+
+def _variant_header(spec: Spec, title: str) -> list[str]:
+    """The docstring of a variant: the package's has the formula, the fields and the storages."""
+    return [_title(spec, f" at {title}"), "", *_origin(spec)]
+
+
+def _header(programs: Sequence[Program]) -> list[str]:
     spec = programs[0].spec
-    lines = [f'"""{spec.name}{f" at {title}" if title else ""}: {spec.title}.' if spec.title else f'"""{spec.name}.', "",
+    lines = [_title(spec), "",
              f"    w = {spec.decode_text}", *(f"        + {branch.kind}({', '.join(tensor.name for tensor in branch.tensors)})"
                                              for branch in programs[0].plus),
              "    float32, rounded after each operation", ""]
@@ -211,8 +225,7 @@ def _header(programs: Sequence[Program], title: str = "") -> list[str]:
                        for other in others)
         text = f"{storage}: {bits_text(first)}{at}{more}{',' if others and sizes else ''}{with_sizes}"
         lines += textwrap.wrap(text, WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
-    return [*lines, "", f"Built from the spec {spec.name} (sha256 {_digest(spec)}) by qdsl {qdsl.__version__}.",
-            "Do not edit: change the spec and run `qdsl build`.", '"""', ""]
+    return [*lines, "", *_origin(spec)]
 
 
 def _siblings(imported: Mapping[str, Sequence[str]]) -> list[str]:

@@ -30,12 +30,12 @@ from qdsl.core.schemes import SCHEMES
 def variant(programs: Sequence[Program], decoded: Decode, references: Sequence[Reference]) -> list[str]:
     """Lines of `VARIANT = Variant(...)`: fields, storages, and how decode and encode are called."""
     first = programs[0]
-    lines = ["VARIANT = Variant(", "    fields={"]
+    shown: list[str] = []
     for field in first.fields:
         groups = f', groups="{axis_text(field.groups)}"' if field.groups is not None else ""
         axes = "".join(f', "{axis}"' for axis in field_axes(programs, field))
-        lines.append(f'        "{field.name}": Field("{field.kind}"{axes}{groups}),')
-    lines += ["    },", "    storages={"]
+        shown.append(f'"{field.name}": Field("{field.kind}"{axes}{groups})')
+    lines = ["VARIANT = Variant(", *indent(wrapped("fields={", shown, "},", level=1)), "    storages={"]
     defaults = _defaults(programs)
     moves = len(programs) > 1 or (first.encode is not None and SCHEMES[first.encode.scheme].kernel
                                   and "sums" not in first.encode.roles)
@@ -49,9 +49,9 @@ def variant(programs: Sequence[Program], decoded: Decode, references: Sequence[R
     if decoded.scattered:
         arguments.append('cuts=("1", "1")')
     elif [str(cut) for cut in decoded.cuts] != ["1", "1"]:
-        shown = [dim if str(cut) == "1" else axis_text(cut) if "K" in cut.names() else f"ceil({dim}/{cut})"
+        cuts = [dim if str(cut) == "1" else axis_text(cut) if "K" in cut.names() else f"ceil({dim}/{cut})"
                  for dim, cut in zip("NK", decoded.cuts, strict=True)]
-        arguments.append(f"cuts={tupled(shown)}")
+        arguments.append(f"cuts={tupled(cuts)}")
     if first.encode is not None and first.appended:
         arguments.append(f"appended={tupled(first.appended)}")
     if decoded.copies:

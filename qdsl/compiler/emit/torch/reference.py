@@ -172,7 +172,7 @@ def _doc(text: str) -> list[str]:
     words = text.split(" ")
     rows = ['"""']
     for word in words:
-        if len(rows[-1]) + len(word) > 112:
+        if len(rows[-1]) + len(word) > 122:
             rows.append("")
         rows[-1] += word if rows[-1] in ("", '"""') else f" {word}"
     if len(rows) == 1:

@@ -33,10 +33,11 @@ def _decode(program: Program) -> list[str]:
     handed = ["state", "k" if at.unit == "k" else shown(at.k), decoder.weight(), decoder.mask(len(at.lanes) + 1),
               *([shown(row)] if row != Index(0) else [])]
     count = prod(lane.extent for lane in at.lanes)
+    last = f"{'state =' if at.lanes else 'return'} use({', '.join(handed)})"
     return render("decode", storage=program.storage, rows=at.rows, unit=at.unit,
                   weights="The weight in column" if count == 1 else f"The {count} weights of unit",
                   tensors=bare_tuple(arguments(program)), sizes=bare_tuple(program.sizes),
-                  body=[*guarded(body.levels[0]), *nest(body, list(at.lanes), [f"state = use({', '.join(handed)})"])])
+                  body=[*guarded(body.levels[0]), *nest(body, list(at.lanes), [last]), *(["return state"] if at.lanes else [])])
 
 
 def _masks(at: Tile, body: Body) -> None:
