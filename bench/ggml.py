@@ -1,4 +1,4 @@
-"""x @ w.T of GGUF weights on a CPU, one thread: this project's compiled loops beside ggml's kernels.
+"""x @ w.T of GGUF weights on a CPU, one thread, and quantizing to their types: this project's loops beside ggml's.
 
 ggml is the library that llama-cpp-python builds (`pip install 'qdsl-formats[ggml]'`); QDSL_GGML=FOLDER is another folder of
 its libraries.  ggml rounds x to 8 bits; `exact` keeps it, `int8` rounds it too.  Of ggml's layouts, as stored and interleaved for
@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from bench.figure import Figure, rates, ratios
+from bench.quantize import ours as our_quantizer
 from bench.timing import Side, WrongResult, calls
-from bench.weights import SHAPE, packed
+from bench.weights import F32_BYTES, SHAPE, floats, packed
 from qdsl.checkpoint.files.ggml_types import BY_NAME
 
 GOALS = {"q4_0": 0.5, "q8_0": 0.5, "q4_k": 0.5, "q6_k": 0.5}     # exact, of ggml's speed
 INT8_GOAL = 0.8
+QUANTIZED = {"q4_k": 1.0, "q6_k": 1.0}                           # from float32, the same bytes
 OTHERS = ("iq4_xs", "iq3_s", "iq2_xxs")                          # without goals
 CACHE = 96 << 20                                                 # bytes that the copies of a weight have together, at least
 MOST_ERROR = 0.02                                                # of x in 8 bits, relative, RMS
@@ -47,6 +49,11 @@ def figures(rounds: int) -> Iterator[Figure]:
         yield Figure(f"linear {name}, M = 1, one thread, exact, to ggml", "x", ratios(best, exact), GOALS.get(name), note=note)
         yield Figure(f"linear {name}, M = 1, one thread, int8, to ggml", "x", ratios(best, int8),
                      INT8_GOAL if name in GOALS else None, note=note)
+    for name, goal in QUANTIZED.items():
+        sides = [Side(quantizer, {"name": name}), Side(our_quantizer, {"name": name, "dtype": "float32"})]
+        slow, fast = calls(sides, rounds)
+        yield Figure(f"quantize {name} to ggml", "x", ratios(slow, fast), goal,
+                     note=f"same bytes; ggml {rates(F32_BYTES / 1e6, [min(slow)])[0]:.0f} MB/s of f32 weight")
 
 
 def ours(name: str, int8: bool) -> Callable[[], Tensor]:
@@ -67,6 +74,20 @@ def ggml(name: str, interleaved: bool) -> Callable[[], Tensor]:
     if not error < MOST_ERROR:
         raise WrongResult(f"ggml's product with {name} is {error:.1%} from the exact one")
     return lambda: torch.cat([layer(x) for layer in layers])
+
+
+def quantizer(name: str) -> Callable[[], Tensor]:
+    """ggml's quantizer of the weight that this project's quantizes."""
+    call, weight = _Library(), floats()
+    blocks = torch.empty_like(packed(name, "gguf").tensors["blocks"])
+
+    def quantize() -> Tensor:
+        sizes = [ctypes.c_int64(size) for size in (0, *SHAPE)]
+        call("ggml_quantize_chunk", ctypes.c_int(BY_NAME[name.upper()].id), weight.data_ptr(), blocks.data_ptr(), *sizes, None,
+             result=ctypes.c_size_t)
+        return blocks
+
+    return quantize
 
 
 class _InitParams(ctypes.Structure):

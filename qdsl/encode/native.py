@@ -1,9 +1,11 @@
-"""The inner loop of searches in grids, in C, compiled once by this machine's compiler; without one numpy finds the same rows."""
+"""The inner loops of searches, in C, compiled once by this machine's compiler; without one numpy finds the same numbers."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,41 +15,9 @@ from numpy.typing import NDArray
 from qdsl.host import library
 
 Floats = NDArray[np.float32]
-SOURCE = """
-#include <stdint.h>
-#include <string.h>
-#define LANES 16
-
-typedef float vf __attribute__((vector_size(4 * LANES)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES)));
-
-static vf load(const float *p) { vf value; memcpy(&value, p, sizeof value); return value; }
-
-/* For each group the first column of the largest linear - factor * square, and that number; false where one is NaN. */
-int best_rows(const float *linear, const float *square, const float *factor, int64_t groups, int64_t columns, int64_t *chosen,
-              float *gain) {
-    vi wrong = {0};
-    for (int64_t g = 0; g < groups; g++, linear += columns, square += columns) {
-        vf by = factor[g] - (vf){0}, best = -__builtin_inff() - (vf){0};
-        vi at = {0}, place = {0};
-        for (int64_t c = 0; c < columns; c += LANES, place += LANES) {
-            vf value = load(linear + c) - load(square + c) * by;
-            vi more = value > best;
-            best = (vf)((vi)value & more | (vi)best & ~more);
-            at = place & more | at & ~more;
-            wrong |= value != value;
-        }
-        int first = 0;
-        for (int i = 1; i < LANES; i++)
-            if (best[i] > best[first] || (best[i] == best[first] && at[i] + i < at[first] + first)) first = i;
-        chosen[g] = at[first] + first;
-        gain[g] = linear[chosen[g]] - square[chosen[g]] * factor[g];
-    }
-    for (int i = 0; i < LANES; i++) if (wrong[i]) return 0;
-    return 1;
-}
-"""
 LANES = 16
+SOURCE = Path(__file__).with_name("search.c")
+ELEMENTS = 64                                                    # of a block, at most
 
 
 def best_rows(linear: Floats, square: Floats, factor: Floats) -> tuple[NDArray[np.int64], Floats] | None:
@@ -56,7 +26,7 @@ def best_rows(linear: Floats, square: Floats, factor: Floats) -> tuple[NDArray[n
     linear, square: [groups, columns]; factor [groups].  None where numpy is to do it: without a compiler, for other numbers of
     columns, and where a number is NaN.
     """
-    function = None if library.setting() == "never" else _compiled()
+    function = None if library.setting() == "never" else _grid_search()
     groups, columns = linear.shape
     if function is None or columns % LANES:
         return None
@@ -66,14 +36,53 @@ def best_rows(linear: Floats, square: Floats, factor: Floats) -> tuple[NDArray[n
     return (chosen, gain) if function(*places, groups, columns, chosen.ctypes.data, gain.ctypes.data) else None
 
 
-@cache
-def _compiled() -> Any:
-    """The C function; None where there is no compiler."""
-    try:
-        options = library.machine_options(torch.backends.cpu.get_cpu_capability())
-        function = library.load(SOURCE, options).best_rows
-    except (library.NoCompiler, library.UnsafeCache, OSError):
+def fit_counts(x: Floats, weights: Floats, high: int, tops: Sequence[np.float32], magnitudes: bool) -> tuple[Floats, ...] | None:
+    """(scale, min, low, inverse) of blocks, as search.fit_counts finds them; None where numpy is to do it.
+
+    tops: the ranges that are tried, in steps.
+    """
+    return _fits("fit_counts", x, weights, (float(high),), tops, (int(magnitudes),), 4)
+
+
+def fit_signed(x: Floats, weights: Floats, low: int, high: int, ends: Sequence[np.float32]) -> tuple[Floats, ...] | None:
+    """(scale, inverse) of blocks, as search.fit_signed finds them; None where numpy is to do it.
+
+    ends: where the extreme value of a block is tried, in steps.
+    """
+    return _fits("fit_signed", x, weights, (float(low), float(high)), ends, (), 2)
+
+
+def _fits(name: str, x: Floats, weights: Floats, ends: tuple[float, ...], tried: Sequence[np.float32], flags: tuple[int, ...],
+          results: int) -> tuple[Floats, ...] | None:
+    """What a search finds for blocks [elements, blocks] and the weights of their errors; None where numpy is to do it."""
+    functions = None if library.setting() == "never" else _compiled()
+    if functions is None or not 0 < len(x) <= ELEMENTS:
         return None
-    address, size = ctypes.c_void_p, ctypes.c_int64
+    function, size = getattr(functions, name), ctypes.c_int64
+    function.restype = None
+    arrays = [np.ascontiguousarray(array, np.float32) for array in (x, weights, tried)]
+    values, counts, trials = (ctypes.c_void_p(array.ctypes.data) for array in arrays)
+    fits = [np.empty(x.shape[1], np.float32) for _ in range(results)]
+    function(values, counts, *map(size, x.shape), *map(ctypes.c_float, ends), trials, size(len(tried)), *flags,
+             *(ctypes.c_void_p(array.ctypes.data) for array in fits))
+    return tuple(fits)
+
+
+@cache
+def _grid_search() -> Any:
+    """The C function of `best_rows`; None where there is no compiler."""
+    functions = _compiled()
+    if functions is None:
+        return None
+    function, address, size = functions.best_rows, ctypes.c_void_p, ctypes.c_int64
     function.restype, function.argtypes = ctypes.c_int, [address, address, address, size, size, address, address]
     return function
+
+
+@cache
+def _compiled() -> Any:
+    """The functions of search.c; None where there is no compiler."""
+    try:
+        return library.load(SOURCE.read_text(encoding="utf-8"), library.machine_options(torch.backends.cpu.get_cpu_capability()))
+    except (library.NoCompiler, library.UnsafeCache, OSError):
+        return None

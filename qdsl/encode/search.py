@@ -7,10 +7,12 @@ in another order and may fuse a product with a sum.  Derived from ggml-quants.c:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from qdsl.encode import native
 
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
@@ -103,13 +105,20 @@ def counts(x: Floats, low: Floats, inverse: Floats, high: int, out: Floats | Non
 
 
 def fit_counts(x: Floats, weights: Floats, high: int, first: float, step: float, steps: int, magnitudes: bool = False,
-               ) -> tuple[Floats, Floats, Floats, Floats]:
+               ) -> tuple[Floats, ...]:
     """(scale, min, low, inverse) of least weighted error for codes 0 to high: the codes are counts(x, low, inverse).
 
     The range of a block, 0 included, is cut into high + first + step * i steps for i from 0 to `steps`, and for each the scale
     and the min of least squares are found.  Errors are squares, or magnitudes.  A trial begins at the best min so far, as
     ggml's does.
     """
+    tops = [np.float32(first) + np.float32(step) * np.float32(i) + np.float32(high) for i in range(steps + 1)]
+    fits = native.fit_counts(x, weights, high, tops, magnitudes)
+    return _fit_counts(x, weights, high, tops, magnitudes) if fits is None else fits
+
+
+def _fit_counts(x: Floats, weights: Floats, high: int, tops: Sequence[np.float32], magnitudes: bool) -> tuple[Floats, ...]:
+    """`fit_counts` by numpy."""
     top, low = x.max(axis=0), least(x)
     sum_w, sum_x = sums(weights, None), sums(weights * x, None)
     low[low > 0] = 0
@@ -131,8 +140,8 @@ def fit_counts(x: Floats, weights: Floats, high: int, first: float, step: float,
 
     counts(x, low, inverse, high, codes)
     best = error(scale, low)
-    for i in range(steps + 1):
-        trial = over(np.float32(first) + np.float32(step) * np.float32(i) + np.float32(high), span)
+    for steps in tops:
+        trial = over(steps, span)
         counts(x, low, trial, high, codes)
         sum_l = sums(np.multiply(weights, codes, out=products))
         sum_l2 = sums(np.multiply(products, codes, out=work))
@@ -165,11 +174,18 @@ def signed_or_least(x: Floats, inverse: Floats, low: int, high: int) -> Floats:
     return codes
 
 
-def fit_signed(x: Floats, weights: Floats, low: int, high: int) -> tuple[Floats, Floats]:
+def fit_signed(x: Floats, weights: Floats, low: int, high: int) -> tuple[Floats, ...]:
     """(scale, inverse) of least weighted squares for codes low to high: the codes are signed(x, inverse).
 
     Where the extreme value lies, from low - 0.9 to low + 0.9, is tried in steps of 0.1.  A tiny block has 0 for both.
     """
+    ends = [np.float32(low), *(-(np.float32(-low) + np.float32(0.1) * np.float32(i)) for i in range(-9, 10) if i)]
+    fits = native.fit_signed(x, weights, low, high, ends)
+    return _fit_signed(x, weights, low, high, ends) if fits is None else fits
+
+
+def _fit_signed(x: Floats, weights: Floats, low: int, high: int, ends: Sequence[np.float32]) -> tuple[Floats, ...]:
+    """`fit_signed` by numpy."""
     extreme = extremes(x)
     tiny = np.abs(extreme) < TINY
     extreme[tiny] = 1
@@ -182,12 +198,12 @@ def fit_signed(x: Floats, weights: Floats, low: int, high: int) -> tuple[Floats,
         np.multiply(weights, codes, out=work)
         return sum_lx, sums(np.multiply(work, codes, out=work))
 
-    inverse = over(low, extreme)
+    inverse = over(ends[0], extreme)
     sum_lx, sum_l2 = fitted(inverse)
     scale = quotient(sum_lx, sum_l2)
     best = scale * sum_lx
-    for i in (*range(-9, 0), *range(1, 10)):
-        trial = over(-(np.float32(-low) + np.float32(0.1) * np.float32(i)), extreme)
+    for end in ends[1:]:
+        trial = over(end, extreme)
         sum_lx, sum_l2 = fitted(trial)
         better = (sum_l2 > 0) & (sum_lx * sum_lx > best * sum_l2)
         new = quotient(sum_lx, sum_l2)

@@ -1,4 +1,4 @@
-"""The compiled loop of searches in grids finds the rows that numpy finds."""
+"""The compiled loops of searches find the numbers that numpy finds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from qdsl.encode import native
-from qdsl.generated import iq1_s, iq2_xxs
+from qdsl.encode import native, search
+from qdsl.generated import iq1_s, iq2_xxs, q4_k
 from qdsl.host import library
 
 
@@ -46,10 +46,51 @@ def test_what_numpy_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.best_rows(linear, linear, factor) is None
 
 
-@pytest.mark.parametrize("module", [iq2_xxs, iq1_s])
+@pytest.mark.parametrize("module", [iq2_xxs, iq1_s, q4_k])
 def test_quantize_makes_the_same_bytes(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(4, 512, generator=torch.Generator().manual_seed(0)) / 50
     weight[1, 256:] = 0
     packed = module.quantize(weight)                             # type: ignore[attr-defined]
     library.choose("never")
     assert torch.equal(packed.tensors["blocks"], module.quantize(weight).tensors["blocks"])  # type: ignore[attr-defined]
+
+
+def blocks(kind: str, elements: int, count: int) -> np.ndarray:
+    """Blocks [elements, count] of one kind of numbers: ordinary ones, ties, one sign, zeros, and what leaves float32's range."""
+    generator = np.random.default_rng(count)
+    x = generator.standard_normal((elements, count)).astype(np.float32)
+    x[:, ::5] = 0
+    if kind == "ties":
+        return np.round(x) / 2
+    if kind == "one sign":
+        return -np.abs(x)
+    factors = {"tiny": 1e-30, "subnormal": 1e-42, "huge": 1e30}
+    return x * np.float32(factors.get(kind, 1))
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "one sign", "tiny", "subnormal", "huge"])
+def test_searches_find_the_bits_of_numpy(kind: str) -> None:
+    """Lanes that are filled, and some that are not."""
+    with np.errstate(all="ignore"):
+        for elements, count in ((32, 40), (16, 3), (64, 16)):
+            x = blocks(kind, elements, count)
+            for magnitudes in (False, True):
+                weights = search.sizes(x, magnitudes)
+                tops = [np.float32(14.1 + i / 10) for i in range(15)]
+                fits = native.fit_counts(x, weights, 15, tops, magnitudes)
+                wanted = search._fit_counts(x, weights, 15, tops, magnitudes)
+                assert fits is not None and len(fits) == len(wanted)
+                assert all((own.view(np.int32) == other.view(np.int32)).all() for own, other in zip(fits, wanted, strict=True))
+            ends = [np.float32(end) for end in (-32, -32.9, -31.5, -31.1)]
+            fits = native.fit_signed(x, x * x, -32, 31, ends)
+            wanted = search._fit_signed(x, x * x, -32, 31, ends)
+            assert fits is not None and len(fits) == len(wanted)
+            assert all((own.view(np.int32) == other.view(np.int32)).all() for own, other in zip(fits, wanted, strict=True))
+
+
+def test_searches_that_numpy_has_to_do() -> None:
+    x = np.ones((65, 2), np.float32)
+    assert native.fit_counts(x, x, 15, [np.float32(15)], False) is None
+    assert native.fit_signed(x[:64], x[:64], -32, 31, [np.float32(-32)]) is not None
+    library.choose("never")
+    assert native.fit_signed(x[:64], x[:64], -32, 31, [np.float32(-32)]) is None

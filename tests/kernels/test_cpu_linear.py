@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ from qdsl.host import library
 from qdsl.runtime import PackedWeight
 from qdsl.runtime.cpu import linear as cpu
 from qdsl.runtime.cpu import loops
-from qdsl.runtime.cpu.source import DECODE
+from qdsl.runtime.cpu.source import DECODE, VECTORS
+from qdsl.runtime.cpu.trace import Unsupported
 from qdsl.runtime.weight import tiles
 from qdsl.runtime.weight.packed import FormatError
 from tests.support.covering import ALL, covering
@@ -30,6 +32,7 @@ from tests.support.formats import Case, cases, random_fields, same_bits, shapes,
 
 CASES = cases()
 COVERING = covering(CASES, lambda case: [case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.decode])
+NAMES = ("order", "slots", "blocks", "factors", "sources", "arrange", "run")                   # of a source, in one of many
 PARTS = 2                                                        # formats are compiled in so many programs
 # A word's first bit depends on the data, in codes that cross words: a vector cannot be loaded under a condition on values.  And
 # values that are rounded in between are cast to bits.
@@ -70,6 +73,14 @@ def plain(packed: PackedWeight) -> Tensor:
     return weight
 
 
+def are_compiled() -> bool:
+    """Whether every weight that was multiplied has a loop, in one way or another."""
+    ways: dict[Any, list[loops.Loop | None]] = {}
+    for (*weight, _, _), loop in loops._loops.items():
+        ways.setdefault(tuple(weight), []).append(loop)
+    return bool(ways) and all(any(own) for own in ways.values())
+
+
 def in_order(case: Case, shape: tuple[int, int], seed: int = 0) -> PackedWeight:
     """A random weight without an order of its columns."""
     fields = case.module.FORMAT.variant(case.choice).fields
@@ -96,18 +107,22 @@ def compiled(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
 
 def build_at_once(sources: set[str], folder: Path) -> dict[str, Any]:
     """The functions of many sources, by source; those for vectors of one length are compiled as one, not optimized."""
-    functions = {}
+    functions, vectors = {}, VECTORS.read_text(encoding="utf-8")
     for width in ("16", "8", "4"):
         chosen = sorted(text for text in sources if text.startswith(f"#define LANES {width}\n"))
         if not chosen:
             continue
-        head = chosen[0].partition("void run(")[0]
-        bodies = [f"void run_{i}(" + text.partition("void run(")[2] for i, text in enumerate(chosen)]
+        bodies = [f"#define LANES {width}\n{vectors}"]
+        for i, text in enumerate(chosen):
+            bodies += [f"#undef {name}\n#define {name} {name}_{i}" for name in NAMES]
+            bodies += [f"#undef {name}" for name in ("COLUMNS", "PLACES", "ROUNDS_X", "SIDE_BY_SIDE")]
+            bodies.append(text.partition(vectors)[2])
         path = folder / f"lanes{width}.so"
         options = library.machine_options(torch.backends.cpu.get_cpu_capability())
-        library._compile((*library.compiler(), *library.OPTIONS, "-O0", *options), head + "\n".join(bodies), path)
+        library._compile((*library.compiler(), *library.OPTIONS, "-O0", *options), "\n".join(bodies), path)
         names = ctypes.CDLL(str(path))
-        functions |= {text: SimpleNamespace(run=getattr(names, f"run_{i}")) for i, text in enumerate(chosen)}
+        functions |= {text: SimpleNamespace(run=getattr(names, f"run_{i}"), arrange=getattr(names, f"arrange_{i}", None))
+                      for i, text in enumerate(chosen)}
     return functions
 
 
@@ -127,6 +142,8 @@ def test_compiled_decodes_make_the_same_bits_and_few_rows_meet_exact_weights(par
         weights += [(case, in_order(case, shape), rows) for shape in dict.fromkeys([whole, ragged])]
         if str(case) not in PLAIN:
             sources |= {loops.source_for(weights[-1][1], kind).text for kind in (DECODE, rows)}
+            with suppress(Unsupported):
+                sources.add(loops.source_for(weights[-1][1], rows, loops.FACTORED).text)
     functions = build_at_once(sources, tmp_path)
     monkeypatch.setattr(library, "load", lambda text, options: functions[text])
     decoded = 0
@@ -201,6 +218,22 @@ def test_products_of_integers_have_the_error_of_x_in_8_bits_alone(name: str, mon
     check(case.module.linear(x[1:], packed), x[1:], weight)
 
 
+# Codes that are looked up, with offsets; signed ones of 6 bits; and of a table.
+@pytest.mark.parametrize("name", ["q4_k.gguf", "q6_k.gguf", "iq4_xs.gguf"])
+def test_scales_after_sums_of_codes_leave_weights_exact(name: str) -> None:
+    """With one number in x no sum has a second term: the product is the weight, bit for bit."""
+    case = next(case for case in CASES if str(case) == name)
+    packed = in_order(case, (16, 1024))
+    products = loops.product(torch.eye(1024)[:512:37], packed)
+    loop = next(loop for (*_, way, _), loop in loops._loops.items() if way == loops.FACTORED)
+    assert loop is not None and products is not None
+    assert torch.equal(products.T, plain(packed)[:, :512:37])
+    x = sample(4, 1024)
+    product = loops.product(x, packed)
+    assert product is not None
+    check(product, x, plain(packed))
+
+
 @pytest.mark.parametrize("case", [case for case in COVERING if str(case) in PLAIN], ids=str)
 def test_what_has_no_loop_goes_by_tiles(case: Case) -> None:
     packed = in_order(case, smallest(case))
@@ -220,9 +253,11 @@ def test_loops_for_other_machines_give_the_same(lanes: int, monkeypatch: pytest.
     weight, x = plain(packed), sample(3, 256)
     assert f"#define LANES {lanes}\n" in loops.source_for(packed, 1).text
     check(q4_0.linear(x, packed), x, weight)
-    rounded = loops.product(x, packed, True)
-    assert rounded is not None
-    check(rounded, in_8_bits(x), weight, terms=4)
+    large = WEIGHTS["q8_0"]()                                    # codes of 8 bits: sums of two products have 17
+    for integers in (packed, large):
+        rounded = loops.product(x, integers, True)
+        assert rounded is not None
+        check(rounded, in_8_bits(x), plain(integers), terms=4)
     x = sample(9, 256)
     check(q4_0.linear(x, packed), x, weight)
 
@@ -240,7 +275,7 @@ def test_products_of_all_dtypes_and_a_bias(name: str) -> None:
     x = sample(9, packed.shape[1], dtype=torch.bfloat16)         # tiles, of weights rounded to x's dtype
     wanted = torch.nn.functional.linear(x.double(), weight.to(x.dtype).double())
     assert (packed.format.linear(x, packed).double() - wanted).abs().max() <= 2.0 ** -8 * wanted.abs().max()
-    assert loops._loops and None not in loops._loops.values()
+    assert are_compiled()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -258,7 +293,7 @@ def test_one_library_serves_all_shapes() -> None:
     for n, k in ((48, 256), (7, 32), (64, 1024)):
         packed, x = q8_0.quantize(sample(n, k)), sample(1, k)
         check(q8_0.linear(x, packed), x, plain(packed))
-    assert len(loops._loops) == 1
+    assert [key[-2] for key in loops._loops] == ["factored", "plain"]         # 32 columns are half a step of codes
 
 
 def test_rows_of_x_do_not_depend_on_their_neighbours() -> None:
@@ -306,7 +341,7 @@ def test_act_order_and_columns_by_groups() -> None:
     for packed in (permuted, int_group.planar(permuted)):
         x = sample(1, 256)
         check(int_group.linear(x, packed), x, plain(packed))
-    assert packed.order is not None and None not in loops._loops.values()
+    assert packed.order is not None and are_compiled()
 
 
 def test_tensors_at_odd_addresses_and_strided_ones() -> None:

@@ -208,9 +208,9 @@ def files_of(module: str) -> list[Path]:
 # differ.  900 are memory, threads and checkers, each with a mistake that a test makes; 440 read PTX and its operands; 50 are
 # docstrings of what had none.
 # The package was planned with 30,000 lines and has 1.7 times that, for features that were not planned then: models, engines,
-# infer, test, caches of keys and values, products on a CPU, side branches.  Generated modules keep to the
-# 17,000 that were planned for 60 formats: 81 take 16,300.
-BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 54_400, "generated": 17_000}
+# infer, test, caches of keys and values, products on a CPU, side branches.  150 more print sums of codes that meet scales later.
+# Generated modules keep to the 17,000 that were planned for 60 formats: 81 take 16,300.
+BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 54_550, "generated": 17_000}
 
 
 @pytest.mark.parametrize("folder", BUDGET)

@@ -12,6 +12,8 @@ from qdsl.runtime.cpu.trace import INTEGERS, SIZES, Index, Node, Pointer, Trace,
 SCALARS = {"float32": "float", "uint32": "uint32_t", "int64": "int64_t"}
 VECTORS = {"float32": "vf", "uint32": "vu"}
 SHORT = 16                                                       # entries of a table that a vector of floats holds
+CACHE_LINE = 64
+AHEAD = 4096                                                     # bytes before they are read
 GATHER = 1.5                                                     # instructions per lane of a load by positions
 
 
@@ -41,7 +43,7 @@ class Writer:
 
     def weight(self, node: Node) -> str:
         """The C name of a weight; weights that a code of 4 bits tells apart are computed for all codes, then looked up."""
-        codes = _short_codes(node) if self.lanes == SHORT else None
+        codes = short_codes(node) if self.lanes == SHORT else None
         if not codes or len(codes) > 1 or (code := next(iter(codes))).op == "lanes":
             return self.write(node)
         numbers = ", ".join(map(str, range(SHORT)))
@@ -148,20 +150,25 @@ class Writer:
             if self.lanes >= 8:
                 permuted = f"permute((vf){vector}, (vi){{{', '.join(map(str, order))}}})"
                 return self.name(kind, f"({kind}){permuted}")
-        window = self._window(pointer) if self.lanes >= 8 else None
+        window = self._window(pointer, size * self.lanes) if self.lanes >= 8 else None
         if window is not None:
-            base = self._address(pointer, (pointer.at + -1 * Index(pointer.at.trace, (), lanes) + window).text())
-            vector = self.name(kind, f"vload_{dtype}({base})", 0.5)
             places = ", ".join(str((lane - window) // size) for lane in lanes)
+            vector = self.name(kind, f"vload_{dtype}({self._start(pointer, window)})", 0.5)
             return self.name(kind, f"({kind})permute((vf){vector}, (vi){{{places}}})")
+        if size == 2 and (window := self._window(pointer, 4 * self.lanes)) is not None:
+            places = ", ".join(str((lane - window) // size) for lane in lanes)
+            return self.name(kind, f"spread_{dtype}({self._start(pointer, window)}, (vc){{{places}}})", 2.5)
         scalar = "float" if kind == "vf" else "uint32_t" if kind == "vu" else "int32_t"
         names = [self.name(scalar, f"load_{dtype}({self._address(pointer, pointer.at.text(i))})") for i in range(self.lanes)]
         return self.name(kind, f"({kind}){{{', '.join(names)}}}", 1 + GATHER * len(set(names)))
 
-    def _window(self, pointer: Pointer) -> int | None:
-        """Where a vector of neighbours begins that has all elements of a load, and ends where there are bytes; None for none."""
+    def _start(self, pointer: Pointer, start: int) -> str:
+        """The address of a place, without the numbers of its lanes."""
+        return self._address(pointer, (pointer.at + -1 * Index(pointer.at.trace, (), pointer.at.lanes) + start).text())
+
+    def _window(self, pointer: Pointer, length: int) -> int | None:
+        """Where as many bytes begin that have all elements of a load, and end where there are bytes; None for none."""
         size, lanes = SIZES[pointer.dtype], pointer.at.lanes
-        length = size * self.lanes
         end = self._ends.get((pointer.name, pointer.at.terms), 0) if pointer.node is None else 0
         for start in (min(lanes) // length * length, min(lanes), end - length):
             inside = 0 <= start <= min(lanes) and max(lanes) + size <= start + length <= end
@@ -195,7 +202,22 @@ def _ends(traces: Iterable[Trace]) -> dict[tuple[str, tuple[tuple[str, int], ...
     return ends
 
 
-def _short_codes(node: Node) -> set[Node]:
+def prefetches(traces: Iterable[Trace]) -> list[str]:
+    """Lines that fetch into the caches what a later step loads; of tensors that a step reads few bytes of, processors do it."""
+    starts: dict[tuple[str, tuple[tuple[str, int], ...]], int] = {}
+    for pointer in (pointer for trace in traces for pointer in trace.loads()):
+        key = pointer.name, pointer.at.terms
+        starts[key] = min(starts.get(key, min(pointer.at.lanes)), *pointer.at.lanes)
+    lines = []
+    for (name, terms), start in starts.items():
+        place = " + ".join(f"{factor} * {symbol}" for symbol, factor in terms)
+        nbytes = dict(terms).get("step", 0)
+        lines += [f"__builtin_prefetch({name} + {place} + {start + AHEAD + at}, 0, 0);"
+                  for at in range(0, nbytes if nbytes >= CACHE_LINE else 0, CACHE_LINE)]
+    return lines
+
+
+def short_codes(node: Node) -> set[Node]:
     """The codes of 4 bits through which alone lanes of a value differ; an empty set where they differ otherwise, too."""
     if not node.has_lanes:
         return set()
@@ -209,7 +231,7 @@ def _short_codes(node: Node) -> set[Node]:
         parts = [pointer.node]
     if not parts:
         return {node, Node(node.trace, "", (), "", True)}
-    return set().union(*map(_short_codes, parts))
+    return set().union(*map(short_codes, parts))
 
 
 def _literal(node: Node) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qdsl.host import library
-from qdsl.runtime.cpu import integers, threads
+from qdsl.runtime.cpu import factored, threads
 from qdsl.runtime.cpu.source import DECODE, Reads, Source, source_of
 from qdsl.runtime.cpu.trace import SIZES, Unsupported
 from qdsl.runtime.gpu.configure import grid_axes
@@ -25,6 +25,7 @@ TOGETHER = 4                                                     # rows that sha
 SMALL = 1 << 16                                                  # weights below which torch's own calls take less than compiling
 TILE = 1 << 18                                                   # weights that a tile has: they fit a cache
 SHARE = 1 << 17                                                  # weights that are worth a thread of their own
+PLAIN, FACTORED, ROUNDED = "plain", "factored", "rounded"        # ways: weight by weight; codes, then scales; x in 8 bits too
 
 _loops: dict[tuple[Any, ...], Loop | None] = {}
 _units: dict[tuple[Any, ...], int | None] = {}                   # of a row, by loop and shape; None where the loop does not fit
@@ -32,7 +33,7 @@ _units: dict[tuple[Any, ...], int | None] = {}                   # of a row, by 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loop:
-    """A compiled loop, and its source.  arrange: prepares a row of x, for products of 8-bit integers."""
+    """A compiled loop, and its source.  arrange: prepares a row of x, where scales follow sums of codes."""
 
     source: Source
     run: Callable[..., None]
@@ -55,7 +56,9 @@ def product(x: Tensor, packed: PackedWeight, rounds_x: bool = False) -> Tensor |
     """
     m = x.shape[0]
     together = TOGETHER if m > 2 else 1
-    prepared = _prepared(packed, together, rounds_x)
+    prepared = _prepared(packed, together, ROUNDED if rounds_x else FACTORED)
+    if prepared is None and not rounds_x:
+        prepared = _prepared(packed, together)
     if prepared is None:
         return None
     x = x.float()
@@ -63,10 +66,12 @@ def product(x: Tensor, packed: PackedWeight, rounds_x: bool = False) -> Tensor |
     if prepared.loop.arrange is not None:
         x = _arranged(x, prepared.loop.arrange)
     ordered = _ordered(x, prepared.loop.source.order)
-    out = torch.empty(len(x), packed.shape[0])
-    for row in range(0, len(x), together):
-        _run(prepared, packed, out[row:].data_ptr(), x[row:].data_ptr(), ordered[row:].data_ptr(), 0, packed.shape[0])
-    return out[:m]
+    n, (rows, width) = packed.shape[0], x.shape
+    out = torch.empty(rows, n)
+    places = out.data_ptr(), x.data_ptr(), ordered.data_ptr()    # slices of tensors take longer than sums of addresses
+    for row in range(0, rows, together):
+        _run(prepared, packed, places[0] + 4 * row * n, places[1] + 4 * row * width, places[2] + 4 * row * width, 0, n)
+    return out[:m] if m < rows else out
 
 
 def decode(packed: PackedWeight) -> Callable[[Tensor, int], None] | None:
@@ -118,10 +123,12 @@ def are_compiled(packed: PackedWeight) -> bool:
 
 
 def _arranged(x: Tensor, arrange: Callable[..., None]) -> Tensor:
-    """x as 8-bit integers with scales and sums, in as many bytes."""
-    arranged = torch.empty_like(x)
-    for row, target in zip(x.unbind(), arranged.unbind(), strict=True):
-        arrange(row.data_ptr(), target.data_ptr(), x.shape[1])
+    """x in the order of use, with sums; or as 8-bit integers, with scales and sums."""
+    rows, k = x.shape
+    arranged = torch.empty(rows, factored.ROW * k // 4)
+    source, target = x.data_ptr(), arranged.data_ptr()
+    for row in range(rows):
+        arrange(source + 4 * row * k, target + factored.ROW * row * k, k)
     return arranged
 
 
@@ -148,15 +155,15 @@ def _positions(order: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.int64]]:
     return _orders[order]
 
 
-def _prepared(packed: PackedWeight, rows: int, rounds_x: bool = False) -> Prepared | None:
+def _prepared(packed: PackedWeight, rows: int, way: str = PLAIN) -> Prepared | None:
     """The loop that takes this weight; None where there is none.  Looked up in few steps: the weight evicts Python's data."""
     if not all(tensor.is_contiguous() for tensor in packed.tensors.values()):
         return None
     tensors = read_tensors(packed)
     key = (packed.format, packed.storage, *packed.params.values(), *(tensor is not None and tensor.dtype for tensor in tensors),
-           rows, rounds_x, _capability())
+           rows, way, _capability())
     if key not in _loops:
-        _loops[key] = _new_loop(packed, rows, rounds_x)
+        _loops[key] = _new_loop(packed, rows, way)
     loop = _loops[key]
     if loop is None:
         return None
@@ -179,27 +186,28 @@ def _capability() -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
-def source_for(packed: PackedWeight, rows: int, rounds_x: bool = False) -> Source:
+def source_for(packed: PackedWeight, rows: int, way: str = PLAIN) -> Source:
     """The C source of the loop for a weight's storage.  Raises Unsupported for a decode function that has no such form in C."""
     dtypes = _dtypes(packed)
     if any(dtype is not None and dtype not in SIZES for dtype in dtypes):
         raise Unsupported("a dtype that has no form in C")
     width = {"AVX512": 16, "AVX2": 8}.get(_capability(), 4)
     reads = Reads(packed.layout.kernels, dtypes, size_arguments(packed))
-    return integers.source_of(reads, rows, width) if rounds_x else source_of(reads, rows, width)
+    return source_of(reads, rows, width) if way == PLAIN else factored.source_of(reads, rows, width, way == ROUNDED)
 
 
-def _new_loop(packed: PackedWeight, rows: int, rounds_x: bool) -> Loop | None:
+def _new_loop(packed: PackedWeight, rows: int, way: str) -> Loop | None:
     """A compiled loop; None for a decode function that has no form in C, and, with a warning, where the compiler fails."""
     try:
-        source = source_for(packed, rows, rounds_x)
+        source = source_for(packed, rows, way)
         functions = library.load(source.text, library.machine_options(_capability()))
     except Unsupported:
         return None
     except (library.NoCompiler, library.UnsafeCache, OSError) as error:
-        warnings.warn(f"products on this CPU are not compiled: {error}", RuntimeWarning, stacklevel=2)
+        if way != FACTORED:                                      # the plain way comes next, and says it
+            warnings.warn(f"products on this CPU are not compiled: {error}", RuntimeWarning, stacklevel=2)
         return None
-    run, arrange = functions.run, functions.arrange if rounds_x else None
+    run, arrange = functions.run, None if way == PLAIN else functions.arrange
     run.restype, run.argtypes = None, [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 5
     if arrange is not None:
         arrange.restype, arrange.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]

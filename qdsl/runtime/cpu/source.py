@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qdsl.runtime.cpu.expressions import Writer
+from qdsl.runtime.cpu.expressions import Writer, prefetches
 from qdsl.runtime.cpu.language import run
 from qdsl.runtime.cpu.trace import Index, Indivisible, Pointer, PointerType, Trace, Unsupported, Use
 from qdsl.runtime.weight.layout import Kernels
@@ -176,7 +176,8 @@ class _Program:
                 body += self._flush() + self._take(use.row, vectors[use.row], columns, stores)
         names = [f"a{row}_{m}_{i}" for row in range(self.tiles) for m in range(self.rows) for i in range(self._sums)]
         start = [f"vf {name} = {{0}};" for name in names]
-        lines = ["for (int64_t n = first; n < last; n++) {", *start, f"for (int64_t step = 0; step < K / {columns}; step++) {{"]
+        lines = ["for (int64_t n = first; n < last; n++) {", *start, f"for (int64_t step = 0; step < K / {columns}; step++) {{",
+                 *prefetches(steps.traces)]
         is_buffered = not self.rows and not stores
         lines += [f"const float *xs = ordered + {columns} * step;"] if self.rows else []
         lines += self._buffers(columns) if is_buffered else []

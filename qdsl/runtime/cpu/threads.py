@@ -11,23 +11,13 @@ import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from qdsl.host import library
 
 PARTS = 8                                                        # of the rows, that a thread has on average
-SOURCE = """
-#include <stdint.h>
-
-typedef void Run(const uint8_t *const *, const float *, const float *, float *, int64_t, int64_t, int64_t, int64_t, int64_t);
-typedef struct { int64_t next, last, part; Run *run; const void *tensors, *x, *ordered; void *out; int64_t N, K, units; } Work;
-
-void take(Work *w) {
-    for (int64_t begin; (begin = __atomic_fetch_add(&w->next, w->part, __ATOMIC_RELAXED)) < w->last;)
-        w->run(w->tensors, w->x, w->ordered, w->out, w->N, w->K, begin, begin + w->part < w->last ? begin + w->part : w->last,
-               w->units);
-}
-"""
+SOURCE = Path(__file__).with_name("threads.c")
 
 _pools: dict[int, ThreadPoolExecutor] = {}
 
@@ -53,7 +43,7 @@ def run_divided(run: Any, arguments: tuple[Any, ...], rows: tuple[int, int], uni
 @cache
 def _take() -> Any:
     """The compiled function that takes parts until there are none.  Raises as `library.load` does."""
-    take = library.load(SOURCE).take
+    take = library.load(SOURCE.read_text(encoding="utf-8")).take
     take.restype, take.argtypes = None, [ctypes.c_void_p]
     return take
 

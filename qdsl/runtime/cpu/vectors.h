@@ -11,6 +11,7 @@
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef int8_t vc __attribute__((vector_size(LANES)));            /* a byte for each lane */
 #define INLINE static inline __attribute__((always_inline))
 #define WIDE (LANES == 16 && defined(__AVX512F__) && defined(__AVX512BW__))
 #define NARROW (LANES == 8 && defined(__AVX2__))
@@ -53,6 +54,7 @@ INLINE vi vload_uint16(const uint8_t *p) { return (vi)_mm512_cvtepu16_epi32(LOAD
 INLINE vi vload_int16(const uint8_t *p) { return (vi)_mm512_cvtepi16_epi32(LOAD_HALVES(p)); }
 INLINE vf vload_float16(const uint8_t *p) { return (vf)_mm512_cvtph_ps(LOAD_HALVES(p)); }
 INLINE vf to_float(vi a) { return (vf)_mm512_cvtepi32_ps((__m512i)a); }
+INLINE vi to_int(vf a) { return (vi)_mm512_cvtps_epi32((__m512)a); }
 INLINE vf multiply_add(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 INLINE vf permute(vf table, vi i) { return (vf)_mm512_permutexvar_ps((__m512i)i, (__m512)table); }
 INLINE float sum(vf a) { return _mm512_reduce_add_ps((__m512)a); }
@@ -66,6 +68,7 @@ INLINE vi vload_uint16(const uint8_t *p) { return (vi)_mm256_cvtepu16_epi32(LOAD
 INLINE vi vload_int16(const uint8_t *p) { return (vi)_mm256_cvtepi16_epi32(LOAD_HALVES(p)); }
 INLINE vf vload_float16(const uint8_t *p) { return (vf)_mm256_cvtph_ps(LOAD_HALVES(p)); }
 INLINE vf to_float(vi a) { return (vf)_mm256_cvtepi32_ps((__m256i)a); }
+INLINE vi to_int(vf a) { return (vi)_mm256_cvtps_epi32((__m256)a); }
 INLINE vf multiply_add(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 INLINE vf permute(vf table, vi i) { return (vf)_mm256_permutevar8x32_ps((__m256)table, (__m256i)i); }
 INLINE float sum(vf a) { return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7])); }
@@ -77,6 +80,7 @@ INLINE vi vload_uint16(const uint8_t *p) { LOOP(vi, load_uint16(p + 2 * i)); }
 INLINE vi vload_int16(const uint8_t *p) { LOOP(vi, load_int16(p + 2 * i)); }
 INLINE vf vload_float16(const uint8_t *p) { LOOP(vf, load_float16(p + 2 * i)); }
 INLINE vf to_float(vi a) { LOOP(vf, (float)a[i]); }
+INLINE vi to_int(vf a) { LOOP(vi, (int32_t)__builtin_rintf(a[i])); }
 INLINE vf multiply_add(vf a, vf b, vf c) { return a * b + c; }
 INLINE vf permute(vf table, vi i_) { LOOP(vf, table[i_[i] & LANES - 1]); }
 INLINE float sum(vf a) { float s = 0; for (int i = 0; i < LANES; i++) s += a[i]; return s; }
@@ -85,6 +89,34 @@ INLINE vf gather(const uint8_t *p, vi at) { LOOP(vf, load_float32(p + at[i])); }
 INLINE vf vload_float32(const uint8_t *p) { vf value; memcpy(&value, p, sizeof value); return value; }
 INLINE vi vload_int32(const uint8_t *p) { vi value; memcpy(&value, p, sizeof value); return value; }
 INLINE vu vload_uint32(const uint8_t *p) { vu value; memcpy(&value, p, sizeof value); return value; }
+
+/* Halves of the 4 * LANES bytes from p on, by their places. */
+#if LANES == 16 && defined(__AVX512BW__)
+INLINE __m256i spread(const uint8_t *p, vc at) {
+    return _mm512_castsi512_si256(_mm512_permutexvar_epi16(_mm512_castsi256_si512(_mm256_cvtepi8_epi16((__m128i)at)),
+                                                           _mm512_loadu_si512(p)));
+}
+INLINE vi spread_uint16(const uint8_t *p, vc at) { return (vi)_mm512_cvtepu16_epi32(spread(p, at)); }
+INLINE vi spread_int16(const uint8_t *p, vc at) { return (vi)_mm512_cvtepi16_epi32(spread(p, at)); }
+INLINE vf spread_float16(const uint8_t *p, vc at) { return (vf)_mm512_cvtph_ps(spread(p, at)); }
+#elif LANES == 8 && defined(__AVX2__)
+INLINE __m128i spread(const uint8_t *p, vc at) {                 /* of two loads, each with zeros for what the other has */
+    int64_t bits;
+    memcpy(&bits, &at, 8);
+    const __m128i places = _mm_add_epi16(_mm_mullo_epi16(_mm_cvtepi8_epi16(_mm_cvtsi64_si128(bits)), _mm_set1_epi16(0x0202)),
+                                         _mm_set1_epi16(0x0100));
+    return _mm_or_si128(_mm_shuffle_epi8(LOAD_HALVES(p), _mm_add_epi8(places, _mm_set1_epi8(0x70))),
+                        _mm_shuffle_epi8(LOAD_HALVES(p + 16), _mm_sub_epi8(places, _mm_set1_epi8(0x10))));
+}
+INLINE vi spread_uint16(const uint8_t *p, vc at) { return (vi)_mm256_cvtepu16_epi32(spread(p, at)); }
+INLINE vi spread_int16(const uint8_t *p, vc at) { return (vi)_mm256_cvtepi16_epi32(spread(p, at)); }
+INLINE vf spread_float16(const uint8_t *p, vc at) { return (vf)_mm256_cvtph_ps(spread(p, at)); }
+#else
+INLINE vi spread_uint16(const uint8_t *p, vc at) { LOOP(vi, load_uint16(p + 2 * at[i])); }
+INLINE vi spread_int16(const uint8_t *p, vc at) { LOOP(vi, load_int16(p + 2 * at[i])); }
+INLINE vf spread_float16(const uint8_t *p, vc at) { LOOP(vf, load_float16(p + 2 * at[i])); }
+#endif
+INLINE vf spread_bfloat16(const uint8_t *p, vc at) { return (vf)(spread_uint16(p, at) << 16); }
 INLINE vf vload_bfloat16(const uint8_t *p) { return (vf)(vload_uint16(p) << 16); }
 INLINE vf vbrain(vi bits) { return (vf)(bits << 16); }
 INLINE vf vhalf(vi bits) { LOOP(vf, half((uint16_t)bits[i])); }
@@ -139,6 +171,7 @@ INLINE void transpose(float *out, int64_t step, const float *from, int64_t lengt
 
 /* Vectors of bytes, four for each lane. */
 typedef uint8_t vb __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vs __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vt __attribute__((vector_size(16)));
 INLINE vb vload_bytes(const uint8_t *p) { vb value; memcpy(&value, p, sizeof value); return value; }
 #if LANES == 16 && defined(__AVX512BW__)
@@ -152,6 +185,15 @@ INLINE vb quarters(const uint8_t *a, const uint8_t *b, const uint8_t *c, const u
     return (vb)_mm512_inserti32x4(_mm512_inserti32x4(low, LOAD_16(c), 2), LOAD_16(d), 3);
 }
 INLINE vb lookup(vt table, vb i) { return (vb)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)i); }
+#elif LANES == 8 && defined(__AVX2__)
+INLINE vb halves(const uint8_t *a, const uint8_t *b) {
+    return (vb)_mm256_inserti128_si256(_mm256_castsi128_si256(LOAD_HALVES(a)), LOAD_HALVES(b), 1);
+}
+INLINE vb quarters(const uint8_t *a, const uint8_t *b, const uint8_t *c, const uint8_t *d) {
+    const __m128i low = _mm_unpacklo_epi64(LOAD_BYTES(a), LOAD_BYTES(b)), high = _mm_unpacklo_epi64(LOAD_BYTES(c), LOAD_BYTES(d));
+    return (vb)_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+INLINE vb lookup(vt table, vb i) { return (vb)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)table), (__m256i)i); }
 #else
 INLINE vb halves(const uint8_t *a, const uint8_t *b) {
     vb value; memcpy(&value, a, 2 * LANES); memcpy((char *)&value + 2 * LANES, b, 2 * LANES); return value;
@@ -163,13 +205,28 @@ INLINE vb quarters(const uint8_t *a, const uint8_t *b, const uint8_t *c, const u
 INLINE vb lookup(vt table, vb at) { vb value; for (int i = 0; i < 4 * LANES; i++) value[i] = table[at[i] & 15]; return value; }
 #endif
 
-/* start + the sum of four products of unsigned codes and signed x, in each lane. */
-INLINE vi dot(vi start, vb codes, vb x) {
+/* The sum of four products of unsigned codes and signed x, in each lane. */
+INLINE vi dot(vb codes, vb x) {
 #if LANES == 16 && defined(__AVX512VNNI__)
-    return (vi)_mm512_dpbusd_epi32((__m512i)start, (__m512i)codes, (__m512i)x);
+    return (vi)_mm512_dpbusd_epi32(_mm512_setzero_si512(), (__m512i)codes, (__m512i)x);
+#elif LANES == 8 && defined(__AVX2__)                             /* even and odd bytes as halves: sums of two fit 32 bits */
+    const __m256i c = (__m256i)codes, even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)x, 8), 8);
+    return (vi)_mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(c, _mm256_set1_epi16(255)), even),
+                                _mm256_madd_epi16(_mm256_srli_epi16(c, 8), _mm256_srai_epi16((__m256i)x, 8)));
 #else
-    vi sum = start;                                              /* bytes of a lane by shifts: any vector unit has them */
+    vi sum = {0};                                                /* bytes of a lane by shifts: any vector unit has them */
     for (int i = 0; i < 4; i++) sum += ((vi)codes >> 8 * i & 255) * ((vi)x << 24 - 8 * i >> 24);
     return sum;
 #endif
 }
+INLINE vi small_dot(vb codes, vb x) {                            /* of codes up to 127: sums of two fit 16 bits */
+#if LANES == 8 && defined(__AVX2__)
+    return (vi)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)codes, (__m256i)x), _mm256_set1_epi16(1));
+#else
+    return dot(codes, x);
+#endif
+}
+
+/* A byte of each lane's four. */
+INLINE vi unsigned_byte(vb codes, int i) { return (vi)((vu)codes >> 8 * i & 255); }
+INLINE vi signed_byte(vb codes, int i) { return (vi)codes << 24 - 8 * i >> 24; }

@@ -1,0 +1,145 @@
+/* Searches, 16 lanes at a time.  Those of search.py, which says what they find and why in this order, have a block in each lane.
+
+   Arrays are [elements, blocks].  Every operation is rounded by itself, and sums add one element after the other, as there. */
+#include <stdint.h>
+#include <string.h>
+#define LANES 16
+#define MOST 64                                                  /* elements of a block */
+#define EACH for (int64_t i = 0; i < elements; i++)
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+
+static inline vf all(float value) { return value - (vf){0}; }
+static inline vf pick(vi mask, vf yes, vf no) { return (vf)((vi)yes & mask | (vi)no & ~mask); }
+static inline vf magnitude(vf value) { return (vf)((vi)value & 0x7FFFFFFF); }
+
+static inline vf code(vf value, float low, float high) {         /* the nearest integer as ggml takes it from the bits, cut */
+    const vi bits = (vi)(value + 12582912.0f);
+    const vf nearest = __builtin_convertvector((bits & 0x7FFFFF) - 0x400000, vf);
+    const vf above = pick(nearest < low, all(low), nearest);
+    return pick(above > high, all(high), above);
+}
+
+static inline void load(vf *lanes, const float *from, int64_t elements, int64_t blocks, int64_t first) {
+    const int64_t count = blocks - first < LANES ? blocks - first : LANES;
+    EACH { lanes[i] = (vf){0}; memcpy(lanes + i, from + i * blocks + first, 4 * count); }
+}
+
+static inline void save(float *to, vf lanes, int64_t blocks, int64_t first) {
+    memcpy(to + first, &lanes, 4 * (blocks - first < LANES ? blocks - first : LANES));
+}
+
+static inline vf error(const vf *x, const vf *weights, const vf *codes, vf scale, vf low, int64_t elements, int magnitudes) {
+    vf total = {0};
+    EACH {
+        const vf difference = codes[i] * scale + low - x[i];
+        total += weights[i] * (magnitudes ? magnitude(difference) : difference * difference);
+    }
+    return total;
+}
+
+void fit_counts(const float *values, const float *counts, int64_t elements, int64_t blocks, float high, const float *tops,
+                int64_t trials, int magnitudes, float *scales, float *lows, float *shifts, float *inverses) {
+    for (int64_t first = 0; first < blocks; first += LANES) {
+        vf x[MOST], weights[MOST], codes[MOST];
+        load(x, values, elements, blocks, first);
+        load(weights, counts, elements, blocks, first);
+        vf top = x[0], low = x[0], sum_w = weights[0], sum_x = weights[0] * x[0];
+        for (int64_t i = 1; i < elements; i++) {
+            top = pick(x[i] > top, x[i], top);
+            low = pick(x[i] < low, x[i], low);
+            sum_w += weights[i];
+            sum_x += weights[i] * x[i];
+        }
+        low = pick(low > 0, all(0), low);
+        const vi flat = top == low;
+        vf span = pick(flat, all(1), top - low), inverse = high / span, scale = 1 / inverse, shift = low;
+        EACH codes[i] = code((x[i] - low) * inverse, 0, high);
+        vf best = error(x, weights, codes, scale, low, elements, magnitudes);
+        for (int64_t trial = 0; trial < trials; trial++) {
+            const vf tried = tops[trial] / span;
+            vf sum_l = {0}, sum_l2 = {0}, sum_xl = {0};
+            EACH {
+                codes[i] = code((x[i] - low) * tried, 0, high);
+                const vf product = weights[i] * codes[i];
+                sum_l += product;
+                sum_l2 += product * codes[i];
+                sum_xl += product * x[i];
+            }
+            const vf d = sum_w * sum_l2 - sum_l * sum_l, exact = (sum_l2 * sum_x - sum_l * sum_xl) / d;
+            const vf new_scale = pick(exact > 0, sum_xl / sum_l2, (sum_w * sum_xl - sum_x * sum_l) / d);
+            const vf new_low = pick(exact > 0, all(0), exact);
+            const vf errors = error(x, weights, codes, new_scale, new_low, elements, magnitudes);
+            const vi better = d > 0 & errors < best & ~flat;
+            inverse = pick(better, tried, inverse);
+            shift = pick(better, low, shift);
+            best = pick(better, errors, best);
+            scale = pick(better, new_scale, scale);
+            low = pick(better, new_low, low);
+            span = pick(better, top - low, span);
+        }
+        save(scales, pick(flat, all(0), scale), blocks, first);
+        save(lows, low, blocks, first);
+        save(shifts, shift, blocks, first);
+        save(inverses, pick(flat, all(0), inverse), blocks, first);
+    }
+}
+
+void fit_signed(const float *values, const float *counts, int64_t elements, int64_t blocks, float low, float high,
+                const float *ends, int64_t trials, float *scales, float *inverses) {
+    for (int64_t first = 0; first < blocks; first += LANES) {
+        vf x[MOST], weights[MOST], most = {0}, extreme = {0}, inverse = {0}, scale = {0}, best = {0};
+        load(x, values, elements, blocks, first);
+        load(weights, counts, elements, blocks, first);
+        EACH {
+            const vi more = magnitude(x[i]) > most;
+            most = pick(more, magnitude(x[i]), most);
+            extreme = pick(more, x[i], extreme);
+        }
+        const vi tiny = most < 1e-15f;
+        extreme = pick(tiny, all(1), extreme);
+        for (int64_t trial = 0; trial < trials; trial++) {
+            const vf tried = ends[trial] / extreme;
+            vf sum_lx = {0}, sum_l2 = {0};
+            EACH {
+                const vf l = code(x[i] * tried, low, high);
+                sum_lx += weights[i] * x[i] * l;
+                sum_l2 += weights[i] * l * l;
+            }
+            const vf fitted = pick(sum_l2 != 0, sum_lx / sum_l2, all(0));
+            const vi better = trial ? sum_l2 > 0 & sum_lx * sum_lx > best * sum_l2 : (vi){0} == 0;
+            inverse = pick(better, tried, inverse);
+            scale = pick(better, fitted, scale);
+            best = pick(better, fitted * sum_lx, best);
+        }
+        save(scales, pick(tiny, all(0), scale), blocks, first);
+        save(inverses, pick(tiny, all(0), inverse), blocks, first);
+    }
+}
+
+static inline vf neighbours(const float *p) { vf value; memcpy(&value, p, sizeof value); return value; }
+
+/* For each group the first column of the largest linear - factor * square, and that number; false where one is NaN. */
+int best_rows(const float *linear, const float *square, const float *factor, int64_t groups, int64_t columns, int64_t *chosen,
+              float *gain) {
+    vi wrong = {0};
+    for (int64_t g = 0; g < groups; g++, linear += columns, square += columns) {
+        vf by = factor[g] - (vf){0}, best = -__builtin_inff() - (vf){0};
+        vi at = {0}, place = {0};
+        for (int64_t c = 0; c < columns; c += LANES, place += LANES) {
+            vf value = neighbours(linear + c) - neighbours(square + c) * by;
+            vi more = value > best;
+            best = (vf)((vi)value & more | (vi)best & ~more);
+            at = place & more | at & ~more;
+            wrong |= value != value;
+        }
+        int first = 0;
+        for (int i = 1; i < LANES; i++)
+            if (best[i] > best[first] || (best[i] == best[first] && at[i] + i < at[first] + first)) first = i;
+        chosen[g] = at[first] + first;
+        gain[g] = linear[chosen[g]] - square[chosen[g]] * factor[g];
+    }
+    for (int i = 0; i < LANES; i++) if (wrong[i]) return 0;
+    return 1;
+}

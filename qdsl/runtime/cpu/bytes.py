@@ -1,0 +1,127 @@
+"""Writes integers of 8 bits as vectors of bytes, four in each lane of a vector of floats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from qdsl.runtime.cpu.expressions import SHORT, Writer, short_codes
+from qdsl.runtime.cpu.trace import INTEGERS, Index, Node, Unsupported
+
+
+def range_of(code: Node) -> tuple[int, int]:
+    """The least and the largest code.  Raises Unsupported where they have more than 8 bits."""
+    low, high = code.bounds
+    if code.op == "load" and code.args[0].numbers:
+        low, high = int(min(code.args[0].numbers)), int(max(code.args[0].numbers))
+    if low < -128 or high > (255 if low >= 0 else 127):
+        raise Unsupported("codes of more than 8 bits")
+    return low, high
+
+
+def _bare(node: Node) -> Node:
+    """The value that a node only gives another type."""
+    return _bare(node.args[0]) if node.op == "same" else node
+
+
+def _nibble(code: Node) -> tuple[Node, int] | None:
+    """The bytes that a code of 4 bits lies in, and its first bit; None where it is something else."""
+    code = _bare(code)
+    is_masked = code.op == "&" and code.args[1].op == "number" and code.args[1].args[0] == SHORT - 1
+    if is_masked:
+        code = _bare(code.args[0])
+    is_shifted = code.op == ">>" and code.args[1].op == "number"
+    node, shift = (_bare(code.args[0]), int(code.args[1].args[0])) if is_shifted else (code, 0)
+    is_nibble = shift == 4 or (is_masked and shift < 4)
+    return (node, shift) if node.op == "load" and node.bounds == (0, 255) and is_nibble else None
+
+
+def braces(numbers: Iterable[int]) -> str:
+    """The C text of an array's or vector's numbers."""
+    return f"{{{', '.join(map(str, numbers))}}}"
+
+
+class Bytes:
+    """Lines of C in a writer's scope, for codes of a trace whose lanes are bytes."""
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer, self.width = writer, writer.lanes
+        self._bytes: dict[Node, str] = {}
+
+    def floats(self, code: Node) -> list[str]:
+        """The C names of four vectors of floats, of a byte each; codes of 4 bits are looked up, whatever bits lie before them."""
+        low, _ = range_of(code)
+        leaves = short_codes(code) if self.width == SHORT else set()
+        if len(leaves) == 1:
+            leaf = leaves.pop()
+            table = self.writer.write(code, {leaf: self.writer.name("vi", f"(vi){braces(range(SHORT))}", 0)})
+            table = table if code.dtype == "float32" else self.writer.name("vf", f"to_float((vi){table})")
+            if (bits := _nibble(leaf)) is not None:
+                codes, shift = self._byte(bits[0]), bits[1]
+                return [self.writer.name("vf", f"permute({table}, (vi){codes} >> {shift + 8 * byte})") for byte in range(4)]
+        function = "signed_byte" if low < 0 else "unsigned_byte"
+        return [self.writer.name("vf", f"to_float({function}({self.shifted(code, 0)}, {byte}))") for byte in range(4)]
+
+    def shifted(self, code: Node, add: int) -> str:
+        """The C name of codes plus a number, which tables of codes have in them."""
+        if code.op == "load" and code.args[0].numbers:
+            return self._loaded(code, add)
+        return self.writer.name("vb", f"{self._byte(code)} + (uint8_t){add}") if add else self._byte(code)
+
+    def _byte(self, node: Node) -> str:
+        """The C name of integers as bytes: of their values, whatever type they are computed in."""
+        if node not in self._bytes:
+            self._bytes[node] = self._byte_line(node)
+        return self._bytes[node]
+
+    def _byte_line(self, node: Node) -> str:
+        name = self.writer.name
+        if node.op == "number":
+            return f"(uint8_t){int(node.args[0]) & 255}"
+        if node.op == "load":
+            return self._loaded(node)
+        if not node.has_lanes and node.dtype in INTEGERS:
+            return f"(uint8_t){self.writer.write(node)}"
+        if node.op in ("same", "low", "low_signed", "cast") and (node.op != "low" or node.args[1] == 8):
+            return self._byte(node.args[0])
+        if node.op == "lanes":
+            return name("vb", f"(vb){{{', '.join(str(value & 255) for value in (node.args * 4 * self.width)[:4 * self.width])}}}")
+        if node.op not in ("+", "-", "*", "&", "|", "^", "<<", ">>"):
+            raise Unsupported(f"{node.op} of bytes")
+        left, right = node.args
+        if node.op in ("<<", ">>"):
+            return self._moved(node, 255)
+        if node.op == "&" and left.op == ">>" and right.op == "number" and left.args[1].op == "number":
+            return name("vb", f"{self._moved(left, right.args[0])} & {self._byte(right)}")
+        return name("vb", f"{self._byte(left)} {node.op} {self._byte(right)}")
+
+    def _moved(self, node: Node, kept: int) -> str:
+        """Bytes shifted, of which only the bits of `kept` are used: in pairs, by one instruction, where none cross bytes."""
+        left, right = node.args
+        if right.op != "number" or (node.op == ">>" and (left.bounds[0] < 0 or left.bounds[1] > 255)):
+            raise Unsupported("a shift of bytes")
+        bytes, count = self._byte(left), int(right.args[0])
+        if not count:
+            return bytes
+        stays = node.bounds[0] >= 0 and node.bounds[1] <= 255 if node.op == "<<" else kept <= 255 >> count
+        return self.writer.name("vb", f"(vb)((vs){bytes} {node.op} {count})" if stays else f"{bytes} {node.op} {count}")
+
+    def _loaded(self, node: Node, add: int = 0) -> str:
+        pointer, dtype, live = node.args[:3]
+        count = 4 * self.width
+        if pointer.numbers and pointer.node is not None and pointer.at == Index(pointer.at.trace, ()):
+            if len(pointer.numbers) > SHORT:
+                raise Unsupported("a long table")
+            numbers = [int(number) + add & 255 for number in pointer.numbers] + [0] * (SHORT - len(pointer.numbers))
+            return self.writer.name("vb", f"lookup((vt){{{', '.join(map(str, numbers))}}}, {self._byte(pointer.node)})")
+        if dtype not in ("uint8", "int8") or live or pointer.node is not None:
+            raise Unsupported("a load of no bytes")
+        if pointer.at.is_uniform:
+            return f"(uint8_t){self.writer.write(node)}"
+        lanes = pointer.at.lanes
+        for parts, function in ((1, "vload_bytes"), (2, "halves"), (4, "quarters")):
+            size = count // parts
+            starts = lanes[::size]
+            if all(lanes[i] == starts[i // size] + i % size for i in range(count)):
+                at = pointer.at + -1 * Index(pointer.at.trace, (), lanes)
+                return self.writer.name("vb", f"{function}({', '.join(f'{pointer.name} + {(at + i).text()}' for i in starts)})")
+        raise Unsupported("bytes that do not lie together")
