@@ -66,7 +66,7 @@ mutants: .venv/ready         ## mistakes in the code of core modules, ten in eac
 	$(BIN)/python -m tests.code_mutants
 
 live: .venv-live/ready       ## with the packages of producers, in an environment of their own; then compares docs/compatibility.md
-	.venv-live/bin/python -m pytest --junitxml=build/live.xml tests/live/test_compressed_tensors.py tests/models/test_transformers.py \
+	.venv-live/bin/python -m pytest --dist loadgroup --junitxml=build/live.xml tests/live/test_compressed_tensors.py tests/models/test_transformers.py \
 		tests/live/test_bitsandbytes.py tests/live/test_torchao_live.py tests/live/test_transformers_live.py tests/models/test_gguf_models.py \
 		tests/live/test_gguf_models_live.py tests/jobs/test_gguf_folder.py tests/live/test_evaluate_live.py tests/live/test_diffusers_live.py \
 		tests/live/test_mlx.py tests/live/test_other_programs_live.py

@@ -37,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
         runpy.run_path(str(LACKING / "sitecustomize.py"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take minutes come first, those that compile kernels and the wheel: at the end no worker waits long."""
+    items.sort(key=lambda item: item.path.parent.name != "kernels" and item.path.name != "test_wheel.py")
+
+
 @pytest.fixture
 def bless(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--bless"))
