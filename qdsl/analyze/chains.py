@@ -103,11 +103,14 @@ class _Warp:
         return self.now
 
     def _issue(self, step: Step) -> None:
-        instruction = step.instruction
-        start = max([self.now, self._waited(instruction), *(self.ready.get(name, 0.0) for name in (*step.read, *step.written)),
-                     *(self.free.get(name, 0.0) for name in step.busy)])
+        instruction, ready, free = step.instruction, self.ready, self.free
+        start = max(self.now, self._waited(instruction))
+        for names, times in ((step.read, ready), (step.written, ready), (step.busy, free)):
+            for name in names:
+                if name in times and times[name] > start:
+                    start = times[name]
         for name, cycles in step.busy.items():
-            self.free[name] = start + cycles
+            free[name] = start + cycles
         self.now = start + 1 + (BARRIER if instruction.base == "BAR" else 0)
         is_looked_up = not self.loaded.isdisjoint(step.read)
         end = start + self._latency(step, is_looked_up)
@@ -119,7 +122,7 @@ class _Warp:
         elif "gdesc" in instruction.line:
             self.products = max(self.products, end)
         for name in step.written:
-            self.ready[name] = end
+            ready[name] = end
             if instruction.base == "LDG" or is_looked_up:
                 self.loaded.add(name)
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from qdsl.analyze import pipes
 from qdsl.analyze.sass import Instruction
@@ -51,13 +52,14 @@ def following(instructions: Sequence[Instruction], place: int | None) -> list[bo
     return result
 
 
-def _names(text: str, width: int) -> list[str]:
+@lru_cache(1 << 14)
+def _names(text: str, width: int) -> tuple[str, ...]:
     """Registers of an operand, with those after it that belong to it, and predicates."""
-    names = _PREDICATE.findall(text)
+    names: list[str] = _PREDICATE.findall(text)
     for match in _REGISTER.finditer(text):
         first, count = int(match["number"]), 2 if match["wide"] else width
         names += [f"{match['file']}R{number}" for number in range(first, first + count)]
-    return names
+    return tuple(names)
 
 
 def _width(instruction: Instruction) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 _LINE = re.compile(r"\s*/\*(?P<address>[0-9a-f]{4,})\*/\s+(?:@(?P<guard>!?U?P\w+)\s+)?(?P<opcode>[A-Z]\w*(?:\.\w+)*)"
                    r"\s*(?P<operands>[^;]*?)\s*;")
@@ -38,12 +39,12 @@ class Instruction:
     @property
     def base(self) -> str:
         """The opcode without its modifiers."""
-        return self.opcode.partition(".")[0]
+        return _base(self.opcode)
 
     @property
     def width(self) -> int:
         """Bytes that a thread loads or stores: 4 where no modifier says otherwise."""
-        return next((WIDTHS[part] for part in self.opcode.split(".")[1:] if part in WIDTHS), 4)
+        return _width(self.opcode)
 
     @property
     def loaded(self) -> int:
@@ -65,6 +66,16 @@ class Instruction:
         """The label that a branch leads to."""
         match = _TARGET.search(self.line)
         return match["name"] if match else None
+
+
+@cache
+def _base(opcode: str) -> str:
+    return opcode.partition(".")[0]
+
+
+@cache
+def _width(opcode: str) -> int:
+    return next((WIDTHS[part] for part in opcode.split(".")[1:] if part in WIDTHS), 4)
 
 
 @dataclass(frozen=True, slots=True)
