@@ -217,12 +217,14 @@ def unrolled(code: Code, loop: range, compiled: Compiled, least: float = 0.0, pr
 
     By how far the counter moves, in the source's units or in trips.  Compilers may count in multiples of them, such as bytes:
     then it is the largest divisor for which enough is loaded and multiplied.  Where no counter is seen, by how often a load
-    that ptxas was given stands in the loop.
+    that ptxas was given stands in the loop; and no more than that where matrix instructions do not say what they multiply.
 
     least: bytes that a thread has to load in a trip of the source's loop, apart from x.  products: multiply-adds of a warp in
     it, if matrix units make them.
     """
     moves = {abs(move) for move in sass.steps(code, loop)}
+    loads = sum(bool(code.instructions[place].loaded) for place in loop)
+    copies = max(1, round(loads / compiled.loads)) if compiled.loads else 1
     if compiled.step:
         whole = [move // compiled.step for move in moves if move % compiled.step == 0]
         few = [move for move in moves if move in (1, 2, 4, 8, 16)]
@@ -230,12 +232,12 @@ def unrolled(code: Code, loop: range, compiled: Compiled, least: float = 0.0, pr
         if counts:
             are_of_x = following(code.instructions, compiled.x)
             loaded = sum(code.instructions[place].loaded for place in loop if not are_of_x[place])
-            multiplied = sum(pipes.multiply_adds(code.instructions[place]) for place in loop) or math.inf
-            most = max(counts)
-            return max(count for count in range(1, most + 1)
-                       if most % count == 0 and (count == 1 or (count * least <= loaded and count * products <= multiplied)))
-    loads = sum(bool(code.instructions[place].loaded) for place in loop)
-    return max(1, round(loads / compiled.loads)) if compiled.loads else 1
+            matrices = [code.instructions[place] for place in loop if pipes.pipe_of(code.instructions[place]) == "tensor"]
+            multiplied = sum(map(pipes.multiply_adds, matrices)) or math.inf
+            most, limit = max(counts), copies if matrices and multiplied == math.inf else MOST_UNROLLED
+            return max(count for count in range(1, most + 1) if most % count == 0 and (
+                count == 1 or (count <= limit and count * least <= loaded and count * products <= multiplied)))
+    return copies
 
 
 def _amd_unrolled(code: Code, loop: range, compiled: Compiled, least: float, products: float) -> int:

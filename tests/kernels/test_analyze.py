@@ -220,6 +220,14 @@ def test_products_tell_how_far_a_loop_is_unrolled(columns: int, unroll: int) -> 
     assert counts.unroll == unroll
 
 
+@pytest.mark.parametrize(("copies", "unroll"), [(1, 1), (2, 2), (4, 4)])
+def test_loads_tell_it_where_products_do_not(copies: int, unroll: int) -> None:
+    """Blackwell's instructions leave their shape to a descriptor, and a counter of bytes moves by more than a trip has."""
+    load = "/*0060*/                   LDG.E.U16 R12, desc[UR6][R8.64+0x10] ;\n"
+    lines = KERNEL.replace(load, load + load * (3 * copies - 3)).replace("FFMA R3, R3, R4, R5", "UTCHMMA gdesc[UR4], gdesc[UR6]")
+    assert counted(compiled(lines), "sm_100", 1, 1 << 20, step=1024, traffic=1).unroll == unroll
+
+
 def test_text_without_instructions_is_refused() -> None:
     with pytest.raises(AnalyzeError, match="no instruction"):
         counted(compiled("kernel:\n"), "sm_90", 1, weights=1, step=0, traffic=1)

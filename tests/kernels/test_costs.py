@@ -31,7 +31,13 @@ SPILLING = {"sm_90": {                                           # kernels that 
     "mlx.planar bits=3 tile_gemm R=2 32": 8, "q4_1.planar tile_gemm R=2 32": 5, "q4_k.planar tile_gemm R=2 32": 37,
     "q5_k.planar tile_gemm R=2 32": 8, "q2_k.planar gemv R=2": 4, "q5_1.planar tile_gemm R=2 32": 6,
 }, "sm_80": {"nvfp4_modelopt.planar gemv R=2": 4},
-    "sm_120": {"openvino_nf4.planar gemv R=1": 3, "openvino_nf4.planar gemv R=2": 3}}
+    "sm_120": {"openvino_nf4.planar gemv R=1": 3, "openvino_nf4.planar gemv R=2": 3},
+    "sm_100": {f"{storage} gemm 64": count for storage, count in {
+        "bnb_fp4_nested.bitsandbytes": 173, "coreml_lut.coreml bits=2": 13, "coreml_lut.coreml bits=4": 11,
+        "coreml_vectors.coreml bits=4": 92, "hqq_axis0.hqq bits=1": 223, "hqq_axis0.hqq bits=2": 351, "hqq_axis0.hqq bits=4": 351,
+        "hqq_axis0.hqq bits=8": 85, "hqq_axis0.hqq_3bit bits=3": 380, "int_group.pack_quantized_0_17 bits=5": 2,
+        "nf4_nested.bitsandbytes": 173, "ocp_mxfp6.compressed_tensors code=e2m3": 171,
+        "ocp_mxfp6.compressed_tensors code=e3m2": 171}.items()}}
 
 
 def weight(name: str = "q4_0", storage: str = "planar", shape: tuple[int, int] = (4096, 4096)) -> PackedWeight:
