@@ -96,9 +96,9 @@ def by(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | Non
         weight = x.new_empty(n, k)
         _run(list(launch.dequantize_calls(packed, weight)), packed, x, bias, weight, mode, True)
         return linear(x, weight, rounded)
-    out = x.new_empty(m, n)
-    for start, stop in tiles:
-        weight = x.new_empty(stop - start, k)
+    out, scratch = x.new_empty(m, n), x.new_empty(tiles[0][1], k)
+    for start, stop in tiles:                                    # the first one has the most rows
+        weight = scratch[:stop - start]
         launch.dequantize(packed.cut("N", start, stop), weight)
         out[:, start:stop] = linear(x, weight, None if rounded is None else rounded[start:stop])
     return out
