@@ -108,7 +108,6 @@ def _decode_any_precision(tensors, n, u, live, N, K, sizes, use: tl.constexpr, s
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"lut": Field("f16", "N", "16"), "q": Field("u4", "N", "K")},
     storages={

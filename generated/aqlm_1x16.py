@@ -60,7 +60,6 @@ def _decode_aqlm(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"q": Field("u16", "N", "K/8"), "cb": Field("real", "65536", "8"), "s": Field("real", "N")},
     storages={

@@ -71,7 +71,6 @@ def _decode_aqlm(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"a": Field("u8", "N", "K/8"), "b": Field("u8", "N", "K/8"), "cb": Field("real", "2", "256", "8"),
             "s": Field("real", "N")},

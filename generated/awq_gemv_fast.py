@@ -120,7 +120,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"z": Field("f16", "N", "ceil(K/group)"), "s": Field("f16", "N", "ceil(K/group)"), "q": Field("u4", "N", "K")},
     storages={

@@ -114,7 +114,6 @@ def _finish_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"s": Field("scale_type"), "q": Field("u2", "N", "K")},
     storages={

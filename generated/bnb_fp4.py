@@ -119,7 +119,6 @@ def _table_planar(g, N, F: tl.constexpr):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"s": Field("f32", "ceil(N*K/block)"), "q": Field("u4", "N", "K")},
     storages={

@@ -116,7 +116,6 @@ def _finish_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"s": Field("f32", "N"), "q": Field("i8", "N", "K")},
     storages={

@@ -69,7 +69,6 @@ def _decode_df11(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"v": Field("bf16", "N", "K")},
     storages={

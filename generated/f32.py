@@ -55,7 +55,6 @@ def _decode_plain(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"v": Field("f32", "N", "K")},
     storages={

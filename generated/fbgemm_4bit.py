@@ -115,7 +115,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"s": Field("f16", "N"), "b": Field("f16", "N"), "q": Field("u4", "N", "K")},
     storages={

@@ -106,7 +106,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"s": Field("f32", "N"), "b": Field("f32", "N"), "q": Field("u8", "N", "K")},
     storages={

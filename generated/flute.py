@@ -74,7 +74,6 @@ def _decode_flute(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"lut": Field("level_type", "16"), "s": Field("level_type", "N", "ceil(K/group)"), "q": Field("u4", "N", "K")},
     storages={

@@ -125,7 +125,6 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"s": Field("scale_type", "N"), "q": Field("e3m2", "N", "K")},
     storages={

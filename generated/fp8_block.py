@@ -115,7 +115,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"q": Field("e4m3", "N", "K"), "s": Field("scale_type", "ceil(N/bn)", "ceil(K/bk)")},
     storages={

@@ -75,7 +75,6 @@ def _decode_rows(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"s": Field("f32", "N", "ceil(K/128)"), "rope": Field("bf16", "N", "64"), "q": Field("e4m3", "N", "K")},
     storages={

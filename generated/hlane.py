@@ -86,7 +86,6 @@ def _pairs_hlane(exponents, sign_mantissa0, sign_mantissa1):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"v": Field("bf16", "N", "K")},
     storages={

@@ -113,7 +113,6 @@ def _decode_ik_llama(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/256"), "sc": Field("u5", "N", "K/16"), "h": Field("u1", "N", "K/16"),
             "q": Field("u3", "N", "K")},

@@ -103,7 +103,6 @@ def _decode_ik_llama(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f32", "N"), "sc": Field("u7", "N", "K/32"), "h": Field("u1", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={

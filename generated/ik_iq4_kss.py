@@ -109,7 +109,6 @@ def _decode_ik_llama(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state)
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f32", "N"), "sc": Field("u7", "N", "K/32"), "h": Field("u1", "N", "K/32"),
             "q": Field("u15", "N", "K/32", "8")},

@@ -131,7 +131,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"q": Field("i8", "N", "K"), "z": Field("i8"), "s": Field("scale_type")},
     storages={

@@ -307,7 +307,6 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/256"), "sc": Field("u3", "N", "K/16"), "down": Field("u1", "N", "K/8"),
             "g": Field("u11", "N", "K/8")},

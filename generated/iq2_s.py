@@ -237,7 +237,6 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/256"), "sc": Field("u4", "N", "K/16"), "g": Field("u10", "N", "K/8"),
             "s": Field("u1", "N", "K")},

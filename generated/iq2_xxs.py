@@ -190,7 +190,6 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/256"), "sc": Field("u4", "N", "K/32"), "g": Field("u8", "N", "K/8"),
             "s": Field("u7", "N", "K/8")},

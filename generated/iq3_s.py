@@ -176,7 +176,6 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/256"), "sc": Field("u4", "N", "K/32"), "g": Field("u9", "N", "K/4"),
             "s": Field("u1", "N", "K")},

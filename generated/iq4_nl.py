@@ -157,7 +157,6 @@ def _table_planar(g, N, F: tl.constexpr):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={

@@ -152,7 +152,6 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/256"), "sc": Field("u6", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={

@@ -122,7 +122,6 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"e": Field("e8m0h", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={

@@ -194,7 +194,6 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"o": Field("f32"), "t": Field("f32", "ceil(N*K/256*block)"), "s": Field("u8", "ceil(N*K/block)"),
             "q": Field("u4", "N", "K")},

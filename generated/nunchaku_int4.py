@@ -113,7 +113,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"q": Field("i4", "N", "K"), "s": Field("scale_type", "N", "K/64"), "m": Field("scale_type", "K")},
     storages={

@@ -128,7 +128,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"e": Field("ue4m3", "N", "K/16"), "q": Field("u4", "N", "K"), "s": Field("f32")},
     storages={

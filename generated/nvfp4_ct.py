@@ -120,7 +120,6 @@ def _finish_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"s": Field("e4m3", "N", "K/16"), "g": Field("f32"), "q": Field("e2m1", "N", "K")},
     storages={

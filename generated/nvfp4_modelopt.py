@@ -218,7 +218,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"s": Field("e4m3", "N", "K/16"), "g": Field("f32"), "q": Field("e2m1", "N", "K")},
     storages={

@@ -242,7 +242,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"e": Field("e8m0", "N", "K/32"), "q": Field("e2m1", "N", "K")},
     storages={

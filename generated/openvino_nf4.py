@@ -124,7 +124,6 @@ def _table_planar(g, N, F: tl.constexpr):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"s": Field("f16", "N", "ceil(K/group)"), "q": Field("u4", "N", "K")},
     storages={

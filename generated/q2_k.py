@@ -148,7 +148,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/256"), "dmin": Field("f16", "N", "K/256"), "sc": Field("u4", "N", "K/16"),
             "mn": Field("u4", "N", "K/16"), "q": Field("u2", "N", "K")},

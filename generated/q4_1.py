@@ -121,7 +121,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/32"), "m": Field("f16", "N", "K/32"), "q": Field("u4", "N", "K")},
     storages={

@@ -178,7 +178,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/256"), "dmin": Field("f16", "N", "K/256"), "sc": Field("u6", "N", "K/32"),
             "mn": Field("u6", "N", "K/32"), "q": Field("u4", "N", "K")},

@@ -137,7 +137,6 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/32"), "q": Field("u5", "N", "K")},
     storages={

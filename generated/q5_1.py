@@ -133,7 +133,6 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/32"), "m": Field("f16", "N", "K/32"), "q": Field("u5", "N", "K")},
     storages={

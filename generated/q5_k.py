@@ -173,7 +173,6 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/256"), "dmin": Field("f16", "N", "K/256"), "sc": Field("u6", "N", "K/32"),
             "mn": Field("u6", "N", "K/32"), "q": Field("u5", "N", "K")},

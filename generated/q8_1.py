@@ -74,7 +74,6 @@ def _decode_gguf(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/32"), "s": Field("f16", "N", "K/32"), "q": Field("i8", "N", "K")},
     storages={

@@ -76,7 +76,6 @@ def _decode_gguf(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f32", "N", "K/256"), "bs": Field("i16", "N", "K/16"), "q": Field("i8", "N", "K")},
     storages={

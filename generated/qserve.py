@@ -134,7 +134,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"s1": Field("f16", "N"), "s2": Field("i8", "N", "K/128"), "z": Field("i8", "N", "K/128"), "q": Field("u4", "N", "K")},
     storages={

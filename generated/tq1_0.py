@@ -131,7 +131,6 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/256"), "q": Field("u2", "N", "K")},
     storages={

@@ -1,5 +1,7 @@
 """coreml_lut at bits = 2: Core ML palettes, codes into a table of levels that rows share.
 
+    w = lut[n // rows, q]
+
 Built from the spec coreml_lut (sha256 981ef0cb705716c5) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -58,7 +60,6 @@ def _decode_coreml(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"lut": Field("level_type", "ceil(N/rows)", "4"), "q": Field("u2", "N", "K")},
     storages={

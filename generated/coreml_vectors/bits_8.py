@@ -1,5 +1,7 @@
 """coreml_vectors at bits = 8: Core ML palettes of vectors, a code for a few rows of a column into a table of vectors.
 
+    w = lut[q, n % rows]
+
 Built from the spec coreml_vectors (sha256 7e9bf2a1a0412ffb) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -46,7 +48,6 @@ def _decode_coreml(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"lut": Field("level_type", "256", "4"), "q": Field("u8", "N/4", "K")},
     storages={

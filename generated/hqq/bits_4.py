@@ -1,5 +1,7 @@
 """hqq at bits = 4: HQQ with groups of consecutive weights (axis 1), integer codes with a zero point in floats.
 
+    w = (q - z) * s
+
 Built from the spec hqq (sha256 e54490e5412cd2f0) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -106,7 +108,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"z": Field("scale_type", "ceil(N*K/group)"), "s": Field("scale_type", "ceil(N*K/group)"), "q": Field("u4", "N", "K")},
     storages={

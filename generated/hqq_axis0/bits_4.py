@@ -1,5 +1,7 @@
 """hqq_axis0 at bits = 4: HQQ with groups of weights that lie far apart (axis 0), integer codes with a zero point in floats.
 
+    w = (q - z) * s
+
 Built from the spec hqq_axis0 (sha256 8baca3eaa3180335) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -65,7 +67,6 @@ def _decode_hqq(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"z": Field("scale_type", "N*K/group"), "s": Field("scale_type", "N*K/group"), "q": Field("u4", "N", "K")},
     storages={

@@ -1,5 +1,7 @@
 """int4pack at scale_type = bf16: torch's int4pack, 4-bit codes with a scale and a zero in floats per group.
 
+    w = (q - 8) * s + z
+
 Built from the spec int4pack (sha256 4c5af078cde936ea) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -321,7 +323,6 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"g": Field("index", "K", groups="ceil(K/group)"), "z": Field("scale_type", "N", "ceil(K/group)"),
             "s": Field("scale_type", "N", "ceil(K/group)"), "q": Field("u4", "N", "K")},

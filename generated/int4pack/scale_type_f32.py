@@ -1,5 +1,7 @@
 """int4pack at scale_type = f32: torch's int4pack, 4-bit codes with a scale and a zero in floats per group.
 
+    w = (q - 8) * s + z
+
 Built from the spec int4pack (sha256 4c5af078cde936ea) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -49,7 +51,6 @@ def pack_cpu_scalar(z: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Ten
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"g": Field("index", "K", groups="ceil(K/group)"), "z": Field("scale_type", "N", "ceil(K/group)"),
             "s": Field("scale_type", "N", "ceil(K/group)"), "q": Field("u4", "N", "K")},

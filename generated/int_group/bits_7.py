@@ -1,5 +1,7 @@
 """int_group at bits = 7: integer codes with a zero point and a scale per group of columns.
 
+    w = (q - z) * s
+
 Built from the spec int_group (sha256 acd82455e137a03e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -328,7 +330,6 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"g": Field("index", "K", groups="ceil(K/group)"), "q": Field("u7", "N", "K"), "z": Field("u7", "N", "ceil(K/group)"),
             "s": Field("scale_type", "N", "ceil(K/group)")},

@@ -1,5 +1,7 @@
 """kivi at bits = 4: KIVI, keys and values of a cache as codes with a scale and a least value per block of tokens or of channels.
 
+    w = q * s + m
+
 Built from the spec kivi (sha256 e650efe38bc40e87) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -96,7 +98,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"s": Field("scale_type", "ceil(N/gn)", "ceil(K/gk)"), "m": Field("scale_type", "ceil(N/gn)", "ceil(K/gk)"),
             "q": Field("u4", "N", "K")},

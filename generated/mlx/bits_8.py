@@ -1,5 +1,7 @@
 """mlx at bits = 8: MLX affine, integer codes with a scale and a bias in floats per group of columns.
 
+    w = q * s + b
+
 Built from the spec mlx (sha256 5f5a2374b16e8d33) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -92,7 +94,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"s": Field("scale_type", "N", "ceil(K/group)"), "b": Field("scale_type", "N", "ceil(K/group)"),
             "q": Field("u8", "N", "K")},

@@ -1,5 +1,7 @@
 """ocp_mxfp6 at code = e2m3: OCP MXFP6, 6-bit floats with a power of two per 32.
 
+    w = e * q
+
 Built from the spec ocp_mxfp6 (sha256 16e577bbc8f11d5f) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -156,7 +158,6 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"e": Field("e8m0", "N", "ceil(K/32)"), "q": Field("code", "N", "K")},
     storages={

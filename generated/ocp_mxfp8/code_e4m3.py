@@ -1,5 +1,7 @@
 """ocp_mxfp8 at code = e4m3: OCP MXFP8, 8-bit floats with a power of two per 32.
 
+    w = e * q
+
 Built from the spec ocp_mxfp8 (sha256 d0752f9324ca002d) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -156,7 +158,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"e": Field("e8m0", "N", "ceil(K/32)"), "q": Field("code", "N", "K")},
     storages={

@@ -1,5 +1,7 @@
 """quanto at bits = 2: optimum-quanto qint4 and qint2, integer codes with a scale and a shift in floats per group of columns.
 
+    w = q * s - z
+
 Built from the spec quanto (sha256 d252a91ca9ccae76) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -98,7 +100,6 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"s": Field("scale_type", "N", "ceil(K/group)"), "z": Field("scale_type", "N", "ceil(K/group)"),
             "q": Field("u2", "N", "K")},

@@ -1,5 +1,7 @@
 """squeezellm at bits = 4: SqueezeLLM, codes into a table of levels that each row learns, with sparse outliers.
 
+    w = lut[n, q]
+
 Built from the spec squeezellm (sha256 3c2d445ac678d80e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -63,7 +65,6 @@ def _decode_squeezellm(tensors, n, u, live, N, K, sizes, use: tl.constexpr, stat
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"lut": Field("level_type", "N", "16"), "q": Field("u4", "N", "K")},
     storages={

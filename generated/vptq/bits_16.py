@@ -1,5 +1,7 @@
 """vptq at bits = 16: VPTQ, indices of vectors of 8 rows, columns in an order of their own.
 
+    w = round(round(cb[q, n % 8] * a, type) + b, type)
+
 Built from the spec vptq (sha256 e3739c43a64c7570) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -74,7 +76,6 @@ def _decode_vptq(tensors, r, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"p": Field("index", "K", groups="K"), "cb": Field("type", "65536", "8"), "a": Field("type", "K"),
             "b": Field("type", "K"), "q": Field("u16", "N/8", "K")},

@@ -1,5 +1,7 @@
 """vptq_residual at bits = 8, more = 8, rows = 8: VPTQ, indices of vectors and of residuals, columns in an order of their own.
 
+    w = round(round(round(cb[q, n % rows] + rs[r, n % rows], type) * a, type) + b, type)
+
 Built from the spec vptq_residual (sha256 38c0437c3b026833) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
@@ -83,7 +85,6 @@ def _decode_vptq(tensors, i, k, live, N, K, sizes, use: tl.constexpr, state):
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
-
 VARIANT = Variant(
     fields={"p": Field("index", "K", groups="K"), "cb": Field("type", "256", "8"), "rs": Field("type", "256", "8"),
             "a": Field("type", "K"), "b": Field("type", "K"), "q": Field("u8", "N/8", "K"), "r": Field("u8", "N/8", "K")},

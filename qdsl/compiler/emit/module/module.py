@@ -152,7 +152,7 @@ def _body(part: Part, own: Sequence[Definition]) -> list[str]:
             lines += [f"# -- {title} {RULE[len(title):112]}", ""]
             lines += [line for item in section for line in ("", *item.lines, "")]
             lines.append("")
-    return [*lines, f"# -- format {RULE[:106]}", "", *part.variant]
+    return [*lines, f"# -- format {RULE[:106]}", *part.variant]
 
 
 def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program]) -> list[str]:
@@ -199,8 +199,8 @@ def _origin(spec: Spec) -> list[str]:
 
 
 def _variant_header(spec: Spec, title: str) -> list[str]:
-    """The docstring of a variant: the package's has the formula, the fields and the storages."""
-    return [_title(spec, f" at {title}"), "", *_origin(spec)]
+    """The docstring of a variant: the package's has the fields and the storages."""
+    return [_title(spec, f" at {title}"), "", f"    w = {spec.decode_text}", "", *_origin(spec)]
 
 
 def _header(programs: Sequence[Program]) -> list[str]:
