@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 RANK, ENTRIES = "R", "E"                                         # extents that a tensor's shape alone says
+COLUMN = "column"                                                # the field that says columns, which may be places of an order
 OPTIONAL = "plus"                                                # in place of the field of an optional tensor: it is of a branch
 
 
@@ -32,7 +33,7 @@ BRANCHES = {
     "low_rank": BranchKind("the sum over r of `up[n, r] * down[r, k]`, in rising r",
                            {"up": Role(("N", RANK)), "down": Role((RANK, "K"))}),
     "csr": BranchKind("`value[e]` where `column[e]` is k, for e from `start[n]` to `start[n + 1]`; columns of a row rise",
-                      {"start": Role(("N + 1",), True), "column": Role((ENTRIES,), True), "value": Role((ENTRIES,))}),
+                      {"start": Role(("N + 1",), True), COLUMN: Role((ENTRIES,), True), "value": Role((ENTRIES,))}),
     "dense_rows": BranchKind("the sum of `row_value[r, k]` over those r where `row[r]` is n, in rising r",
                              {"row": Role((RANK,), True), "row_value": Role((RANK, "K"))}),
 }

@@ -18,8 +18,8 @@ from qdsl.core.shapes import Axis, axis, extents, seen_shape
 
 PLANAR = "planar"                                                # the storage that the compiler derives
 NO_SHAPE = "; give shape=(N, K)"                                 # how messages end where tensors do not say N and K
-INTEGERS = {"u8": "uint8", "i8": "int8", "u16": "uint16", "i16": "int16", "u32": "uint32", "i32": "int32", "index": "int32",
-            "shape": "int64"}
+INTEGERS = {"u8": "uint8", "i8": "int8", "u16": "uint16", "i16": "int16", "u32": "uint32", "i32": "int32", "i64": "int64",
+            "index": "int32", "shape": "int64"}
 # Tensors of a layer without which its weight is another one: x is multiplied by them first.
 OF_X = ("pre_quant_scale", "act_pre_scale", "_weight_act_pre_scale", "prequant_scaling_factor")
 
@@ -53,7 +53,7 @@ class Stored:
     bits: where all its fields lie, as runtime/weight/bits.py reads it; nothing where they do not lie at digits.
     adds: what an element that the file holds has more than the one whose bits these are.
     padding: the bits of an element that hold nothing, for readers of checkpoints.  seen: the axes that files give the tensor,
-    where they are others.
+    where they are others.  within: the type of integers in which files hold the elements, several in each, low ones first.
     """
 
     dtype: str
@@ -64,9 +64,10 @@ class Stored:
     adds: int
     padding: int
     seen: tuple[Axis, ...]
+    within: str
 
     def __init__(self, dtype: str, *axes: str, aliases: Sequence[str] = (), optional: str = "", bits: Sequence[str] = (),
-                 adds: int = 0, padding: int = 0, seen: Sequence[str] = ()) -> None:
+                 adds: int = 0, padding: int = 0, seen: Sequence[str] = (), within: str = "") -> None:
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "axes", tuple(map(axis, axes)))
         object.__setattr__(self, "aliases", tuple(aliases))
@@ -75,6 +76,21 @@ class Stored:
         object.__setattr__(self, "adds", adds)
         object.__setattr__(self, "padding", padding)
         object.__setattr__(self, "seen", tuple(map(axis, seen)))
+        object.__setattr__(self, "within", within)
+
+    def elements_of(self, tensor: TensorInfo) -> TensorInfo:
+        """A tensor of a file as one of elements, where it is one of integers that hold several."""
+        if not self.within or not tensor.shape or tensor.dtype != INTEGERS[self.within]:
+            return tensor
+        several = int(self.within[1:]) // int(self.dtype[1:])
+        return TensorInfo(element_dtype(self.dtype), (*tensor.shape[:-1], tensor.shape[-1] * several))
+
+    def of_file(self, dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+        """The dtype and shape in files of a tensor of elements: where integers hold several, their list."""
+        several = int(self.within[1:]) // int(self.dtype[1:]) if self.within else 1
+        if several == 1 or prod(shape) % several:
+            return dtype, shape
+        return INTEGERS[self.within], (prod(shape) // several,)
 
     def called(self, aliases: Sequence[str]) -> Stored:
         """The same tensor with further aliases."""
@@ -234,7 +250,7 @@ def _fits(format: Description, layout: Mapping[str, Stored], storage: str, label
     missing = [name for name, stored in layout.items() if not stored.optional and name not in keys]
     if missing:
         raise LayoutMismatch(0, f"{label} needs tensor '{missing[0]}'; given are {', '.join(tensors) or 'none'}")
-    present = _rows_of_experts(layout, {name: tensors[key] for name, key in keys.items()})
+    present = _rows_of_experts(layout, {name: layout[name].elements_of(tensors[key]) for name, key in keys.items()})
     chosen, dtypes = _typed(format, layout, label, present, params)
     declared = _declared_shape(layout, label, present, shape) or shape
     solved = declared or _solved(layout, label, present, _lengths(format, chosen), format.fixed)
@@ -336,8 +352,8 @@ def _solved(layout: Mapping[str, Stored], label: str, tensors: Mapping[str, Tens
                 raise LayoutMismatch(2, f"{label}: '{by}' {list(tensors[by].shape)} says {dim} = {expected}, but '{name}' "
                                 f"{list(tensor.shape)} is [{', '.join(axis.text for axis in shown)}], so {dim} = {value}")
     solved = {**fixed, **{dim: value for dim, (value, _) in dims.items()}}
-    for name, tensor in tensors.items() if len(solved) == 1 else ():
-        solved |= _counted(layout[name].axes, prod(tensor.shape), solved, sizes)
+    for name, tensor in tensors.items():
+        solved |= _counted(layout[name].axes, prod(tensor.shape), solved, sizes) if len(solved) == 1 else {}
     if missing := [dim for dim in ("N", "K") if dim not in solved]:
         shown_all = ", ".join(f"'{name}' {list(tensor.shape)} is [{layout[name].text}]" for name, tensor in tensors.items())
         raise LayoutMismatch(1, f"{label}: the tensors do not say what {' and '.join(missing)} are ({shown_all}){NO_SHAPE}")

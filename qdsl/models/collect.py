@@ -134,8 +134,11 @@ class Collector:
         weight = self._as_stored(name, rows, storage, record)
         for tensor, value in weight.tensors.items():
             if tensor not in numbers(_description(weight)):
-                self._add(self._full_name(layer, weight, tensor), value.dtype, tuple(value.shape),
-                          partial(self._tensor, name, rows, storage, record, tensor))
+                full, dtype, shape = self._full_name(layer, weight, tensor), value.dtype, tuple(value.shape)
+                if dtype != self._kinds.get(full, (None,))[0]:   # which may have elements by themselves
+                    kind, shape = weight.described[tensor].of_file(str(dtype)[6:], shape)
+                    dtype = getattr(torch, kind)
+                self._add(full, dtype, shape, partial(self._tensor, name, rows, storage, record, tensor, dtype))
         self._add_settings(layer, weight)
 
     def _add_experts(self, name: str, stack: Experts) -> None:
@@ -213,8 +216,9 @@ class Collector:
             self._converted = rows, self._convert(name, rows.weight(), storage, record)
         return self._converted[1]
 
-    def _tensor(self, name: str, rows: _Rows, storage: str, record: Layer | None, tensor: str) -> Tensor:
-        return self._as_stored(name, rows, storage, record).tensors[tensor]
+    def _tensor(self, name: str, rows: _Rows, storage: str, record: Layer | None, tensor: str, dtype: torch.dtype) -> Tensor:
+        own = self._as_stored(name, rows, storage, record).tensors[tensor]
+        return own if own.dtype == dtype else own.flatten().view(dtype)
 
     def _convert(self, name: str, weight: PackedWeight, storage: str, record: Layer | None) -> PackedWeight:
         """A weight in the storage of files, with default tensors, such as an index of columns in order, where the files had

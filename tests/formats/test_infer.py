@@ -36,6 +36,7 @@ NOT_FOUND = {
     "hqq_axis0.hqq_3bit": "tenths of a group of 64, the last one short",
     "flute.flute": "tiles of words of two columns, each with rows that are 32 apart",
     "nunchaku_int4.nunchaku": "a factor of every column",
+    "spqr.spqr": "scales and zeros in steps of a tile's numbers, which lie in the words of its rows",
 }
 # of storages whose tiles have 128 rows, or that take more weights to tell
 SHAPES = {"flute.flute": (384, 1024), "nunchaku_int4.nunchaku": (384, 1024), "ik_iq5_k.ik_llama": (1024, 2048)}

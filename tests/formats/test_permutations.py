@@ -1,4 +1,4 @@
-"""Columns in an order of their own: a permuted format against plain arithmetic, and VPTQ against its package's bytes."""
+"""Columns in an order of their own: a permuted format against plain arithmetic, VPTQ and SpQR against bytes of packages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 import qdsl
-from qdsl.generated import vptq, vptq_residual
+from qdsl.generated import spqr, vptq, vptq_residual
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.torch import linear as torch_linear
 from qdsl.runtime.weight import algebra
 from tests.kernels.test_kernels import DEVICE, dequantized, linear
-from tests.support.formats import EXTRA, ROOT, module, same_bits
+from tests.support.blessing import field_codes
+from tests.support.formats import EXTRA, ROOT, SPECS, module, same_bits, spec
+from tests.support.slow_reading import Reading
 
 PATH = next(path for path in EXTRA if path.stem == "permuted")
 N, K = 8, 256
@@ -39,6 +41,12 @@ def plain(stored: dict[str, Tensor], by_place: bool = False) -> Tensor:
         factor = stored["factors"][place if by_place else column].float()
         weight[:, column] = (code.float() - 8) * stored["scales"].float() * factor
     return weight
+
+
+def is_product(y: Tensor, x: Tensor, weight: Tensor) -> bool:
+    """Whether y is x times the weight, within what float32 sums may lose."""
+    bound = (x.abs().double() @ weight.abs().double().t()) * weight.shape[1] * 2.0 ** -24
+    return bool(((y.double() - x.double() @ weight.double().t()).abs() <= bound).all())
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +90,7 @@ def test_products_and_gradients(packed: PackedWeight) -> None:
     x = torch.randn(3, K, generator=torch.Generator().manual_seed(1), requires_grad=True)
     y = packed.format.linear(x, packed)
     y.sum().backward()
-    bound = (x.abs().double() @ weight.abs().double().t()) * K * 2.0 ** -24
-    assert ((y.double() - x.double() @ weight.double().t()).abs() <= bound).all()
+    assert is_product(y, x, weight)
     assert x.grad is not None
     torch.testing.assert_close(x.grad, weight.sum(0).expand(3, K))
 
@@ -126,6 +133,49 @@ def test_columns_beyond_32767_and_orders_that_are_none(permuted: ModuleType) -> 
         permuted.wrap(twice)
     with pytest.raises(FormatError, match="'perm' names column 65535 at place 0"):
         permuted.wrap({**tensors(), "perm": torch.full((K,), -1).to(torch.int16)})
+
+
+# -- blocks of columns that are stored side by side --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModuleType, dict[str, Tensor], Tensor]:
+    """The format with a scale for 32 columns that are stored side by side, its tensors, and its weight."""
+    text = PATH.read_text()
+    for old, new in (("params: {scale_type: [f16, bf16]}\n", ""), ("s: scale_type[n]", "s: scale_type[n, p // 32]"),
+                     ("scale_type[n<N]", "scale_type[n<N, g<K/32]"), ("s[n]", "s[n, g]"), ("scale_type", "f16")):
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path_factory.mktemp("specs") / "permuted.yaml"
+    path.write_text(text)
+    draw = torch.Generator().manual_seed(3)
+    stored = {**tensors(), "scales": (torch.rand(N, K // 32, generator=draw) + 0.5).half()}
+    weight = plain({**stored, "scales": torch.ones(N).half()})
+    for place, column in enumerate(stored["perm"].tolist()):
+        weight[:, column] = plain({**stored, "scales": stored["scales"][:, place // 32]})[:, column]
+    return qdsl.load(path), stored, weight
+
+
+@pytest.mark.parametrize("storage", ["moved", "planar"])
+def test_a_block_is_of_places(blocks: tuple[ModuleType, dict[str, Tensor], Tensor], storage: str) -> None:
+    form, stored, weight = blocks
+    moved: PackedWeight = form.wrap(stored)
+    packed: PackedWeight = form.convert(moved, storage)
+    assert same_bits(form.dequantize(packed, torch.float32), weight)
+    assert all(same_bits(form.convert(packed, "moved").tensors[name], tensor) for name, tensor in stored.items())
+    fields = form.unpack(packed)
+    scale = fields["s"].float()[:, fields["p"].long() // 32]
+    assert same_bits((fields["q"].float() - 8) * scale * fields["a"].float(), weight)
+    x = torch.randn(3, K, generator=torch.Generator().manual_seed(1))
+    assert is_product(form.linear(x, packed), x, weight)
+    assert same_bits(form.dequantize(packed.shard("N", 3, N), torch.float32), weight[3:])
+    assert same_bits(form.dequantize(packed.rows([5, 1]), torch.float32), weight[[5, 1]])
+    assert same_bits(form.dequantize(algebra.join([packed, packed], "K"), torch.float32), torch.cat([weight, weight], 1))
+    with pytest.raises(FormatError, match="one value of 's' is for columns that are stored side by side"):
+        packed.shard("K", 0, 128)
+    in_order = form.wrap({name: tensor for name, tensor in stored.items() if name != "perm"})
+    piece = form.dequantize(form.convert(in_order, storage).shard("K", 128, K), torch.float32)
+    assert same_bits(piece, form.dequantize(in_order, torch.float32)[:, 128:])
 
 
 # -- VPTQ -------------------------------------------------------------------------------------------------------------
@@ -191,3 +241,68 @@ def test_files_of_vptq(form: ModuleType) -> None:
     without = form.wrap({name: tensor for name, tensor in stored.items() if name not in ("perm", "weight_scale", "weight_bias")},
                         shape=tuple(expected.shape))
     assert without.order is None and "a" not in form.unpack(without)
+
+
+# -- SpQR -------------------------------------------------------------------------------------------------------------
+
+
+def spqr_file() -> dict[str, Tensor]:
+    """Tensors of the package's own packer, and what its dequantization makes of them, columns by places."""
+    with np.load(ROOT / "tests" / "data" / "sections" / "spqr.npz") as file:
+        return {key: torch.from_numpy(file[key].copy()) for key in file.files}
+
+
+SPQR = ("dense_weights", "in_perm", "row_offsets", "col_vals")
+
+
+def test_files_of_spqr() -> None:
+    """Words of 64 bits, and two places in one of 32.  The package adds in float32 and rounds the sum to float16."""
+    file = spqr_file()
+    stored = {name: file[name] for name in SPQR}
+    packed: PackedWeight = spqr.wrap(stored)
+    assert packed.shape == (32, 64) and packed.order is not None and stored["dense_weights"].dtype == torch.int64
+    whole, dense = (spqr.dequantize(weight, torch.float16)[:, packed.order.long()] for weight in (packed, packed.base))
+    assert same_bits(whole, file["whole"]) and same_bits(dense, file["dense"]) and not torch.equal(whole, dense)
+    again = spqr.pack(spqr.unpack(packed)).tensors
+    assert all(same_bits(again[name].flatten().view(tensor.dtype), tensor) for name, tensor in stored.items())
+    weight = spqr.dequantize(packed, torch.float32)
+    twice = algebra.join([packed, packed], "N")
+    for part, rows in ((packed.cut("N", 16, 32), weight[16:]), (twice, torch.cat([weight, weight]))):
+        assert same_bits(spqr.dequantize(part, torch.float32), rows)
+    with pytest.raises(FormatError, match="one value of 'ss' is for columns that are stored side by side"):
+        packed.shard("K", 0, 32)
+    with pytest.raises(FormatError, match=r"'row_offsets' is \[3\], for 32 rows and one more"):
+        spqr.wrap({**stored, "row_offsets": file["ptcsr_row_offsets"], "col_vals": file["ptcsr_col_vals"]})
+
+
+def test_outliers_lie_at_places() -> None:
+    """The tensor says places of columns, the field columns, which rise in each row; products take either for the other."""
+    file = spqr_file()
+    packed: PackedWeight = spqr.wrap({name: file[name] for name in SPQR})
+    fields, order = spqr.unpack(packed), packed.order
+    assert order is not None
+    stored = file["col_vals"] & 0xFFFF
+    for n in range(32):
+        start, stop = fields["start"][n:n + 2].tolist()
+        assert fields["column"][start:stop].tolist() == sorted(order[stored[start:stop].long()].tolist())
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    weight = spqr.dequantize(packed, torch.float32)
+    y = spqr.linear(x, packed)
+    y.sum().backward()
+    assert is_product(y, x, weight) and x.grad is not None
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(3, 64), rtol=1e-5, atol=1e-4)
+    in_order = spqr.wrap({**packed.tensors, "in_perm": torch.arange(64).to(torch.int16)})
+    pieces = [in_order.shard("K", start, stop) for start, stop in ((0, 16), (16, 64))]
+    joined = spqr.dequantize(algebra.join(pieces, "K"), torch.float16)
+    assert same_bits(joined, file["whole"])                      # of columns in order places are columns, and can be cut
+
+
+def test_the_second_reading_of_spqr() -> None:
+    """Which looks up the place of every column, and kernels, which take columns by places, decode the same numbers."""
+    file = spqr_file()
+    packed: PackedWeight = spqr.wrap({name: file[name] for name in SPQR}).base.cut("N", 0, 16)
+    read = Reading(spec(next(path for path in SPECS if path.stem == "spqr")), "spqr", packed.shape, {}, {})
+    weight = spqr.dequantize(packed, torch.float32)
+    assert same_bits(torch.from_numpy(read.decode(field_codes(read, spqr.unpack(packed)))), weight)
+    assert packed.order is not None
+    assert same_bits(dequantized(packed.as_stored().to(DEVICE)).cpu(), weight[:, packed.order.long()])

@@ -204,7 +204,7 @@ BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "int_group.marlin-bits4
              *(f"coreml_lut.coreml-bits{bits}-rows32-level_typef16" for bits in (4, 2, 6)),
              *(f"quanto.quanto-bits{bits}-group128-scale_typef32" for bits in (4, 2)),
              *(f"fp6_llm.{storage}-scale_typef16" for storage in ("fp6_llm", "planar")),
-             "copied_bits.tiles", "copied_bits.planar",
+             "copied_bits.tiles", "copied_bits.planar", "spqr.spqr",
              "flipped_words.words", "df11.df11", "fix4.fix4", "hlane.hlane", "fp8_channel.fp8_lane-scale_typebf16")
 
 

@@ -178,7 +178,7 @@ def _with_branches(case: Answers, format: Format) -> Iterator[str]:
     name = f"{label(case)} with branches"
     yield from _compared(f"{name}: unpack", case["fields"], {role: fields[role] for role in case["fields"] if role in fields})
     again = format.pack(fields, case["storage"], **case["params"]).tensors
-    yield from _compared(f"{name}: pack", all_as_text(tensors), again)
+    yield from _compared(f"{name}: pack", case.get("packed", all_as_text(tensors)), again)
     weight = canonical(format.dequantize(packed, torch.float32))
     yield from _compared(f"{name}: dequantize", {"weight": case["weight"]}, {"weight": weight})
 

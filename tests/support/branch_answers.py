@@ -40,5 +40,7 @@ def branch_case(case: Case, params: Mapping[str, int | str], seed: int) -> Answe
     assert all(same_bits(again.tensors[name], tensor) for name, tensor in tensors.items()), "pack writes branches otherwise"
     wanted = add_branches(spec, fields, format.dequantize(base, torch.float32))
     assert same_bits(canonical(weight), canonical(wanted)), "another sum"
+    written = all_as_text(again.tensors)                         # where bits stand again, those of the first
+    answer |= {"packed": written} if written != all_as_text(packed.tensors) else {}
     return {**answer, "added": {name: as_data(tensor) for name, tensor in tensors.items()}, "fields": all_as_text(fields),
             "weight": as_text(canonical(weight))}

@@ -142,15 +142,15 @@ def _shown(node: Any) -> str:
             part = "" if node.part == "whole" else f".{node.part}{low}:{shown(node.width)}"
             text = f"{node.field.name}{index}{part}" if node.field else f"pad:{shown(node.width)}"
             return f"again({text})" if node.again else text
-        case g.Digits():
-            return f"base3({shown(node.line)})"
+        case g.Group():
+            return f"{'base3' if isinstance(node, g.Digits) else ''}({shown(node.line)})"
         case g.Line():
             loops = "".join(f"{shown(loop)} " for loop in node.loops)
             return f"{loops[:-1]}{': ' if loops else ''}{' '.join(map(shown, node.items))}"
         case g.Axis():
             return " ".join("word" if digit is None else shown(digit) for digit in node.digits) or "1"
         case g.Shape():
-            return f"{shown(node.type)}[{many(node.axes)}]"
+            return f"{shown(node.type)}[{many(node.axes)}]" + (f" in {node.within.name}" if node.within else "")
         case g.Typed():
             return f"{shown(node.type)}[{many(node.index)}]"
     raise TypeError(f"no text for {type(node).__name__}")
@@ -266,7 +266,7 @@ def _renamed(node: Any, names: Mapping[str, str]) -> Any:
         return replace(node, name=names.get(node.name, node.name))
     if isinstance(node, g.Item):
         return replace(node, index=_renamed(node.index, names))
-    if isinstance(node, g.Digits):
+    if isinstance(node, g.Group):
         return replace(node, line=replace(node.line, items=_renamed(node.line.items, names)))
     if isinstance(node, g.Binary):
         return replace(node, left=_renamed(node.left, names), right=_renamed(node.right, names))
@@ -329,7 +329,8 @@ def _subscripts(node: g.Typed, spec: Spec) -> Iterator[Change]:
     """Another type; a subscript too few; blocks along the other axis."""
     yield from (("type", replace(node, type=kind)) for kind in _types(node.type, spec))
     yield from (("axis", replace(node, index=index)) for index in _dropped(node.index))
-    blocks = [part for part in node.index if isinstance(part, g.Binary) and isinstance(part.left, g.Name)]
+    blocks = [part for part in node.index if isinstance(part, g.Binary) and isinstance(part.left, g.Name)
+              and part.left.name in LETTERS]
     if len(node.index) == 2 and len(blocks) == 1:
         block = blocks[0]
         other = LETTERS[block.left.name]                         # type: ignore[union-attr]

@@ -103,7 +103,9 @@ class Reading:
             for weight, free, places in self.places(fields):
                 values = {name: value(kinds[name], int(fields[name][place])) for name, place in places.items()
                           if kinds[name] != "index"}
-                out[weight] = _step(self.spec.decode, {**sizes, **free, **values, "n": weight[0], "k": weight[1]}, tables)
+                groups = {name: int(fields[name][weight[1]]) for name in fields if kinds[name] == "index"}
+                own = {**sizes, **free, **groups, **values, "n": weight[0], "k": weight[1]}
+                out[weight] = _step(self.spec.decode, own, tables)
         return out
 
     # -- storage ------------------------------------------------------------------------------------------------------

@@ -79,8 +79,8 @@ def line_of_field(spec: Spec, storage: str, tensor: str, field: str) -> str:
 
 
 def _items(line: grammar.Line) -> list[grammar.Item]:
-    """The items of a record's line, those of digits too."""
-    return [inner for item in line.items for inner in (_items(item.line) if isinstance(item, grammar.Digits) else [item])]
+    """The items of a record's line, those of groups too."""
+    return [inner for item in line.items for inner in (_items(item.line) if isinstance(item, grammar.Group) else [item])]
 
 
 def _kind(tensor: Tensor) -> str:

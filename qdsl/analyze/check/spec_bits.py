@@ -197,6 +197,9 @@ def _line(spec: Spec, line: g.Line, env: Mapping[str, int], params: Mapping[str,
                 yield from ((name, index, low, 8 * (place == len(parts) - 1), place)
                             for place, (name, index, low, _, _) in enumerate(parts))
                 continue
+            if isinstance(item, g.Group):
+                yield from _line(spec, item.line, local, params)
+                continue
             if item.field is None:
                 assert item.width is not None
                 yield "", (), 0, evaluate(item.width, local), PLAIN
@@ -230,7 +233,7 @@ def shape_of(spec: Spec, field: Field, env: Mapping[str, int]) -> tuple[int, ...
         else:
             assert isinstance(expr, g.Binary)
             # The last weight's block is the last, but remainders run through all that there are.
-            whole = evaluate(expr.left, {**env, "n": env["N"] - 1, "k": env["K"] - 1}) + 1
+            whole = evaluate(expr.left, {**dict.fromkeys(fields, env["K"] - 1), **env, "n": env["N"] - 1, "k": env["K"] - 1}) + 1
             by = evaluate(expr.right, env)
             shape.append(by if expr.op == "%" else -(-whole // by))
     return (*shape, *(evaluate(expr, env) for expr in extents))

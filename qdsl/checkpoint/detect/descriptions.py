@@ -69,4 +69,4 @@ def described(data: dict[str, Any]) -> Description:
 
 def _stored(data: dict[str, Any]) -> Stored:
     return Stored(data["dtype"], *data["axes"], aliases=data.get("aliases", ()), optional=data.get("optional", ""),
-                  padding=data.get("padding", 0), seen=data.get("seen", ()))
+                  padding=data.get("padding", 0), seen=data.get("seen", ()), within=data.get("within", ""))

@@ -15,7 +15,7 @@ from qdsl.checkpoint.detect.groups import Group, group_rules
 from qdsl.checkpoint.detect.layer import Layer
 from qdsl.checkpoint.files.folder import Folder
 from qdsl.checkpoint.files.safetensors import CheckpointError, shown
-from qdsl.core.stored import Stored
+from qdsl.core.stored import Stored, TensorInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,10 +167,13 @@ def _read(folder: Tensors, layer: Layer, name: str) -> Tensor:
 
 
 def as_stored(layer: Layer, name: str, tensor: Tensor) -> Tensor:
-    """A tensor of a file as the storage has it: bytes that the file holds as larger numbers as bytes again, N and K as int64."""
+    """A tensor of a file as the storage has it: elements that the file holds in larger numbers alone, N and K as int64."""
     import torch
 
-    kind = layout_of(layer)[name].dtype
+    stored, info = layout_of(layer)[name], TensorInfo(str(tensor.dtype)[6:], tuple(tensor.shape))
+    kind = stored.dtype
+    if (own := stored.elements_of(info)) is not info:
+        return tensor.view(getattr(torch, own.dtype))
     if kind == "u8" and tensor.is_floating_point() and tensor.element_size() > 1:
         return tensor.flatten().view(torch.uint8)
     return tensor.long() if kind == "shape" else tensor

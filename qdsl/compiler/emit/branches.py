@@ -19,6 +19,7 @@ def branch_lines(program: Program) -> list[str]:
     lines: list[str] = []
     for branch in program.plus:
         parts = [f"{tensor.role}=BranchTensor({_arguments(tensor)})" for tensor in branch.tensors]
+        parts += ["ordered=True"] if branch.ordered else []
         lines += wrapped(f"Branch({quoted(branch.kind)}, ", parts, "),", level=2)
     return ["plus=(", *(f"    {line}" for line in lines), "),"] if lines else []
 

@@ -22,6 +22,7 @@ class Field:
     `kind` is the type as the spec names it: a number type, 'index', or a parameter that lists types.  `index` is over n, k,
     size parameters and the names of index fields (a gather); `extents` is the shape of the field.  A stored table has constant
     extents behind those of its index: the weights of a block share it, or all of them, and decode reads its entries.
+    by_places: its k is the place where a column is stored, in storages that have an order of columns.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Field:
     extents: tuple[Index, ...]
     groups: Index | None
     span: Span
+    by_places: bool = False
 
     @property
     def bits(self) -> int:
@@ -165,7 +167,7 @@ class Tensor:
 
     `kind` is the element type as the spec names it.  omitted: it is left out where its field has the value of a missing one.
     seen: the axes that files give it, where they are others.  section: of a tensor that another one holds, where; `aliases` and
-    `seen` are then those of the holder.
+    `seen` are then those of the holder.  within: the integers of files, which hold several elements each.
     """
 
     name: str
@@ -185,6 +187,7 @@ class Tensor:
     stream: Stream | None = None
     seen: tuple[Text, ...] = ()
     section: Section | None = None
+    within: str = ""
 
     @property
     def stored_name(self) -> str:
@@ -312,6 +315,7 @@ class Branch:
 
     kind: str
     tensors: tuple[BranchTensor, ...]
+    ordered: bool = False
 
 
 Constant = int | float | str | tuple[float, ...]

@@ -136,7 +136,8 @@ def order_name(program: Program) -> str:
         return authored.value
     if program.storage != PLANAR or program.affine is None or sum(field.groups is not None for field in program.fields) != 1:
         return ""
-    if any("k" in at.names() for name in program.affine.fields for at in program.field(name).index):
+    read = [program.field(name) for name in program.affine.fields]
+    if any("k" in at.names() for field in read if not field.by_places for at in field.index):
         return ""
     name = ORDER
     while any(tensor.name == name for tensor in program.tensors):

@@ -17,7 +17,7 @@ from qdsl.compiler.passes.type_fields import number_of, parameters
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec import model
 from qdsl.compiler.spec.source import Problems, did_you_mean
-from qdsl.core.branches import BRANCHES, ENTRIES, RANK, Role
+from qdsl.core.branches import BRANCHES, COLUMN, ENTRIES, RANK, Role
 from qdsl.core.numbers import TORCH_FLOATS
 
 INDEX, WORD, HALF = "i32", 32, 16                                # the type of indices and of words, and bits of these
@@ -71,7 +71,12 @@ def _branch(program: Program, branch: model.Branch, problems: Problems) -> Branc
     if len(read) > len(tensors):
         problems.add(branch.kind.span, f"two tensors of '{branch.kind}' hold the same field")
         return None
-    return Branch(branch.kind.value, tuple(tensors[role] for role in roles))
+    ordered = [tensor for tensor in branch.tensors if tensor.ordered]
+    fields = [{item.field.name for line in tensor.record for item in line.fields if item.field} for tensor in ordered]
+    if any(COLUMN not in names for names in fields) or \
+            (ordered and all(storage.order is None for storage in program.spec.storages)):
+        problems.add(ordered[0].name.span, f"'{COLUMN}' alone has places for columns, in a format whose storages have an 'order'")
+    return Branch(branch.kind.value, tuple(tensors[role] for role in roles), bool(ordered))
 
 
 def _shown(field: str, role: Role) -> str:

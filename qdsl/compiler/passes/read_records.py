@@ -25,6 +25,7 @@ from qdsl.compiler.spec.source import Problems, Text, did_you_mean
 from qdsl.core.codecs import CODECS
 from qdsl.core.layout import BASE, Affine, Line, walk
 from qdsl.core.numbers import Number, number
+from qdsl.core.stored import PLANAR
 
 
 def read_records(program: Program, problems: Problems) -> Program:
@@ -113,17 +114,23 @@ def _check_order(program: Program, storage: model.Storage, values: Mapping[str, 
     Tensors whose columns stay in order hold one field of [k], element by element.
     """
     for tensor in storage.tensors:
-        if tensor.unordered and storage.order is None:
+        if tensor.ordered is False and storage.order is None:
             problems.add(tensor.name.span, f"columns of '{tensor.name}' are in order, as all are in a storage without 'order'")
-        elif tensor.unordered and not _is_by_columns(tensor):
+        elif tensor.ordered is False and not _is_by_columns(tensor):
             problems.add(tensor.name.span, f"'{tensor.name}' is no tensor [k<K] of a field [k]: only numbers of single columns "
                                            "can stay in order")
     if storage.order is not None:
         moved = [field for field in program.fields if field.groups is not None and field.name in values]
-        blocks = [field for field in program.fields if any("k" in at.names() and at != name("k") for at in field.index)]
+        blocks = [field for field in program.fields if not field.by_places
+                  and any("k" in at.names() and at != name("k") for at in field.index)]
         if len(moved) != 1 or blocks:
             problems.add(storage.order.span, "an order of columns is for a storage that gives an index field its value, which "
                                              "alone says which columns share one")
+        if "k" in g.names(program.spec.decode):
+            problems.add(storage.order.span, "decode reads digits of k, and 'order' moves columns")
+    elif storage.name.value != PLANAR and (placed := next((field for field in program.fields if field.by_places), None)):
+        problems.add(storage.name.span, f"'{placed.name}' is shared by columns that lie side by side, and the storage has no "
+                                        "'order' that says which do")
 
 
 def _is_by_columns(tensor: model.Tensor) -> bool:
@@ -136,6 +143,7 @@ def _is_by_columns(tensor: model.Tensor) -> bool:
     return names == ["K", digits[0].name]
 
 
+CONTAINERS = {"i16": 16, "i32": 32, "i64": 64}                    # integers of files that hold several elements
 ELEMENTS = ("u8", "i8", "u16", "i16", "u32", "i32")              # integers that stored tensors hold
 
 
@@ -174,7 +182,19 @@ class _TensorReader:
         kind = item.shape.type.name if item.shape is not None and item.shape.type.name in self.program.params else element.name
         return Tensor(item.name.value, kind, element, variables, axes, lines, bits, kept, self.stored(element, lines),
                       item.optional is not None, item.omitted, tuple(alias.value for alias in (item.inside or item).aliases),
-                      item.name.span, item.record_text.span, self.stream(element, variables, axes), (item.inside or item).seen)
+                      item.name.span, item.record_text.span, self.stream(element, variables, axes), (item.inside or item).seen,
+                      within=self.within(element))
+
+    def within(self, element: Number) -> str:
+        """The type of integers in which files hold elements, several in each; '' where they hold the elements."""
+        kind = self.item.shape.within if self.item.shape is not None else None
+        if kind is None:
+            return ""
+        bits = CONTAINERS.get(kind.name, 0)
+        if element.is_float or bits <= element.bits or self.item.stream is not None or self.item.inside is not None:
+            self.problems.add(kind.span, f"files hold integers in wider ones, such as i32 in i64; not {element.name} in "
+                                         f"{kind.name}")
+        return kind.name
 
     def stream(self, element: Number, variables: tuple[Var, ...], axes: tuple[Axis, ...]) -> Stream | None:
         """The entropy code of the tensor, which holds bytes [N, K], or [N * K]."""

@@ -21,6 +21,7 @@ from qdsl.core.layout import BASE, DIGIT_BITS, PLACES, Affine, Line, RecordItem
 
 MAX_PIECES = 1 << 14
 MAX_WIDTH = 64
+MAX_GROUP = 1 << 8
 Weights = dict[str, tuple[Atom, ...]]                             # extents that a variable ('' for a number) is multiplied by
 
 
@@ -53,14 +54,13 @@ class RecordReader:
             if 0 in (extent for _, extent in loops):
                 continue                                         # a line that these parameters do not have
             names = variables | {loop for loop, _ in loops}
-            pieces += len(line.items) * prod(extent for _, extent in loops)
-            if pieces > MAX_PIECES:
-                self.problems.add(line.span, f"the record has more than {MAX_PIECES} pieces")
-                return None
-            read = [self.digits(item, names, local) if isinstance(item, g.Digits) else self.bits(item, names, local)
-                     for item in line.items]
+            read = [self.bits(item, names, local) for item in line.items]
             items = tuple(item for some in read for item in some or ())
             if None in read:
+                return None
+            pieces += len(items) * prod(extent for _, extent in loops)
+            if pieces > MAX_PIECES:
+                self.problems.add(line.span, f"the record has more than {MAX_PIECES} pieces")
                 return None
             kept.append(line)
             lines.append(Line(tuple(loops), items))
@@ -104,26 +104,37 @@ class RecordReader:
             extents.append((loop.name, extent))
         return extents
 
-    def digits(self, item: g.Digits, names: set[str], local: bool) -> list[RecordItem] | None:
-        """The digits of a byte one after the other, its loops written out."""
-        loops = self.loops(item.line.loops, names)
+    def bits(self, item: g.Item | g.Group, names: set[str], local: bool) -> list[RecordItem] | None:
+        """An item, or those of a group one after the other, its loops written out; None where one has a problem."""
+        if isinstance(item, g.Item):
+            read = self.part(item, names, local)
+            return None if read is None else [read]
+        loops, is_byte = self.loops(item.line.loops, names), isinstance(item, g.Digits)
         if loops is None:
             return None
         inner = [loop for loop, _ in loops]
-        forms = [self.digit(part, names | set(inner), local) for part in item.line.fields]
+        forms = [(self.digit if is_byte else self.part)(part, names | set(inner), local) for part in item.line.fields]
         kept = [form for form in forms if form is not None]
-        if len(kept) < len(forms):
-            return None
         size = len(kept) * prod(extent for _, extent in loops)
-        if not 1 <= size <= PLACES:
-            self.problems.add(item.span, f"a byte has room for {PLACES} digits of base {BASE}, not {size}")
+        if len(kept) < len(forms) or (is_byte and not self.fits_byte(item.span, kept, size)):
             return None
-        if len({form.field for form in kept}) > 1:
-            self.problems.add(item.span, "the digits of a byte are of one field")
+        if size > MAX_GROUP:
+            self.problems.add(item.span, f"a group has at most {MAX_GROUP} items, its loops written out, not {size}")
             return None
         choices = [dict(zip(inner, values, strict=True)) for values in product(*(range(extent) for _, extent in loops))]
-        written = [replace(form, index=tuple(_bound(part, values) for part in form.index)) for values in choices for form in kept]
-        return [replace(form, place=place, last=place == size - 1) for place, form in enumerate(written)]
+        written = [replace(form, index=tuple(_bound(part, values) for part in form.index), lo=_bound(form.lo, values))
+                   for values in choices for form in kept]
+        return [replace(form, place=place, last=place == size - 1) for place, form in enumerate(written)] if is_byte else written
+
+    def fits_byte(self, span: Span, digits: Sequence[RecordItem], size: int) -> bool:
+        """Whether a byte has room for as many digits, all of one field; adds a problem where it has not."""
+        if not 1 <= size <= PLACES:
+            self.problems.add(span, f"a byte has room for {PLACES} digits of base {BASE}, not {size}")
+        elif len({form.field for form in digits}) > 1:
+            self.problems.add(span, "the digits of a byte are of one field")
+        else:
+            return True
+        return False
 
     def digit(self, item: g.Item, names: set[str], local: bool) -> RecordItem | None:
         """An item of a byte of digits: a whole element of two bits."""
@@ -141,11 +152,6 @@ class RecordReader:
             self.problems.add(item.span, f"a digit of base {BASE} is of a field that is u{DIGIT_BITS}, with values 0 to "
                                          f"{BASE - 1}; '{item.field.name}' is {number.name if number else 'an index'}")
         return None
-
-    def bits(self, item: g.Item, names: set[str], local: bool) -> list[RecordItem] | None:
-        """The one item that is no byte of digits; None where it has a problem."""
-        read = self.part(item, names, local)
-        return None if read is None else [read]
 
     def part(self, item: g.Item, names: set[str], local: bool) -> RecordItem | None:
         """An item with its subscripts, lowest bit and width; None, with a problem, where one is wrong."""

@@ -7,13 +7,14 @@ they meet a float.  Does not: reorder or merge anything, because the order of ro
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.index import Index
 from qdsl.compiler.ir.program import Field, Program, Value
 from qdsl.compiler.passes.scope import Scope
-from qdsl.compiler.passes.type_fields import parameters
+from qdsl.compiler.passes.type_fields import parameters, place_fields
 from qdsl.compiler.spec import grammar as g
 from qdsl.compiler.spec.source import Problems, Span, did_you_mean
 from qdsl.core.numbers import round_to_f32
@@ -182,16 +183,18 @@ class _Builder:
 
     def is_block(self, expr: g.Subscript, field: Field) -> bool:
         """Whether the first subscripts of a stored table are those that its field has."""
+        places = sorted(place_fields(self.program))[:field.by_places]
         for part, index in zip(expr.index, field.index, strict=False):
-            if self.index(part) != index:
-                self.problems.add(part.span, f"stored table '{expr.name}' is shared by blocks: expected {index} here")
+            if self.index(part, places) != index or (places and "k" in g.names(part)):
+                shown = str(index).replace("k", places[0]) if places else index
+                self.problems.add(part.span, f"stored table '{expr.name}' is shared by blocks: expected {shown} here")
                 return False
         return True
 
-    def index(self, expr: g.Expr) -> Index | None:
-        """A subscript of rows and columns; None where it is none."""
+    def index(self, expr: g.Expr, places: Collection[str] = ()) -> Index | None:
+        """A subscript of rows and columns; None where it is none.  places: index fields that stand for k."""
         names = {word: ix.name(word) for word in ("n", "k", "N", "K")} | parameters(self.program) | dict(self.program.dims)
-        return Scope(names, "a subscript", Problems(), self.program.domain).index(expr)
+        return Scope(names | dict.fromkeys(places, ix.name("k")), "a subscript", Problems(), self.program.domain).index(expr)
 
     def row(self, expr: g.Subscript, at: g.Expr, shape: tuple[int, ...]) -> int | None:
         """The subscript that says which row, or which entry of a table without columns: an integer that is always one."""

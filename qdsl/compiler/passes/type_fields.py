@@ -147,7 +147,8 @@ def _field(program: Program, item: SpecField, problems: Problems) -> Field | Non
         problems.add(item.typed.span, f"index field '{word}' is subscripted by k alone: which group a column belongs to")
         return None
     extents = (*(_extent(program, i) for i in subscripts), *shape)
-    return Field(word, shown, number_type, subscripts, extents, groups, item.name.span)
+    by_places = not place_fields(program).isdisjoint(word for expr in item.typed.index for word in g.names(expr))
+    return Field(word, shown, number_type, subscripts, extents, groups, item.name.span, by_places)
 
 
 def _table(program: Program, item: SpecField) -> tuple[Index, ...]:
@@ -174,8 +175,16 @@ def group_size(groups: Index) -> Index | None:
 
 
 def _index_fields(program: Program) -> dict[str, Index]:
-    """Index fields of the spec, by name; as a subscript they stand for themselves."""
-    return {f.name.value: name(f.name.value) for f in program.spec.fields if f.typed.type.name == "index"}
+    """Index fields of the spec, by name; as a subscript they stand for themselves, and k for places of columns."""
+    places = place_fields(program)
+    return {f.name.value: name("k" if f.name.value in places else f.name.value) for f in program.spec.fields
+            if f.typed.type.name == "index"}
+
+
+def place_fields(program: Program) -> set[str]:
+    """The index fields that have a place for every column, by name."""
+    return {f.name.value for f in program.spec.fields if f.typed.type.name == "index" and f.typed.type.extent is not None
+            and list(g.names(f.typed.type.extent)) == ["K"] and isinstance(f.typed.type.extent, g.Name)}
 
 
 def _subscript(program: Program, item: SpecField, expr: g.Expr, problems: Problems) -> Index | None:
@@ -186,8 +195,8 @@ def _subscript(program: Program, item: SpecField, expr: g.Expr, problems: Proble
         return None
     if _is_flat(program, index):
         return index
-    if str(index) in _index_fields(program) and _extent(program, index) == name("K"):
-        problems.add(expr.span, f"'{index}' has a place for every column, so that '{item.name}' is a field of k")
+    if isinstance(expr, g.Name) and expr.name in place_fields(program):
+        problems.add(expr.span, f"'{expr.name}' has a place for every column, so that '{item.name}' is a field of k")
         return None
     inner = index
     if len(index.terms) == 1 and index.terms[0][1] == 1 and not index.const and index.terms[0][0].op == "div":

@@ -9,7 +9,7 @@ from qdsl.compiler.spec.model import Branch, Tensor
 from qdsl.compiler.spec.source import Problems, Text, did_you_mean
 from qdsl.core.branches import BRANCHES
 
-KEYS = ("tensor", "record", "aliases", "seen")                   # of a tensor of a branch
+KEYS = ("tensor", "record", "aliases", "seen", "ordered")        # of a tensor of a branch
 
 Items = Callable[[Node | None, str], list[tuple[Text, Node]]]
 

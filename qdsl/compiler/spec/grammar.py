@@ -109,11 +109,16 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Digits:
-    """`base3(j<5: q[l + 32*j])`: one byte of the items that a line has, the most significant digit first."""
+class Group:
+    """`(j<16: q[n, 16*t + j])`: the items of a line, inside of another."""
 
     line: Line
     span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Digits(Group):
+    """`base3(j<5: q[l + 32*j])`: one byte of the items that a line has, the most significant digit first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,21 +126,21 @@ class Line:
     """A line of a record: loops, and items in storage order."""
 
     loops: tuple[Loop, ...]
-    items: tuple[Item | Digits, ...]
+    items: tuple[Item | Group, ...]
     span: Span
 
     @property
     def fields(self) -> Iterator[Item]:
-        """The items that are bits or digits, those of bytes of digits too."""
+        """The items that are bits or digits, those of groups too."""
         for item in self.items:
-            yield from item.line.fields if isinstance(item, Digits) else (item,)
+            yield from item.line.fields if isinstance(item, Group) else (item,)
 
     @property
     def extents(self) -> Iterator[Expr]:
-        """The extents of its loops, those of bytes of digits too."""
+        """The extents of its loops, those of groups too."""
         yield from (loop.extent for loop in self.loops)
         for item in self.items:
-            yield from item.line.extents if isinstance(item, Digits) else ()
+            yield from item.line.extents if isinstance(item, Group) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +153,12 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`i32[t<K/8 word, n<N]`"""
+    """`i32[t<K/8 word, n<N] in i64`; within: the integers of files, each of which holds several elements."""
 
     type: Type
     axes: tuple[Axis, ...]
     span: Span
+    within: Type | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,18 +220,20 @@ def table(text: Text) -> tuple[tuple[Loop, ...], Expr]:
 
 
 def record(text: Text) -> tuple[Line, ...]:
-    """Record lines, one per line of the text; empty lines are skipped."""
-    lines: list[Line] = []
+    """Record lines, one per line of the text and those behind it that are indented further; empty lines are skipped."""
+    parts: list[tuple[int, int, int]] = []                       # where a line begins and ends, and how far it is indented
     begin = 0
     for row in text.value.split("\n"):
-        if len(lines) == MAX_LINES:
+        indent, end = len(row) - len(row.lstrip()), begin + len(row)
+        if row.strip() and parts and indent > parts[-1][2]:
+            begin, _, indent = parts.pop()
+        parts += [(begin, end, indent)] if row.strip() else []
+        if len(parts) > MAX_LINES:
             raise GrammarError(Problem(f"a record has at most {MAX_LINES} lines", text.at(begin, begin + 1)))
-        if row.strip():
-            lines.append(_Parser(text, begin, begin + len(row)).line())
-        begin += len(row) + 1
-    if not lines:
+        begin = end + 1
+    if not parts:
         raise GrammarError(Problem("a record needs at least one item", text.span))
-    return tuple(lines)
+    return tuple(_Parser(text, begin, end).line() for begin, end, _ in parts)
 
 
 def _whole(text: Text, rule: Callable[[_Parser], _T]) -> _T:
@@ -382,10 +390,11 @@ class _Parser:
         return Typed(kind, self.many(self.expression, "]"), self.span(begin))
 
     def shape(self) -> Shape:
-        begin = self.at
-        kind = self.type()
+        begin, kind = self.at, self.type()
         self.expect("[")
-        return Shape(kind, self.many(self.axis, "]"), self.span(begin))
+        axes, ends = self.many(self.axis, "]"), self.token.text != "in"
+        self.at += not ends
+        return Shape(kind, axes, self.span(begin), None if ends else self.type())
 
     def axis(self) -> Axis:
         begin = self.at
@@ -426,7 +435,7 @@ class _Parser:
 
     def line(self) -> Line:
         loops = self.loops()
-        items: list[Item | Digits] = [self.item()]
+        items: list[Item | Group] = [self.item()]
         while self.token.kind != "end":
             items.append(self.item())
         return Line(tuple(loops), tuple(items), self.span(0))
@@ -439,20 +448,21 @@ class _Parser:
                 loops.append(self.loop("another loop such as 'i<32', or ':'"))
         return loops
 
-    def digits(self, begin: int) -> Digits:
-        """What follows `base3(`, up to and past the closing bracket."""
-        first = self.at
-        loops = self.loops()
+    def inner(self) -> Line:
+        """What follows `base3(` or `(`, up to and past the closing bracket."""
+        first, loops = self.at, self.loops()
         items = [self.field()]
         while not self.take(")"):
             items.append(self.field())
-        return Digits(Line(tuple(loops), tuple(items), self.span(first)), self.span(begin))
+        return Line(tuple(loops), tuple(items), self.span(first))
 
-    def item(self) -> Item | Digits:
+    def item(self) -> Item | Group:
         begin = self.at
+        if (begin == 0 or self.tokens[begin - 1].end < self.token.begin) and self.take("("):
+            return Group(self.inner(), self.span(begin))
         if self.token.text == "base3" and self.tokens[self.at + 1].text == "(":
             self.at += 2
-            return self.digits(begin)
+            return Digits(self.inner(), self.span(begin))
         if self.token.text == "again" and self.tokens[self.at + 1].text == "(":
             self.at += 2
             if self.token.text == "pad":

@@ -82,7 +82,7 @@ class Tensor:
     """One tensor of a storage.  `run` is the shorthand of record tensors: a record holds consecutive elements of that axis.
 
     `stream` is the entropy code that holds its elements, in tensors of its own.  seen: the shape that files give it.
-    inside: the stored tensor of which it is a section.  unordered: its columns are in order in a storage that has an order.
+    inside: the stored tensor of which it is a section.  ordered: whether its columns are places, where the spec says so.
     """
 
     name: Text
@@ -97,7 +97,7 @@ class Tensor:
     omitted: bool = False
     seen: tuple[Text, ...] = ()
     inside: Sectioned | None = None
-    unordered: bool = False
+    ordered: bool | None = None
 
     @property
     def stored_name(self) -> Text:

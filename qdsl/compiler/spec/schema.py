@@ -68,7 +68,7 @@ TENSOR_KEYS = {
     "omit": "true: a quantizer leaves the optional tensor out where its field has that value",
     "aliases": "other names that checkpoints use for the tensor",
     "seen": "the shape that files give the tensor, where it is not that of its axes",
-    "ordered": "false: columns in order, in a storage whose `order` moves those of other tensors",
+    "ordered": "false: columns in order, in a storage whose `order` moves those of others; true, of a side branch: moved, too",
     "stored": "a reversible operation between what the record packs and what the file holds",
     "stream": "the entropy code that holds the tensor's elements, and what its tensors are called",
     "sections": "in place of a record: what every row holds one after the other, each with its own type, axes and record",
@@ -378,13 +378,13 @@ class _Reader:
         return tuple((option, word) for option, word in options if word is not None)
 
     def order(self, node: Node | None) -> tuple[Text | None, str]:
-        """The tensor of an order of columns and its type, i32 unless the spec says `NAME i16`."""
+        """The tensor of an order of columns and its type, i32 unless the spec says `NAME i16`, or `NAME i16 in i32`."""
         order = self.text(node, "order")
         if order is None:
             return None, "i32"
         word, _, kind = order.value.partition(" ")
-        if kind not in ("", "i32", "i16"):
-            self.problems.add(order.span, f"an order of columns is i32 or i16, not {kind}")
+        if kind not in ("", "i32", "i16", "i16 in i32"):
+            self.problems.add(order.span, f"an order of columns is i32, i16 or i16 in i32, not {kind}")
             return None, "i32"
         order = Text(word, order.starts)
         return (order if self.name(order, "tensor", _ANY_CASE) else None), kind or "i32"
@@ -441,8 +441,8 @@ class _Reader:
         if omit is not None and (omit.value != "true" or "optional" not in parts):
             self.problems.add(omit.span, "omit is true, for an optional tensor")
         ordered = self.text(parts.get("ordered"), "ordered")
-        if ordered is not None and ordered.value != "false":
-            self.problems.add(ordered.span, "ordered is false, for a tensor whose columns are in order")
+        if ordered is not None and ordered.value != (word := "false" if allowed is TENSOR_KEYS else "true"):
+            self.problems.add(ordered.span, f"ordered is {word}, for columns " + ("in order" if word == "false" else "by places"))
         stored = parts.get("stored")
         rules = stored.items if isinstance(stored, Sequence) else () if stored is None else (stored,)
         return Tensor(name, self.parsed(grammar.shape, self.text(parts.get("tensor"), "tensor")),
@@ -451,7 +451,7 @@ class _Reader:
                       self.aliases(parts.get("aliases")),
                       tuple(rule for item in rules if (rule := self.stored(item)) is not None),
                       self.parsed(grammar.call, self.text(parts.get("stream"), "stream")), omit is not None,
-                      self.seen(parts.get("seen")), inside, ordered is not None)
+                      self.seen(parts.get("seen")), inside, None if ordered is None else ordered.value == "true")
 
     def counted(self, text: Text) -> bool:
         if not _INTEGER.match(text.value) or int(text.value) < 1:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from qdsl.compiler.spec.source import Problem, Text
 
 MAX_LENGTH = 2000
-_TOKEN = re.compile(r"[ \t]*(?:(?P<float>\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+)|(?P<int>\d+)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)"
+_TOKEN = re.compile(r"[ \t\n]*(?:(?P<float>\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+)|(?P<int>\d+)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)"
                     r"|(?P<op>\*\*|//|[-+*/%^()\[\]{},<:=.;]))")
 
 
@@ -40,7 +40,7 @@ def tokens(text: Text, begin: int, end: int) -> list[Token]:
     while at < stop:
         match = _TOKEN.match(text.value, at, stop)
         if match is None:
-            at += len(text.value[at:stop]) - len(text.value[at:stop].lstrip(" \t"))
+            at += len(text.value[at:stop]) - len(text.value[at:stop].lstrip(" \t\n"))
             raise GrammarError(Problem(f"unexpected character {text.value[at]!r}", text.at(at, at + 1)))
         kind = match.lastgroup or "op"
         read.append(Token(kind, match.group(kind), match.start(kind), match.end()))

@@ -33,7 +33,7 @@ def rule(format: str, storage: str, params: Mapping[str, int | str]) -> Mapping[
 def file_shape(format: str, storage: str, name: str, layer_shape: tuple[int, int], params: Mapping[str, int | str],
          shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape that files give a tensor of a weight [N, K]; None where it is `shape`, that of its axes."""
-    stored = _stored(format, storage, name)
+    stored = stored_tensor(format, storage, name)
     if stored is None or not stored.seen:
         return None
     spec = next(spec for spec in descriptions() if spec.name == format)
@@ -42,7 +42,7 @@ def file_shape(format: str, storage: str, name: str, layer_shape: tuple[int, int
 
 def tensor_name(layer: Layer, format: str, storage: str, name: str) -> str:
     """What a tensor of a storage is called where a header says the layer's weight."""
-    stored = _stored(format, storage, name)
+    stored = stored_tensor(format, storage, name)
     leaf = next((alias for alias in stored.aliases if alias.startswith(PREFIX)), name) if stored else name
     module, _, own = weight(layer).rpartition(".")
     return f"{module}._{own}_{leaf.removeprefix(PREFIX)}".lstrip(".")
@@ -55,14 +55,14 @@ def unwritable(layer: Layer, format: str, storage: str, params: Mapping[str, int
         return ""
     if not header_rule.get("experts", True):
         return f"{header_rule['producer']} has no {header_rule['_type']} of experts in one tensor"
-    stored = {name: _stored(format, storage, name) for name in tensors}
+    stored = {name: stored_tensor(format, storage, name) for name in tensors}
     if any(tensor is not None and tensor.seen for tensor in stored.values()):
         return f"{header_rule['producer']} has no scales of experts in tiles"
     single = next((name for name, tensor in stored.items() if tensor is not None and not tensor.axes), None)
     return f"'{single}' is one number for all experts there" if single else ""
 
 
-def _stored(format: str, storage: str, name: str) -> Stored | None:
+def stored_tensor(format: str, storage: str, name: str) -> Stored | None:
     """A tensor of a storage; None for one that is beside it."""
     variants = next(spec for spec in descriptions() if spec.name == format).variants
     return next(storages[storage].get(name) for storages in variants.values() if storage in storages)

@@ -236,7 +236,7 @@ def _named(folder: Folder, layer: Layer, aim: Aim, method: str) -> _Named:
 
     method: the quant_method of the folder's settings.  Raises RewriteError where the storage cannot hold the layer.
     """
-    dtypes = {dtype: name for name, dtype in torch_dtypes().items()}
+    dtypes = {str(dtype)[6:]: name for name, dtype in torch_dtypes().items()}
     storages = [item for variant in description(target(layer, aim).name).variants.values() for item in variant.items()]
     layouts = [layout for _, layout in sorted(storages, key=lambda item: item[0] == aim.storage)]   # its own names come last
     aliases = {name: stored.aliases for layout in layouts for name, stored in layout.items()}
@@ -257,7 +257,9 @@ def _named(folder: Folder, layer: Layer, aim: Aim, method: str) -> _Named:
         shape = header.file_shape(format, aim.storage, name, layer.shape, params, shape) or shape
         full = header.tensor_name(layer, format, aim.storage, name) if is_in_header else \
             full_name(base, own or name, () if own else aliases.get(name, ()), usual.experts == "full")
-        named.append((name, full, (dtypes[dtype], shape)))
+        stored = header.stored_tensor(format, aim.storage, name)
+        kind, shape = (str(dtype)[6:], shape) if stored is None else stored.of_file(str(dtype)[6:], shape)
+        named.append((name, full, (dtypes[kind], shape)))
     return named
 
 

@@ -28,7 +28,7 @@ def add_branches(out: Tensor, x: Tensor, packed: PackedWeight, transposed: bool,
 
     mode: of the product; a batch-invariant one takes each row of x by itself.
     """
-    present = [(branch.kind, fields) for branch in packed.variant.plus if (fields := branch.fields(packed)) is not None]
+    present = [(branch.kind, fields) for branch in packed.variant.plus if (fields := branch.fields(packed, False)) is not None]
     wide = out.dtype if _is_native(x, present) else torch.promote_types(out.dtype, torch.float32)
     rows, sums = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1]).to(wide)
     step = 1 if mode == INVARIANT else max(1, rows.shape[0])

@@ -57,7 +57,7 @@ def _decode_sum(packed: PackedWeight, out: Tensor) -> Tensor:
         part = packed.cut("N", start, stop)
         weight = _decode_base(part.base, empty(part.shape, torch.float32, out.device))
         for branch in part.variant.plus:
-            if (fields := branch.fields(part)) is not None:
+            if (fields := branch.fields(part, False)) is not None:
                 branch.add(fields, weight)
         out[start:stop].copy_(weight)
     return out

@@ -118,6 +118,15 @@ def row_numbers(start: Tensor, count: int) -> Tensor:
     return torch.repeat_interleave(numbers, start.diff().long(), output_size=count)
 
 
+def moved(fields: Fields, columns: Tensor, rising: bool = True) -> Fields:
+    """Entries like these whose column j is columns[j].  rising: those of a row are sorted by their columns."""
+    start, column = fields["start"], columns[fields["column"].long()].to(torch.int32)
+    if not rising:
+        return {**fields, "column": column}
+    places = torch.argsort(row_numbers(start, column.numel()) * columns.numel() + column)
+    return {**fields, "column": column[places], "value": fields["value"][places]}
+
+
 def _add_entries(fields: Fields, weight: Tensor) -> None:
     column = fields["column"].long()
     place = (row_numbers(fields["start"], column.numel()), column)

@@ -22,7 +22,8 @@ from torch import Tensor
 from qdsl.core.branches import OPTIONAL
 from qdsl.core.shapes import Axis, axis
 from qdsl.core.stored import Stored
-from qdsl.runtime.weight.branch_kinds import KINDS, Fields
+from qdsl.runtime.weight import order
+from qdsl.runtime.weight.branch_kinds import KINDS, Fields, moved
 from qdsl.runtime.weight.errors import FormatError
 from qdsl.runtime.weight.match import stored_dtype
 
@@ -112,22 +113,33 @@ class BranchTensor:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Branch:
-    """What a format adds to its decoded weight.  kind: of core/branches.py.  tensors: those of its fields."""
+    """What a format adds to its decoded weight.  kind: of core/branches.py.  tensors: those of its fields.
+
+    ordered: its tensors say places of columns where the weight has an order of columns; its fields say columns.
+    """
 
     kind: str
     tensors: Mapping[str, BranchTensor]
+    ordered: bool
 
-    def __init__(self, kind: str, **tensors: BranchTensor) -> None:
+    def __init__(self, kind: str, ordered: bool = False, **tensors: BranchTensor) -> None:
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "tensors", tensors)
+        object.__setattr__(self, "ordered", ordered)
 
     @property
     def names(self) -> list[str]:
         """What its tensors are called."""
         return list(dict.fromkeys(tensor.name for tensor in self.tensors.values()))
 
-    def fields(self, packed: PackedWeight) -> Fields | None:
-        """Its fields of a weight; None of a weight without this branch."""
+    def fields(self, packed: PackedWeight, rising: bool = True) -> Fields | None:
+        """Its fields of a weight; None of a weight without this branch.  rising: the columns of a row rise."""
+        fields = self.stored_fields(packed)
+        columns = packed.order if self.ordered and fields is not None and packed.device.type != "meta" else None
+        return fields if fields is None or columns is None else moved(fields, columns, rising)
+
+    def stored_fields(self, packed: PackedWeight) -> Fields | None:
+        """The same with places in place of columns, where its tensors say these."""
         if any(name not in packed.tensors for name in self.names):
             return None
         return {role: tensor.field(packed.tensors[tensor.name], packed.shape) for role, tensor in self.tensors.items()}
@@ -154,7 +166,7 @@ def check_names(format: str, plus: Sequence[Branch], names: Sequence[str]) -> No
 def check(packed: PackedWeight) -> None:
     """Raises FormatError for tensors of branches that do not fit each other, point outside of the weight, or are not finite."""
     for branch in packed.variant.plus if packed.has_branch else ():
-        fields = branch.fields(packed)
+        fields = branch.stored_fields(packed)
         wrong = None if fields is None else KINDS[branch.kind].wrong(fields, packed.shape)
         if wrong is not None:
             raise FormatError(f"{packed.format.name}: '{branch.tensors[wrong[0]].name}' {wrong[1]}")
@@ -177,12 +189,14 @@ def with_fields(base: PackedWeight, values: Fields, names: Mapping[str, str] | N
         if present and len(present) < len(branch.tensors):
             missing = next(role for role in branch.tensors if role not in values)
             raise FormatError(f"{base.format.name}: field '{missing}' is missing; given is '{present[0]}'")
+        columns = base.order if branch.ordered and present and base.device.type != "meta" else None
+        own = values if columns is None else moved(values, order.places(columns))
         for role, tensor in branch.tensors.items() if present else ():
             dtype = tensor.dtype(base.params)
-            if values[role].dtype != dtype:
-                raise FormatError(f"{base.format.name}: field '{role}' is {str(values[role].dtype)[6:]}; the format needs "
+            if own[role].dtype != dtype:
+                raise FormatError(f"{base.format.name}: field '{role}' is {str(own[role].dtype)[6:]}; the format needs "
                                   f"{str(dtype)[6:]}")
-            parts.setdefault(tensor.name, []).append(tensor.tensor(values[role], base.shape))
+            parts.setdefault(tensor.name, []).append(tensor.tensor(own[role], base.shape))
         for name, halves in parts.items():
             if len({half.numel() for half in halves}) > 1:
                 raise FormatError(f"'{name}' holds lists of one length, not {' and '.join(str(half.numel()) for half in halves)}")

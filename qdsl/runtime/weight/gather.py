@@ -66,6 +66,9 @@ def plan(source: Source, sizes: Mapping[str, int]) -> Gather:
         for place, axis in enumerate(field.axes):
             if groups is not None and taken is not None and axis.text == groups.text != "K":
                 elements[name].append((place, taken))
+            elif groups is not None and index is not None and axis.dim == "K" and groups.text == "K" and axis.by(sizes) > 1 \
+                    and source.shape[1] < source.packed.shape[1]:
+                raise FormatError(f"one value of '{name}' is for columns that are stored side by side, and these lie all over K")
             elif axis.dim in ("N", "K", "N*K"):
                 elements[name].append((place, _elements(source, sizes, name, axis)))
     return Gather(elements, index)

@@ -92,7 +92,8 @@ def _tensors(program: Program) -> dict[str, dict[str, Any]]:
         stream = sections[0].stream
         tensors |= _coded(stream) if stream else {name: _tensor(program, sections)}
     if order := _authored(program).order:
-        tensors[order.value] = {"dtype": _authored(program).order_type, "axes": ["K"], "optional": order.value}
+        kind, _, within = _authored(program).order_type.partition(" in ")
+        tensors[order.value] = {"dtype": kind, "axes": ["K"], "optional": order.value, **({"within": within} if within else {})}
     tensors |= dict(branch_shapes(program))
     shape = _authored(program).shape
     return tensors if shape is None else {**tensors, shape.value: {"dtype": "shape", "axes": ["2"]}}
@@ -110,7 +111,8 @@ def _tensor(program: Program, tensors: Sequence[Tensor]) -> dict[str, Any]:
     return {"dtype": "index" if is_index else tensor.kind, "axes": stored_axes(tensors),
             **({"aliases": list(tensor.aliases)} if tensor.aliases else {}), **({"optional": field} if tensor.optional else {}),
             **({"padding": padding} if (padding := _padding(tensor)) else {}),
-            **({"seen": [extent.value for extent in tensor.seen]} if tensor.seen else {})}
+            **({"seen": [extent.value for extent in tensor.seen]} if tensor.seen else {}),
+            **({"within": tensor.within} if tensor.within else {})}
 
 
 def _padding(tensor: Tensor) -> int:

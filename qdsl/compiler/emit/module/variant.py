@@ -102,7 +102,9 @@ def _storage(program: Program, reference: Reference, moves: bool, always: Sequen
         stream = tensors[0].stream
         lines += _coded(stream) if stream else [f'    "{name_in_files}": {_stored(program, tensors, moves)},']
     order, shape = order_name(program), _authored(program).shape
-    lines += [f'    "{order}": Stored("{_authored(program).order_type}", "K", optional="{order}"),'] if order else []
+    kind, _, within = _authored(program).order_type.partition(" in ")
+    within = f', within="{within}"' if within else ""
+    lines += [f'    "{order}": Stored("{kind}", "K", optional="{order}"{within}),'] if order else []
     lines += [f'    "{shape}": Stored("shape", "2"),'] if shape else []
     return [*lines, *wrapped("}, kernels=Kernels(", _kernels(program), ")),", level=2)]
 
@@ -115,6 +117,7 @@ def _stored(program: Program, tensors: Sequence[Tensor], moves: bool) -> str:
     arguments += [f"aliases={tupled(tensor.aliases)}"] if tensor.aliases else []
     arguments += [f'optional="{tensor.placements[0].field}"'] if tensor.optional else []
     arguments += [f"seen={tupled([axis.value for axis in tensor.seen])}"] if tensor.seen else []
+    arguments += [f'within="{tensor.within}"'] if tensor.within else []
     bits = bits_texts(program, tensors) if moves else []
     arguments += [f"bits={tupled(bits)}"] if bits else []
     change = tensor.stored
@@ -164,7 +167,7 @@ def _more_arguments(program: Program, reference: Reference, always: Sequence[str
     omitted = [tensor.placements[0].field for tensor in program.tensors if tensor.omitted]
     fewest = [f"{quoted(axis_text(program.dims[key.value]))}: {extent}" for key, extent in authored.least]
     options = [f"{quoted(key.value)}: {_option(word.value)}" for key, word in authored.options]
-    unordered = [tensor.name.value for tensor in authored.tensors if tensor.unordered]
+    unordered = [tensor.name.value for tensor in authored.tensors if tensor.ordered is False]
     reads, extents = reference.unpack_extents, reference.pack_extents
     streams = [f"{quoted(tensor.name)}: {_stream(program, tensor, tensor.stream)}" for tensor in program.tensors if tensor.stream]
     arguments = [f"where={tupled(list(program.where))}" if program.where else "",
