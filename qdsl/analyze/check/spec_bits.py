@@ -5,7 +5,8 @@ Plain nested loops over the parsed spec, which share nothing with the compiler's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from math import lcm, prod
 
@@ -19,24 +20,30 @@ PLAIN, AGAIN = -1, -2                                            # no digit; a s
 
 def evaluate(expr: g.Expr, env: Mapping[str, int]) -> int:
     """An integer expression, by the rules of the language and nothing else."""
+    if isinstance(expr, g.Name):                                 # the commonest first: this runs for every stored bit
+        return env[expr.name]
+    if isinstance(expr, g.Binary):
+        return OPERATORS[expr.op](evaluate(expr.left, env), evaluate(expr.right, env))
     if isinstance(expr, g.Number):
         return int(expr.value)
-    if isinstance(expr, g.Name):
-        return env[expr.name]
     if isinstance(expr, g.Negate):
         return -evaluate(expr.value, env)
-    if isinstance(expr, g.Apply):
-        if expr.name == "lcm":
-            return lcm(*(evaluate(a, env) for a in expr.arguments))
-        (inner,) = expr.arguments
-        assert expr.name == "ceil" and isinstance(inner, g.Binary) and inner.op == "/"
-        return -(-evaluate(inner.left, env) // evaluate(inner.right, env))
-    assert isinstance(expr, g.Binary)
-    a, b = evaluate(expr.left, env), evaluate(expr.right, env)
-    if expr.op == "/":
-        assert a % b == 0, f"{a} / {b}"
-    return {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b else 0, "//": a // b if b else 0, "%": a % b if b else 0,
-            "**": a ** b if 0 <= b < 64 else 0, "^": a ^ b}[expr.op]
+    assert isinstance(expr, g.Apply)
+    if expr.name == "lcm":
+        return lcm(*(evaluate(a, env) for a in expr.arguments))
+    (inner,) = expr.arguments
+    assert expr.name == "ceil" and isinstance(inner, g.Binary) and inner.op == "/"
+    return -(-evaluate(inner.left, env) // evaluate(inner.right, env))
+
+
+def _whole(a: int, b: int) -> int:
+    assert a % b == 0, f"{a} / {b}"
+    return a // b
+
+
+OPERATORS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": _whole, "//": lambda a, b: a // b if b else 0,
+    "%": lambda a, b: a % b if b else 0, "**": lambda a, b: int(a ** b) if 0 <= b < 64 else 0, "^": operator.xor}
 
 
 def environment(spec: Spec, n: int, k: int, params: Mapping[str, int | str], sizes: Mapping[str, int]) -> dict[str, int]:
@@ -75,18 +82,22 @@ def element_bits(spec: Spec, tensor: Tensor, params: Mapping[str, int | str]) ->
         int(word[1:]) if word[0] in "ui" else 1 + int(word[1]) + int(word[3]))
 
 
+def stored(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str]) -> Iterator[Stored]:
+    """Every stored bit but padding, by tensor."""
+    for tensor in storage.tensors:
+        yield from _placed(spec, storage, tensor, env, params)
+
+
 def bits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
          ) -> Iterator[tuple[str, tuple[int, ...], int, Bit]]:
     """(tensor, element of the tensor, bit of that element, the field's bit) for every stored bit but padding, digits, copies."""
-    for tensor in storage.tensors:
-        yield from (stored[:4] for stored in _placed(spec, storage, tensor, env, params) if stored[4] == PLAIN)
+    yield from (bit[:4] for bit in stored(spec, storage, env, params) if bit[4] == PLAIN)
 
 
 def copies(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
            ) -> Iterator[tuple[str, tuple[int, ...], int, Bit]]:
     """The same for bits that stand again."""
-    for tensor in storage.tensors:
-        yield from (stored[:4] for stored in _placed(spec, storage, tensor, env, params) if stored[4] == AGAIN)
+    yield from (bit[:4] for bit in stored(spec, storage, env, params) if bit[4] == AGAIN)
 
 
 def digits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping[str, int | str],
@@ -96,10 +107,9 @@ def digits(spec: Spec, storage: Storage, env: Mapping[str, int], params: Mapping
     A digit of an element that no weight has is None.
     """
     digits_of: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[str, tuple[int, ...]]]] = {}
-    for tensor in storage.tensors:
-        for name, element, bit, (field, index, _), place in _placed(spec, storage, tensor, env, params):
-            if place >= 0:
-                digits_of.setdefault((name, element, bit), {})[place] = field, index
+    for name, element, bit, (field, index, _), place in stored(spec, storage, env, params):
+        if place >= 0:
+            digits_of.setdefault((name, element, bit), {})[place] = field, index
     return {key: [elements.get(place) for place in range(1 + max(elements))] for key, elements in digits_of.items()}
 
 
@@ -147,21 +157,26 @@ def _tensor(spec: Spec, tensor: Tensor, env: Mapping[str, int], params: Mapping[
         return
     digits = [digit for axis in tensor.shape.axes for digit in axis.digits if digit is not None]
     extents = [evaluate(digit.extent, env) for digit in digits]
+    shapes: dict[str, tuple[int, ...]] = {}
     for values in product(*(range(extent) for extent in extents)):
         local = {**env, **{digit.name: value for digit, value in zip(digits, values, strict=True)}}
         at = 0
         placed: list[tuple[int, Bit, int]] = []
         for field, index, low, width, place in _record(spec, tensor, local, params):
             if field:
-                shape = shape_of(spec, fields[field], env)
+                if field not in shapes:
+                    shapes[field] = shape_of(spec, fields[field], env)
+                shape = shapes[field]
                 if len(index) == 1 and len(shape) == 2:          # a flat position
                     index = (index[0] // shape[1], index[0] % shape[1]) if index[0] < prod(shape) else (shape[0], 0)
                 if all(i < s for i, s in zip(index, shape, strict=True)):
                     placed += [(at + b, (field, index, low + b), place) for b in range(width if place < 0 else 1)]
             at += width
         words = -(-at // size)
+        elements = [_element(tensor, local, env, words, word) for word in range(words)]
         for bit, what, place in placed:
-            yield tensor.name.value, _element(tensor, local, env, words, bit // size), bit % size, what, place
+            yield tensor.name.value, elements[bit // size], bit % size, what, place
+
 
 
 def _element(tensor: Tensor, local: Mapping[str, int], env: Mapping[str, int], words: int, word: int) -> tuple[int, ...]:

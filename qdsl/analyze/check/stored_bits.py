@@ -34,26 +34,31 @@ class StoredBits:
                   if name not in self.layout.where}
         self.tensors = {name: tensor.contiguous() for name, tensor in self.layout.tensors_of(fields, self.extents).items()}
         self.widths = {name: spec_bits.width_of(case.spec, name, case.params) for name in self.fields}
-        self.stored_at = _starts({name: 8 * tensor.element_size() for name, tensor in self.tensors.items()}, self.tensors)
+        sizes = {name: 8 * tensor.element_size() for name, tensor in self.tensors.items()}
+        self.stored_at = _starts(sizes, self.tensors)
         self.field_at = _starts(self.widths, self.fields)
         self.source = np.full(self.field_at[""], -1)
+        self._stored = {name: (tuple(tensor.shape), sizes[name]) for name, tensor in self.tensors.items()}
+        self._fields = {name: (tuple(field.shape), self.widths[name]) for name, field in self.fields.items()}
         storage = next(declared for declared in case.spec.storages if declared.name.value == case.storage)
         env = spec_bits.environment(case.spec, *shape, case.params, case.format.sizes(case.params, shape))
-        for stored in spec_bits.bits(case.spec, storage, env, case.params):
-            target, place = self._places(*stored)
-            assert self.source[target] == -1, f"bit {stored[3][2]} of {stored[3][0]}{list(stored[3][1])} is stored twice"
-            self.source[target] = place
-        copies = [self._places(*stored) for stored in spec_bits.copies(case.spec, storage, env, case.params)]
+        copies = []
+        for stored in spec_bits.stored(case.spec, storage, env, case.params):
+            if stored[4] == spec_bits.AGAIN:
+                copies.append(self._places(*stored[:4]))
+            elif stored[4] == spec_bits.PLAIN:
+                target, place = self._places(*stored[:4])
+                assert self.source[target] == -1, f"bit {stored[3][2]} of {stored[3][0]}{list(stored[3][1])} is stored twice"
+                self.source[target] = place
         self.copies = np.array(copies, np.int64).reshape(-1, 2).T
         assert (self.source >= 0).all(), "a field bit is not stored"
 
     def _places(self, name: str, element: tuple[int, ...], bit: int, what: spec_bits.Bit) -> tuple[int, int]:
         """The places of a field's bit and of a stored one."""
         field, index, low = what
-        stored = self.tensors[name]
-        place = np.ravel_multi_index(element, tuple(stored.shape)) * 8 * stored.element_size() + bit
-        target = np.ravel_multi_index(index, tuple(self.fields[field].shape)) * self.widths[field] + low
-        return int(self.field_at[field] + target), int(self.stored_at[name] + place)
+        (shape, width), (stored, size) = self._fields[field], self._stored[name]
+        target = _flat(index, shape) * width + low
+        return self.field_at[field] + target, self.stored_at[name] + _flat(element, stored) * size + bit
 
     @property
     def size(self) -> int:
@@ -149,6 +154,16 @@ def _random(size: int) -> Iterator[Bits]:
     generator = np.random.default_rng(0)
     for _ in range(8):
         yield generator.integers(0, 2, size, dtype=np.uint8)
+
+
+def _flat(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """The position of an element in order.  Raises ValueError outside of the shape."""
+    position = 0
+    for i, extent in zip(index, shape, strict=True):
+        if not 0 <= i < extent:
+            raise ValueError(f"{list(index)} in {list(shape)}")
+        position = position * extent + i
+    return position
 
 
 def _starts(widths: Mapping[str, int], tensors: Mapping[str, Tensor]) -> dict[str, int]:
