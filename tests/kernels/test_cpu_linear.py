@@ -34,9 +34,8 @@ CASES = cases()
 COVERING = covering(CASES, lambda case: [case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.decode])
 NAMES = ("order", "slots", "blocks", "factors", "sources", "arrange", "run")                   # of a source, in one of many
 PARTS = 2                                                        # formats are compiled in so many programs
-# A word's first bit depends on the data, in codes that cross words: a vector cannot be loaded under a condition on values.  And
-# values that are rounded in between are cast to bits.
-PLAIN = {"half_steps.bytes-scale_typebf16", "learned_levels.levels", "learned_rows.rows", "ranges.runs", "ranges.words"}
+# A word's first bit depends on the data, in codes that cross words: a vector cannot be loaded under a condition on values.
+PLAIN = {"learned_levels.levels", "learned_rows.rows", "ranges.runs", "ranges.words"}
 WEIGHTS: dict[str, Callable[[], PackedWeight]] = {
     "q8_0": lambda: q8_0.quantize(sample(48, 256)),
     "q4_0": lambda: q4_0.quantize(sample(48, 256)),
@@ -280,13 +279,35 @@ def test_products_of_all_dtypes_and_a_bias(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_decode_that_rounds_to_the_type_of_a_tensor(dtype: torch.dtype) -> None:
-    """Columns one at a time: loops that cannot round leave the product to tiles."""
+    """Columns one at a time, each rounded twice."""
     numbers = {"cb": sample(1 << 16, 8, dtype=dtype), "a": sample(256, dtype=dtype), "b": sample(256, seed=1, dtype=dtype)}
     packed = vptq.pack({**numbers, "q": torch.randint(1 << 16, (8, 256), dtype=torch.int32)}, bits=16)
-    weight = plain(packed)
-    assert torch.equal(vptq.linear(torch.eye(256), packed).t(), weight)
+    weight, out = plain(packed), torch.empty(64, 256)
+    decode = loops.decode(packed)
+    assert decode is not None
+    decode(out, 0)
+    assert same_bits(out, weight) and torch.equal(vptq.linear(torch.eye(256), packed).t(), weight)
     x = sample(3, 256, seed=2)
     check(vptq.linear(x, packed), x, weight)
+
+
+@pytest.mark.parametrize("options", [(), ("-march=x86-64-v3",)])
+def test_rounding_to_float16_is_that_of_torch(options: tuple[str, ...]) -> None:
+    """All float16, the middles between neighbours, what lies beside these, and what is larger or smaller than all."""
+    if options and not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        pytest.skip("this machine has no F16C")
+    halves = torch.arange(1 << 16).to(torch.uint16).view(torch.float16).float()
+    middles = (halves[:0x7C00] + halves[1:0x7C01]) / 2
+    middles[-1] = 65520                                          # from here on numbers are infinite
+    bits = middles.view(torch.int32)
+    x = torch.cat([halves, middles, (bits - 1).view(torch.float32), (bits + 1).view(torch.float32), torch.tensor([1e9, 1e-40])])
+    x = torch.cat([x, -x])
+    source = f"#define LANES 4\n{VECTORS.read_text(encoding='utf-8')}\n" \
+        "void run(float *x, long n) { for (long i = 0; i < n; i++) x[i] = round_to_half(x[i]); }"
+    rounded = x.clone()
+    library.load(source, options).run(ctypes.c_void_p(rounded.data_ptr()), ctypes.c_long(len(x)))
+    wanted = x.half().float()
+    assert torch.equal(rounded.isnan(), wanted.isnan()) and same_bits(rounded.nan_to_num(7), wanted.nan_to_num(7))
 
 
 def test_one_library_serves_all_shapes() -> None:

@@ -108,13 +108,15 @@ class Writer:
             return f"to_float((vi){name})" if vector else f"(float){name}"
         if op == "bits_to_float":
             return f"(vf){name}" if vector else f"bits_to_float((uint32_t){name})"
+        if op in ("float_to_bits", "round_to_half"):
+            return f"({kind}){name}" if vector and kind == "vu" else f"{'v' if vector else ''}{op}({name})"
         helper = {"from_float16": "half", "from_bfloat16": "brain"}[op]
         return f"v{helper}({name})" if vector else f"{helper}((uint16_t){name})"
 
     def _as_operand(self, node: Node, name: str, kind: str, op: str) -> str:
         """A name as an operand of a vector: a float next to integers would make a vector of integers of it."""
         if kind in ("vf", "vi", "vu") and not node.has_lanes:
-            if kind == "vf":
+            if kind == "vf" or node.dtype == "float32":
                 return f"all_float({name})"
             return f"({'uint32_t' if kind == 'vu' else 'int32_t'}){name}"
         return f"({kind}){name}" if node.has_lanes and kind != "vf" and op not in ("==", "<") else name

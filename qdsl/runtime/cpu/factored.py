@@ -58,11 +58,6 @@ class _Codes:
     base: int
     columns: tuple[int, ...]
 
-    @property
-    def high(self) -> int:
-        """The largest code plus `add`."""
-        return self.code.bounds[1] + self.add if self.code.op != "load" else range_of(self.code)[1] + self.add
-
 
 @dataclass(frozen=True, eq=False)
 class _Term:
@@ -349,7 +344,7 @@ class _Program:
                 body += self._flush()
                 x = f"q{m} + {(4 if self.rounds_x else 16) * self.width * place}"
                 if self.rounds_x:
-                    function = "small_dot" if codes.high <= 127 else "dot"
+                    function = "small_dot" if range_of(codes.code)[1] + codes.add <= 127 else "dot"
                     total = f"to_float({function}({parts[0]}, vload_bytes({x})))"
                 else:
                     total = f"{parts[0]} * vload_float32({x})"

@@ -33,9 +33,7 @@ def compile_products(on: bool = True) -> None:
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
     """x [M, K] @ w.T + bias: [M, N] in x's dtype.  Raises FormatError for an unknown QDSL_CPU_COMPILE."""
-    if _is_plain(packed, x.dtype):
-        return _tiled(x, packed, bias)
-    if not _is_compiled(x, packed):
+    if _is_plain(packed, x.dtype) or not _is_compiled(x, packed):
         return _tiled(x, packed, bias)
     if x.shape[0] <= loops.FEW:
         out = loops.product(x.detach(), packed, True) if _rounds_x() else None

@@ -18,6 +18,7 @@ INTEGERS = {"uint8": (0, 255), "int8": (-128, 127), "uint16": (0, 65535), "int16
 SIZES = {"uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "int32": 4, "uint32": 4, "int64": 8, "float16": 2, "bfloat16": 2,
          "float32": 4}
 COMPARISONS = ("<", "==")
+FROM_FLOAT = {("float16", False): "narrow", ("uint32", True): "float_to_bits"}                # by type, and whether bits are kept
 
 
 class Unsupported(Exception):
@@ -383,7 +384,7 @@ class Trace:
         strong = [arg.dtype for arg in (left, right) if isinstance(arg, Node)]
         if any(isinstance(arg, float) for arg in (left, right)) or any(dtype.startswith(("float", "bfloat")) for dtype in strong):
             a, b = (self.converted(self.value(arg), "float32", False) for arg in (left, right))
-            return self.node(sign, (a, b), "float32")
+            return self.node(sign, (a, b), "bool" if sign in COMPARISONS else "float32")
         strong += ["int32" for arg in (left, right) if isinstance(arg, Index)]
         dtype = max(strong, key=lambda name: (SIZES[name], name.startswith("u")))
         a, b = self.value(left, dtype), self.value(right, dtype)
@@ -414,10 +415,9 @@ class Trace:
         if node.dtype == dtype:
             return node
         if not bitcast and dtype == "float32":
-            if node.dtype in ("float16", "bfloat16"):
-                return self.node("load", (*node.args, "float32"), dtype, has_lanes=node.has_lanes) if node.op == "load" \
-                    else self.node(f"from_{node.dtype}", (node.args[0],), dtype)
-            return self.node("float", (node,), dtype)
+            return self._as_float(node)
+        if node.dtype == "float32" and (dtype, bitcast) in FROM_FLOAT:
+            return self.node(FROM_FLOAT[dtype, bitcast], (node,), dtype)
         if dtype == "float32":
             return self.node("bits_to_float", (node,), dtype)
         if dtype in ("float16", "bfloat16") and bitcast:
@@ -427,6 +427,15 @@ class Trace:
                 return self.node("load", (node.args[0], dtype, *node.args[2:]), dtype, has_lanes=node.has_lanes)
             return self.wrapped(node, dtype)
         raise Unsupported(f"{node.dtype} as {dtype}")
+
+    def _as_float(self, node: Node) -> Node:
+        """A value as float32."""
+        if node.op == "narrow":
+            return self.node("round_to_half", node.args, "float32")
+        if node.dtype in ("float16", "bfloat16"):
+            return self.node("load", (*node.args, "float32"), "float32", has_lanes=node.has_lanes) if node.op == "load" \
+                else self.node(f"from_{node.dtype}", (node.args[0],), "float32")
+        return self.node("float", (node,), "float32")
 
     def load(self, pointer: Pointer, live: Mask = ALWAYS, other: int = 0) -> Node:
         """The elements at a pointer: args are the pointer, the type in memory, and the condition."""

@@ -17,6 +17,7 @@ typedef int8_t vc __attribute__((vector_size(LANES)));            /* a byte for 
 #define NARROW (LANES == 8 && defined(__AVX2__))
 
 INLINE float bits_to_float(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
+INLINE uint32_t float_to_bits(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
 INLINE float half(uint16_t h) {
 #if defined(__F16C__) || defined(__AVX512F__)
     return _cvtsh_ss(h);
@@ -24,6 +25,22 @@ INLINE float half(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, magnitude = h & 0x7FFF;
     if (magnitude >= 0x7C00) return bits_to_float(sign | 0x7F800000 | (magnitude & 0x3FF) << 13);
     return bits_to_float(sign | (magnitude << 13)) * 0x1p112f;
+#endif
+}
+
+INLINE float round_to_half(float value) {                        /* the nearest float16, of two the even one */
+#if defined(__F16C__) || defined(__AVX512F__)
+    return _cvtsh_ss(_cvtss_sh(value, 0));
+#else
+    uint32_t sign = float_to_bits(value) & 0x80000000, bits = float_to_bits(value) & 0x7FFFFFFF;
+    if (bits < 0x38800000) {                                     /* steps of 2^-24, which floats from 0.5 to 1 have, too */
+        volatile float shifted = bits_to_float(bits) + 0.5f;
+        bits = float_to_bits(shifted - 0.5f);
+    } else if (bits < 0x7F800000) {
+        bits = (bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFFu;
+        if (bits >= 0x47800000) bits = 0x7F800000;
+    }
+    return bits_to_float(sign | bits);
 #endif
 }
 
@@ -118,6 +135,15 @@ INLINE vf spread_float16(const uint8_t *p, vc at) { LOOP(vf, load_float16(p + 2 
 #endif
 INLINE vf spread_bfloat16(const uint8_t *p, vc at) { return (vf)(spread_uint16(p, at) << 16); }
 INLINE vf vload_bfloat16(const uint8_t *p) { return (vf)(vload_uint16(p) << 16); }
+INLINE vf vround_to_half(vf a) {
+#if LANES == 16 && defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)a, 0));
+#elif LANES == 8 && defined(__AVX2__)
+    return (vf)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)a, 0));
+#else
+    LOOP(vf, round_to_half(a[i]));
+#endif
+}
 INLINE vf vbrain(vi bits) { return (vf)(bits << 16); }
 INLINE vf vhalf(vi bits) { LOOP(vf, half((uint16_t)bits[i])); }
 
