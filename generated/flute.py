@@ -8,6 +8,7 @@
     q      u4         [N, K]
 
     flute: 4.25 bits per weight with group = 64
+    planar: 4.25 bits per weight with group = 64
 
 Built from the spec flute (sha256 1c53064ec1f4b5cc) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import scaled_kmeans
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Variant, as_type, joined, lookup, spread
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, joined,
+        lookup, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, gemv, group_sums, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -36,6 +39,20 @@ def pack_flute(lut: Tensor, s: Tensor, q: Tensor, *, N: int) -> dict[str, Tensor
     q_split = q.unflatten(-1, (-1, 2)).unflatten(0, (N // 128, 2, 2, 32))
     r = joined(q_split, 4, high_first=True).squeeze(-1).permute(0, 1, 4, 3, 2).flatten(3)
     return {"weight": as_type(r, torch.int16).permute(0, 3, 2, 1).contiguous().flatten(0, 1), "scales": s, "tables": lut}
+
+
+def unpack_planar(q: Tensor, s: Tensor, lut: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; s level_type [N, ceil(K/group)]; lut level_type [16]."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = r.unflatten(-1, (4, 8, 2))
+    return {"lut": lut, "s": s, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K]}
+
+
+def pack_planar(lut: Tensor, s: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, s, lut of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 8, 2, 4, 2))
+    r = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
+    return {"q": as_type(r, torch.int32).flatten(1), "s": s, "lut": lut}
 
 
 def decode(lut: Tensor, s: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -73,15 +90,47 @@ def _decode_flute(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     return use(state, k, lut * s, live)
 
 
+@triton.jit
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, s, lut = tensors
+    group, = sizes
+    s += n * tl.cdiv(K, group)
+    q += 16 * (n * tl.cdiv(K, 128))
+    t = u // 16
+    c = u // 4 % 4
+    b = u % 4
+    live = live & (128 * t + 32 * c + 2 * b < K)
+    s1 = tl.load(s + (4 * t + c) // (group // 32), live, 0).to(tl.float32)
+    q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
+    for h in tl.static_range(2):
+        for i in tl.static_range(2):
+            for j in tl.static_range(2):
+                inside = live & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
+                q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
+                lut1 = tl.load(lut + q1, inside, 0).to(tl.float32)
+                state = use(state, 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, lut1 * s1, inside)
+    return state
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
     fields={"lut": Field("level_type", "16"), "s": Field("level_type", "N", "ceil(K/group)"), "q": Field("u4", "N", "K")},
     storages={
         "flute": Storage(unpack=unpack_flute, pack=pack_flute, extents=("N",), tensors={
             "weight": Stored("i16", "32*N/128", "K/2", "2", seen=("N/4", "K")),
-            "scales": Stored("level_type", "N", "K/group"),
-            "tables": Stored("level_type", "16"),
+            "scales": Stored("level_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
+            "tables": Stored("level_type", "16", bits=("lut[1@0]",)),
         }, kernels=Kernels(_decode_flute, rows="N", units="K", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
+            "s": Stored("level_type", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
+            "lut": Stored("level_type", "16", bits=("lut[1@0]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.float_entries_of_16, levels=GroupField("lut", 0, 0), entries=16, scale=group_sums.scaled,
+                    group_fields=(GroupField("s", 1, "group"),), blocks=("group",), size=32, width=8, bits=0, unit=(1.0, 1.0),
+                    base=(0, 0), zero=(0, 0)))),
     },
     decode=decode, encode=encode, importance=True, cuts=("N", "ceil(K/group)"),
 )

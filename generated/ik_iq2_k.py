@@ -9,6 +9,7 @@
     q      u2  [N, K]
 
     ik_llama: 2.375 bits per weight
+    planar: 2.5625 bits per weight
 
 Built from the spec ik_iq2_k (sha256 bf33de139d500c05) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type, empty, joined, spread
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, empty,
+        joined, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -47,6 +50,26 @@ def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tens
     q_split = q.unflatten(-1, (-1, 2, 4, 32))
     r[..., 12:76] = sum(q_split[:, :, :, i] << 2 * i for i in range(4)).flatten(2)
     return {"blocks": r.flatten(1)}
+
+
+def unpack_planar(q: Tensor, d: Tensor, sc: Tensor) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/256)]; d float16 [N, K/256]; sc uint8 [N, K/16]."""
+    q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_bytes.unflatten(-1, (4, 8, 2))
+    return {"d": d, "sc": sc & 15, "h": sc >> 4 & 1,
+            "q": torch.stack([q_bytes2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 6], -4).unflatten(2,
+                (2, 2)).permute(0, 1, 2, 5, 3, 4, 6).flatten(1)}
+
+
+def pack_planar(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, d, sc of the fields; the inverse of unpack_planar."""
+    q_split = q.unflatten(-1, (-1, 2, 8, 2, 4, 2))
+    q_bytes = (q_split[:, :, 0, :, 0] | q_split[:, :, 0, :, 1] << 4 | q_split[:, :, 1, :, 0] << 2 | q_split[:, :, 1, :, 1]
+        << 6).permute(0, 1, 3, 2, 4).flatten(2)
+    sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
+    sc_bytes[...] |= sc.unsqueeze(-1)
+    sc_bytes[...] |= (h << 4).unsqueeze(-1)
+    return {"q": as_type(q_bytes, torch.int32).flatten(1), "d": d, "sc": sc_bytes.squeeze(-1)}
 
 
 def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -94,14 +117,66 @@ def _decode_ik_llama(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state)
     return state
 
 
+@triton.jit
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 16 weights of unit u of row n, in float32."""
+    q, d, sc, levels = tensors
+    d += n * (K // 256)
+    sc += n * (K // 16)
+    q += 16 * (n * tl.cdiv(K, 256))
+    t = u // 16
+    a = u // 4 % 4
+    e = u % 4
+    d1 = tl.load(d + t, live, 0).to(tl.float32)
+    q_word = tl.load(q + 16 * t + 4 * e + a, live, 0)
+    for i in tl.static_range(2):
+        for j in tl.static_range(2):
+            sc1 = (tl.load(sc + 16 * t + 8 * i + 2 * a + j, live, 0) & 15).to(tl.int32)
+            h = (tl.load(sc + 16 * t + 8 * i + 2 * a + j, live, 0) >> 4 & 1).to(tl.int32)
+            for c in tl.static_range(2):
+                for b in tl.static_range(2):
+                    q1 = (q_word >> 16 * j + 8 * b + 4 * c + 2 * i & 3).to(tl.int32)
+                    state = use(state, 256 * t + 128 * i + 32 * a + 16 * j + 8 * c + 2 * e + b, d1 * (sc1 - 8)
+                        * tl.load(levels + 4 * h + q1), live)
+    return state
+
+
+@triton.jit
+def _table_planar(g, N, F: tl.constexpr):
+    """The numbers of levels[q] as words of bytes, in every lane."""
+    if F == tl.float16:
+        return codebook.table(g, N, 0x0, 0x30201200)
+    else:
+        return codebook.table(g, N, 0x43434343, 0x30201200)
+
+
+@triton.jit
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
+    """What a group adds up to, with w = (d * sc - 8.0 * d) * (levels[q] + 5.0 * h)."""
+    d, sc, h = fields
+    sum += lanes.shifted(5.0 * h, BASE) * ones
+    return lanes.plus(total, sum * (d * sc - 8.0 * d))
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/256"), "sc": Field("u4", "N", "K/16"), "h": Field("u1", "N", "K/16"),
             "q": Field("u2", "N", "K")},
     storages={
         "ik_llama": Storage(unpack=unpack_ik_llama, pack=pack_ik_llama, tensors={
-            "blocks": Stored("u8", "N", "76*K/256"),
+            "blocks": Stored("u8", "N", "76*K/256",
+                bits=("d[1@0, 76@1]", "h+16[1@0, 8:1 2:1@1 76@1]", "sc+32[1@0, 2:4 8:1@1 76@1]",
+                "q+96[1@0, 32:1@1 4:2 2:32@1 76@1]")),
         }, kernels=Kernels(_decode_ik_llama, rows="N", units="K/4", last="k", tables=(LEVELS,))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
+            "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 2:2 16@1]",)),
+            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+            "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]", "h+4[1@0, 1@1]")),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", tables=(LEVELS,),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_2, numbers=bitplanes.entries_of_4,
+                    table=_table_planar, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 4, at=0), GroupField("sc", 1, 16, 1, at=4)),
+                    blocks=("256", "16"), size=16, width=8, bits=0, base=(31, 159)))),
     },
     decode=decode, encode=encode, importance=True,
 )

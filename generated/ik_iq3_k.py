@@ -1,6 +1,6 @@
 """ik_iq3_k: ik_llama.cpp IQ3_K, 3-bit codes into two tables of levels, 4-bit scales and signs of blocks of 16.
 
-    w = d * ((2 * (sc % 16) + 1) * (1 - 2 * (sc // 16))) * levels[8 * h + q]
+    w = d * scales[sc] * levels[8 * h + q]
     float32, rounded after each operation
 
     d      f16 [N, K/256]
@@ -9,8 +9,9 @@
     q      u3  [N, K]
 
     ik_llama: 3.4375 bits per weight
+    planar: 3.5625 bits per weight
 
-Built from the spec ik_iq3_k (sha256 795c04641c299935) by qdsl 0.1.0.
+Built from the spec ik_iq3_k (sha256 2e1b366f968b71ed) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
 """
 
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type, empty, joined, spread
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, empty,
+        joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -26,6 +29,9 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 
 LEVELS = Table("f32", -63, -40, -23, -10, 1, 13, 28, 47, -59, -36, -19, -6, 5, 17, 32, 51)
+
+
+SCALES = Table("f32", *((2 * (i % 16) + 1) * (1 - 2 * (i // 16)) for i in range(32)))
 
 
 def unpack_ik_llama(blocks: Tensor) -> dict[str, Tensor]:
@@ -58,16 +64,46 @@ def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tens
     return {"blocks": r.flatten(1)}
 
 
+def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, K/256]; sc uint8 [N, K/16]."""
+    q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = q_0_bytes.unflatten(-1, (4, 8, 2))
+    q_low = torch.stack([q_bytes & 3, q_bytes >> 4 & 3, q_bytes >> 2 & 3, q_bytes >> 6], -4).unflatten(2, (2, 2)).permute(0, 1,
+        2, 5, 3, 4, 6).flatten(1)
+    q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_1_bytes.unflatten(-1, (4, 8, 2))
+    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1 & 1, q_bytes2 >> 5
+        & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 7], -4).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6, 4, 5, 7).flatten(1)[:, :K]
+    return {"d": d, "sc": sc & 31, "h": sc >> 5 & 1, "q": q_low | q_high << 2}
+
+
+def pack_planar(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q_0, q_1, d, sc of the fields; the inverse of unpack_planar."""
+    q_split = q.unflatten(-1, (-1, 2, 8, 2, 4, 2))
+    q_0_bytes = ((q_split[:, :, 0, :, 0] & 3) | (q_split[:, :, 0, :, 1] & 3) << 4 | (q_split[:, :, 1, :, 0] & 3) << 2
+        | (q_split[:, :, 1, :, 1] & 3) << 6).permute(0, 1, 3, 2, 4).flatten(2)
+    q_split2 = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 2, 2, 8, 2, 4, 2))
+    q_1_bytes = ((q_split2[:, :, 0, 0, :, 0] >> 2) | (q_split2[:, :, 0, 0, :, 1] >> 2) << 4 | (q_split2[:, :, 0, 1, :, 0] >> 2)
+        << 2 | (q_split2[:, :, 0, 1, :, 1] >> 2) << 6 | (q_split2[:, :, 1, 0, :, 0] >> 2) << 1
+        | (q_split2[:, :, 1, 0, :, 1] >> 2) << 5 | (q_split2[:, :, 1, 1, :, 0] >> 2) << 3 | (q_split2[:, :, 1, 1, :, 1] >> 2)
+        << 7).permute(0, 1, 3, 2, 4).flatten(2)
+    sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
+    sc_bytes[...] |= sc.unsqueeze(-1)
+    sc_bytes[...] |= (h << 5).unsqueeze(-1)
+    return {"q_0": as_type(q_0_bytes, torch.int32).flatten(1), "q_1": as_type(q_1_bytes, torch.int32).flatten(1), "d": d,
+            "sc": sc_bytes.squeeze(-1)}
+
+
 def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """Weights [N, K], float32 rounded after each operation: w = d * ((2 * (sc % 16) + 1) * (1 - 2 * (sc // 16))) * levels[8 *
-    h + q].  d [N, K/256], sc [N, K/16], h [N, K/16], q [N, K].
+    """Weights [N, K], float32 rounded after each operation: w = d * scales[sc] * levels[8 * h + q].  d [N, K/256], sc [N,
+    K/16], h [N, K/16], q [N, K].
     """
     out = out if out is None else out.unflatten(1, (-1, 16, 16))
     d = d.float()[..., None, None]
     sc = sc.view(torch.int8).unflatten(1, (-1, 16)).unsqueeze(-1)
     h = h.view(torch.int8).unflatten(1, (-1, 16)).unsqueeze(-1)
     q = q.view(torch.int8).unflatten(1, (-1, 16, 16))
-    return torch.mul(d * ((2 * (sc & 15) + 1) * (1 - 2 * (sc // 16))), LEVELS[8 * h + q], out=out).flatten(1)
+    return torch.mul(d * SCALES[sc], LEVELS[8 * h + q], out=out).flatten(1)
 
 
 def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Tensor]:
@@ -88,7 +124,7 @@ def encode(weight: Tensor, *, importance: Tensor | None = None) -> dict[str, Ten
 @triton.jit
 def _decode_ik_llama(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     """The 8 weights of unit u of row n, in float32."""
-    blocks, levels = tensors
+    blocks, scales, levels = tensors
     blocks += 110 * (n * (K // 256))
     blocks_f16 = blocks.to(tl.pointer_type(tl.float16))
     t = u // 32
@@ -107,9 +143,46 @@ def _decode_ik_llama(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state)
             q_low = q_word >> 2 * j & 3
             q_high = q_word1 >> 4 * i + j & 1
             q = (q_low | q_high << 2).to(tl.int32)
-            state = use(state, 256 * t + 128 * i + 32 * j + c, d * ((2 * (sc & 15) + 1) * (1 - 2 * (sc // 16)))
-                * tl.load(levels + 8 * h + q), live)
+            state = use(state, 256 * t + 128 * i + 32 * j + c, d * tl.load(scales + sc) * tl.load(levels + 8 * h + q), live)
     return state
+
+
+@triton.jit
+def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    q_0, q_1, d, sc, scales, levels = tensors
+    d += n * (K // 256)
+    sc += n * (K // 16)
+    q_0 += 16 * (n * tl.cdiv(K, 256))
+    q_1 += 16 * (n * tl.cdiv(K, 512))
+    d1 = tl.load(d + k // 256, live, 0).to(tl.float32)
+    sc1 = (tl.load(sc + k // 16, live, 0) & 31).to(tl.int32)
+    h = (tl.load(sc + k // 16, live, 0) >> 5 & 1).to(tl.int32)
+    q_low = tl.load(q_0 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
+        + k % 256 // 32 % 4, live,
+        0) >> 16 * (k % 256 // 16 % 2) + 8 * (k % 256 % 2) + 4 * (k % 256 // 8 % 2) + 2 * (k % 256 // 128) & 3
+    q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
+        + k % 512 // 32 % 4, live,
+        0) >> 16 * (k % 512 // 16 % 2) + 8 * (k % 512 % 2) + 4 * (k % 512 // 8 % 2) + 2 * (k % 512 // 128 % 2) + k % 512 // 256 & 1
+    q = (q_low | q_high << 2).to(tl.int32)
+    return use(state, k, d1 * tl.load(scales + sc1) * tl.load(levels + 8 * h + q), live)
+
+
+@triton.jit
+def _table_planar(g, N, F: tl.constexpr):
+    """The numbers of levels[q] as words of bytes, in every lane."""
+    if F == tl.float16:
+        return codebook.table(g, N, 0x0, 0x35281700, 0x6e5b4c40)
+    else:
+        return codebook.table(g, N, 0x43434343, 0x35281700, 0x6e5b4c40)
+
+
+@triton.jit
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
+    """What a group adds up to, with w = d * scales[sc] * (levels[q] + 4.0 * h)."""
+    d, sc, h = fields
+    sum += lanes.shifted(4.0 * h, BASE) * ones
+    return lanes.plus(total, sum * (d * sc))
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -118,8 +191,21 @@ VARIANT = Variant(
             "q": Field("u3", "N", "K")},
     storages={
         "ik_llama": Storage(unpack=unpack_ik_llama, pack=pack_ik_llama, tensors={
-            "blocks": Stored("u8", "N", "110*K/256"),
-        }, kernels=Kernels(_decode_ik_llama, rows="N", units="K/8", last="k", tables=(LEVELS,))),
+            "blocks": Stored("u8", "N", "110*K/256",
+                bits=("d[1@0, 110@1]", "h+16[1@0, 8:1 2:1@1 110@1]", "sc.at(0):4+48[1@0, 2:4 8:1@1 110@1]",
+                "sc.at(4):1+32[1@0, 8:1 2:1@1 110@1]", "q.at(0):2+112[1@0, 32:1@1 4:2 2:32@1 110@1]",
+                "q.at(2):1+624[1@0, 32:1@1 8:1 110@1]")),
+        }, kernels=Kernels(_decode_ik_llama, rows="N", units="K/8", last="k", tables=(SCALES, LEVELS,))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q_0": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(0):2[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 2:2 16@1]",)),
+            "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(2):1[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 2:2 2:1 16@1]",)),
+            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+            "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]", "h+5[1@0, 1@1]")),
+        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k", tables=(SCALES, LEVELS,),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_3, numbers=bitplanes.entries_of_8,
+                    table=_table_planar, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 5, table=SCALES, at=0),
+                    GroupField("sc", 1, 16, 1, at=5)), blocks=("256", "16"), size=16, width=8, bits=0, base=(63, 191)))),
     },
     decode=decode, encode=encode, importance=True,
 )
@@ -127,10 +213,10 @@ VARIANT = Variant(
 FORMAT = Format(
     name="ik_iq3_k", title="ik_llama.cpp IQ3_K, 3-bit codes into two tables of levels, 4-bit scales and signs of blocks of 16",
     source="ik_llama.cpp ggml-common.h block_iq3_k, iqk_quantize.cpp dequantize_row_iq3_k",
-    formula="d * ((2 * (sc % 16) + 1) * (1 - 2 * (sc // 16))) * levels[8 * h + q]",
+    formula="d * scales[sc] * levels[8 * h + q]",
     variants={(): VARIANT},
     detect={"gguf": "IQ3_K"},
-    digest="795c04641c299935",
+    digest="2e1b366f968b71ed",
 )
 SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize

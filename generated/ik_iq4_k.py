@@ -9,6 +9,7 @@
     q      u4  [N, K]
 
     ik_llama: 4.5 bits per weight
+    planar: 4.5625 bits per weight
 
 Built from the spec ik_iq4_k (sha256 0bb656d0da7fb34b) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type, empty, joined, spread
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, empty,
+        joined, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -52,6 +55,24 @@ def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tens
     q_split = q.unflatten(-1, (-1, 8, 2, 16))
     r[..., 16:144] = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).flatten(2)
     return {"blocks": r.flatten(1)}
+
+
+def unpack_planar(q: Tensor, d: Tensor, sc: Tensor) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; d float16 [N, K/256]; sc uint8 [N, K/16]."""
+    q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_bytes.unflatten(-1, (4, 8, 2))
+    return {"d": d, "sc": sc & 63, "h": sc >> 6 & 1,
+            "q": torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)}
+
+
+def pack_planar(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, d, sc of the fields; the inverse of unpack_planar."""
+    q_split = q.unflatten(-1, (-1, 8, 2, 4, 2))
+    q_bytes = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
+    sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
+    sc_bytes[...] |= sc.unsqueeze(-1)
+    sc_bytes[...] |= (h << 6).unsqueeze(-1)
+    return {"q": as_type(q_bytes, torch.int32).flatten(1), "d": d, "sc": sc_bytes.squeeze(-1)}
 
 
 def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -108,14 +129,67 @@ def _decode_ik_llama(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state)
     return state
 
 
+@triton.jit
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, d, sc, levels = tensors
+    d += n * (K // 256)
+    sc += n * (K // 16)
+    q += 16 * (n * tl.cdiv(K, 128))
+    t = u // 16
+    b = u // 4 % 4
+    a = u % 4
+    d1 = tl.load(d + t // 2, live, 0).to(tl.float32)
+    q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
+    for i in tl.static_range(2):
+        sc1 = (tl.load(sc + 8 * t + 2 * b + i, live, 0) & 63).to(tl.int32)
+        h = (tl.load(sc + 8 * t + 2 * b + i, live, 0) >> 6 & 1).to(tl.int32)
+        for j in tl.static_range(2):
+            for c in tl.static_range(2):
+                q1 = (q_word >> 16 * i + 8 * c + 4 * j & 15).to(tl.int32)
+                state = use(state, 128 * t + 32 * b + 16 * i + 8 * j + 2 * a + c, d1 * (sc1 - 32)
+                    * tl.load(levels + 16 * h + q1), live)
+    return state
+
+
+@triton.jit
+def _table_planar(g, N, F: tl.constexpr):
+    """The numbers of levels[q] as words of bytes, in every lane."""
+    if F == tl.float16:
+        return codebook.split_table(g, N, -0x7f7f7f80, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, 0x4153687f, 0xa162331,
+            0x26190d01, 0x71594535, -0x7f7f7f80, -0x7f7f7f80, 0x0, 0x0, 0x0)
+    else:
+        return codebook.split_table(g, N, -0x3c3c3c3d, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, -0x7d592f02, 0x20b00c44,
+            0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e, 0x4241413f, 0x42424242, 0x43434343)
+
+
+@triton.jit
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
+    """What a group adds up to, with w = (d * sc - 32.0 * d) * (levels[q] + 4.0 * h)."""
+    d, sc, h = fields
+    sum += lanes.shifted(4.0 * h, BASE) * ones
+    return lanes.plus(total, sum * (d * sc - 32.0 * d))
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/256"), "sc": Field("u6", "N", "K/16"), "h": Field("u1", "N", "K/16"),
             "q": Field("u4", "N", "K")},
     storages={
         "ik_llama": Storage(unpack=unpack_ik_llama, pack=pack_ik_llama, tensors={
-            "blocks": Stored("u8", "N", "144*K/256"),
+            "blocks": Stored("u8", "N", "144*K/256",
+                bits=("d[1@0, 144@1]", "h+16[1@0, 8:1 2:1@1 144@1]", "sc.at(0):4+64[1@0, 2:4 8:1@1 144@1]",
+                "sc.at(4):2+32[1@0, 4:2 4:1@1 144@1]", "q+128[1@0, 16:1@1 2:4 8:16@1 144@1]")),
         }, kernels=Kernels(_decode_ik_llama, rows="N", units="K/2", last="k", tables=(LEVELS,))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
+            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+            "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]", "h+6[1@0, 1@1]")),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.split_entries_of_16,
+                    table=_table_planar, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 6, at=0), GroupField("sc", 1, 16, 1, at=6)),
+                    blocks=("256", "16"), size=16, width=8, bits=-1, base=(0, 0)))),
     },
     decode=decode, encode=encode, importance=True,
 )

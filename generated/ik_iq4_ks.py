@@ -9,6 +9,7 @@
     q      u4  [N, K]
 
     ik_llama: 4.25 bits per weight
+    planar: 4.25006 bits per weight
 
 Built from the spec ik_iq4_ks (sha256 f484603c1febc591) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type
+from qdsl.runtime import Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, pad
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, group_sums, lanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -48,6 +50,24 @@ def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tens
     q_split = q.unflatten(-1, (-1, 8, 2, 16))
     blocks_bytes[..., 8:136] = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).flatten(2)
     return {"rows": torch.cat([head_bytes, blocks_bytes.flatten(1)], -1)}
+
+
+def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; d float32 [N]; sc uint8 [N, K/32]."""
+    q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_bytes.unflatten(-1, (4, 8, 2))
+    return {"d": d, "sc": sc & 127, "h": sc >> 7,
+            "q": torch.stack([q_bytes2 & 15, q_bytes2 >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K]}
+
+
+def pack_planar(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, d, sc of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 8, 2, 4, 2))
+    q_bytes = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
+    sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
+    sc_bytes[...] |= sc.unsqueeze(-1)
+    sc_bytes[...] |= (h << 7).unsqueeze(-1)
+    return {"q": as_type(q_bytes, torch.int32).flatten(1), "d": d, "sc": sc_bytes.squeeze(-1)}
 
 
 def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -102,6 +122,50 @@ def _decode_ik_llama(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state)
     return state
 
 
+@triton.jit
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, d, sc, levels = tensors
+    d += n
+    d1 = tl.load(d, n < N, 0)
+    sc += n * (K // 32)
+    q += 16 * (n * tl.cdiv(K, 128))
+    t = u // 16
+    b = u // 4 % 4
+    a = u % 4
+    live = live & (128 * t + 32 * b + 2 * a < K)
+    sc1 = (tl.load(sc + 4 * t + b, live, 0) & 127).to(tl.int32)
+    h = (tl.load(sc + 4 * t + b, live, 0) >> 7 & 1).to(tl.int32)
+    q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
+    for i in tl.static_range(2):
+        for j in tl.static_range(2):
+            for c in tl.static_range(2):
+                inside = live & (128 * t + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
+                q1 = (q_word >> 16 * i + 8 * c + 4 * j & 15).to(tl.int32)
+                state = use(state, 128 * t + 32 * b + 16 * i + 8 * j + 2 * a + c, d1 * (2 * sc1 - 127)
+                    * tl.load(levels + 16 * h + q1), inside)
+    return state
+
+
+@triton.jit
+def _table_planar(g, N, F: tl.constexpr):
+    """The numbers of levels[q] as words of bytes, in every lane."""
+    if F == tl.float16:
+        return codebook.split_table(g, N, -0x7f7f7f80, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, 0x4153687f, 0xa162331,
+            0x26190d01, 0x71594535, -0x7f7f7f80, -0x7f7f7f80, 0x0, 0x0, 0x0)
+    else:
+        return codebook.split_table(g, N, -0x3c3c3c3d, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, -0x7d592f02, 0x20b00c44,
+            0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e, 0x4241413f, 0x42424242, 0x43434343)
+
+
+@triton.jit
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
+    """What a group adds up to, with w = (2.0 * d * sc - 127.0 * d) * (levels[q] + 4.0 * h)."""
+    sc, h = fields
+    sum += lanes.shifted(4.0 * h, BASE) * ones
+    return lanes.plus(total, sum * (2.0 * sc - 127.0))
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
     fields={"d": Field("f32", "N"), "sc": Field("u7", "N", "K/32"), "h": Field("u1", "N", "K/32"), "q": Field("u4", "N", "K")},
@@ -109,6 +173,16 @@ VARIANT = Variant(
         "ik_llama": Storage(unpack=unpack_ik_llama, pack=pack_ik_llama, tensors={
             "rows": Stored("u8", "N", "4 + 136*K/256"),
         }, kernels=Kernels(_decode_ik_llama, rows="N", units="K/2", last="k", tables=(LEVELS,))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
+            "d": Stored("f32", "N", bits=("d[1@0]",)),
+            "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]", "h+7[1@0, 1@1]")),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.split_entries_of_16, table=_table_planar, scale=_scale_planar, finish=group_sums.scaled,
+                    group_fields=(GroupField("sc", 1, 32, 7, at=0), GroupField("sc", 1, 32, 1, at=7)),
+                    row_fields=(GroupField("d", 1, 0),), blocks=("32",), size=32, width=8, bits=-1, base=(0, 0), zero=(0, 0),
+                    sums_in_tile_gemm=True))),
     },
     decode=decode, encode=encode, importance=True,
 )

@@ -9,6 +9,7 @@
     q      u5  [N, K]
 
     ik_llama: 5.5 bits per weight
+    planar: 5.5625 bits per weight
 
 Built from the spec ik_iq5_k (sha256 cfb853c1aad2602c) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import least_squares_nested
-from qdsl.runtime import Field, Format, Kernels, Storage, Stored, Table, Variant, as_type, empty, joined, spread
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, empty,
+        joined, pad, spread)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, gemv, lanes, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -58,6 +61,33 @@ def pack_ik_llama(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tens
     q_split2 = q.unflatten(-1, (-1, 8, 32))
     r[..., 144:176] = sum((q_split2[:, :, i] >> 4) << 1 * i for i in range(8))
     return {"blocks": r.flatten(1)}
+
+
+def unpack_planar(q_0: Tensor, q_1: Tensor, d: Tensor, sc: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q_0 int32 [N, 16*ceil(K/128)]; q_1 int32 [N, 16*ceil(K/512)]; d float16 [N, K/256]; sc uint8 [N, K/16]."""
+    q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = q_0_bytes.unflatten(-1, (4, 8, 2))
+    q_low = torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)
+    q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_1_bytes.unflatten(-1, (4, 8, 2))
+    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 1 & 1, q_bytes2 >> 5 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 6
+        & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 7], -4).unflatten(2, (4, 2)).permute(0, 1, 2, 5, 3, 4, 6).flatten(1)[:, :K]
+    return {"d": d, "sc": sc & 63, "h": sc >> 6 & 1, "q": q_low | q_high << 4}
+
+
+def pack_planar(d: Tensor, sc: Tensor, h: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q_0, q_1, d, sc of the fields; the inverse of unpack_planar."""
+    q_split = q.unflatten(-1, (-1, 8, 2, 4, 2))
+    q_0_bytes = ((q_split[:, :, :, 0] & 15) | (q_split[:, :, :, 1] & 15) << 4).permute(0, 1, 3, 2, 4).flatten(2)
+    q_split2 = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 4, 8, 2, 4, 2))
+    q_1_bytes = ((q_split2[:, :, 0, :, 0] >> 4) | (q_split2[:, :, 0, :, 1] >> 4) << 4 | (q_split2[:, :, 1, :, 0] >> 4) << 1
+        | (q_split2[:, :, 1, :, 1] >> 4) << 5 | (q_split2[:, :, 2, :, 0] >> 4) << 2 | (q_split2[:, :, 2, :, 1] >> 4) << 6
+        | (q_split2[:, :, 3, :, 0] >> 4) << 3 | (q_split2[:, :, 3, :, 1] >> 4) << 7).permute(0, 1, 3, 2, 4).flatten(2)
+    sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
+    sc_bytes[...] |= sc.unsqueeze(-1)
+    sc_bytes[...] |= (h << 6).unsqueeze(-1)
+    return {"q_0": as_type(q_0_bytes, torch.int32).flatten(1), "q_1": as_type(q_1_bytes, torch.int32).flatten(1), "d": d,
+            "sc": sc_bytes.squeeze(-1)}
 
 
 def decode(d: Tensor, sc: Tensor, h: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -117,14 +147,67 @@ def _decode_ik_llama(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state)
     return state
 
 
+@triton.jit
+def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    q_0, q_1, d, sc, levels = tensors
+    d += n * (K // 256)
+    sc += n * (K // 16)
+    q_0 += 16 * (n * tl.cdiv(K, 128))
+    q_1 += 16 * (n * tl.cdiv(K, 512))
+    d1 = tl.load(d + k // 256, live, 0).to(tl.float32)
+    sc1 = (tl.load(sc + k // 16, live, 0) & 63).to(tl.int32)
+    h = (tl.load(sc + k // 16, live, 0) >> 6 & 1).to(tl.int32)
+    q_low = tl.load(q_0 + 16 * (k // 128) + 4 * (k % 128 // 2 % 4)
+        + k % 128 // 32, live, 0) >> 16 * (k % 128 // 16 % 2) + 8 * (k % 128 % 2) + 4 * (k % 128 // 8 % 2) & 15
+    q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
+        + k % 512 // 32 % 4, live,
+        0) >> 16 * (k % 512 // 16 % 2) + 8 * (k % 512 % 2) + 4 * (k % 512 // 8 % 2) + k % 512 // 128 & 1
+    q = (q_low | q_high << 4).to(tl.int32)
+    return use(state, k, d1 * (sc1 - 32) * tl.load(levels + 32 * h + q), live)
+
+
+@triton.jit
+def _table_planar(g, N, F: tl.constexpr):
+    """The numbers of levels[q] as words of bytes, in every lane."""
+    if F == tl.float16:
+        return codebook.table_of_32(g, N, 0x0, 0x22170c00, 0x453d342b, 0x605a534c, 0x78726c66, -0x70767c83, -0x565d646b,
+            -0x343d464f, -0x814202b)
+    else:
+        return codebook.table_of_32(g, N, 0x0, -0x47311b04, 0x648294a6, -0xfefd3b8, -0x3fbf6f40, -0x77cf5f80, 0x2c10e8b8,
+            -0x657793b4, -0xd253d52, -0x3d3d3d3e, -0x3d3d3d3e, -0x3e3d3d3e, -0x3f3e3e3f, 0x414140bf, 0x42424141, 0x42424242,
+            0x42424242)
+
+
+@triton.jit
+def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
+    """What a group adds up to, with w = (d * sc - 32.0 * d) * (levels[q] + 2.0 * h)."""
+    d, sc, h = fields
+    sum += lanes.shifted(2.0 * h, BASE) * ones
+    return lanes.plus(total, sum * (d * sc - 32.0 * d))
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
     fields={"d": Field("f16", "N", "K/256"), "sc": Field("u6", "N", "K/16"), "h": Field("u1", "N", "K/16"),
             "q": Field("u5", "N", "K")},
     storages={
         "ik_llama": Storage(unpack=unpack_ik_llama, pack=pack_ik_llama, tensors={
-            "blocks": Stored("u8", "N", "176*K/256"),
+            "blocks": Stored("u8", "N", "176*K/256",
+                bits=("d[1@0, 176@1]", "h+16[1@0, 8:1 2:1@1 176@1]", "sc.at(0):4+64[1@0, 2:4 8:1@1 176@1]",
+                "sc.at(4):2+32[1@0, 4:2 4:1@1 176@1]", "q.at(0):4+128[1@0, 32:1@1 2:4 4:32@1 176@1]",
+                "q.at(4):1+1152[1@0, 32:1@1 8:1 176@1]")),
         }, kernels=Kernels(_decode_ik_llama, rows="N", units="K/8", last="k", tables=(LEVELS,))),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
+            "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 4:1 16@1]",)),
+            "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
+            "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]", "h+6[1@0, 1@1]")),
+        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k", tables=(LEVELS,),
+                matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_5, numbers=bitplanes.wide_entries_of_32,
+                    table=_table_planar, scale=_scale_planar,
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 6, at=0), GroupField("sc", 1, 16, 1, at=6)),
+                    blocks=("256", "16"), size=16, width=8, bits=0, base=(126, 0)))),
     },
     decode=decode, encode=encode, importance=True,
 )

@@ -9,7 +9,7 @@
     g      u11 [N, K/8]
 
     gguf: 1.5625 bits per weight
-    planar: 2.5625 bits per weight
+    planar: 2.3125 bits per weight
 
 Built from the spec iq1_s (sha256 03d9ec0bc4f3ebe2) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -174,26 +174,25 @@ def pack_gguf(d: Tensor, sc: Tensor, down: Tensor, g: Tensor) -> dict[str, Tenso
     return {"blocks": r.flatten(1)}
 
 
-def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, down: Tensor) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/256)]; d float16 [N, K/256]; sc uint8 [N, K/32]; down uint8 [N, K/32]."""
+def unpack_planar(q: Tensor, d: Tensor, sc: Tensor) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/256)]; d float16 [N, K/256]; sc uint8 [N, K/32]."""
     q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_bytes.unflatten(-1, (4, 4, 2, 2))
-    return {"d": d, "sc": sc & 7, "down": down & 1,
+    return {"d": d, "sc": sc & 7, "down": sc >> 3 & 1,
             **ROW_CODES.fields(torch.stack([q_bytes2 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 6], -5).unflatten(2,
                 (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1))}
 
 
 def pack_planar(d: Tensor, sc: Tensor, down: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """q, d, sc, down of the fields; the inverse of unpack_planar."""
+    """q, d, sc of the fields; the inverse of unpack_planar."""
     q = ROW_CODES.codes(g=g)
     q_split = q.unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
     q_bytes = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
         | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
     sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
-    sc_bytes[...] = sc.unsqueeze(-1)
-    down_bytes = torch.zeros(down.shape[0], down.shape[1], 1, dtype=torch.uint8, device=down.device)
-    down_bytes[...] = down.unsqueeze(-1)
-    return {"q": as_type(q_bytes, torch.int32).flatten(1), "d": d, "sc": sc_bytes.squeeze(-1), "down": down_bytes.squeeze(-1)}
+    sc_bytes[...] |= sc.unsqueeze(-1)
+    sc_bytes[...] |= (down << 3).unsqueeze(-1)
+    return {"q": as_type(q_bytes, torch.int32).flatten(1), "d": d, "sc": sc_bytes.squeeze(-1)}
 
 
 def decode(d: Tensor, sc: Tensor, down: Tensor, g: Tensor, out: Tensor | None = None) -> Tensor:
@@ -242,10 +241,9 @@ def _decode_gguf(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 @triton.jit
 def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     """The 16 weights of unit u of row n, in float32."""
-    q, d, sc, down = tensors
+    q, d, sc = tensors
     d += n * (K // 256)
     sc += n * (K // 32)
-    down += n * (K // 32)
     q += 16 * (n * tl.cdiv(K, 256))
     t = u // 16
     b = u // 4 % 4
@@ -254,23 +252,22 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
     for h in tl.static_range(2):
         sc1 = (tl.load(sc + 8 * t + 4 * h + b, live, 0) & 7).to(tl.int32)
-        down1 = (tl.load(down + 8 * t + 4 * h + b, live, 0) & 1).to(tl.int32)
+        down = (tl.load(sc + 8 * t + 4 * h + b, live, 0) >> 3 & 1).to(tl.int32)
         for i in tl.static_range(2):
             for j in tl.static_range(2):
                 for c in tl.static_range(2):
                     q1 = (q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3).to(tl.int32)
                     state = use(state, 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, d1 * (2 * sc1 + 1)
-                        * (q1 - 1 + 0.125 * (1 - 2 * down1)), live)
+                        * (q1 - 1 + 0.125 * (1 - 2 * down)), live)
     return state
 
 
 @triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
-    """What a group adds up to, with w = (2.0 * d * sc + d) * q - 0.5 * d * down * sc - 0.25 * d * down - 1.75 * d * sc - 0.875 * d."""
+    """What a group adds up to, with w = (2.0 * d * sc + d) * (q - 0.25 * down - 0.875)."""
     d, sc, down = fields
-    factor = 2.0 * d * sc + d
-    total = lanes.plus(total, sum * factor)
-    return total + ones * lanes.offset(-0.5 * d * down * sc - 0.25 * d * down - 1.75 * d * sc - 0.875 * d, factor, BASE)
+    sum += lanes.shifted(-0.25 * down - 0.875, BASE) * ones
+    return lanes.plus(total, sum * (2.0 * d * sc + d))
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -284,12 +281,11 @@ VARIANT = Variant(
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
             "q": Stored("i32", "N", "16*ceil(K/256)"),
             "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-            "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
-            "down": Stored("u8", "N", "K/32", bits=("down[1@0, 1@1]",)),
+            "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]", "down+3[1@0, 1@1]")),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2,
                     numbers=bitplanes.u2, scale=_scale_planar,
-                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 3), GroupField("down", 1, 32, 1)),
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 3, at=0), GroupField("sc", 1, 32, 1, at=3)),
                     blocks=("256", "32"), size=32, width=2, bits=2, sums_in_tile_gemm=True, spans=(4,)))),
     },
     decode=decode, encode=encode, importance=True,

@@ -10,7 +10,7 @@
     q      u2  [N, K]
 
     gguf: 2.625 bits per weight
-    planar: 3.125 bits per weight
+    planar: 2.625 bits per weight
 
 Built from the spec q2_k (sha256 49aa82cb71f7a313) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -50,28 +50,24 @@ def pack_gguf(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dic
     return {"blocks": r.flatten(1)}
 
 
-def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, dmin: Tensor, mn: Tensor) -> dict[str, Tensor]:
-    """Fields of q int32 [N, 16*ceil(K/256)]; d float16 [N, K/256]; sc uint8 [N, K/16]; dmin float16 [N, K/256]; mn uint8 [N,
-    K/16].
-    """
+def unpack_planar(q: Tensor, d: Tensor, sc: Tensor, dmin: Tensor) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/256)]; d float16 [N, K/256]; sc uint8 [N, K/16]; dmin float16 [N, K/256]."""
     q_bytes = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
     q_bytes2 = q_bytes.unflatten(-1, (4, 4, 2, 2))
-    return {"d": d, "dmin": dmin, "sc": sc & 15, "mn": mn & 15,
+    return {"d": d, "dmin": dmin, "sc": sc & 15, "mn": sc >> 4,
             "q": torch.stack([q_bytes2 & 3, q_bytes2 >> 2 & 3, q_bytes2 >> 4 & 3, q_bytes2 >> 6], -5).unflatten(2,
                 (2, 2)).permute(0, 1, 2, 5, 7, 3, 4, 6).flatten(1)}
 
 
 def pack_planar(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor) -> dict[str, Tensor]:
-    """q, d, sc, dmin, mn of the fields; the inverse of unpack_planar."""
+    """q, d, sc, dmin of the fields; the inverse of unpack_planar."""
     q_split = q.unflatten(-1, (-1, 2, 4, 2, 2, 4, 2))
     q_bytes = (q_split[:, :, 0, :, :, 0] | q_split[:, :, 0, :, :, 1] << 2 | q_split[:, :, 1, :, :, 0] << 4
         | q_split[:, :, 1, :, :, 1] << 6).permute(0, 1, 4, 2, 5, 3).flatten(2)
     sc_bytes = torch.zeros(sc.shape[0], sc.shape[1], 1, dtype=torch.uint8, device=sc.device)
-    sc_bytes[...] = sc.unsqueeze(-1)
-    mn_bytes = torch.zeros(mn.shape[0], mn.shape[1], 1, dtype=torch.uint8, device=mn.device)
-    mn_bytes[...] = mn.unsqueeze(-1)
-    return {"q": as_type(q_bytes, torch.int32).flatten(1), "d": d, "sc": sc_bytes.squeeze(-1), "dmin": dmin,
-            "mn": mn_bytes.squeeze(-1)}
+    sc_bytes[...] |= sc.unsqueeze(-1)
+    sc_bytes[...] |= (mn << 4).unsqueeze(-1)
+    return {"q": as_type(q_bytes, torch.int32).flatten(1), "d": d, "sc": sc_bytes.squeeze(-1), "dmin": dmin}
 
 
 def decode(d: Tensor, dmin: Tensor, sc: Tensor, mn: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -124,11 +120,10 @@ def _decode_gguf(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 @triton.jit
 def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     """The 16 weights of unit u of row n, in float32."""
-    q, d, sc, dmin, mn = tensors
+    q, d, sc, dmin = tensors
     d += n * (K // 256)
     dmin += n * (K // 256)
     sc += n * (K // 16)
-    mn += n * (K // 16)
     q += 16 * (n * tl.cdiv(K, 256))
     t = u // 16
     b = u // 4 % 4
@@ -139,11 +134,11 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     for h in tl.static_range(2):
         for i in tl.static_range(2):
             sc1 = tl.load(sc + 16 * t + 8 * h + 2 * b + i, live, 0) & 15
-            mn1 = tl.load(mn + 16 * t + 8 * h + 2 * b + i, live, 0) & 15
+            mn = tl.load(sc + 16 * t + 8 * h + 2 * b + i, live, 0) >> 4 & 15
             for j in tl.static_range(2):
                 for c in tl.static_range(2):
                     q1 = q_word >> 16 * c + 8 * i + 4 * h + 2 * j & 3
-                    state = use(state, 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, d1 * sc1 * q1 - dmin1 * mn1, live)
+                    state = use(state, 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, d1 * sc1 * q1 - dmin1 * mn, live)
     return state
 
 
@@ -160,14 +155,13 @@ VARIANT = Variant(
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
             "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
             "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-            "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]",)),
+            "sc": Stored("u8", "N", "K/16", bits=("sc[1@0, 1@1]", "mn+4[1@0, 1@1]")),
             "dmin": Stored("f16", "N", "K/256", bits=("dmin[1@0, 1@1]",)),
-            "mn": Stored("u8", "N", "K/16", bits=("mn[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_2, numbers=bitplanes.u2,
                     scale=group_sums.nested_with_minimum,
-                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 4), GroupField("dmin", 1, 256),
-                    GroupField("mn", 1, 16, 4)), blocks=("256", "16"), size=16, width=2, bits=2))),
+                    group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 16, 4, at=0), GroupField("dmin", 1, 256),
+                    GroupField("sc", 1, 16, 4, at=4)), blocks=("256", "16"), size=16, width=2, bits=2))),
     },
     decode=decode, encode=encode, importance=True,
 )

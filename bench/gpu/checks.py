@@ -110,7 +110,7 @@ class Examined:
         result, again = product(x, self.weight, bias), product(x, self.weight, bias)
         tiles = is_decoded(x, self.weight)
         kernel = "dequantize and matmul" if tiles else kernel_of(x, self.weight, bias)
-        rounded = tiles or self.weight.layout.kernels.rounds(x.dtype)
+        rounded = tiles or self.weight.layout.kernels.rounds(x.dtype, self.weight.tensors)
         wide, added = x.cpu().double(), torch.zeros(1).double() if bias is None else bias.cpu().double()
         exact = wide @ self.exact.t() + added
         spread = wide.abs() @ self.exact.abs().t() + added.abs()

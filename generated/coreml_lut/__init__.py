@@ -7,6 +7,7 @@
     q      u{bits}    [N, K]
 
     coreml: 4 bits per weight at bits = 4, 2 at 2, 6 at 6, 8.00024 at 8, with rows = 32
+    planar: 4 bits per weight at bits = 4, 2 at 2, with rows = 32
 
 Built from the spec coreml_lut (sha256 981ef0cb705716c5) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.

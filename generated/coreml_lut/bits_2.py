@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kmeans
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, joined, lookup, pad, spread
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, joined, lookup, pad,
+        spread)
+from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -27,6 +29,23 @@ def pack_coreml(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split = pad(q.flatten(), (0, -q.numel() % 4)).unflatten(-1, (-1, 4))
     r = joined(q_split, 2).squeeze(-1)
     return {"indices": r, "lut": lut.unsqueeze(1).unsqueeze(-1)}
+
+
+def unpack_planar(q: Tensor, lut: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/256)]; lut level_type [ceil(N/rows), 4]."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = r.unflatten(-1, (4, 8, 2))
+    return {"lut": lut,
+            "q": torch.stack([q_bytes & 3, q_bytes >> 4 & 3, q_bytes >> 2 & 3, q_bytes >> 6], -4).unflatten(2, (2, 2)).permute(0,
+                1, 2, 5, 3, 4, 6).flatten(1)[:, :K]}
+
+
+def pack_planar(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, lut of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 8, 2, 4, 2))
+    r = (q_split[:, :, 0, :, 0] | q_split[:, :, 0, :, 1] << 4 | q_split[:, :, 1, :, 0] << 2 | q_split[:, :, 1, :, 1]
+        << 6).permute(0, 1, 3, 2, 4).flatten(2)
+    return {"q": as_type(r, torch.int32).flatten(1), "lut": lut}
 
 
 def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -59,14 +78,44 @@ def _decode_coreml(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     return use(state, k, lut1, live)
 
 
+@triton.jit
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 16 weights of unit u of row n, in float32."""
+    q, lut = tensors
+    rows, = sizes
+    q += 16 * (n * tl.cdiv(K, 256))
+    lut += 4 * (n // rows)
+    t = u // 16
+    b = u // 4 % 4
+    a = u % 4
+    live = live & (256 * t + 32 * b + 2 * a < K)
+    q_word = tl.load(q + 16 * t + 4 * a + b, live, 0)
+    for h in tl.static_range(2):
+        for i in tl.static_range(2):
+            for j in tl.static_range(2):
+                for c in tl.static_range(2):
+                    inside = live & (256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c < K)
+                    q1 = (q_word >> 16 * i + 8 * c + 4 * j + 2 * h & 3).to(tl.int32)
+                    lut1 = tl.load(lut + q1, inside, 0).to(tl.float32)
+                    state = use(state, 256 * t + 128 * h + 32 * b + 16 * i + 8 * j + 2 * a + c, lut1, inside)
+    return state
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
     fields={"lut": Field("level_type", "ceil(N/rows)", "4"), "q": Field("u2", "N", "K")},
     storages={
         "coreml": Storage(unpack=unpack_coreml, pack=pack_coreml, reads=("N", "K"), tensors={
             "indices": Stored("u8", "ceil(N*K/4)"),
-            "lut": Stored("level_type", "ceil(N/rows)", "1", "4", "1"),
+            "lut": Stored("level_type", "ceil(N/rows)", "1", "4", "1", bits=("lut[1@0, 1@2]",)),
         }, kernels=Kernels(_decode_coreml, rows="N", units="K", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 2:2 16@1]",)),
+            "lut": Stored("level_type", "ceil(N/rows)", "4", bits=("lut[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_2,
+                    numbers=bitplanes.float_entries_of_4, levels=GroupField("lut", "rows", 0), entries=4, width=8, bits=0,
+                    unit=(1.0, 1.0), base=(0, 0), zero=(0, 0), spans=(2,)))),
     },
     decode=decode, encode=encode, importance=True, cuts=("ceil(N/rows)", "K"),
 )

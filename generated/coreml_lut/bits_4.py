@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kmeans
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, joined, lookup, pad, spread
+from qdsl.runtime import (Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, joined, lookup, pad,
+        spread)
+from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -27,6 +29,20 @@ def pack_coreml(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_split = pad(q.flatten(), (0, -q.numel() % 2)).unflatten(-1, (-1, 2))
     r = joined(q_split, 4).squeeze(-1)
     return {"indices": r, "lut": lut.unsqueeze(1).unsqueeze(-1)}
+
+
+def unpack_planar(q: Tensor, lut: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 16*ceil(K/128)]; lut level_type [ceil(N/rows), 16]."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = r.unflatten(-1, (4, 8, 2))
+    return {"lut": lut, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K]}
+
+
+def pack_planar(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, lut of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 8, 2, 4, 2))
+    r = (q_split[:, :, :, 0] | q_split[:, :, :, 1] << 4).permute(0, 1, 3, 2, 4).flatten(2)
+    return {"q": as_type(r, torch.int32).flatten(1), "lut": lut}
 
 
 def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -59,14 +75,43 @@ def _decode_coreml(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     return use(state, k, lut1, live)
 
 
+@triton.jit
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 8 weights of unit u of row n, in float32."""
+    q, lut = tensors
+    rows, = sizes
+    q += 16 * (n * tl.cdiv(K, 128))
+    lut += 16 * (n // rows)
+    t = u // 16
+    c = u // 4 % 4
+    b = u % 4
+    live = live & (128 * t + 32 * c + 2 * b < K)
+    q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
+    for h in tl.static_range(2):
+        for i in tl.static_range(2):
+            for j in tl.static_range(2):
+                inside = live & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
+                q1 = (q_word >> 16 * h + 8 * j + 4 * i & 15).to(tl.int32)
+                lut1 = tl.load(lut + q1, inside, 0).to(tl.float32)
+                state = use(state, 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, lut1, inside)
+    return state
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
     fields={"lut": Field("level_type", "ceil(N/rows)", "16"), "q": Field("u4", "N", "K")},
     storages={
         "coreml": Storage(unpack=unpack_coreml, pack=pack_coreml, reads=("N", "K"), tensors={
             "indices": Stored("u8", "ceil(N*K/2)"),
-            "lut": Stored("level_type", "ceil(N/rows)", "1", "16", "1"),
+            "lut": Stored("level_type", "ceil(N/rows)", "1", "16", "1", bits=("lut[1@0, 1@2]",)),
         }, kernels=Kernels(_decode_coreml, rows="N", units="K", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
+            "lut": Stored("level_type", "ceil(N/rows)", "16", bits=("lut[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_4,
+                    numbers=bitplanes.float_entries_of_16, levels=GroupField("lut", "rows", 0), entries=16, width=8, bits=0,
+                    unit=(1.0, 1.0), base=(0, 0), zero=(0, 0)))),
     },
     decode=decode, encode=encode, importance=True, cuts=("ceil(N/rows)", "K"),
 )

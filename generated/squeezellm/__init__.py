@@ -9,6 +9,7 @@
     q      u{bits}    [N, K]
 
     squeezellm: 4.00098 bits per weight at bits = 4, 3.00049 at 3
+    planar: 4.03125 bits per weight at bits = 4, 3.01562 at 3
 
 Built from the spec squeezellm (sha256 3c2d445ac678d80e) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kmeans
-from qdsl.runtime import Branch, BranchTensor, Field, Kernels, Storage, Stored, Variant, as_type, integer, lookup
-from qdsl.runtime.gpu.kernels import device
+from qdsl.runtime import (Branch, BranchTensor, Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type,
+        integer, lookup, pad)
+from qdsl.runtime.gpu.kernels import bitplanes, device, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -31,6 +32,32 @@ def pack_squeezellm(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
     q_packed = sum(q_split[..., i].to(torch.int32) << 3 * i for i in range(8))
     r = q_packed.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(2)
     return {"qweight": as_type(r, torch.int32).permute(1, 2, 0).contiguous().flatten(0, 1), "lookup_table": lut}
+
+
+def unpack_planar(q_0: Tensor, q_1: Tensor, lut: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q_0 int32 [N, 16*ceil(K/256)]; q_1 int32 [N, 16*ceil(K/512)]; lut level_type [N, 8]."""
+    q_0_bytes = as_type(q_0, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes = q_0_bytes.unflatten(-1, (4, 8, 2))
+    q_low = torch.stack([q_bytes & 3, q_bytes >> 4 & 3, q_bytes >> 2 & 3, q_bytes >> 6], -4).unflatten(2, (2, 2)).permute(0, 1,
+        2, 5, 3, 4, 6).flatten(1)[:, :K]
+    q_1_bytes = as_type(q_1, torch.uint8).unflatten(-1, (-1, 64))
+    q_bytes2 = q_1_bytes.unflatten(-1, (4, 8, 2))
+    q_high = torch.stack([q_bytes2 & 1, q_bytes2 >> 4 & 1, q_bytes2 >> 2 & 1, q_bytes2 >> 6 & 1, q_bytes2 >> 1 & 1, q_bytes2 >> 5
+        & 1, q_bytes2 >> 3 & 1, q_bytes2 >> 7], -4).unflatten(2, (2, 2, 2)).permute(0, 1, 2, 3, 6, 4, 5, 7).flatten(1)[:, :K]
+    return {"lut": lut, "q": q_low | q_high << 2}
+
+
+def pack_planar(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q_0, q_1, lut of the fields; the inverse of unpack_planar."""
+    q_split = pad(q, (0, -q.shape[1] % 256, 0, 0)).unflatten(-1, (-1, 2, 8, 2, 4, 2))
+    q_0_bytes = ((q_split[:, :, 0, :, 0] & 3) | (q_split[:, :, 0, :, 1] & 3) << 4 | (q_split[:, :, 1, :, 0] & 3) << 2
+        | (q_split[:, :, 1, :, 1] & 3) << 6).permute(0, 1, 3, 2, 4).flatten(2)
+    q_split2 = pad(q, (0, -q.shape[1] % 512, 0, 0)).unflatten(-1, (-1, 2, 2, 8, 2, 4, 2))
+    q_1_bytes = ((q_split2[:, :, 0, 0, :, 0] >> 2) | (q_split2[:, :, 0, 0, :, 1] >> 2) << 4 | (q_split2[:, :, 0, 1, :, 0] >> 2)
+        << 2 | (q_split2[:, :, 0, 1, :, 1] >> 2) << 6 | (q_split2[:, :, 1, 0, :, 0] >> 2) << 1
+        | (q_split2[:, :, 1, 0, :, 1] >> 2) << 5 | (q_split2[:, :, 1, 1, :, 0] >> 2) << 3 | (q_split2[:, :, 1, 1, :, 1] >> 2)
+        << 7).permute(0, 1, 3, 2, 4).flatten(2)
+    return {"q_0": as_type(q_0_bytes, torch.int32).flatten(1), "q_1": as_type(q_1_bytes, torch.int32).flatten(1), "lut": lut}
 
 
 def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -68,14 +95,40 @@ def _decode_squeezellm(tensors, n, t, live, N, K, sizes, use: tl.constexpr, stat
     return state
 
 
+@triton.jit
+def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
+    """The weight in column k of row n, in float32."""
+    q_0, q_1, lut = tensors
+    q_0 += 16 * (n * tl.cdiv(K, 256))
+    q_1 += 16 * (n * tl.cdiv(K, 512))
+    lut += 8 * n
+    q_low = tl.load(q_0 + 16 * (k // 256) + 4 * (k % 256 // 2 % 4)
+        + k % 256 // 32 % 4, live,
+        0) >> 16 * (k % 256 // 16 % 2) + 8 * (k % 256 % 2) + 4 * (k % 256 // 8 % 2) + 2 * (k % 256 // 128) & 3
+    q_high = tl.load(q_1 + 16 * (k // 512) + 4 * (k % 512 // 2 % 4)
+        + k % 512 // 32 % 4, live,
+        0) >> 16 * (k % 512 // 16 % 2) + 8 * (k % 512 % 2) + 4 * (k % 512 // 8 % 2) + 2 * (k % 512 // 128 % 2) + k % 512 // 256 & 1
+    q = (q_low | q_high << 2).to(tl.int32)
+    lut1 = tl.load(lut + q, live, 0).to(tl.float32)
+    return use(state, k, lut1, live)
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
     fields={"lut": Field("level_type", "N", "8"), "q": Field("u3", "N", "K")},
     storages={
         "squeezellm": Storage(unpack=unpack_squeezellm, pack=pack_squeezellm, tensors={
             "qweight": Stored("i32", "3*K/32", "N"),
-            "lookup_table": Stored("level_type", "N", "8"),
+            "lookup_table": Stored("level_type", "N", "8", bits=("lut[1@0, 1@1]",)),
         }, kernels=Kernels(_decode_squeezellm, rows="N", units="K/32", last="n")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q_0": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(0):2[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 2:2 16@1]",)),
+            "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(2):1[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 2:2 2:1 16@1]",)),
+            "lut": Stored("level_type", "N", "8", bits=("lut[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="K", last="k",
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_3,
+                    numbers=bitplanes.float_entries_of_8, levels=GroupField("lut", 1, 0), entries=8, width=8, bits=0,
+                    unit=(1.0, 1.0), base=(0, 0), zero=(0, 0), spans=(2, 2)))),
     },
     decode=decode, encode=encode, importance=True,
     plus=(

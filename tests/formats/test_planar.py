@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import qdsl
-from qdsl.compiler.passes.derive_planar import PLANAR
+from qdsl.compiler.passes import compile_spec
+from qdsl.compiler.passes.derive_planar import PLANAR, why_no_planar
+from qdsl.compiler.spec.schema import load
 from qdsl.generated import fp8_channel, int_group, q4_0, q4_k, q8_0
 from qdsl.runtime import FormatError, PackedWeight
 from qdsl.runtime.weight import streams, tiles
@@ -66,9 +70,9 @@ def test_there_and_back(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(case.module.dequantize(planar, torch.float32), case.module.dequantize(packed, torch.float32), planar)
 
 
-# Scales and minimums of 4 bits in bytes of their own, 2 bits for digits of which five fill a byte, and codes of 8 bits in
-# fewer of an entropy code, and codes of single weights for rows of a grid: planar() leaves these.
-KEPT = ("q2_k.gguf", "tq1_0.gguf", "fp8_channel.fp8_lane",
+# 2 bits for digits of which five fill a byte, codes of 8 bits in fewer of an entropy code, and codes of single weights for rows
+# of a grid: planar() leaves these.
+KEPT = ("tq1_0.gguf", "fp8_channel.fp8_lane",
         *(f"{name}.gguf" for name in ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")))
 
 
@@ -328,3 +332,76 @@ def test_codes_that_are_no_numbers_are_noted() -> None:
     assert not layer.packed.finite
 
 
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+# Codes into a table, some of its parts chosen by a bit of each group; or into a table that is stored.
+LOOKED_UP = """
+format: looked_up
+title: codes into a table
+weight: [N, K]
+{table}
+fields:
+  s: u6[n, k // 32]
+  h: u1[n, k // {block}]
+{field}  q: u2[n, k]
+decode: (s - 32) * {decode}
+storage:
+  rows:
+    q: {{tensor: "u8[n<N, t<K/4 word]", record: "i<4: q[n, 4*t + i]"}}
+    s: {{tensor: "u8[n<N, j<K/32]", record: "s[n, j] pad:2"}}
+    h: {{tensor: "u8[n<N, j<K/{block}]", record: "h[n, j] pad:7"}}
+{tensor}"""
+LEVELS = "tables: {levels: [-31, -13, 1, 17, -26, -8, 6, 22]}"
+PARTS = {"field": "", "tensor": "", "block": 32, "decode": "levels[4 * h + q]"}
+STORED = {"table": "", "block": 32, "decode": "(lut[n // 2, q] + 4 * h)", "field": "  lut: f32[n // 2, 4]\n",
+          "tensor": '    lut: {tensor: "f32[g<ceil(N/2), i<4]", record: "lut[g, i]"}\n'}
+
+
+def looked_up(folder: Path, **parts: object) -> tuple[Any, PackedWeight, str]:
+    """A format, a random weight of it, and why it has no planar storage."""
+    path = folder / "looked_up.yaml"
+    path.write_text(LOOKED_UP.format(**parts))
+    module = qdsl.load(path)
+    return module, module.pack(random_fields(Case(path, "rows", ()), (24, 256)), "rows"), why_no_planar(compile_spec(load(path)))
+
+
+def test_parts_of_a_table_that_differ_by_a_step(tmp_path: Path) -> None:
+    """The bit of a group adds a step to numbers of one part, in which kernels look codes up; it lies in the byte of a scale."""
+    module, packed, why = looked_up(tmp_path, **PARTS, table=LEVELS)
+    planar = module.planar(packed)
+    assert why == "" and planar.tensors.keys() == {"q", "s"} and planar.tensors["s"].shape == (24, 8)
+    s, h = (module.unpack(packed)[name].int() for name in "sh")
+    assert torch.equal(planar.tensors["s"].int(), s | h << 6)
+    assert same_bits(module.dequantize(planar, torch.float32), module.dequantize(packed, torch.float32))
+    back = module.convert(planar, "rows")
+    assert all(same_bits(back.tensors[name], tensor) for name, tensor in packed.tensors.items())
+    text = inspect.getsource(module.FORMAT.variants[()].storages[PLANAR].kernels.matrix_unit.scale.fn)
+    assert "levels[q] + 5.0 * h" in text
+
+
+@pytest.mark.parametrize(("changes", "why"), [
+    ({"table": LEVELS.replace("22", "23")}, "decode is no sum of products"),
+    ({"table": LEVELS, "decode": "levels[2 * h + q]"}, "decode is no sum of products"),
+    ({"table": LEVELS, "decode": "levels[4 * h + (3 - q)]"}, "decode is no sum of products"),
+    ({**STORED, "decode": "(lut[n // 2, 3 - q] + 4 * h)"}, "decode looks up 'lut', a table that is stored with the weight"),
+    ({**STORED, "field": "  lut: e4m3[n // 2, 4]\n", "tensor": str(STORED["tensor"]).replace("f32", "e4m3")},
+     "'lut' is no bf16, f16, f32"),
+])
+def test_tables_that_kernels_cannot_look_up(changes: dict[str, object], why: str, tmp_path: Path) -> None:
+    module, packed, reason = looked_up(tmp_path, **{**PARTS, **changes})
+    assert why in reason and module.planar(packed) is packed
+
+
+def test_stored_tables_of_blocks_of_rows(tmp_path: Path) -> None:
+    module, packed, why = looked_up(tmp_path, **STORED)
+    planar = module.planar(packed)
+    assert why == "" and planar.tensors.keys() == {"q", "s", "lut"}
+    assert same_bits(planar.tensors["lut"], packed.tensors["lut"])
+    levels = planar.layout.kernels.matrix_unit.levels
+    assert (levels.tensor, levels.rows) == ("lut", 2)
+    assert same_bits(module.dequantize(planar, torch.float32), module.dequantize(packed, torch.float32))
+    for dtype, rounds in ((torch.float16, True), (torch.float32, False)):
+        assert planar.layout.kernels.rounds(dtype, planar.tensors) is rounds

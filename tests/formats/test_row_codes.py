@@ -83,7 +83,7 @@ def test_why_there_are_none(grid: str, decode: str, alike: bool, message: str, t
     assert why_no_planar(compile_spec(load(written(tmp_path, grid, decode, alike)))) == message
 
 
-BITS = {"iq1_s": 2.5625, "iq1_m": 3.5625, "iq2_xxs": 3.3125, "iq2_xs": 3.5625, "iq2_s": 3.5625, "iq3_xxs": 4.3125,
+BITS = {"iq1_s": 2.3125, "iq1_m": 3.5625, "iq2_xxs": 3.3125, "iq2_xs": 3.5625, "iq2_s": 3.5625, "iq3_xxs": 4.3125,
         "iq3_s": 4.3125}
 
 

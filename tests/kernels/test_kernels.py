@@ -113,7 +113,8 @@ def test_linear(case: Case) -> None:
         wanted = x.double() @ weight.t() + (0 if bias is None else bias.double())
         spread = x.double().abs() @ weight.abs().t() + (0 if bias is None else bias.double().abs())
         kernels = packed.layout.kernels                          # those for matrix units round numbers of tables to x's dtype
-        rounded = torch.finfo(dtype).eps / 2 if kernels.matrix_unit and (kernels.rounds(dtype) or packed.layout.factor) else 0
+        rounds = kernels.matrix_unit and (kernels.rounds(dtype, packed.tensors) or packed.layout.factor)
+        rounded = torch.finfo(dtype).eps / 2 if rounds else 0
         bound = spread * ((shape[1] + 2) * 2.0 ** -24 + rounded) + wanted.abs() * torch.finfo(dtype).eps / 2
         bound += torch.finfo(dtype).tiny
         assert ((product.double() - wanted).abs() <= bound).all(), shape
@@ -198,6 +199,7 @@ BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "int_group.marlin-bits4
              *(f"int4pack.{tiles}-group128-scale_typebf16" for tiles in ("tinygemm", "tile_packed")),
              *(f"int4pack.cpu_{isa}-group128-scale_type{kind}" for isa in ("avx512", "avx2", "scalar")
                for kind in ("bf16", "f32")),
+             "ik_iq3_k.planar", "ik_iq5_k.planar", "squeezellm.planar-bits3-level_typef32",
              "iq1_m.planar", "iq2_s.planar", "iq2_xs.planar", "iq2_xxs.planar", "q3_k.planar", "q5_0.gguf", "q5_0.planar",
              "q5_1.gguf", "q5_1.planar", "q5_k.planar", "tq1_0.gguf", "ranges.runs", "ranges.words",
              *(f"ocp_mxfp6.{storage}-code{code}" for storage in ("compressed_tensors", "planar") for code in ("e2m3", "e3m2")),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import dispatch as ways
-from bench.bandwidth import REACHED, reaches
+from bench.bandwidth import REACHED, SHAPES, reaches
 from qdsl.compiler.emit.show.page import summary
 from qdsl.compiler.passes import PASSES, choose_variants, compile_spec
 from qdsl.compiler.passes.derive_planar import why_no_planar
@@ -232,10 +232,11 @@ def dispatch() -> list[str]:
 
 def bandwidth() -> list[str]:
     """What every format reaches of an H200's bandwidth, as modelled; those that miss the goal with what bounds them."""
-    lines = [[f"`{reach.format}`", reach.storage, reach.kernel, f"{100 * reach.part:.0f}",
-              "" if reach.part >= REACHED else reach.bound] for reach in reaches(GPUS["h200"])]
-    return rows(["format", "best storage", "kernel", "% of the bandwidth", "missed: what bounds it"],
-                sorted(lines, key=lambda line: (-int(line[3]), line[0])))
+    best = sorted(reaches(GPUS["h200"]), key=lambda reach: (-round(100 * reach.part.reached), reach.format))
+    return rows(["format", "best storage", "kernel", *(f"{n} x {k}" for n, k in SHAPES), "missed: what bounds it"], (
+        [f"`{reach.format}`", reach.storage, reach.kernel,
+         *(f"{100 * part.reached:.0f} of {100 * part.most:.0f}" for part in reach.parts),
+         "" if reach.part.reached >= REACHED else f"{reach.part.bound}, {100 * reach.part.limit:.0f}"] for reach in best))
 
 
 def matrix() -> list[str]:

@@ -209,8 +209,9 @@ def files_of(module: str) -> list[Path]:
 # docstrings of what had none.
 # The package was planned with 30,000 lines and has 1.7 times that, for features that were not planned then: models, engines,
 # infer, test, caches of keys and values, products on a CPU, side branches.  150 more print sums of codes that meet scales later.
-# Generated modules keep to the 17,000 that were planned for 60 formats: 81 take 16,300.
-BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 54_700, "generated": 17_000}
+# 220 more look codes up in stored tables and in tables of parts, and let small integers share bytes.
+# Generated modules keep to the 17,000 that were planned for 60 formats: 82 take 16,990.
+BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 54_900, "generated": 17_000}
 
 
 @pytest.mark.parametrize("folder", BUDGET)

@@ -102,8 +102,8 @@ def _sums_problem(packed: PackedWeight, weight: Tensor, rows: int, dtype: torch.
     wanted = x.double() @ weight.t() + bias.double()
     spread = x.double().abs() @ weight.abs().t() + bias.double().abs()
     kernels = packed.layout.kernels
-    rounds = candidate.kind == "gemm" or (
-        kernels.matrix_unit and (kernels.rounds(dtype) or packed.layout.factor))     # weights, numbers of tables, or x
+    rounds = candidate.kind == "gemm" or (                       # weights, numbers of tables, or x
+        kernels.matrix_unit and (kernels.rounds(dtype, packed.tensors) or packed.layout.factor))
     rounded = torch.finfo(dtype).eps / 2 if rounds else 0
     bound = spread * ((packed.shape[1] + 2) * 2.0 ** -24 + rounded) + wanted.abs() * torch.finfo(dtype).eps / 2
     wrong = ~((got - wanted).abs() <= bound + torch.finfo(dtype).tiny)

@@ -2,9 +2,9 @@
 
 Does: where decode is a line in its code (factor_decode), or in one that stands for rows of tables (expand_codes), and the code's
 bits fit registers, writes one more storage in the language of specs.  That has the code in planes of 4, 2 and 1 bits (or 8), each
-chunk of 128 columns in the order in which a warp's lanes want it (gpu/kernels/lanes.py), and every other field alone in a tensor,
-row by row, in bytes or its own float type.  It then takes the way of every other storage through the passes, which prove that
-it holds each bit once.
+chunk of 128 columns in the order in which a warp's lanes want it (gpu/kernels/lanes.py), and every other field in a tensor, row
+by row, in bytes or its own float type; two small integers of the same blocks share bytes.  It then takes the way of every other
+storage through the passes, which prove that it holds each bit once.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ ORDERS = {
     (2, 1): (512, "c<4 u<4 e<2 i<2 j<2 h<2 l<2", "512*t + 256*l + 128*j"),
     (1, 1): (512, "c<4 u<4 e<2 i<2 l<2 j<2 h<2", "512*t + 256*l + 128*j"),
 }
-LOOKED_UP = ("u3", "u4")                                         # codes that stand for the numbers of a table
+LOOKED_UP = ("u2", "u3", "u4", "u5")                                         # codes that stand for the numbers of a table
 LOOKED_UP_ORDERS = {                                             # bytes are looked up four at a time (gpu/kernels/codebook.py)
     (4, 4): (128, "c<4 u<4 i<2 e<2 h<2", "128*t"),
+    (4, 1): (512, "c<4 u<4 i<2 e<2 h<2 j<4", "512*t + 128*j"),
     (2, 2): (256, "c<4 u<4 i<2 e<2 h<2 j<2", "256*t + 128*j"),
     (2, 1): (512, "c<4 u<4 i<2 e<2 h<2 j<2 l<2", "512*t + 256*l + 128*j"),
 }
@@ -58,10 +59,13 @@ def derive_planar(programs: Sequence[Program]) -> Program | None:
         return None
     affine, whole = program.affine, _divisor(programs)
     code = program.field(affine.code)
-    groups = [program.field(name) for name in (*affine.fields, *([affine.columns.removeprefix("/")] if affine.columns else []))]
+    others = (affine.columns.removeprefix("/"), affine.table if is_stored(program, affine.table) else "")
+    groups = [program.field(name) for name in (*affine.fields, *filter(None, others))]
     span = program.spec.span
     looked_up = affine.table != "" and float_of_table(program, affine.table) is None
-    tensors = [*_planes(code, looked_up, span), *(_plain(program, field, whole, span) for field in groups)]
+    shares = _byte_shares(program)
+    tensors = [*_planes(code, looked_up, span),
+               *(_plain(program, field, whole, span, shares.get(field.name)) for field in groups if field not in shares.values())]
     where = [(_text(field.name, span), g.expression(_text(str(index), span)))
              for field in program.fields if field.groups is not None and (index := _in_order(program, field)) is not None]
     fixed = [(_text(key, span), g.expression(_text(str(value), span))) for key, value in program.params.items()]
@@ -102,11 +106,27 @@ def _obstacle(program: Program) -> str:
         return wrong
     if affine.columns and program.field(affine.columns.removeprefix("/")).kind not in X_FLOATS | program.params.keys():
         return f"'{affine.columns.removeprefix('/')}' meets x, and is no {', '.join(sorted(X_FLOATS))}"
+    if is_stored(program, affine.table) and (wrong := _obstacle_of_table(program, program.field(affine.table))):
+        return wrong
     for field in program.fields:
-        if field.number and field.name not in (affine.code, *affine.fields, affine.columns.removeprefix("/")):
+        if field.number and field.name not in (affine.code, *affine.fields, affine.columns.removeprefix("/"), affine.table):
             return f"field '{field.name}' is stored, and decode does not read it"
         if field.number is None and (field.groups is None or _in_order(program, field) is None):
             return f"no storage says what '{field.name}' is for columns in order ('optional:' or 'where:')"
+    return ""
+
+
+def is_stored(program: Program, table: str) -> bool:
+    """Whether a table is a field, whose numbers are stored with the weight."""
+    return any(field.name == table for field in program.fields)
+
+
+def _obstacle_of_table(program: Program, table: Field) -> str:
+    """Why kernels cannot look codes up in a stored table; '' where they can: it is of rows, and of floats of 16 or 32 bits."""
+    if table.kind not in X_FLOATS | program.params.keys():
+        return f"stored table '{table.name}' is no {', '.join(sorted(X_FLOATS))}"
+    if len(table.index) > 1 or any((coordinate(program, index) or "k")[0] == "k" for index in table.index):
+        return f"kernels look codes up in a table of the whole weight or of rows, and '{table.name}' is neither"
     return ""
 
 
@@ -228,7 +248,7 @@ def float_of_table(program: Program, table: str) -> tuple[Number, float] | None:
 
     The sign of a zero, which no sum of products shows, may differ.
     """
-    values = [float(value) for value in program.spec.table(table).values[:16]]
+    values = [] if is_stored(program, table) else [float(value) for value in program.spec.table(table).values[:16]]
     for name in FLOAT_CODES:
         kind = number(name)
         if kind is not None and kind.bits == 4 and len(values) == 16:
@@ -252,8 +272,26 @@ def _planes(code: Field, looked_up: bool, span: Span) -> Iterator[Tensor]:
         low += width
 
 
-def _plain(program: Program, field: Field, divisor: int, span: Span) -> Tensor:
-    """A field alone, rows first; integers below 8 bits in bytes.  K is a multiple of `divisor`."""
+def _byte_shares(program: Program) -> dict[str, Field]:
+    """Fields that lie in the bytes of others, by the names of those: unsigned integers of the same blocks, never left out."""
+    assert program.affine is not None
+    shares: dict[str, Field] = {}
+    alone: list[Field] = []
+    for field in map(program.field, program.affine.fields):
+        if field.number is None or field.number.kind != "unsigned" or field.name in program.defaults or not field.index \
+                or ix.flat_of(field.index[0]) is not None:
+            continue
+        holder = next((other for other in alone if other.index == field.index and other.bits + field.bits <= 8), None)
+        if holder is None:
+            alone.append(field)
+        else:
+            alone.remove(holder)
+            shares[holder.name] = field
+    return shares
+
+
+def _plain(program: Program, field: Field, divisor: int, span: Span, other: Field | None = None) -> Tensor:
+    """A field alone, rows first; integers below 8 bits in bytes, with `other` behind them.  K is a multiple of `divisor`."""
     assert field.number is not None
     pairs = [("k", "1")] if field.index == (ix.name("k"),) else coordinates(program, field) or []
     flat = len(field.index) < len(pairs)                         # then K is a multiple of the block in this storage
@@ -270,12 +308,16 @@ def _plain(program: Program, field: Field, divisor: int, span: Span) -> Tensor:
         axes.append(f"{names[axis]}<{whole if block == '1' else f'{whole}/{block}' if even else f'ceil({whole}/{block})'}")
     for axis, _ in pairs:
         subscripts.append(names[axis])
+    for extent in field.table:
+        axes.append(f"i<{extent}")
+        subscripts.append("i")
     if flat:
         subscripts = [f"K/{pairs[1][1]}*{names['n']} + {names['k']}"]
     element = field.kind if field.number.is_float else "i8" if field.number.kind == "signed" else "u8"
-    spare = 0 if field.number.is_float else 8 - field.number.bits
-    item = f"{field.name}[{', '.join(subscripts)}]" if subscripts else field.name
-    shape = f"{element}[{', '.join(axes)}]" if axes else f"{element}[]"
+    spare = 0 if field.number.is_float else 8 - field.number.bits - (other.bits if other is not None else 0)
+    place = f"[{', '.join(subscripts)}]" if subscripts else ""
+    item = " ".join(f"{part.name}{place}" for part in (field, other) if part is not None)
+    shape = f"{element}[{', '.join(axes)}]"
     default = program.defaults.get(field.name)
     return _tensor(field.name, shape, item + (f" pad:{spare}" if spare else ""), span, None if default is None else str(default))
 

@@ -8,7 +8,7 @@ Does not: change decode, whose order of roundings is the format's definition; le
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -39,7 +39,7 @@ def _affine(program: Program) -> Affine | str:
     if len(codes) != 1:
         return f"decode needs one field with a value per weight, [n, k]; here: {', '.join(codes) or 'none'}"
     sums = _expanded(program)
-    if stored := next((value.name for value in program.values if value.op == "entry"), ""):
+    if sums is None and (stored := next((value.name for value in program.values if value.op == "entry"), "")):
         return f"decode looks up '{stored}', a table that is stored with the weight"
     if sums is None:
         return ("decode is no sum of products: it divides by a sum, rounds to another type, or reads another table than that of "
@@ -87,18 +87,20 @@ def _expanded(program: Program) -> _Sum | None:
     sums: list[_Sum | None] = []
     for value in program.values:
         args = [part for arg in value.args if (part := sums[arg]) is not None]
-        sums.append(_step(value, args) if len(args) == len(value.args) else None)
+        sums.append(_step(program, value, args) if len(args) == len(value.args) else None)
     return sums[-1]
 
 
-def _step(value: Value, args: list[_Sum]) -> _Sum | None:
+def _step(program: Program, value: Value, args: list[_Sum]) -> _Sum | None:
     """A step of decode as a sum of products, from those of its arguments; None where it is none."""
     match value.op, args:
         case "field", _:
             return {(value.name,): Fraction(1)}
-        case "table", [index]:                                   # of a field by itself; of anything else it is no line
-            (by,) = index if len(index) == 1 else ((),)
-            return {(f"{value.name}[{by[0]}]",): Fraction(1)} if index == {by: Fraction(1)} and len(by) == 1 else None
+        case "table", [index]:
+            return _looked_up_by(program, value.name, index)
+        case "entry", [index]:                                   # of a code that chooses all of a stored table
+            codes = [field.name for field in program.fields if index == {(field.name,): 1}]
+            return {(f"{value.name}[{codes[0]}]",): Fraction(1)} if codes else None
         case "const", _:
             return {(): Fraction(value.const)} if value.const else {}
         case "float", [inner]:
@@ -113,6 +115,33 @@ def _step(value: Value, args: list[_Sum]) -> _Sum | None:
         case "/", [left, right] if len(right) == 1:
             return _divided(left, right)
     return None
+
+
+def _looked_up_by(program: Program, table: str, index: _Sum) -> _Sum | None:
+    """A table's number by a field, or by one of every weight behind a choice: levels[16 * h + q] is levels[q] + 4 * h.
+
+    That holds where a table's parts, one for each choice, differ by a step alone.  None for any other subscript.
+    """
+    fields = {product[0]: c for product, c in index.items() if len(product) == 1}
+    codes = [name for name, c in fields.items() if c == 1]
+    if len(fields) != len(index) or len(codes) != 1 or len(fields) > 2:
+        return None
+    line: dict[tuple[str, ...], Fraction] = {(f"{table}[{codes[0]}]",): Fraction(1)}
+    for choice in fields.keys() - codes:
+        code = program.field(codes[0])
+        if code.number is None or fields[choice] != code.number.high + 1 or code.index != (ix.name("n"), ix.name("k")):
+            return None
+        step = _step_of_parts(program.spec.table(table).values, code.number.high + 1)
+        if step is None:
+            return None
+        line[choice,] = step
+    return line
+
+
+def _step_of_parts(numbers: Sequence[int | float], length: int) -> Fraction | None:
+    """By how much each part of a table has larger numbers than the one before; None where that is no step."""
+    steps = {Fraction(after) - Fraction(before) for before, after in zip(numbers, numbers[length:], strict=False)}
+    return steps.pop() if len(steps) == 1 else None
 
 
 def _multiplied(left: _Sum, right: _Sum) -> _Sum | None:
@@ -148,24 +177,23 @@ def _kept(terms: _Sum) -> _Sum | None:
 
 
 def _quotient(dividend: _Sum, scale: _Sum) -> _Sum | None:
-    """rest / scale where that is a sum of products again: always for rest 0 or a multiple, else for a single product."""
+    """dividend / scale where that is a sum of products, found by the longest product of scale; None elsewhere."""
     if not dividend:
         return {}
     if dividend.keys() == scale.keys():
         ratios = {dividend[product] / scale[product] for product in scale}
         return {(): ratios.pop()} if len(ratios) == 1 else None
-    if len(scale) > 1:
-        return None
-    (by, c), = scale.items()
+    by, c = max(scale.items(), key=lambda term: len(term[0]))
     quotient: dict[tuple[str, ...], Fraction] = {}
     for product, coefficient in dividend.items():
         left = list(product)
         for factor in by:
             if factor not in left:
-                return None
+                break
             left.remove(factor)
-        quotient[tuple(left)] = coefficient / c
-    return quotient
+        else:
+            quotient[tuple(left)] = coefficient / c
+    return quotient if _multiplied(quotient, scale) == dividend else None
 
 
 def _terms(total: _Sum) -> Terms | None:

@@ -21,6 +21,7 @@ CHUNK = 128                                                      # columns that 
 SHORT = (16, 32, 64)                                             # columns of blocks that a chunk has several of
 SMALL_FLOATS = ("e8m0", "e8m0h", "ue4m3", "e4m3")                # of 8 bits, in tensors of bytes
 LOOKED_UP, SHARED = -5, -6                                       # kinds of numbers that follow those (group_numbers.loaded)
+PART = 32                                                        # in the kind of a byte's part, what its lowest bit + 1 is times
 FLOATS: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, name in TORCH_FLOATS.items()}
 
 
@@ -77,7 +78,7 @@ class GroupField:
     tensor: of the storage.  rows, columns: how many of them share a number, as numbers or size parameters; 0 is all of an axis.
     kind: how it is stored, an integer's bits, one of SMALL_FLOATS, or 0 for a float that its dtype tells.  default: the number
     where the tensor is missing.  table: in which its integers are looked up.  shared: how many blocks, counted over all rows,
-    have a float in common.
+    have a float in common.  at: an integer's lowest bit, where the other bits of its bytes are another field's.
     """
 
     tensor: str
@@ -87,18 +88,21 @@ class GroupField:
     default: float = 0.0
     table: Table | None = None
     shared: int = 1
+    at: int | None = None
 
     def constants(self, tensors: Sequence[str], sizes: Mapping[str, int], tables: Sequence[Table] = (),
                   ) -> tuple[int | float, ...]:
-        """The field as a constant of a launch: the place of its tensor, rows, columns, kind (group_numbers.number), default; the
-        place of its table, which follow the tensors, or how many blocks share a number.
+        """The field as a constant of a launch: the place of its tensor, rows, columns, kind (group_numbers.number), default; then
+        the place of its table, which follow the tensors, and the kind of what is looked up, or how many blocks share a number.
         """
+        kind = self.kind if isinstance(self.kind, int) else -1 - SMALL_FLOATS.index(self.kind)
+        kind += 0 if self.at is None else PART * (1 + self.at)
         rows, columns = (sizes[block] if isinstance(block, str) else block for block in (self.rows, self.columns))
         if self.table is not None:
-            return tensors.index(self.tensor), rows, columns, LOOKED_UP, self.default, len(tensors) + tables.index(self.table)
+            place = len(tensors) + tables.index(self.table)
+            return tensors.index(self.tensor), rows, columns, LOOKED_UP, self.default, place, kind
         if self.shared > 1:
             return tensors.index(self.tensor), rows, columns, SHARED, self.default, self.shared
-        kind = self.kind if isinstance(self.kind, int) else -1 - SMALL_FLOATS.index(self.kind)
         return tensors.index(self.tensor), rows, columns, kind, self.default
 
 
@@ -115,6 +119,7 @@ class MatrixUnitKernels:
     size: columns that share a sum where a block is shorter than 128 columns.  in_order: codes are bytes, row by row.
     special: the bits that all are set in a NaN or infinite byte of tensor `codes`.
     width, bits: of the first plane of codes, and of codes that are operands where they lie, 0 for others; signed: they are.
+    levels: the table of a weight, or of its blocks of rows, that codes are looked up in; entries: how many it has.
     unit, base: what sums are multiplied with in the end, and what operands have more than codes, in float16 and bfloat16.
     ones: `finish` takes the sums of x.  double: bfloat16, whose numbers have 8 bits, takes two products for a code.
     zero: what `tile_gemm` adds to codes, in float16 and bfloat16; exact: it thereby takes off their zero point.
@@ -133,6 +138,8 @@ class MatrixUnitKernels:
     scale: Any = None
     finish: Any = None
     start: Any = None
+    levels: GroupField | None = None
+    entries: int = 0
     group_fields: tuple[GroupField, ...] = ()
     row_fields: tuple[GroupField, ...] = ()
     point: int | None = None
@@ -186,7 +193,8 @@ class MatrixUnitKernels:
         applied = {"scale": self.scale, "finish": self.finish, "FIELDS": group_fields, "ROW_FIELDS": row_fields}
         if kind == "w8a8":
             return applied
-        loaded = {**codes, **applied, "words": self.words, "table": self.table}
+        levels = None if self.levels is None else (*self.levels.constants(tensors, sizes)[:2], self.entries)
+        loaded = {**codes, **applied, "words": self.words, "table": self.table, "LEVELS": levels}
         if kind == "gemv":
             return {**loaded, "STEP": min([64, *blocks])}
         loaded["SIZE"] = CHUNK if min(blocks, default=CHUNK) >= CHUNK else self.size
@@ -245,9 +253,14 @@ class Kernels:
         """Constants of `dequantize` and `matvec`."""
         return {"decode": self.decode, "ROWS": self.sums, "AXIS": int(self.last == "k")}
 
-    def rounds(self, dtype: torch.dtype) -> bool:
-        """Whether kernels for matrix units round weights: to x's dtype, where that does not hold all numbers of a table."""
+    def rounds(self, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether kernels for matrix units round weights: to x's dtype, where that does not hold all numbers of a table.
+
+        tensors: of the weight.
+        """
         exact = () if self.matrix_unit is None else self.matrix_unit.tables
+        if self.matrix_unit is not None and self.matrix_unit.levels is not None:
+            return torch.promote_types(tensors[self.matrix_unit.levels.tensor].dtype, dtype) != dtype
         return any(not torch.equal(table.values.to(dtype).to(table.values.dtype), table.values)
                    for table in self.tables if table not in exact)
 

@@ -1,4 +1,4 @@
-"""A table of 8 or 16 numbers as the bytes from which the lane-tile kernels look them up (runtime/gpu/kernels/codebook.py)."""
+"""A table of 4 to 32 numbers as the bytes from which the lane-tile kernels look them up (runtime/gpu/kernels/codebook.py)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Codebook:
 
     @property
     def is_int(self) -> bool:
-        """Whether float16, at least, has them as bytes counted from the least on; of 8 entries bfloat16 does, too."""
-        least, most = min(self.numbers), max(self.numbers)
-        return all(isinstance(number, int) for number in self.numbers) and most - least < 16 * len(self.numbers)
+        """Whether float16, at least, has them as bytes counted from the least on; of fewer than 16 bfloat16 does, too."""
+        span = max(self.numbers) - min(self.numbers)
+        return all(isinstance(number, int) for number in self.numbers) and span < (256 if len(self.numbers) >= 16 else 128)
 
     @property
     def is_split(self) -> bool:
@@ -71,6 +71,24 @@ class Codebook:
         """The words of low bytes and those of high bytes, of 'f16' or 'bf16'."""
         bits = [_f16(number / self.unit) if kind == "f16" else _bf16(number) for number in self.numbers]
         return _words([b & 255 for b in bits]), _words([b >> 8 for b in bits])
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTable:
+    """A table of `entries` numbers that is stored with a weight: kernels load it and round its numbers to x's type."""
+
+    tensor: str
+    rows: str                                                    # that share one, as a number or a size; '' for all
+    entries: int
+
+    is_int = is_split = False
+    unit = 1.0
+    base = (0, 0)
+
+    @property
+    def function(self) -> str:
+        """The function of gpu/kernels/bitplanes.py that looks its numbers up."""
+        return f"float_entries_of_{self.entries}"
 
 
 def codebook(program: Program, table: str, entries: int) -> Codebook | None:

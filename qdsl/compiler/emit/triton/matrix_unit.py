@@ -17,7 +17,7 @@ from qdsl.compiler.emit.lines import WORD
 from qdsl.compiler.emit.literals import bare_tuple, tupled
 from qdsl.compiler.emit.templates import render
 from qdsl.compiler.emit.triton import records
-from qdsl.compiler.emit.triton.codebook import Codebook
+from qdsl.compiler.emit.triton.codebook import Codebook, StoredTable
 from qdsl.compiler.emit.triton.plan import CHUNK, Group, Plan, argument, matrix_unit_plan
 from qdsl.compiler.emit.triton.records import Record
 from qdsl.compiler.ir.program import Affine, Program, Terms
@@ -58,7 +58,8 @@ def constants(plan: Plan) -> list[str]:
     arguments += ["tile_gemm=tile_gemm"] if plan.has_tile_gemm else []
     arguments += [f"words={_words(plan)}"] if has_skinny else [f"start=_start_{storage}"]
     arguments.append(f"numbers={_numbers(plan)}")
-    arguments += [f"table=_table_{storage}"] if plan.book else []
+    arguments += [f"table=_table_{storage}"] if isinstance(plan.book, Codebook) else []
+    arguments += [_levels(plan.book)] if isinstance(plan.book, StoredTable) else []
     if not has_skinny:
         arguments += [f"fields=_fields_{storage}", f"scale={_shared(plan.groups, _line_of(plan, [])) or f'_scale_{storage}'}"]
     else:
@@ -79,8 +80,7 @@ def constants(plan: Plan) -> list[str]:
         arguments += [f"zero={_zero(plan)}"] if _zero(plan) != (0, -128) else []
         arguments += ["exact=True"] if plan.affine.zero and _is_exact(plan) else []
         arguments += ["sums_in_tile_gemm=True"] if plan.sums_in_tile_gemm else []
-        steps = [LOOKED_UP_SPANS.get(width, 0) if plan.book else SPANS.get((plan.planes[0][1], width), 0)
-                 for _, width, _ in plan.planes]
+        steps = [(LOOKED_UP_SPANS if plan.book else SPANS).get((plan.planes[0][1], width), 0) for _, width, _ in plan.planes]
         arguments += [f"spans={tuple(steps)}"] if any(steps) else []
         arguments += ["tall=True"] if plan.tall else []
     arguments += [f'codes="{plan.stored or plan.affine.code}"', f"special={plan.special}"] if plan.special else []
@@ -124,12 +124,12 @@ def _zero(plan: Plan) -> tuple[int, int]:
 # By how many bits the second chunk of a span of 256 columns lies higher, by the widths of the first plane and of a plane
 # (orders of compiler/passes/derive_planar.py).
 SPANS = {(4, 2): 2, (4, 1): 1, (2, 2): 4, (2, 1): 4, (1, 1): 2}
-LOOKED_UP_SPANS = {2: 2, 1: 2}                                   # the same of codes that are looked up, by a plane's width
+LOOKED_UP_SPANS = {(2, 2): 2, (2, 1): 2, (4, 1): 1}              # the same of codes that are looked up
 
 
 def _table(plan: Plan) -> list[str]:
     """Lines that return a table's words, and behind which byte its integers are numbers."""
-    if plan.book is None:
+    if not isinstance(plan.book, Codebook):
         return []
     halves, brains = (_table_text(plan.book, kind) for kind in ("f16", "bf16"))
     return ["if F == tl.float16:", f"    return {halves}", "else:", f"    return {brains}"]
@@ -147,24 +147,39 @@ def _table_text(book: Codebook, kind: str) -> str:
         words = [0, *low, *high]                                 # high bytes have a place of their own
     while words[-1] is None:
         words.pop()
-    return f"codebook.table(g, N, {', '.join('None' if word is None else f'{word:#x}' for word in words)})"
+    function = "table_of_32" if len(book.numbers) == 32 else "table"
+    return f"codebook.{function}(g, N, {', '.join('None' if word is None else f'{word:#x}' for word in words)})"
 
 
 def _short(words: list[int]) -> list[int | None]:
-    """Four words of a table's bytes; None for those of an upper half that is none, or like the lower one."""
+    """Words of a table's bytes, four or more; None for those that it lacks, and of an upper half that is like the lower one."""
+    if len(words) > 4:
+        return [*words]
     lower, upper = words[:2], words[2:]
-    return [*lower, None, None] if upper in ([], lower) else [*words]
+    kept = lower if upper == lower else words
+    return [*kept, *[None] * (4 - len(kept))]
 
 
 # -- numbers of groups ------------------------------------------------------------------------------------------------
 
 
+def _levels(table: StoredTable) -> str:
+    """Where a family reads the table of a row, and how many entries it has."""
+    return f'levels=GroupField("{table.tensor}", {_block(table.rows)}, 0), entries={table.entries}'
+
+
+def _block(text: str) -> str:
+    """A block of rows or columns as GroupField takes it: a number, the name of a size, or 0 for all."""
+    return (text if text.isdigit() else f'"{text}"') if text else "0"
+
+
 def _group_field(group: Group) -> str:
     """Where a family reads a field's values."""
-    rows, columns = ((text if text.isdigit() else f'"{text}"') if text else "0" for text in (group.rows, group.columns))
+    rows, columns = _block(group.rows), _block(group.columns)
     arguments = [f'"{group.tensor}"', rows, columns, *([group.kind] if group.kind != "0" else [])]
     arguments += [f"table={constant(group.table)}"] if group.table else []
     arguments += [f"shared={group.shared}"] if group.shared > 1 else []
+    arguments += [] if group.at is None else [f"at={group.at}"]
     return f"GroupField({', '.join(arguments)}{'' if group.optional is None else f', default={float(group.optional)}'})"
 
 

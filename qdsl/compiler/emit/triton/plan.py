@@ -10,11 +10,11 @@ from functools import cached_property
 
 from qdsl.compiler.emit.tensors import is_read_by_dtype
 from qdsl.compiler.emit.triton import records
-from qdsl.compiler.emit.triton.codebook import Codebook, codebook
+from qdsl.compiler.emit.triton.codebook import Codebook, StoredTable, codebook
 from qdsl.compiler.emit.triton.records import Record
 from qdsl.compiler.ir import index as ix
 from qdsl.compiler.ir.program import Affine, Field, Program, Tensor
-from qdsl.compiler.passes.derive_planar import PLANAR, PLANES, coordinate, coordinates, float_of_table, is_code, shared
+from qdsl.compiler.passes.derive_planar import PLANAR, PLANES, coordinate, coordinates, float_of_table, is_code, is_stored, shared
 from qdsl.core.numbers import Number
 
 CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
@@ -39,6 +39,7 @@ class Group:
     optional: str | None
     table: str = ""                                              # in which its integers are looked up
     shared: int = 1                                              # flat blocks that share a number, counted over all rows
+    at: int | None = None                                        # the lowest bit, where another field has some of its bytes' bits
 
     @property
     def varies(self) -> bool:
@@ -55,7 +56,7 @@ class Plan:
     code: Number
     groups: tuple[Group, ...]
     stored: str = ""                                             # the tensor of a storage whose rows are codes of 8 bits
-    book: Codebook | None = None                                 # the numbers that codes are looked up in
+    book: Codebook | StoredTable | None = None                   # the numbers that codes are looked up in
     record: Record | None = None                                 # of a storage whose records hold codes and groups
 
     @property
@@ -226,7 +227,7 @@ class Plan:
             return None
         group = next(g for g in self.groups if g.name == argument(zero[0][1][0]))
         number = self.program.field(zero[0][1][0]).number
-        return group if group.varies and number is not None and number.kind == "unsigned" else None
+        return group if group.varies and group.at is None and number is not None and number.kind == "unsigned" else None
 
     @property
     def sums_in_tile_gemm(self) -> bool:
@@ -259,18 +260,32 @@ def matrix_unit_plan(program: Program) -> Plan | None:
         groups = tuple(_group(program, program.field(name), record.tensor) for name in affine.fields)
         return Plan(program, affine, code, groups, record=record)
     tensors = {name: _tensor_holding_only(program, name) for name in (affine.code, *affine.fields)}
+    shares = {}
     if program.storage == PLANAR:
         tensors[affine.code] = ""
+        shares = {name: share for name in affine.fields if (share := _share_of_bytes(program, name)) is not None}
+        tensors |= {name: tensor for name, (tensor, _) in shares.items()}
     elif not is_code(code) or code is None or code.bits != 8 or affine.table:
         return None
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if code is None or len(present) < len(tensors):
         return None
-    groups = tuple(_group(program, program.field(name), present[name]) for name in affine.fields)
+    groups = tuple(replace(_group(program, program.field(name), present[name]), at=shares[name][1] if name in shares else None)
+                   for name in affine.fields)
     code, affine = _as_float(program, code, affine)
-    book = codebook(program, affine.table, 1 << code.bits) if affine.table else None
+    book = _book(program, affine.table, 1 << code.bits) if affine.table else None
     plan = Plan(program, affine, code, groups, present[affine.code], book)
     return plan if plan.supported and (book is not None or not affine.table) else None
+
+
+def _book(program: Program, table: str, entries: int) -> Codebook | StoredTable | None:
+    """The numbers that codes are looked up in; None where kernels cannot."""
+    if not is_stored(program, table):
+        return codebook(program, table, entries)
+    field = program.field(table)
+    rows = dict(pair for index in field.index if (pair := coordinate(program, index)) is not None)
+    return StoredTable(next(tensor.name for tensor in program.tensors if tensor.placements[0].field == table), rows.get("n", ""),
+                       entries) if field.table == (entries,) else None
 
 
 def _as_float(program: Program, code: Number, affine: Affine) -> tuple[Number, Affine]:
@@ -294,6 +309,15 @@ def _tensor_holding_only(program: Program, name: str) -> str | None:
                 and not tensor.placements[0].flat and sum(part.width for part in tensor.placements[0].slices) == bits \
                 and _is_by_rows(program, tensor, field):
             return tensor.name
+    return None
+
+
+def _share_of_bytes(program: Program, name: str) -> tuple[str, int] | None:
+    """The tensor whose bytes hold a field and another one, and the lowest bit of the field; None where it has its own."""
+    for tensor in program.tensors:
+        placed = next((placement for placement in tensor.placements if placement.field == name), None)
+        if placed is not None and len(tensor.placements) > 1 and tensor.element.bits == 8:
+            return tensor.name, placed.slices[0].bit((0,) * len(placed.extents))
     return None
 
 

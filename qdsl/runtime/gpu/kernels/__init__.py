@@ -18,7 +18,7 @@ of its own:
   row n of tiles, for `dequantize`, `matvec` and `gemm`; `row` is left out where it is 0
 - words(tensors, row, K, chunk, more): the words that hold 128 columns of two rows; bitplanes.py has them
 - numbers(words, half, i, digit, to, flip, F): the numbers of some of them, as pairs; bitplanes.py has them by type of the codes
-- table(g, N, F): the words of a table that codes are looked up in
+- table(g, N, F): the words of a table that codes are looked up in; a stored table's are loaded (codebook.stored_table)
 - scale(fields, sum, ones, BASE, total): what a group adds up to, of its numbers, such as its scale, of the sum of its codes
   times x, and of `ones`, the sum of its x; plus `total`, unless that is None, so that additions are those of multiply-adds.
   BASE is what numbers have more than codes; None says that their zero point is off already

@@ -6,7 +6,7 @@ that a plane of 2 bits has words for 2 chunks, and one of 1 bit for 4.  Bits of 
 first, so that one shift brings a pair of them to its place.
 
 words_B is the function `words` of a format with codes of B bits.  Its `numbers` is named after the type of the codes: u1 to u8,
-i1 to i8, e4m3, e5m2, e3m2, e2m3, e2m1, or after the table that codes of 3 or 4 bits look up: `entries` are integers that are
+i1 to i8, e4m3, e5m2, e3m2, e2m3, e2m1, or after the table that codes of 2 to 5 bits look up: `entries` are integers that are
 less than 128 apart, `split_entries` those below 0 in one half, `wide_entries` less than 256 apart, `float_entries` any numbers.
 """
 
@@ -217,6 +217,19 @@ def e2m1(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl
 
 
 @triton.jit
+def entries_of_4(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The integers of a table that 2-bit codes stand for, as bytes."""
+    return codebook.integers(codebook.of_4(words[0], half // 2, i, flip, 2), half % 2, flip[1], F)
+
+
+@triton.jit
+def float_entries_of_4(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The numbers of a table that 2-bit codes stand for, in type F."""
+    low = codebook.of_4(words[0], half // 2, i, flip, 2)
+    return codebook.floats(low, codebook.of_4(words[0], half // 2, i, flip, 6), half % 2, F)
+
+
+@triton.jit
 def entries_of_8(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """The integers of a table that 3-bit codes stand for, as bytes."""
     return codebook.integers(codebook.of_8(words[0], words[1], half // 2, i, flip, 2), half % 2, flip[1], F)
@@ -234,6 +247,28 @@ def entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexp
     """The integers of a table that 4-bit codes stand for, as bytes."""
     bytes = codebook.of_half(words[0], i, flip, 0) | codebook.of_half(words[0], i, flip, 1)
     return codebook.integers(bytes, half % 2, flip[1], F)
+
+
+@triton.jit
+def entries_of_32(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The integers of a table that 5-bit codes stand for, as bytes."""
+    return codebook.integers(codebook.of_32(words[0], words[1], half // 2, i, flip, 2), half % 2, flip[1], F)
+
+
+@triton.jit
+def wide_entries_of_32(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The integers of a table that 5-bit codes stand for: bytes for float16."""
+    if F == tl.float16:
+        return entries_of_32(words, half, i, digit, to, flip, F)
+    else:
+        return float_entries_of_32(words, half, i, digit, to, flip, F)
+
+
+@triton.jit
+def float_entries_of_32(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The numbers of a table that 5-bit codes stand for, in type F."""
+    low = codebook.of_32(words[0], words[1], half // 2, i, flip, 2)
+    return codebook.floats(low, codebook.of_32(words[0], words[1], half // 2, i, flip, 10), half % 2, F)
 
 
 @triton.jit

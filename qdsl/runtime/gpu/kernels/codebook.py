@@ -1,4 +1,4 @@
-"""Device functions of the lane-tile kernels: codes of 3 or 4 bits that stand for the numbers of a table.
+"""Device functions of the lane-tile kernels: codes of 2 to 5 bits that stand for the numbers of a table.
 
 A table lies in registers, a byte of four entries in each; the byte permutation of NVIDIA GPUs takes four codes at once from
 eight entries, and a third one chooses between the halves of sixteen.  The planar storage puts the codes of a word so that codes
@@ -17,12 +17,13 @@ a table's negative integers are one half of it (IQ4_NL), each half is an operand
 `plain_permute` is the same without it, for the interpreter.
 """
 
+from qdsl.runtime.gpu.kernels import group_numbers, lanes
 from qdsl.runtime.gpu.kernels.lanes import halves
 from qdsl.runtime.gpu.triton import libdevice, tl, triton
 
 
 @triton.jit
-def table(g, N, high: tl.constexpr, t0: tl.constexpr, t1: tl.constexpr, t2: tl.constexpr = None, t3: tl.constexpr = None,
+def table(g, N, high: tl.constexpr, t0: tl.constexpr, t1: tl.constexpr = None, t2: tl.constexpr = None, t3: tl.constexpr = None,
           h0: tl.constexpr = None, h1: tl.constexpr = None, h2: tl.constexpr = None, h3: tl.constexpr = None):
     """What the functions below take, in registers: the selectors of bytes 0 to 3, twice; the high byte of integers as numbers;
     the words of a table, the entries' low bytes and then their high ones."""
@@ -30,6 +31,16 @@ def table(g, N, high: tl.constexpr, t0: tl.constexpr, t1: tl.constexpr, t2: tl.c
     return ((in_lane(0x32103210, g, N), in_lane(high, g, N),
              in_lane(t0, g, N), in_lane(t1, g, N), in_lane(t2, g, N), in_lane(t3, g, N),
              in_lane(h0, g, N), in_lane(h1, g, N), in_lane(h2, g, N), in_lane(h3, g, N)),)
+
+
+@triton.jit
+def table_of_32(g, N, high: tl.constexpr, t0: tl.constexpr, t1: tl.constexpr, t2: tl.constexpr, t3: tl.constexpr,
+                t4: tl.constexpr, t5: tl.constexpr, t6: tl.constexpr, t7: tl.constexpr,
+                h0: tl.constexpr = 0, h1: tl.constexpr = 0, h2: tl.constexpr = 0, h3: tl.constexpr = 0,
+                h4: tl.constexpr = 0, h5: tl.constexpr = 0, h6: tl.constexpr = 0, h7: tl.constexpr = 0):
+    """The same of a table of 32 numbers."""
+    low, more = table(g, N, high, t0, t1, t2, t3, t4, t5, t6, t7)[0], table(g, N, 0, h0, h1, h2, h3, h4, h5, h6, h7)[0]
+    return (low + more[2:],)
 
 
 @triton.jit
@@ -44,6 +55,50 @@ def split_table(g, N, lower: tl.constexpr, t0: tl.constexpr, t1: tl.constexpr, t
              in_lane(t0, g, N), in_lane(t1, g, N), in_lane(t2, g, N), in_lane(t3, g, N),
              in_lane(l0, g, N), in_lane(l1, g, N), in_lane(l2, g, N), in_lane(l3, g, N),
              in_lane(h0, g, N), in_lane(h1, g, N), in_lane(h2, g, N), in_lane(h3, g, N), in_lane(upper, g, N)),)
+
+
+@triton.jit
+def constants(table: tl.constexpr, levels: tl.constexpr, tensors, row, g, N, wide: tl.constexpr, width: tl.constexpr,
+              bits: tl.constexpr, signed: tl.constexpr, F: tl.constexpr):
+    """What a format's numbers() takes besides words in two rows, where codes may be looked up in stored tables.
+
+    levels: the place of their tensor, rows that share one, and its entries; None elsewhere.
+    """
+    if levels is None:
+        return lanes.constants(table, g, N, width, bits, signed, F)
+    else:
+        return stored_table(tensors[levels[0]], row, levels[1], levels[2], g, wide, N, F)
+
+
+@triton.jit
+def stored_table(plane, row, block: tl.constexpr, entries: tl.constexpr, g, wide: tl.constexpr, N, F: tl.constexpr):
+    """What table() has, of stored tables, one for every `block` rows, for the rows g and g + 8 of a lane tile, which are `row`.
+
+    Each lane has the tables of its own rows, entries rounded to F.  wide: for words [8 * W, 16, 2] rather than [8 * W, 4, 2].
+    """
+    at = group_numbers.blocks(row, block)
+    words = (in_lane(0x32103210, g[:, :, None], N), 0)
+    for high in tl.static_range(2):
+        for i in tl.static_range(8 if entries == 32 else 4):
+            if i < entries // 4:
+                word = tl.join(bytes_of_four(plane + (at[0] * entries + 4 * i), high, F),
+                               bytes_of_four(plane + (at[1] * entries + 4 * i), high, F))
+                if wide:
+                    word = tl.join(word, word).permute(0, 1, 3, 2)
+                    word = tl.join(word, word).permute(0, 1, 2, 4, 3).reshape(word.shape[0], 16, 2)
+                words = words + (word,)
+            else:
+                words = words + (0,)                             # numbers() of fewer entries reads no more
+    return (words,)
+
+
+@triton.jit
+def bytes_of_four(p, high: tl.constexpr, F: tl.constexpr):
+    """The low or the high bytes of four numbers as F, the same in every lane of a row: int32 [8 * W, 4]."""
+    v = tl.load(p + tl.arange(0, 16)[None, :] % 4).to(F).to(tl.int16, bitcast=True).to(tl.int32)
+    v = group_numbers.in_four(v.reshape(v.shape[0], 4, 2, 2))
+    first, second = libdevice.byte_perm(v[0], v[1], 0x5410), libdevice.byte_perm(v[2], v[3], 0x5410)
+    return libdevice.byte_perm(first, second, 0x7531 if high else 0x6420)
 
 
 @triton.jit
@@ -87,6 +142,15 @@ def of_16(word, i: tl.constexpr, table, first: tl.constexpr):
 
 
 @triton.jit
+def of_32(low, high, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.constexpr):
+    """Four codes' bytes of a table of 32, from words of four bits and of one, in the first or second chunk of a span."""
+    upper = ((high << (2 - chunk)) & 0x44444444) | table[0]
+    if i:
+        upper = upper >> 16
+    return permute(of_16(low, i, table, first), of_16(low, i, table, first + 4), upper)
+
+
+@triton.jit
 def of_half(word, i: tl.constexpr, table, upper: tl.constexpr):
     """Four codes' bytes of the lower half of a table of 16, or of the upper one; 0 for codes of the other half."""
     if upper:
@@ -94,6 +158,17 @@ def of_half(word, i: tl.constexpr, table, upper: tl.constexpr):
     if i:
         word = word >> 16
     return permute(table[4 if upper else 2], table[5 if upper else 3], word)
+
+
+@triton.jit
+def of_4(word, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.constexpr):
+    """Four codes' bytes of a table of 4, from words of two bits, in the first or second chunk of a span."""
+    if chunk:
+        word = word >> 2
+    codes = word & 0x33333333
+    if i:
+        codes = codes >> 16
+    return permute(table[first], table[first], codes)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ lane loads only the scales of its two.
 Cost for 4 bits and groups of 32, counted on sm_90: 1.2 instructions of a thread per weight in float16, 1.4 in bfloat16.
 """
 
-from qdsl.runtime.gpu.kernels import group_numbers, lanes
+from qdsl.runtime.gpu.kernels import codebook, group_numbers, lanes
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -45,20 +45,24 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
 @triton.jit
 def gemv(
     tensors, x, bias, out, N, K, pitch, early,
-    words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, scale: tl.constexpr, finish: tl.constexpr,
-    FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    SIGNED: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr,
-    R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+    words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, LEVELS: tl.constexpr, scale: tl.constexpr,
+    finish: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, SIGNED: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr, R: tl.constexpr, WN: tl.constexpr,
+    WK: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):
     """out[n] = sum over k of x[k] * w[n, k], plus bias[n], in float32.
 
     x: [1, K] of type F, pairs of columns as int32.  STEP: columns of a run, 16, 32 or 64.  pitch, early, EVEN: as in skinny.
+    LEVELS: as codebook.constants takes it.
     """
     TRIP: tl.constexpr = max(2, STEP // 16)                      # chunks of 128 columns that a warp takes in a trip
     w, g, c = lanes.warps(WN * WK)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     lanes.begin(tensors[0], early, first, w, c, N, R, WK)
-    flip = lanes.constants(table, g, N, WIDTH, BITS, SIGNED, F)
+    flips = ()
+    for r in tl.static_range(R):
+        flips = flips + (codebook.constants(table, LEVELS, tensors, lanes.rows(first + 16 * r, N), g, N, True, WIDTH, BITS,
+                                            SIGNED, F),)
     stored = lanes.stored_columns(K, pitch)
     acc = lanes.zeros(R, WN * WK)
     for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
@@ -72,7 +76,7 @@ def gemv(
                 loaded = ()
                 for t in tl.static_range(STEP // 16):
                     loaded = loaded + (words(tensors, row, stored, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
-                sum = lanes.product(numbers, loaded, columns, flip, 2 * j, STEP // 8, WIDTH, BITS, F)
+                sum = lanes.product(numbers, loaded, columns, flips[r], 2 * j, STEP // 8, WIDTH, BITS, F)
                 values = group_numbers.values(tensors, FIELDS, (row, chunk, K, stored, STEP), field)
                 new = new + (scale(values, sum, sums, BASE, acc[r]),)
             acc = new

@@ -44,7 +44,8 @@ def number(value, kind: tl.constexpr):
 
     Negative ones are bytes with a function in device, in the order of layout.SMALL_FLOATS.
 
-    An integer of up to 23 bits enters the mantissa of 2^23, for a cast would be slow.
+    An integer of up to 23 bits enters the mantissa of 2^23, for a cast would be slow.  Kinds from 32 on are integers of kind % 32
+    bits from bit kind // 32 - 1 on.
     """
     if kind == 0:
         return device.scale(value)
@@ -57,17 +58,27 @@ def number(value, kind: tl.constexpr):
     elif kind == -4:
         return device.e4m3(value)
     else:
-        return (value.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+        return (part(value, kind).to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+
+
+@triton.jit
+def part(value, kind: tl.constexpr):
+    """A stored integer, or of bytes that other fields share its part, as number() says."""
+    if kind >= 32:
+        return (value >> (kind // 32 - 1)) & ((1 << kind % 32) - 1)
+    else:
+        return value
 
 
 @triton.jit
 def loaded(plane, at, kind: tl.constexpr):
     """float32 of the numbers at places of a plane, stored as number() says.
 
-    Kind -5 are integers, looked up in a table: the plane is both.  -6 is a float that places share: the plane, and how many.
+    Kind -5 are integers, looked up in a table: the plane is both, and the integers' kind.  -6 is a float that places share: the
+    plane, and how many.
     """
     if kind == -5:
-        return tl.load(plane[1] + tl.load(plane[0] + at).to(tl.int32)).to(tl.float32)
+        return tl.load(plane[1] + part(tl.load(plane[0] + at), plane[2]).to(tl.int32)).to(tl.float32)
     elif kind == -6:
         return device.scale(tl.load(plane[0] + at.to(tl.uint64) // plane[1]))
     else:
@@ -99,7 +110,8 @@ def value(tensors, fields: tl.constexpr, i: tl.constexpr, at, field: tl.constexp
         default: tl.constexpr = fields[i][4]
         return default
     elif fields[i][3] == -5:
-        return field((tensors[fields[i][0]], tensors[fields[i][5]]), at, fields[i][1], fields[i][2], fields[i][3])
+        kind: tl.constexpr = fields[i][6]
+        return field((tensors[fields[i][0]], tensors[fields[i][5]], kind), at, fields[i][1], fields[i][2], fields[i][3])
     elif fields[i][3] == -6:
         shared: tl.constexpr = fields[i][5]
         return field((tensors[fields[i][0]], shared), at, fields[i][1], fields[i][2], fields[i][3])

@@ -33,7 +33,7 @@ Cost for 4 bits and groups of 32, counted on sm_90: 2.2 instructions of a thread
 With 16 rows of x and R = 2 it is 2.7 in bfloat16, where two blocks of 8 would be 3.9.
 """
 
-from qdsl.runtime.gpu.kernels import group_numbers, lanes
+from qdsl.runtime.gpu.kernels import codebook, group_numbers, lanes
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -53,9 +53,9 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
 @triton.jit
 def skinny(
     tensors, x, bias, out, M, N, K, pitch, tiles, early,
-    words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, scale: tl.constexpr, finish: tl.constexpr,
-    FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    SIGNED: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr, ONES: tl.constexpr, IN_ORDER: tl.constexpr,
+    words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, LEVELS: tl.constexpr, scale: tl.constexpr,
+    finish: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, SIGNED: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr, ONES: tl.constexpr, IN_ORDER: tl.constexpr,
     R: tl.constexpr, WN: tl.constexpr, WK: tl.constexpr, BM: tl.constexpr, EVEN: tl.constexpr, FENCE: tl.constexpr,
     F: tl.constexpr,
 ):
@@ -66,9 +66,9 @@ def skinny(
     With tiles w and bias have N rows for every expert, and a row of x meets those of its own.  early: words of a row of the
     first tensor, where the launch may begin before the one before has ended; else None, as with tiles.
 
-    SIZE: columns that share a sum.  IN_ORDER: codes are bytes, row by row.  ONES: `finish` takes the sums of x.
-    BM: rows of x of a program, 8 or, without tiles, 16.  EVEN: all WK warps have as many spans of columns.  FENCE: keep loads in
-    order; NVIDIA's GPUs alone, and not IN_ORDER, which would spill.
+    LEVELS: as codebook.constants takes it.  SIZE: columns that share a sum.  IN_ORDER: codes are bytes, row by row.
+    ONES: `finish` takes the sums of x.  BM: rows of x of a program, 8 or, without tiles, 16.  EVEN: all WK warps have as many
+    spans of columns.  FENCE: keep loads in order; NVIDIA's GPUs alone, and not IN_ORDER, which would spill.
     """
     BLOCKS: tl.constexpr = BM // 8
     w, g, c = lanes.warps(WN * WK)
@@ -83,7 +83,10 @@ def skinny(
         ones = ones + lanes.zeros(1, WN * WK)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     lanes.begin(tensors[0], early, first, w, c, N, R, WK)
-    flip = lanes.constants(table, g, N, WIDTH, BITS, SIGNED, F)
+    flips = ()
+    for r in tl.static_range(R):
+        flips = flips + (codebook.constants(table, LEVELS, tensors, lanes.rows(first + 16 * r, N, start), g, N, SIZE == 128,
+                                            WIDTH, BITS, SIGNED, F),)
     stored = lanes.stored_columns(K, pitch)
     for step in range(0, tl.cdiv(K, 256 * WK)):
         span, loaded, operands = (step * WK + w % WK) * 2, (), ()
@@ -113,7 +116,7 @@ def skinny(
                     codes, values = loaded[j * R + r]
                     total = acc[b * R + r]
                     for u in tl.static_range(128 // SIZE):
-                        sum = lanes.part(numbers, codes, columns, u, j, flip, WIDTH, BITS, SIZE, F)
+                        sum = lanes.part(numbers, codes, columns, u, j, flips[r], WIDTH, BITS, SIZE, F)
                         if scale is not None:
                             total = scale(values[u], sum, sums[u], BASE, total)
                         else:

@@ -32,7 +32,7 @@ Cost for 4 bits, groups of 128 and 16 rows of x, counted on sm_90: 2.3 instructi
 bfloat16; for 128 rows 3.1 and 3.3.
 """
 
-from qdsl.runtime.gpu.kernels import group_numbers, lanes, tile
+from qdsl.runtime.gpu.kernels import codebook, group_numbers, lanes, tile
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -58,17 +58,18 @@ def field_as_codes(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: t
 @triton.jit
 def tile_gemm(
     tensors, x, bias, out, parts, arrivals, M, N, K, pitch,
-    words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, scale: tl.constexpr, finish: tl.constexpr,
-    FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, POINT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
-    BITS: tl.constexpr, SIGNED: tl.constexpr, SPANS: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr, ZERO: tl.constexpr,
-    ONES: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
-    WHOLE: tl.constexpr, SPLIT: tl.constexpr, F: tl.constexpr,
+    words: tl.constexpr, numbers: tl.constexpr, table: tl.constexpr, LEVELS: tl.constexpr, scale: tl.constexpr,
+    finish: tl.constexpr, FIELDS: tl.constexpr, ROW_FIELDS: tl.constexpr, POINT: tl.constexpr, SIZE: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr, SPANS: tl.constexpr, UNIT: tl.constexpr, BASE: tl.constexpr,
+    ZERO: tl.constexpr, ONES: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    UNROLL: tl.constexpr, WHOLE: tl.constexpr, SPLIT: tl.constexpr, F: tl.constexpr,
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
-    x: [M, K] of type F.  SIZE: columns that share a sum.  SPANS: by plane, how many bits the second chunk of 256 columns lies
-    higher.  ZERO: what is added to a code; BASE: None where that takes off its zero point.  ONES: scale or finish take the sums
-    of x.  UNROLL: chunks of a trip.  WHOLE: K, where all tiles have all their rows, or 0.  pitch: as in skinny.
+    x: [M, K] of type F.  LEVELS: as codebook.constants takes it.  SIZE: columns that share a sum.  SPANS: by plane, how many bits
+    the second chunk of 256 columns lies higher.  ZERO: what is added to a code; BASE: None where that takes off its zero point.
+    ONES: scale or finish take the sums of x.  UNROLL: chunks of a trip.  WHOLE: K, where all tiles have all their rows, or 0.
+    pitch: as in skinny.
 
     SPLIT: programs that share K; more than one need parts, float32 [tiles, SPLIT, R * 16 * W, BM], and arrivals, int32 [tiles],
     zeros before and after the launch.
@@ -78,7 +79,10 @@ def tile_gemm(
     stored = lanes.stored_columns(K, pitch)
     first = tl.program_id(0) * (16 * W * R)
     x, at = tile.tile_of_x(x, M, K, BM, SIZE, W, WHOLE)
-    flip = lanes.constants(table, lanes.warps(W)[1], N, WIDTH, BITS, SIGNED, F)
+    flips = ()
+    for r in tl.static_range(R):
+        flips = flips + (codebook.constants(table, LEVELS, tensors, tile.rows_of_tile(first + 16 * W * r, W, N, WHOLE),
+                                            lanes.warps(W)[1], N, SIZE == 128, WIDTH, BITS, SIGNED, F),)
     acc = tile.tiles(R, 16 * W, BM)
     ones = tl.zeros((16 * W, BM), tl.float32)
     begin, end = tile.part_of_k(tl.program_id(2), K // 128, SPLIT)
@@ -95,7 +99,7 @@ def tile_gemm(
                 less = None
                 if POINT is not None:
                     less = tile.point(tensors, FIELDS, POINT, (row, column, stored, SIZE, F), field_as_codes, F)
-                sum = tile.rows_product(numbers, loaded, u, columns[u], flip, ZERO, less, WIDTH, BITS, SIZE, F)
+                sum = tile.rows_product(numbers, loaded, u, columns[u], flips[r], ZERO, less, WIDTH, BITS, SIZE, F)
                 sums = None
                 if ONES:
                     sums = tile.column_sums(columns[u], 16 * W, UNIT, F)
