@@ -30,18 +30,18 @@ SPILLING = {
     "sm_80": {
         "matvec": {"hqq.planar bits=1": 288, "hqq.planar bits=2": 10, "int_group.pack_quantized bits=3": 91,
             "int_group.pack_quantized bits=7": 151, "kivi.planar bits=2": 95, "quanto.planar bits=2": 30},
-        "gemv R=2": {"nvfp4_modelopt.planar": 4},
+        "gemv R=2": {"nvfp4_modelopt.planar": 4}, "gemm 16": {"spqr.spqr": 996}, "gemm 64": {"spqr.spqr": 1051},
     },
     "sm_90": {
         "gemm 16": {"any_precision.any_precision": 13, "bnb_fp4_nested.bitsandbytes": 167, "coreml_lut.coreml bits=4": 6,
             "coreml_lut.coreml bits=6": 262, "coreml_vectors.coreml bits=4": 124, "flute.flute": 309, "fp6_llm.fp6_llm": 980,
             "hqq_axis0.hqq bits=1": 222, "hqq_axis0.hqq bits=2": 302, "hqq_axis0.hqq bits=4": 302, "hqq_axis0.hqq bits=8": 93,
-            "hqq_axis0.hqq_3bit bits=3": 379, "ik_iq4_kss.ik_llama": 398},
+            "hqq_axis0.hqq_3bit bits=3": 379, "ik_iq4_kss.ik_llama": 398, "spqr.spqr": 846},
         "gemm 64": {"any_precision.any_precision": 2520, "bnb_fp4.bitsandbytes": 12, "bnb_fp4_nested.bitsandbytes": 522,
             "coreml_lut.coreml bits=2": 72, "coreml_lut.coreml bits=4": 104, "coreml_lut.coreml bits=6": 534,
             "coreml_vectors.coreml bits=4": 231, "flute.flute": 288, "fp6_llm.fp6_llm": 1224, "hqq_axis0.hqq bits=1": 454,
             "hqq_axis0.hqq bits=2": 645, "hqq_axis0.hqq bits=4": 645, "hqq_axis0.hqq bits=8": 240,
-            "hqq_axis0.hqq_3bit bits=3": 711, "ik_iq3_k.ik_llama": 43},
+            "hqq_axis0.hqq_3bit bits=3": 711, "ik_iq3_k.ik_llama": 43, "spqr.spqr": 1032},
         "matvec": {"hqq.planar bits=1": 331, "hqq.planar bits=2": 11, "int_group.pack_quantized bits=3": 75,
             "int_group.pack_quantized bits=7": 141, "kivi.planar bits=2": 83, "mlx.planar bits=2": 19,
             "quanto.planar bits=2": 14},
@@ -50,18 +50,21 @@ SPILLING = {
         "skinny R=2": {"ik_iq3_k.planar": 14, "ik_iq5_k.planar": 5, "q2_k.planar": 23},
     },
     "sm_100": {
+        "gemm 16": {"spqr.spqr": 595},
         "gemm 64": {"bnb_fp4_nested.bitsandbytes": 173, "coreml_lut.coreml bits=2": 13, "coreml_lut.coreml bits=4": 11,
             "coreml_vectors.coreml bits=4": 92, "hqq_axis0.hqq bits=1": 223, "hqq_axis0.hqq bits=2": 351,
             "hqq_axis0.hqq bits=4": 351, "hqq_axis0.hqq bits=8": 85, "hqq_axis0.hqq_3bit bits=3": 380,
             "int_group.pack_quantized_0_17 bits=5": 2, "nf4_nested.bitsandbytes": 173,
-            "ocp_mxfp6.compressed_tensors code=e2m3": 171, "ocp_mxfp6.compressed_tensors code=e3m2": 171},
+            "ocp_mxfp6.compressed_tensors code=e2m3": 171, "ocp_mxfp6.compressed_tensors code=e3m2": 171, "spqr.spqr": 557},
         "matvec": {"hqq.planar bits=1": 110},
         "skinny R=2": {"hqq.planar bits=8": 24},
     },
     "sm_120": {
+        "gemm 16": {"spqr.spqr": 283}, "gemm 64": {"spqr.spqr": 932},
         "gemv R=1": {"openvino_nf4.planar": 3},
         "gemv R=2": {"openvino_nf4.planar": 3},
     },
+    "gfx942": {"gemm 16": {"spqr.spqr": 46}, "gemm 64": {"spqr.spqr": 102}},
 }
 
 
