@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import absmax_level
-from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, empty,
-        pad, workspace)
-from qdsl.runtime.gpu.kernels import bitplanes, device, gemv, group_sums, skinny
+from qdsl.runtime import (Field, Format, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Table, Variant, as_type, cdiv,
+        empty, pad, workspace)
+from qdsl.runtime.gpu.kernels import bitplanes, codebook, device, gemv, group_sums, skinny
 from qdsl.runtime.gpu.triton import tl, triton
 from qdsl.runtime.weight.numbers import ue4m3
 
@@ -50,14 +50,18 @@ def pack_gguf(e: Tensor, q: Tensor, s: Tensor | None) -> dict[str, Tensor | None
 def unpack_planar(q: Tensor, e: Tensor, s: Tensor | None, *, K: int) -> dict[str, Tensor | None]:
     """Fields of q int32 [N, 16*ceil(K/128)]; e uint8 [N, K/16]; s float32 []."""
     r = as_type(q, torch.uint8).unflatten(-1, (-1, 64))
-    q_bytes = r.unflatten(-1, (4, 4, 2, 2))
-    return {"e": e, "q": torch.stack([q_bytes & 15, q_bytes >> 4], -5).permute(0, 1, 4, 6, 2, 3, 5).flatten(1)[:, :K], "s": s}
+    q_bytes = r.unflatten(-1, (4, 8, 2))
+    q_low = torch.stack([q_bytes & 3, q_bytes >> 2 & 3], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K]
+    q_high = torch.stack([q_bytes >> 4 & 3, q_bytes >> 6], -4).permute(0, 1, 4, 2, 3, 5).flatten(1)[:, :K]
+    return {"e": e, "q": q_low | q_high << 2, "s": s}
 
 
 def pack_planar(e: Tensor, q: Tensor, s: Tensor | None) -> dict[str, Tensor | None]:
     """q, e, s of the fields; the inverse of unpack_planar."""
-    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 2, 4, 2))
-    r = (q_split[:, :, :, :, 0] | q_split[:, :, :, :, 1] << 4).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    r = torch.zeros(q.shape[0], cdiv(q.shape[1], 128), 64, dtype=torch.uint8, device=q.device)
+    q_split = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 8, 2, 4, 2))
+    r[...] |= ((q_split[:, :, :, 0] & 3) | (q_split[:, :, :, 1] & 3) << 2).permute(0, 1, 3, 2, 4).flatten(2)
+    r[...] |= ((q_split[:, :, :, 0] >> 2) << 4 | (q_split[:, :, :, 1] >> 2) << 6).permute(0, 1, 3, 2, 4).flatten(2)
     return {"q": as_type(r, torch.int32).flatten(1), "e": e, "s": s}
 
 
@@ -114,16 +118,19 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
     else:
         s1 = tl.load(s)
     t = u // 16
-    j = u // 4 % 4
-    c = u % 4
-    live = live & (128 * t + 32 * j + 2 * c < K)
-    q_word = tl.load(q + 16 * t + 4 * c + j, live, 0)
-    for h in tl.static_range(4):
+    c = u // 4 % 4
+    b = u % 4
+    live = live & (128 * t + 32 * c + 2 * b < K)
+    q_word = tl.load(q + 16 * t + 4 * b + c, live, 0)
+    for h in tl.static_range(2):
         for i in tl.static_range(2):
-            inside = live & (128 * t + 32 * j + 8 * h + 2 * c + i < K)
-            e1 = device.ue4m3(tl.load(e + 8 * t + 2 * j + h // 2, inside, 0))
-            q1 = (q_word >> 16 * i + 4 * h & 15).to(tl.int32)
-            state = use(state, 128 * t + 32 * j + 8 * h + 2 * c + i, e1 * 0.5 * tl.load(level + q1) * s1, inside)
+            for j in tl.static_range(2):
+                inside = live & (128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j < K)
+                e1 = device.ue4m3(tl.load(e + 8 * t + 2 * c + h, inside, 0))
+                q_low = q_word >> 16 * h + 8 * j + 2 * i & 3
+                q_high = q_word >> 16 * h + 8 * j + 2 * i + 4 & 3
+                q1 = (q_low | q_high << 2).to(tl.int32)
+                state = use(state, 128 * t + 32 * c + 16 * h + 8 * i + 2 * b + j, e1 * 0.5 * tl.load(level + q1) * s1, inside)
     return state
 
 
@@ -136,14 +143,15 @@ VARIANT = Variant(
             "scale": Stored("f32", optional="s", bits=("s[]",)),
         }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", tables=(LEVEL,))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
-            "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
+            "q": Stored("i32", "N", "16*ceil(K/128)",
+                bits=("q.at(0):2[1@0, 2:8 4:4@1 2:2 2:16 4:1@1 16@1]", "q.at(2):2+4[1@0, 2:8 4:4@1 2:2 2:16 4:1@1 16@1]")),
             "e": Stored("ue4m3", "N", "K/16", bits=("e[1@0, 1@1]",)),
             "s": Stored("f32", optional="s", bits=("s[]",)),
         }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1,
-                    scale=group_sums.scaled, finish=group_sums.scaled, group_fields=(GroupField("e", 1, 16, "ue4m3"),),
-                    row_fields=(GroupField("s", 0, 0, default=1.0),), blocks=("16",), size=16, width=8, bits=0,
-                    unit=(16384.0, 1.0), base=(0, 0)))),
+                    table=codebook.two_part_table, scale=group_sums.scaled, finish=group_sums.scaled,
+                    group_fields=(GroupField("e", 1, 16, "ue4m3"),), row_fields=(GroupField("s", 0, 0, default=1.0),),
+                    blocks=("16",), size=16, width=8, bits=0, unit=(16384.0, 1.0), base=(0, 0)))),
     },
     decode=decode, encode=encode, scheme="absmax_level", roles={"code": "q", "scale": "e"},
     settings={"level": LEVEL, "factor": 0.5}, defaults={"s": 1},

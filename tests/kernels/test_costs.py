@@ -62,7 +62,7 @@ SPILLING = {
     "sm_120": {
         "gemm 16": {"spqr.spqr": 283}, "gemm 64": {"spqr.spqr": 932},
         "gemv R=1": {"openvino_nf4.planar": 3},
-        "gemv R=2": {"openvino_nf4.planar": 3},
+        "gemv R=2": {"nvfp4_modelopt.planar": 4, "openvino_nf4.planar": 3},
     },
     "gfx942": {"gemm 16": {"spqr.spqr": 46}, "gemm 64": {"spqr.spqr": 102}},
 }

@@ -133,6 +133,15 @@ def test_one_row(case: Case) -> None:
             check(case, shapes[i % 3], params, 1, DTYPES[i % 2], bias=i % 2 == 1)
 
 
+@pytest.mark.parametrize("case", [case for case in FEW if case in COVERING and matrix_unit_of(case).bits <= 0
+                                  and matrix_unit_of(case).gemv], ids=str)
+def test_two_tiles_of_one_row(case: Case) -> None:
+    """Of codes that are looked up or made; a warp has 32 rows of w, of which the last tile has one."""
+    shape = shapes_of(case)[1]
+    config = {"R": 2, "WN": 1, "WK": 2, "EVEN": False}
+    check(case, shape, next(choices(case)), 1, torch.bfloat16, candidate=Candidate("gemv", config, (2,)))
+
+
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_few_rows(case: Case) -> None:
     """Up to 8, and more in blocks of 8."""

@@ -148,7 +148,7 @@ def _patch() -> None:
 
     # The interpreter knows no functions of libdevice, and no assembly.
     codebook.libdevice = SimpleNamespace(byte_perm=byte_perm)
-    codebook.permute = codebook.plain_permute
+    codebook.permute, codebook.scaled = codebook.plain_permute, codebook.plain_scaled
     eight_bit.to_e4m3 = eight_bit.plain_e4m3
     builder.create_masked_load, builder.create_masked_store, builder.cast_impl = masked_load, masked_store, cast_impl
     def get_bf16(self: Any, value: float) -> Any:

@@ -210,8 +210,9 @@ def files_of(module: str) -> list[Path]:
 # The package was planned with 30,000 lines and has 1.7 times that, for features that were not planned then: models, engines,
 # infer, test, caches of keys and values, products on a CPU, side branches.  150 more print sums of codes that meet scales later.
 # 220 more look codes up in stored tables and in tables of parts, and let small integers share bytes.
-# Generated modules keep to the 17,000 that were planned for 60 formats: 82 take 16,990.
-BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 54_900, "generated": 17_000}
+# 90 more make operands of parts of e2m1 codes, and meet one row of x as it is loaded (runtime/gpu/kernels/runs.py).
+# 17,000 lines of generated modules were planned for 60 formats: 82 take 17,022, with parts of e2m1 codes apart.
+BUDGET = {"qdsl/analyze/execute": 2_750, "qdsl": 54_990, "generated": 17_050}
 
 
 @pytest.mark.parametrize("folder", BUDGET)

@@ -37,6 +37,8 @@ ORDERS = {
     (2, 1): (512, "c<4 u<4 e<2 i<2 j<2 h<2 l<2", "512*t + 256*l + 128*j"),
     (1, 1): (512, "c<4 u<4 e<2 i<2 l<2 j<2 h<2", "512*t + 256*l + 128*j"),
 }
+# A float of 4 bits in two parts, each of which chooses a byte (gpu/kernels/codebook.py).
+FLOAT_ORDER = (128, "c<4 u<4 i<2 e<2 p<2 h<2", "128*t")
 LOOKED_UP = ("u2", "u3", "u4", "u5")                                         # codes that stand for the numbers of a table
 LOOKED_UP_ORDERS = {                                             # bytes are looked up four at a time (gpu/kernels/codebook.py)
     (4, 4): (128, "c<4 u<4 i<2 e<2 h<2", "128*t"),
@@ -62,9 +64,8 @@ def derive_planar(programs: Sequence[Program]) -> Program | None:
     others = (affine.columns.removeprefix("/"), affine.table if is_stored(program, affine.table) else "")
     groups = [program.field(name) for name in (*affine.fields, *filter(None, others))]
     span = program.spec.span
-    looked_up = affine.table != "" and float_of_table(program, affine.table) is None
     shares = _byte_shares(program)
-    tensors = [*_planes(code, looked_up, span),
+    tensors = [*_planes(program, code, affine.table, span),
                *(_plain(program, field, whole, span, shares.get(field.name)) for field in groups if field not in shares.values())]
     where = [(_text(field.name, span), g.expression(_text(str(index), span)))
              for field in program.fields if field.groups is not None and (index := _in_order(program, field)) is not None]
@@ -259,14 +260,17 @@ def float_of_table(program: Program, table: str) -> tuple[Number, float] | None:
     return None
 
 
-def _planes(code: Field, looked_up: bool, span: Span) -> Iterator[Tensor]:
+def _planes(program: Program, code: Field, table: str, span: Span) -> Iterator[Tensor]:
     assert code.number is not None
     widths = PLANES[code.number.bits]
+    is_float = float_of_table(program, table) is not None if table else code.number.is_float
     low = 0
     for place, width in enumerate(widths):
         name = code.name if len(widths) == 1 else f"{code.name}_{place}"
         part = f".at({low}):{width}" if len(widths) > 1 else ""
-        columns, loops, at = (LOOKED_UP_ORDERS if looked_up else ORDERS)[widths[0], width]
+        columns, loops, at = (LOOKED_UP_ORDERS if table and not is_float else ORDERS)[widths[0], width]
+        if is_float and widths == (4,):
+            (columns, loops, at), part = FLOAT_ORDER, ".at(2*p):2"
         shape = f"i32[n<N, t<ceil(K/{columns}) word]"
         yield _tensor(name, shape, f"{loops}: {code.name}[n, {at} + 32*u + 16*i + 8*h + 2*c + e]{part}", span)
         low += width

@@ -60,6 +60,7 @@ def constants(plan: Plan) -> list[str]:
     arguments.append(f"numbers={_numbers(plan)}")
     arguments += [f"table=_table_{storage}"] if isinstance(plan.book, Codebook) else []
     arguments += [_levels(plan.book)] if isinstance(plan.book, StoredTable) else []
+    arguments += ["table=codebook.two_part_table"] if plan.has_parts else []
     if not has_skinny:
         arguments += [f"fields=_fields_{storage}", f"scale={_shared(plan.groups, _line_of(plan, [])) or f'_scale_{storage}'}"]
     else:

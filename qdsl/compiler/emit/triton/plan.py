@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import frexp
 
 from qdsl.compiler.emit.tensors import is_read_by_dtype
 from qdsl.compiler.emit.triton import records
@@ -58,6 +59,7 @@ class Plan:
     stored: str = ""                                             # the tensor of a storage whose rows are codes of 8 bits
     book: Codebook | StoredTable | None = None                   # the numbers that codes are looked up in
     record: Record | None = None                                 # of a storage whose records hold codes and groups
+    power: float = 1.0                                           # of two: what weights are more than the line says
 
     @property
     def planes(self) -> list[tuple[str, int, int]]:
@@ -117,6 +119,11 @@ class Plan:
         return self.book.is_int and not self.book.is_split if self.book else not self.code.is_float
 
     @property
+    def has_parts(self) -> bool:
+        """Whether codes are small floats whose parts number the bytes of operands."""
+        return self.code.is_float and self.code.bits == 4 and self.book is None
+
+    @property
     def lies(self) -> tuple[int, int]:
         """Width of a plane, and bits of codes that are operands where they lie in words; 0 where operands are made, -1 two."""
         if self.book and self.book.is_split:
@@ -145,7 +152,7 @@ class Plan:
             return 2.0 ** 24, 1.0
         if self.book:
             return 2.0 ** 24 if self.book.is_split else float(self.book.unit), 1.0
-        return 2.0 ** (15 - ((1 << (self.exponent - 1)) - 1)), 1.0
+        return self.power * 2.0 ** (15 - ((1 << (self.exponent - 1)) - 1)), self.power
 
     @property
     def exponent(self) -> int:
@@ -272,9 +279,9 @@ def matrix_unit_plan(program: Program) -> Plan | None:
         return None
     groups = tuple(replace(_group(program, program.field(name), present[name]), at=shares[name][1] if name in shares else None)
                    for name in affine.fields)
-    code, affine = _as_float(program, code, affine)
+    code, affine, power = _as_float(program, code, affine)
     book = _book(program, affine.table, 1 << code.bits) if affine.table else None
-    plan = Plan(program, affine, code, groups, present[affine.code], book)
+    plan = Plan(program, affine, code, groups, present[affine.code], book, power=power)
     return plan if plan.supported and (book is not None or not affine.table) else None
 
 
@@ -288,13 +295,17 @@ def _book(program: Program, table: str, entries: int) -> Codebook | StoredTable 
                        entries) if field.table == (entries,) else None
 
 
-def _as_float(program: Program, code: Number, affine: Affine) -> tuple[Number, Affine]:
-    """The code's type and the line without a table that has the numbers of a small float times a power of two, if it does."""
+def _as_float(program: Program, code: Number, affine: Affine) -> tuple[Number, Affine, float]:
+    """The code's type, the line, and a power of two that it is to be multiplied with.
+
+    A table that has the numbers of a small float times a power of two is that float.
+    """
     small = float_of_table(program, affine.table) if affine.table and not affine.zero else None
     if small is None:
-        return code, affine
+        return code, affine, 1.0
     scale = tuple((coefficient * small[1], product) for coefficient, product in affine.scale)
-    return small[0], replace(affine, scale=scale, table="")
+    power = scale[0][0] if len(scale) == 1 and not affine.offset and frexp(scale[0][0])[0] == 0.5 else 1.0
+    return small[0], replace(affine, scale=tuple((c / power, product) for c, product in scale), table=""), power
 
 
 def _tensor_holding_only(program: Program, name: str) -> str | None:

@@ -213,7 +213,7 @@ def e2m3(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl
 @triton.jit
 def e2m1(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """Codes of type e2m1 as numbers."""
-    return lanes.float_numbers(words[0], 4 * (half % 2) + 8 * i, 2, 1, F)
+    return codebook.two_parts(words[0], half % 2, i, flip, F)
 
 
 @triton.jit

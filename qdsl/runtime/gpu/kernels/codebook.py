@@ -118,9 +118,35 @@ def permute(first, second, selectors):
 
 
 @triton.jit
+def permute_half(first, second, selectors, i: tl.constexpr):
+    """permute() by the lower or the upper 16 bits of selectors."""
+    if i:
+        selectors = selectors >> 16
+    return permute(first, second, selectors)
+
+
+@triton.jit
 def plain_permute(first, second, selectors):
     """permute() without assembly, by two permutations."""
     return libdevice.byte_perm(first, second, selectors) & libdevice.byte_perm(-1, 0, (selectors >> 1) & 0x44444444)
+
+
+@triton.jit
+def scaled(pairs):
+    """Pairs of bfloat16 in int32, times 2^126: exactly, subnormal ones too.
+
+    One line of assembly, for a product of halves that come out of a permutation takes two more to bring them together.
+    """
+    return tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [pairs, 0x7E807E80, -2147450880],
+                                     dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def plain_scaled(pairs):
+    """scaled() without assembly."""
+    low = (pairs.to(tl.int16).to(tl.bfloat16, bitcast=True) * 2.0 ** 126).to(tl.int16, bitcast=True)
+    high = ((pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True) * 2.0 ** 126).to(tl.int16, bitcast=True)
+    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
 
 
 @triton.jit
@@ -130,15 +156,12 @@ def of_16(word, i: tl.constexpr, table, first: tl.constexpr):
     Two words alone are those of both halves, which have the same bytes.
     """
     low = word & 0x77777777
-    if i:
-        low = low >> 16
     if table[first + 2] is None:
-        return permute(table[first], table[first + 1], low)
+        return permute_half(table[first], table[first + 1], low, i)
     else:
         upper = ((word >> 1) & 0x44444444) | table[0]            # byte j of the lower entries, or of the upper ones
-        if i:
-            upper = upper >> 16
-        return permute(permute(table[first], table[first + 1], low), permute(table[first + 2], table[first + 3], low), upper)
+        return permute_half(permute_half(table[first], table[first + 1], low, i),
+                            permute_half(table[first + 2], table[first + 3], low, i), upper, i)
 
 
 @triton.jit
@@ -155,9 +178,7 @@ def of_half(word, i: tl.constexpr, table, upper: tl.constexpr):
     """Four codes' bytes of the lower half of a table of 16, or of the upper one; 0 for codes of the other half."""
     if upper:
         word = word ^ (-2004318072)                              # 0x88888888
-    if i:
-        word = word >> 16
-    return permute(table[4 if upper else 2], table[5 if upper else 3], word)
+    return permute_half(table[4 if upper else 2], table[5 if upper else 3], word, i)
 
 
 @triton.jit
@@ -178,10 +199,37 @@ def of_8(low, high, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.const
         low = low >> 2
     else:
         high = high << 2
-    codes = (low & 0x33333333) | (high & 0x44444444)
-    if i:
-        codes = codes >> 16
-    return permute(table[first], table[first + 1], codes)
+    return permute_half(table[first], table[first + 1], (low & 0x33333333) | (high & 0x44444444), i)
+
+
+@triton.jit
+def two_part_table(g, N, F: tl.constexpr):
+    """What two_parts() takes: the low bytes and the high ones that the parts of an e2m1 code number."""
+    g = g[:, :, None]
+    if F == tl.float16:                                          # both parts belong into the high byte
+        first: tl.constexpr = 0x06040200
+        second: tl.constexpr = -2004875264                       # 0x88800800
+    else:                                                        # the upper exponent bits are 0
+        first: tl.constexpr = -1065336832                        # 0xC0804000
+        second: tl.constexpr = -2122317568                       # 0x81800100
+    return (in_lane(first, g, N), in_lane(second, g, N), in_lane(0x33333333, g, N), in_lane(0x40404040, g, N)),
+
+
+@triton.jit
+def two_parts(word, h: tl.constexpr, i: tl.constexpr, table, F: tl.constexpr):
+    """Pairs of e2m1 codes as numbers, times 2^-14 as float16.
+
+    The lower exponent bit and the mantissa's number the low byte, the sign and the upper exponent bit the high one.  Selectors
+    of two pairs are cut out of a word at once, by masks in registers: through a literal one ptxas moves the shift, and then has
+    the mask twice.
+    """
+    if h:
+        word = word >> 2
+    both = permute_half(table[0], table[1], (word & table[2]) | table[3], i)
+    if F == tl.float16:
+        return halves((both | (both << 8)) & -16711936, F)       # 0xFF00FF00
+    else:
+        return halves(scaled(both), F)
 
 
 @triton.jit

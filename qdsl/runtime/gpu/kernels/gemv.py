@@ -14,17 +14,19 @@ A program multiplies 16 * R * WN rows of w with x.  WK warps share K, as in skin
                                                              +---+---+- - +---+
 
 With one row of x, seven of the matrix instruction's eight columns would be idle.  So a column stands for a run of STEP columns
-of w: it has that run of x, and zeros elsewhere.  One instruction then gives the sums of eight runs, ready for eight scales, and a
-lane loads only the scales of its two.
+of w.  One instruction then gives the sums of eight runs, ready for eight scales, and a lane loads only the scales of its two.
 
-- The diagonal is made of x once per trip, with a mask per lane, and serves all R tiles: R = 2 halves its price.
+- Codes that are looked up or made, in runs of 32 (WHOLE), meet x as lanes load it: a word is of one run, and one of its eight
+  sums is kept.  It takes fewer instructions than the diagonal, and for some codes more registers than a thread has.
+- All others meet the diagonal above: column r has run r of x, and zeros elsewhere.  It is made of x once per trip, with a mask
+  per lane, and serves all R tiles: R = 2 halves its price (runs.py has both).
 - Plain multiply-adds would take a conversion and an addition per weight; the matrix instruction takes 1/8 of one.
 - After the last trip the eight columns and the WK warps of a row are added up.
 
 Cost for 4 bits and groups of 32, counted on sm_90: 1.2 instructions of a thread per weight in float16, 1.4 in bfloat16.
 """
 
-from qdsl.runtime.gpu.kernels import codebook, group_numbers, lanes
+from qdsl.runtime.gpu.kernels import codebook, group_numbers, lanes, runs
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -56,6 +58,8 @@ def gemv(
     LEVELS: as codebook.constants takes it.
     """
     TRIP: tl.constexpr = max(2, STEP // 16)                      # chunks of 128 columns that a warp takes in a trip
+    # Two operands of one tile, and longer runs, would spill.
+    WHOLE: tl.constexpr = STEP == 32 and BITS <= 0 and (R > 1 or (BITS == 0 and table is not None))
     w, g, c = lanes.warps(WN * WK)
     first = (tl.program_id(0) * WN + w // WK) * (16 * R) + g
     lanes.begin(tensors[0], early, first, w, c, N, R, WK)
@@ -68,7 +72,10 @@ def gemv(
     for step in range(0, tl.cdiv(K, 128 * TRIP * WK)):
         for j in tl.static_range(32 // min(32, STEP)):
             chunk = (step * WK + w % WK) * TRIP + j
-            columns, sums = lanes.groups(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
+            if WHOLE:
+                columns, sums = runs.operand(x, chunk, K, g, c, UNIT, EVEN, F)
+            else:
+                columns, sums = runs.diagonals(x, chunk, K, g, c, STEP, UNIT, EVEN, F)
             chunk = lanes.within(chunk, K // 128)
             new = ()
             for r in tl.static_range(R):
@@ -76,7 +83,10 @@ def gemv(
                 loaded = ()
                 for t in tl.static_range(STEP // 16):
                     loaded = loaded + (words(tensors, row, stored, lanes.after(chunk, t, K // 128, EVEN), t if EVEN else 0),)
-                sum = lanes.product(numbers, loaded, columns, flips[r], 2 * j, STEP // 8, WIDTH, BITS, F)
+                if WHOLE:
+                    sum = runs.product(numbers, loaded, columns, flips[r], BITS, F)
+                else:
+                    sum = lanes.product(numbers, loaded, columns, flips[r], 2 * j, STEP // 8, WIDTH, BITS, F)
                 values = group_numbers.values(tensors, FIELDS, (row, chunk, K, stored, STEP), field)
                 new = new + (scale(values, sum, sums, BASE, acc[r]),)
             acc = new

@@ -150,24 +150,6 @@ def columns_of_word(x00, x01, x10, x11, F: tl.constexpr):
 
 
 @triton.jit
-def diagonal(x0, x1, x2, x3, g, first: tl.constexpr, step: tl.constexpr, F: tl.constexpr):
-    """x's operand [W, 64, 8] of groups: pairs x0 (i = 0) and x1 (i = 1) of u = 0 and 2, x2 and x3 of u = 1 and 3, each in the
-    column of its group of `step` columns, counted from the first one's, and elsewhere 0.
-    """
-    r: tl.constexpr = 1 if step == 16 else 0
-    return columns(only(x0, g, first), only(x1, g, first + r),
-                   only(x2, g, first + 32 // step), only(x3, g, first + 32 // step + r),
-                   only(x0, g, first + 64 // step), only(x1, g, first + 64 // step + r),
-                   only(x2, g, first + 96 // step), only(x3, g, first + 96 // step + r), F)
-
-
-@triton.jit
-def only(pair, g, column: tl.constexpr):
-    """The pair in the lanes of a column, elsewhere 0; there are fewer predicates than columns, so that masks are numbers."""
-    return pair & (((g ^ column) - 1) >> 31)
-
-
-@triton.jit
 def sums(x, unit: tl.constexpr, F: tl.constexpr):
     """The sums of the columns of x's operand over `unit`, as products with codes come, in every row [W, 16, 8]."""
     return tl.dot(tl.full((x.shape[0], 16, x.shape[1]), 1.0 / unit, tl.float32).to(F), x)
@@ -198,30 +180,6 @@ def pairs(p, live, even: tl.constexpr):
         return tl.load(p)
     else:
         return tl.load(p, live, 0)
-
-
-@triton.jit
-def groups(x, chunk, K, g, c, size: tl.constexpr, unit: tl.constexpr, even: tl.constexpr, F: tl.constexpr):
-    """x's operands of 8 * size columns, a half of a chunk in each, with a group of 16, 32 or 64 in a column; and their sums."""
-    at = within(chunk, K // 128) * 64 + g * (size // 2) + c
-    live = chunk * 128 + g * size < K
-    x00, x10 = pairs(x + at, live, even), pairs(x + (at + 4), live, even)
-    if size == 16:
-        zero = tl.zeros_like(x00)
-        return ((diagonal(x00, x00, x00, x00, g, 0, 16, F), diagonal(x10, x10, x10, x10, g, 0, 16, F)),
-                sums(columns_of_word(x00, zero, x10, zero, F), unit, F))
-    x01, x11 = pairs(x + (at + 8), live, even), pairs(x + (at + 12), live, even)
-    ones = sums(columns_of_word(x00, x01, x10, x11, F), unit, F)
-    y00, y10, y01, y11 = x00, x10, x01, x11
-    if size == 64:
-        y00, y10 = pairs(x + (at + 16), live, even), pairs(x + (at + 20), live, even)
-        y01, y11 = pairs(x + (at + 24), live, even), pairs(x + (at + 28), live, even)
-        ones += sums(columns_of_word(y00, y01, y10, y11, F), unit, F)
-    operands = ()
-    for t in tl.static_range(size // 16):
-        operands = operands + (diagonal(x00, x01, y00, y01, g, t * 128 // size, size, F),
-                               diagonal(x10, x11, y10, y11, g, t * 128 // size, size, F))
-    return operands, ones
 
 
 @triton.jit
