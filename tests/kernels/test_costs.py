@@ -30,7 +30,7 @@ SPILLING = {
     "sm_80": {
         "matvec": {"hqq.planar bits=1": 288, "hqq.planar bits=2": 10, "int_group.pack_quantized bits=3": 91,
             "int_group.pack_quantized bits=7": 151, "kivi.planar bits=2": 95, "quanto.planar bits=2": 30},
-        "gemv R=2": {"nvfp4_modelopt.planar": 4}, "gemm 16": {"spqr.spqr": 996}, "gemm 64": {"spqr.spqr": 1051},
+        "gemm 16": {"spqr.spqr": 996}, "gemm 64": {"spqr.spqr": 1051},
     },
     "sm_90": {
         "gemm 16": {"any_precision.any_precision": 13, "bnb_fp4_nested.bitsandbytes": 167, "coreml_lut.coreml bits=4": 6,
