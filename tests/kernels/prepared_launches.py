@@ -31,8 +31,8 @@ from qdsl.runtime.weight import packed as packed_weights
 BF16, F16 = torch.bfloat16, torch.float16
 # Weight, rows of x, type of x, of the bias, elements that x lies behind an aligned place, and the mode of the product.
 CASES: tuple[tuple[str, tuple[int, ...], torch.dtype, torch.dtype | None, int, str], ...] = (
-    ("q4_0.planar", (1, 256), BF16, None, 0, ""), ("q4_0.planar", (1, 256), BF16, BF16, 0, ""),
-    ("q4_0.planar", (1, 256), BF16, None, 1, ""), ("q4_0.planar", (5, 256), BF16, None, 0, ""),
+    ("q4_0.large", (1, 2048), BF16, None, 0, ""), ("q4_0.large", (1, 2048), BF16, BF16, 0, ""),
+    ("q4_0.large", (1, 2048), BF16, None, 1, ""), ("q4_0.planar", (5, 256), BF16, None, 0, ""),
     ("q4_0.planar", (16, 256), BF16, None, 0, ""), ("q4_0.planar", (4, 4, 256), BF16, F16, 0, ""),
     ("q4_0.planar", (17, 256), BF16, None, 0, ""), ("q4_0.planar", (18, 256), BF16, None, 0, ""),
     ("q4_0.large", (96, 2048), BF16, BF16, 0, ""),               # programs share K

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight
 
 LAUNCH = 1.5e-6                                                  # seconds from one kernel of a CUDA graph to the next, assumed
+EXTRAPOLATED = 1.1                                               # times the time of a kernel whose own counts the table lacks
 LATENCY = 500e-9                                                 # seconds from a load to its data, assumed: idle memory is faster
 REACHABLE = 0.9                                                  # of the data sheet's bandwidth: a plain copy's share, rounded
 L2_BYTES = 28                                                    # from the L2 cache, per clock and SM, assumed
@@ -108,7 +109,8 @@ def seconds(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dty
     """Modelled seconds of x [m, K] @ w.T on a GPU; inf where a program does not fit on its SMs.
 
     dtype: of x and of the result.  The weight may be on any device.  counts: of the candidate's kernel, of 'decode' those of
-    `dequantize`; by default the table's, which are of bfloat16 x whatever dtype is.
+    `dequantize`; by default the table's, which are of bfloat16 x whatever dtype is.  A kernel whose counts are those of another
+    configuration takes EXTRAPOLATED times as long: of two ways that seem alike, the one that was counted is chosen.
     """
     n, k = packed.shape
     if not n or not k or not m:
@@ -116,6 +118,8 @@ def seconds(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dty
     if candidate.kind == "decode":
         return _decode_seconds(packed, packed.nbytes, m, dtype.itemsize, target, counts)
     taken = launch_terms(packed, candidate, m, dtype, target, counts).seconds
+    if counts is None and _is_extrapolated(packed, candidate, target.arch):
+        taken *= EXTRAPOLATED
     if candidate.kind not in ("matvec", "gemm") and packed.tensors.get(packed.layout.factor.removeprefix("/")) is not None:
         taken += LAUNCH + LATENCY + 2 * dtype.itemsize * m * k / (target.bandwidth * 1e9 * REACHABLE)   # of scale_columns
     split = candidate.config.get("SPLIT", 1)
@@ -221,8 +225,12 @@ def kernel_cost(packed: PackedWeight, kind: str, config: Mapping[str, int], arch
 
     kind: of KINDS, or 'dequantize'.
     """
-    warps = config["WN"] * config["WK"] if "WK" in config else config.get("W", 0)
-    return _cost(storage_key(packed), kind, *configuration(config), warps, arch)
+    return _cost(storage_key(packed), kind, *configuration(config), _warps(config), arch)
+
+
+def _warps(config: Mapping[str, int]) -> int:
+    """Warps of a launch by its constants; 0 where these do not say."""
+    return config["WN"] * config["WK"] if "WK" in config else config.get("W", 0)
 
 
 def configuration(config: Mapping[str, int]) -> tuple[int, int]:
@@ -271,6 +279,13 @@ def counted_on(storage: str, kind: str, arch: str) -> str | None:
     """
     return next((name for name in similar_archs(arch)
                  if any(key.split()[0] == kind for key in table().get(name, {}).get(storage, ()))), None)
+
+
+def _is_extrapolated(packed: PackedWeight, candidate: Candidate, arch: str) -> bool:
+    """Whether the table has counts of a candidate's kernel in other configurations alone, or with other numbers of warps."""
+    own, warps = own_cost(packed, candidate, arch), _warps(candidate.config)
+    is_listed = counted_on(storage_key(packed), candidate.kind, arch) is not None
+    return is_listed and (own is None or own.warps != (warps or own.warps))
 
 
 def own_cost(packed: PackedWeight, candidate: Candidate, arch: str) -> Cost | None:
