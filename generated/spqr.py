@@ -150,7 +150,7 @@ VARIANT = Variant(
             "in_perm": Stored("i16", "K", optional="in_perm", within="i32"),
         }, kernels=Kernels(_decode_spqr, rows="N", units="K", last="k")),
     },
-    decode=decode, defaults={"p": None},
+    decode=decode, defaults={"p": None}, cuts=("ceil(N/16)", "K"),
     plus=(
         Branch("csr",  start=BranchTensor("row_offsets", "i32", "?"), column=BranchTensor("col_vals", "i32", "?", half="i32@0"),
                 value=BranchTensor("col_vals", "i32", "?", half="f16@16"), ordered=True),

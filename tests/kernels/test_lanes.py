@@ -88,8 +88,8 @@ def kernels_of(x: torch.Tensor, packed: PackedWeight) -> set[str]:
 
 def rounding(case: Case, packed: PackedWeight, dtype: torch.dtype) -> float:
     """By how much a weight may be off: numbers of a table that x's type does not hold are rounded to it, and x times a factor."""
-    levels = matrix_unit_of(case).levels
-    if levels is not None:
+    kernels = case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.matrix_unit
+    if kernels is not None and (levels := kernels.levels) is not None:
         return 0.0 if packed.tensors[levels.tensor].dtype == dtype else torch.finfo(dtype).eps / 2
     if case.module.FORMAT.variant(case.choice).storages[case.storage].factor:
         return torch.finfo(dtype).eps / 2

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight
 
 LAUNCH = 1.5e-6                                                  # seconds from one kernel of a CUDA graph to the next, assumed
-EXTRAPOLATED = 1.1                                               # times the time of a kernel whose own counts the table lacks
 LATENCY = 500e-9                                                 # seconds from a load to its data, assumed: idle memory is faster
 REACHABLE = 0.9                                                  # of the data sheet's bandwidth: a plain copy's share, rounded
 L2_BYTES = 28                                                    # from the L2 cache, per clock and SM, assumed
@@ -109,8 +108,7 @@ def seconds(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dty
     """Modelled seconds of x [m, K] @ w.T on a GPU; inf where a program does not fit on its SMs.
 
     dtype: of x and of the result.  The weight may be on any device.  counts: of the candidate's kernel, of 'decode' those of
-    `dequantize`; by default the table's, which are of bfloat16 x whatever dtype is.  A kernel whose counts are those of another
-    configuration takes EXTRAPOLATED times as long: of two ways that seem alike, the one that was counted is chosen.
+    `dequantize`; by default the table's, which are of bfloat16 x whatever dtype is.
     """
     n, k = packed.shape
     if not n or not k or not m:
@@ -118,8 +116,6 @@ def seconds(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dty
     if candidate.kind == "decode":
         return _decode_seconds(packed, packed.nbytes, m, dtype.itemsize, target, counts)
     taken = launch_terms(packed, candidate, m, dtype, target, counts).seconds
-    if counts is None and _is_extrapolated(packed, candidate, target.arch):
-        taken *= EXTRAPOLATED
     if candidate.kind not in ("matvec", "gemm") and packed.tensors.get(packed.layout.factor.removeprefix("/")) is not None:
         taken += LAUNCH + LATENCY + 2 * dtype.itemsize * m * k / (target.bandwidth * 1e9 * REACHABLE)   # of scale_columns
     split = candidate.config.get("SPLIT", 1)
@@ -281,19 +277,19 @@ def counted_on(storage: str, kind: str, arch: str) -> str | None:
                  if any(key.split()[0] == kind for key in table().get(name, {}).get(storage, ()))), None)
 
 
-def _is_extrapolated(packed: PackedWeight, candidate: Candidate, arch: str) -> bool:
-    """Whether the table has counts of a candidate's kernel in other configurations alone, or with other numbers of warps."""
-    own, warps = own_cost(packed, candidate, arch), _warps(candidate.config)
-    is_listed = counted_on(storage_key(packed), candidate.kind, arch) is not None
-    return is_listed and (own is None or own.warps != (warps or own.warps))
-
-
 def own_cost(packed: PackedWeight, candidate: Candidate, arch: str) -> Cost | None:
     """The table's counts of a candidate's own configuration, other numbers of warps aside; None where it has none."""
     storage = storage_key(packed)
     counted = counted_on(storage, candidate.kind, arch)
     row = table()[counted][storage].get(config_key(candidate.kind, *configuration(candidate.config))) if counted else None
     return None if row is None else _read(row)
+
+
+def doubt(packed: PackedWeight, candidate: Candidate, arch: str) -> float:
+    """By what a candidate's time is multiplied where the table counts its kernel in other configurations, or numbers of warps."""
+    own, warps = own_cost(packed, candidate, arch), _warps(candidate.config)
+    is_listed = counted_on(storage_key(packed), candidate.kind, arch) is not None
+    return 1.1 if is_listed and (own is None or own.warps != (warps or own.warps)) else 1.0
 
 
 def similar_archs(arch: str) -> tuple[str, ...]:

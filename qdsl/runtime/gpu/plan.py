@@ -45,7 +45,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The choice for a product.  options: all legal ones, the cheapest first.  is_tuned: `qdsl.tune` timed it as the fastest."""
+    """The choice for a product.  is_tuned: `qdsl.tune` timed it as the fastest.
+
+    options: all legal ones, the cheapest first; one whose counts are another configuration's comes as if it took 1.1 times
+    as long (costs.doubt): of ways that seem alike the one that was counted is chosen.
+    """
 
     candidate: Candidate
     options: tuple[Option, ...]
@@ -230,7 +234,7 @@ def _stream_candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device:
 def _choice(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, gpu: Gpu, is_aligned: bool) -> Choice:
     legal = candidates(packed, m, dtype, device, is_aligned)
     modelled = [Option(candidate, costs.seconds(packed, candidate, m, dtype, gpu)) for candidate in legal]
-    options = tuple(sorted(modelled, key=lambda option: option.seconds))
+    options = tuple(sorted(modelled, key=lambda option: option.seconds * costs.doubt(packed, option.candidate, gpu.arch)))
     file = {} if device.type == "meta" else configure.tuned(configure.tuned_file(device))
     timed: Any = file.get(configure.key(packed, m, dtype))
     for option in options if isinstance(timed, dict) else ():

@@ -92,9 +92,8 @@ def decode(programs: Sequence[Program]) -> Decode:
     flat = f"{f'.flatten({deep[0]})' if deep[1] > 1 else ''}{f'.flatten(0, {deep[0] - 1})' if deep[0] > 1 else ''}"
     lines.append(f"return ({last_step}){flat}" if flat and " else " in last_step else f"return {last_step}{flat}")
     last = program.values[-1]
-    cuts = tuple(Index(1) if axis.fixed and not along else axis.blocks[0]
-                 for axis, along in ((rows, extents["n"]), (columns, ())))
-    return Decode(tuple(lines), fields, optional, (cuts[0], cuts[1]), last.name if last.op == "field" else None)
+    cuts = rows.blocks[0], Index(1) if columns.fixed else columns.blocks[0]
+    return Decode(tuple(lines), fields, optional, cuts, last.name if last.op == "field" else None)
 
 
 def _columns_of_a_period(like: str, period: int, columns: Levels) -> str:

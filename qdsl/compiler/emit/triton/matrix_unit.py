@@ -106,7 +106,7 @@ def _numbers(plan: Plan) -> str:
     """The function that makes numbers of codes."""
     if plan.book is not None:
         return f"bitplanes.{plan.book.function}"
-    return f"bitplanes.{plan.code.name}"
+    return f"bitplanes.{'ordered_' if plan.record and plan.code.is_float else ''}{plan.code.name}"
 
 
 def _is_exact(plan: Plan) -> bool:

@@ -121,7 +121,7 @@ class Plan:
     @property
     def has_parts(self) -> bool:
         """Whether codes are small floats whose parts number the bytes of operands."""
-        return self.code.is_float and self.code.bits == 4 and self.book is None
+        return self.code.is_float and self.code.bits == 4 and self.book is None and self.record is None
 
     @property
     def lies(self) -> tuple[int, int]:

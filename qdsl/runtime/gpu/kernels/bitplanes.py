@@ -217,6 +217,12 @@ def e2m1(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl
 
 
 @triton.jit
+def ordered_e2m1(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The same of codes as files store them, their four bits side by side."""
+    return lanes.float_numbers(words[0], 4 * (half % 2) + 8 * i, 2, 1, F)
+
+
+@triton.jit
 def entries_of_4(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """The integers of a table that 2-bit codes stand for, as bytes."""
     return codebook.integers(codebook.of_4(words[0], half // 2, i, flip, 2), half % 2, flip[1], F)
