@@ -31,6 +31,7 @@ SPILLING = {
         "matvec": {"hqq.planar bits=1": 288, "hqq.planar bits=2": 10, "int_group.pack_quantized bits=3": 91,
             "int_group.pack_quantized bits=7": 151, "kivi.planar bits=2": 95, "quanto.planar bits=2": 30},
         "gemm 16": {"spqr.spqr": 996}, "gemm 64": {"spqr.spqr": 1051},
+        "skinny R=2": {"ik_iq3_k.planar": 23, "ik_iq5_k.planar": 13, "q2_k.planar": 53},
     },
     "sm_90": {
         "gemm 16": {"any_precision.any_precision": 13, "bnb_fp4_nested.bitsandbytes": 167, "coreml_lut.coreml bits=4": 6,
@@ -57,12 +58,14 @@ SPILLING = {
             "int_group.pack_quantized_0_17 bits=5": 2, "nf4_nested.bitsandbytes": 173,
             "ocp_mxfp6.compressed_tensors code=e2m3": 171, "ocp_mxfp6.compressed_tensors code=e3m2": 171, "spqr.spqr": 557},
         "matvec": {"hqq.planar bits=1": 110},
-        "skinny R=2": {"hqq.planar bits=8": 24},
+        "gemv R=2": {"flute.planar": 3},
+        "skinny R=2": {"hqq.planar bits=8": 24, "ik_iq3_k.planar": 23, "ik_iq5_k.planar": 9},
     },
     "sm_120": {
         "gemm 16": {"spqr.spqr": 283}, "gemm 64": {"spqr.spqr": 932},
-        "gemv R=1": {"openvino_nf4.planar": 3},
-        "gemv R=2": {"nvfp4_modelopt.planar": 4, "openvino_nf4.planar": 3},
+        "gemv R=1": {"flute.planar": 3, "openvino_nf4.planar": 3},
+        "gemv R=2": {"flute.planar": 3, "ik_iq4_k.planar": 2, "nvfp4_modelopt.planar": 4, "openvino_nf4.planar": 3},
+        "skinny R=2": {"ik_iq3_k.planar": 12, "ik_iq5_k.planar": 5, "q2_k.planar": 33},
     },
     "gfx942": {"gemm 16": {"spqr.spqr": 46}, "gemm 64": {"spqr.spqr": 102}},
 }
