@@ -15,7 +15,7 @@ from qdsl.runtime.gpu import configure, costs, plan
 from qdsl.runtime.gpu.costs import Candidate
 
 META = torch.device("meta")
-HEADS = ["kernel", "configuration", "programs", "us", "of the best"]
+HEADS = ["kernel", "configuration", "programs", "us", "of the chosen"]
 SHOWN = ("R", "W", "WN", "WK", "BM", "BLOCKS", "STAGES", "UNROLL", "SPLIT", "BN", "BK")
 FUSED = ("gemv", "skinny", "tile_gemm")
 WORK = {"gemv": "one row of x, in matrix units", "skinny": "blocks of 8 or 16 rows of x, in matrix units",

@@ -125,6 +125,20 @@ def test_no_kernel_that_spills_is_launched(monkeypatch: pytest.MonkeyPatch) -> N
         assert not any("R=2" in key for m in rows.values() for key in launched(m))
 
 
+def test_what_was_counted_is_chosen() -> None:
+    """Stages of copies that the table counts, which others take the time of; others' warps where they are faster by far alone."""
+    tiles = 0
+    for packed in (q4_k.FORMAT.empty((4096, 4096), "planar", "meta"), awq_gemv_fast.FORMAT.empty((4096, 4096), "planar", "meta")):
+        for m in (16, 33, 64, 96, 256):
+            choice = choice_for(packed, m, GPUS["h200"])
+            counted = [option.seconds for option in choice.options if costs.doubt(packed, option.candidate, "sm_90") == 1]
+            assert choice.options[0].seconds <= min(counted) / costs.doubt(packed, choice.candidate, "sm_90")
+            if choice.candidate.kind == "tile_gemm" and choice.candidate.config["BM"] <= 64:
+                assert choice.candidate.config["STAGES"] == 3
+                tiles += 1
+    assert tiles
+
+
 def test_sizes_that_a_chunk_is_no_multiple_of() -> None:
     """Groups of 96 columns are left to the kernels for any storage; those of other sizes have all kernels."""
     for group, served in ((128, True), (32, True), (-1, True), (96, False)):

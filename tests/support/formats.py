@@ -247,6 +247,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and raw(a).equal(raw(b))
 
 
+def is_product(y: Tensor, x: Tensor, weight: Tensor) -> bool:
+    """Whether y is x times the weight, within what float32 sums may lose."""
+    bound = (x.abs().double() @ weight.abs().double().t()) * weight.shape[1] * 2.0 ** -24
+    return bool(((y.double() - x.double() @ weight.double().t()).abs() <= bound).all())
+
+
 def raw(tensor: Tensor) -> Tensor:
     """The bytes of a tensor in order, whatever its strides are."""
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).flatten().view(torch.uint8)

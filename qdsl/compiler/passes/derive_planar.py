@@ -39,7 +39,7 @@ ORDERS = {
 }
 # A float of 4 bits in two parts, each of which chooses a byte (gpu/kernels/codebook.py).
 FLOAT_ORDER = (128, "c<4 u<4 i<2 e<2 p<2 h<2", "128*t")
-LOOKED_UP = ("u2", "u3", "u4", "u5")                                         # codes that stand for the numbers of a table
+LOOKED_UP = ("u2", "u3", "u4", "u5")                             # codes that stand for the numbers of a table
 LOOKED_UP_ORDERS = {                                             # bytes are looked up four at a time (gpu/kernels/codebook.py)
     (4, 4): (128, "c<4 u<4 i<2 e<2 h<2", "128*t"),
     (4, 1): (512, "c<4 u<4 i<2 e<2 h<2 j<4", "512*t + 128*j"),

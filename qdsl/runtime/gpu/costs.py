@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 LAUNCH = 1.5e-6                                                  # seconds from one kernel of a CUDA graph to the next, assumed
 LATENCY = 500e-9                                                 # seconds from a load to its data, assumed: idle memory is faster
+EXTRAPOLATED = 1.1                                               # times the time of a kernel whose own counts the table lacks
 REACHABLE = 0.9                                                  # of the data sheet's bandwidth: a plain copy's share, rounded
 L2_BYTES = 28                                                    # from the L2 cache, per clock and SM, assumed
 ARRIVAL = 3 * 270                                                # cycles: a store, an atomic and a load of the L2 cache, assumed
@@ -286,10 +287,10 @@ def own_cost(packed: PackedWeight, candidate: Candidate, arch: str) -> Cost | No
 
 
 def doubt(packed: PackedWeight, candidate: Candidate, arch: str) -> float:
-    """By what a candidate's time is multiplied where the table counts its kernel in other configurations, or numbers of warps."""
+    """EXTRAPOLATED where the table counts a candidate's kernel in other configurations, or numbers of warps, alone; else 1."""
     own, warps = own_cost(packed, candidate, arch), _warps(candidate.config)
     is_listed = counted_on(storage_key(packed), candidate.kind, arch) is not None
-    return 1.1 if is_listed and (own is None or own.warps != (warps or own.warps)) else 1.0
+    return EXTRAPOLATED if is_listed and (own is None or own.warps != (warps or own.warps)) else 1.0
 
 
 def similar_archs(arch: str) -> tuple[str, ...]:

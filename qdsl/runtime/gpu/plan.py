@@ -47,8 +47,8 @@ class Option:
 class Choice:
     """The choice for a product.  is_tuned: `qdsl.tune` timed it as the fastest.
 
-    options: all legal ones, the cheapest first; one whose counts are another configuration's comes as if it took 1.1 times
-    as long (costs.doubt): of ways that seem alike the one that was counted is chosen.
+    options: all legal ones, the cheapest first; one whose counts are another configuration's comes as if it took
+    costs.EXTRAPOLATED times as long: of ways that seem alike the one that was counted is chosen.
     """
 
     candidate: Candidate

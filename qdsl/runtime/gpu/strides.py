@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from qdsl.runtime.weight.layout import CHUNK
+
 if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight
-
-CHUNK = 128                                                      # columns at whose multiples kernels for matrix units count
 
 
 @dataclass(frozen=True, slots=True)
