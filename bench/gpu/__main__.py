@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from bench.gpu import answers, checks, clock, peers, plan, predicted, report, times
+from bench.gpu import answers, candidates, checks, clock, peers, plan, predicted, report, times
 from bench.gpu.ahead import Ahead
 from bench.gpu.budget import Budget
 from bench.gpu.device import device_info
 from qdsl.runtime.gpu.triton import MissingTriton, require
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-PARTS = ("checks", "answers", "times")
+PARTS = ("checks", "answers", "times", "candidates")
 ROUNDS, QUICK_ROUNDS = 7, 3
 MINUTES, QUICK_MINUTES = 8.0, 1.0
 
@@ -48,6 +48,7 @@ class Run:
         self.budget = Budget(60 * options.minutes)
         self.info = device_info()
         self.quick = bool(options.quick)
+        self.share: tuple[int, int] = options.share
         self.parts = tuple(options.only or PARTS)
         self.path: Path = options.json or RESULTS / report.name_of(self.info)
         self.ahead = Ahead(self.info, options.processes)
@@ -56,7 +57,8 @@ class Run:
         self.device = torch.device("cuda")
 
     def all(self) -> int:
-        cases = plan.cases(self.quick)
+        share, shares = self.share
+        cases = plan.cases(self.quick)[share - 1::shares]
         try:
             if "checks" in self.parts:
                 self.ahead.submit(cases)
@@ -64,6 +66,8 @@ class Run:
                 self.ahead.submit(answers.jobs())
             if "times" in self.parts:
                 self.ahead.submit(times.jobs(self.quick))
+            if "candidates" in self.parts:
+                self.ahead.submit(candidates.jobs())
             report.say(f"{self.info.name}, {self.info.multiprocessors} multiprocessors, {self.info.l2 >> 20} MB of L2")
             if "checks" in self.parts:
                 self._checks(cases)
@@ -72,6 +76,8 @@ class Run:
             if "times" in self.parts:
                 self._bandwidth()
                 self._times()
+            if "candidates" in self.parts:
+                self._candidates()
         except Exception as error:                               # what was found before is kept
             self.data["ended"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
             report.say(f"the run ended early: {self.data['ended']}")
@@ -107,6 +113,13 @@ class Run:
         self.data["answers"], self.data["left_out"]["answers"] = rows, left_out
         self._keep()
 
+    def _candidates(self) -> None:
+        rows: list[dict[str, Any]] = []
+        self.data["candidates"] = rows
+        self.data["left_out"]["candidates"] = candidates.run(self.info, self.ahead, self.budget.part("candidates"), QUICK_ROUNDS,
+                                                             rows, self._keep)
+        self._keep()
+
     def _times(self) -> None:
         rows: list[dict[str, Any]] = []
         packages = peers.find()
@@ -119,11 +132,19 @@ class Run:
         self._keep()
 
 
+def _share(text: str) -> tuple[int, int]:
+    share, _, shares = text.partition("/")
+    if not 1 <= int(share) <= int(shares):
+        raise ValueError(text)
+    return int(share), int(shares)
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="Check, ask and time on one GPU.")
     parser.add_argument("--minutes", type=float, metavar="N", help=f"stop by itself after so long; {MINUTES:g}")
     parser.add_argument("--quick", action="store_true", help=f"a look: {QUICK_MINUTES:g} minute, fewer of everything")
     parser.add_argument("--only", action="append", choices=PARTS, help="this part, may be repeated")
+    parser.add_argument("--share", type=_share, metavar="I/N", default=(1, 1), help="check each N-th weight, from the I-th on")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the results; by default named after the device")
     parser.add_argument("--processes", type=int, metavar="N", default=max(1, (os.cpu_count() or 2) - 1),
                         help="that compile ahead; 0 for none")

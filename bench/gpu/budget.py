@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-SHARES = {"checks": 0.5, "answers": 0.65, "times": 0.97}         # of the whole time, by when a part ends
+SHARES = {"checks": 0.4, "answers": 0.5, "times": 0.75, "candidates": 0.97}            # of the whole time, by when a part ends
 LATE = 20.0                                                      # seconds that a part may take even where earlier ones were late
 
 
@@ -23,7 +23,7 @@ class Budget:
 
     def part(self, name: str) -> Part:
         """The part's time, from now on; a part that ends early leaves its time to those that follow."""
-        return Part(self, max(SHARES[name] * self.seconds, min(self.used + LATE, SHARES["times"] * self.seconds)))
+        return Part(self, max(SHARES[name] * self.seconds, min(self.used + LATE, max(SHARES.values()) * self.seconds)))
 
 
 class Part:

@@ -200,8 +200,8 @@ def test_parts_end_by_their_share_of_the_budget() -> None:
     time.now += 400                                              # the checks were late: answers still get a little
     late = budget.part("answers")
     assert part.left < 0 < late.left <= 20 and not part.allows()
-    assert budget.part("times").left == pytest.approx(480 * SHARES["times"] - 400)
-    assert list(SHARES.values()) == sorted(SHARES.values()) and SHARES["times"] < 1
+    assert budget.part("candidates").left == pytest.approx(480 * SHARES["candidates"] - 400)
+    assert list(SHARES.values()) == sorted(SHARES.values()) and SHARES["candidates"] < 1
 
 
 def test_checks_stop_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_checks_stop_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(checks, "examine", examined)
     cases = plan.cases(quick=True)[:9]
     checked = checks.Checked(9, 0, [], [])
-    checks.run(cases, ["a shape"], Ahead(H200, 0), Budget(100, time).part("checks"), CPU, checked)
+    checks.run(cases, ["a shape"], Ahead(H200, 0), Budget(125, time).part("checks"), CPU, checked)
     assert checked.done == 2 and checked.left_out == ["a shape", f"7 weights, from {cases[2].weight} on: no time"]
     assert checked.data()["by_kernel"] == [{"storage": "q4_0.planar", "kernel": "gemv", "checks": 2, "worst": 0.25}]
 
@@ -264,8 +264,8 @@ def test_times_are_taken_in_order_of_value(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(times, "Loaded", Loaded)
     monkeypatch.setattr(times, "_group", group)
     table: list[dict[str, Any]] = []
-    left_out = times.run(H200, 4e12, Ahead(H200, 0), Budget(70, time).part("times"), 3, False, table, peers.Packages(),
-                         lambda: kept.append(len(table)))
+    left_out = times.run(H200, 4e12, Ahead(H200, 0), Budget(68 / SHARES["times"], time).part("times"), 3, False, table,
+                         peers.Packages(), lambda: kept.append(len(table)))
     assert loaded == [(8192, 8192), (4096, 4096)] and kept == [2, 4, 6, 8, 10, 12]
     assert [row["rows"] for row in table[::2]] == [1, 16, 8, 64, 1, 16]
     assert table[1] == {"n": 8192, "k": 8192, "rows": 1, "what": "q4_0.planar", "x": "bf16", "us": 10.0, "min": 10.0, "max": 30.0,
@@ -381,7 +381,8 @@ def test_a_run_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(command, "device_info", lambda: H200)
     monkeypatch.setattr(plan, "cases", lambda quick: [case])
     monkeypatch.setattr(checks, "examine", lambda case, device: iter(outcomes))
-    options = argparse.Namespace(minutes=8.0, quick=True, only=["checks"], json=tmp_path / "found.json", processes=0)
+    options = argparse.Namespace(minutes=8.0, quick=True, only=["checks"], json=tmp_path / "found.json", processes=0,
+                                 share=(1, 1))
     assert command.Run(options, "python -m bench.gpu --quick").all() == 1
     report = json.loads(options.json.read_text())
     assert set(report) == {"schema", "kind", "command", "date", "quick", "device", "versions", "minutes", "seconds", "checks",
@@ -401,7 +402,8 @@ def test_a_run_that_breaks_keeps_what_it_found(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(command, "device_info", lambda: H200)
     monkeypatch.setattr(checks, "examine", lost_device)
-    options = argparse.Namespace(minutes=8.0, quick=True, only=["checks"], json=tmp_path / "found.json", processes=0)
+    options = argparse.Namespace(minutes=8.0, quick=True, only=["checks"], json=tmp_path / "found.json", processes=0,
+                                 share=(1, 1))
     assert command.Run(options, "python -m bench.gpu").all() == 1
     results = json.loads(options.json.read_text())
     assert results["checks"]["done"] == 1 and results["ended"].startswith("DeviceLost: an illegal")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 Argument = Tensor | int | None
-Plane = Tensor | tuple[Tensor, int | None, int] | None           # a weight's tensor, with its gaps (strides.py) where some has
+Plane = Tensor | tuple[Tensor] | tuple[Tensor, int, int] | None  # a weight's tensor, with its gaps (strides.py) where some has
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,13 +61,13 @@ def pitch(packed: PackedWeight) -> int | None:
     return _pitch(packed) if has_gaps(packed) else None
 
 
-def gaps(packed: PackedWeight) -> list[tuple[int | None, int]]:
-    """By tensor that kernels read, and table: its gap, None without one, and how many rows of tiles share a row of it.
+def gaps(packed: PackedWeight) -> list[tuple[()] | tuple[int, int]]:
+    """By tensor that kernels read, and table: its gap and how many rows of tiles share a row of it, () without one.
 
     why_copied(packed) must be ''.
     """
     own = [_gap(packed, name) if name in packed.tensors else None for name in packed.layout.coded]
-    return [gap or (None, 1) for gap in (*own, *(None for _ in packed.layout.kernels.tables))]
+    return [gap or () for gap in (*own, *(None for _ in packed.layout.kernels.tables))]
 
 
 def span(tensor: Tensor) -> int:

@@ -103,8 +103,10 @@ def bytes_of_four(p, high: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def in_lane(word: tl.constexpr, g, N):
-    """The constant in a register of every lane; a literal would be loaded into one for every use."""
-    if word is None or word == 0:
+    """The constant in a register of every lane; a literal would be loaded into one for every use.  None: an int1."""
+    if word is None:
+        return tl.full((1,), 0, tl.int1)                         # Triton 3.6 cannot return None
+    elif word == 0:
         return word
     else:
         return tl.where(g < N + 8, word, 0)
@@ -156,7 +158,7 @@ def of_16(word, i: tl.constexpr, table, first: tl.constexpr):
     Two words alone are those of both halves, which have the same bytes.
     """
     low = word & 0x77777777
-    if table[first + 2] is None:
+    if table[first + 2].dtype == tl.int1:
         return permute_half(table[first], table[first + 1], low, i)
     else:
         upper = ((word >> 1) & 0x44444444) | table[0]            # byte j of the lower entries, or of the upper ones

@@ -46,11 +46,12 @@ def dequantize(
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out [N, K].
 
     tiles, count: rows of tiles of ROWS rows, and units in each.  AXIS: along which units neighbour, 0 for N, 1 for K.
-    EVEN: the grid has no other units than w, and no load has a mask.  LARGE: positions take 64 bits.  GAPS: as
-    units.planes takes it.
+    EVEN: the grid has no other units than w, and no load has a mask.  LARGE: positions take 64 bits.  GAPS: each
+    of tensors is what units.with_gaps takes.
     """
     N, K = units.extents(N, K, LARGE)
     n = units.axis(tl.program_id(0) * BN, BN, BK, 1 - AXIS, LARGE)
     u = units.axis(tl.program_id(1) * BK, BK, BN, AXIS, LARGE)
-    tensors = units.planes(tensors, n, GAPS)
+    if GAPS:
+        tensors = [plane if plane is None else units.with_gaps(plane, n) for plane in tensors]
     decode(tensors, n, u, units.live(n, tiles, u, count, EVEN), N, K, sizes, store_weight, (out + n * (ROWS * K), K))

@@ -88,13 +88,16 @@ def gemm(
     x: [M, K] of type F.  DIVIDES: decode divides by what is stored.
     tiles, count: rows of tiles of ROWS rows, and units in each.  AXIS: along which units neighbour, 0 for N, 1 for K.
     parts, arrivals: float32 workspace and counters, int32 zeros, for SPLIT > 1; else None.  LARGE: positions take 64 bits.
-    GAPS: as units.planes takes it.
+    GAPS: tensors are what units.with_gaps takes.
     """
     m = tl.program_id(1) * BM + tl.arange(0, BM)[:, None]
     x += tl.minimum(m, M - 1).to(tl.int64) * K
     rows, K = units.extents(N, K, LARGE)
     n = units.rows(tl.program_id(0) * BN, BN, BK, tiles, AXIS, EVEN, LARGE)
-    own = units.planes(tensors, n, GAPS)
+    if GAPS:
+        own = [plane if plane is None else units.with_gaps(plane, n) for plane in tensors]
+    else:
+        own = tensors
     acc = tl.zeros((BM, ROWS * BN), tl.float32)
     none = ()
     for _ in tl.static_range(ROWS):
@@ -102,7 +105,10 @@ def gemm(
     first, last = tile.part_of_k(tl.program_id(2), tl.cdiv(count, BK), SPLIT)
     for step in range(first, last):
         u = units.axis(step * BK, BK, 1, 1, LARGE)
-        any_row = units.planes(tensors, u * 0, GAPS)
+        if GAPS:
+            any_row = [plane if plane is None else units.with_gaps(plane, u * 0) for plane in tensors]
+        else:
+            any_row = tensors
         columns = decode(any_row, u * 0, u, units.live(u * 0, 1, u, count, EVEN), rows, K, sizes, load_columns, (x, ()))[1]
         u = units.axis(step * BK, BK, BN, AXIS, LARGE)
         weights = decode(own, n, u, units.live(n, tiles, u, count, EVEN), rows, K, sizes, keep_weight, (none, DIVIDES))[0]

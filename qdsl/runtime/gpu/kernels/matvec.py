@@ -54,13 +54,14 @@ def matvec(
 
     DIVIDES: decode divides by what is stored.
     tiles, count: rows of tiles of ROWS rows, and units in each.  AXIS: along which units neighbour, 0 for N, 1 for K.
-    EVEN: all units exist, and no load has a mask.  LARGE: positions take 64 bits.  GAPS: as units.planes takes it.
+    EVEN: all units exist, and no load has a mask.  LARGE: positions take 64 bits.  GAPS: tensors are what units.with_gaps takes.
     """
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N
     N, K = units.extents(N, K, LARGE)
     n = units.rows(tl.program_id(0) * BN, BN, BK, tiles, AXIS, EVEN, LARGE)
-    tensors = units.planes(tensors, n, GAPS)
+    if GAPS:
+        tensors = [plane if plane is None else units.with_gaps(plane, n) for plane in tensors]
     acc = ()
     for _ in tl.static_range(ROWS):
         acc = acc + (tl.zeros(n.shape, tl.float32),)

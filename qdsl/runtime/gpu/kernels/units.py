@@ -43,28 +43,15 @@ def rows(first, BN: tl.constexpr, BK: tl.constexpr, tiles, AXIS: tl.constexpr, E
 
 
 @triton.jit
-def planes(tensors, n, GAPS: tl.constexpr):
-    """The tensors as `decode` takes them; if GAPS each is (tensor, gap, together), and comes as a pointer for each of rows n."""
-    if GAPS:
-        return [with_gaps(plane, n) for plane in tensors]
-    else:
-        return tensors
-
-
-@triton.jit
 def with_gaps(plane, n):
     """Pointers by which rows n of tiles read a tensor, `gap` elements between whose rows are another weight's.
 
-    together: how many rows of tiles share a row of it.
+    plane: (tensor, gap, together), where `together` rows of tiles share a row of the tensor; (tensor,) of one without gaps.
     """
-    if plane is None:
-        return plane
+    if len(plane) == 1:
+        return plane[0]
     else:
-        tensor, gap, together = plane
-        if gap is None:
-            return tensor
-        else:
-            return tensor + n // together * gap
+        return plane[0] + n // plane[2] * plane[1]
 
 
 @triton.jit
