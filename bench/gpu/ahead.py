@@ -34,11 +34,11 @@ class CompileResult:
     error: str = ""
 
 
-class _Absent:
-    """In place of Triton's driver: a device of a capability, which is never used."""
+class AbsentDriver:
+    """In place of Triton's driver: a GPU that is never used.  arch: compute capability times 10, or AMD's name of one."""
 
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
+    def __init__(self, arch: int | str, warp: int = 32) -> None:
+        self.arch, self.warp = arch, warp
 
     def get_current_device(self) -> int:
         return 0
@@ -49,7 +49,7 @@ class _Absent:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", self.capability, 32)
+        return GPUTarget("cuda" if isinstance(self.arch, int) else "hip", self.arch, self.warp)
 
 
 _info: DeviceInfo | None = None
@@ -63,7 +63,7 @@ def start(info: DeviceInfo) -> None:
     global _info
     _info = info
     torch.set_num_threads(1)
-    triton.runtime.driver.set_active(_Absent(info.capability))
+    triton.runtime.driver.set_active(AbsentDriver(info.capability))
 
 
 def compile_job(job: Job) -> CompileResult:

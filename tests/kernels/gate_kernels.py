@@ -6,7 +6,9 @@ Kernels are those that the dispatcher picks for a large layer on a device of tha
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -81,6 +83,10 @@ GATES = (
     Gate("int4_rows", "planar", 64, (("f16", 3.2), ("bf16", 3.6)), archs=("sm_90",)),
     Gate("int4_rows", "planar", 128, (("f16", 3.6), ("bf16", 3.8)), archs=("sm_90",)),
 )
+# What `python -m bench.versions` counts: formats in use, one row of x, 8 and 64, without limits.
+LEADING = tuple(Gate(name, storage, rows, tuple((kind, math.inf) for kind in TYPES)) for name, storage in (
+    ("q4_0", "planar"), ("q4_k", "planar"), ("int_group", "planar"), ("nf4", "planar"), ("mxfp4", "planar"),
+    ("fp8_block", "safetensors")) for rows in (1, 8, 64))
 
 
 def weight(gate: Gate, shape: tuple[int, int]) -> PackedWeight:
@@ -90,10 +96,11 @@ def weight(gate: Gate, shape: tuple[int, int]) -> PackedWeight:
     return packed
 
 
-def every(arch: str) -> list[dict[str, object]]:
+def every(arch: str, gates: Sequence[Gate] = GATES) -> list[dict[str, object]]:
+    """What the kernels of gates come to."""
     rows: list[dict[str, object]] = []
     with configure.assumed(arch_of(arch).capability // 10, configure.MULTIPROCESSORS):
-        for gate in GATES:
+        for gate in gates:
             packed = weight(gate, gate.shape or SHAPES[arch])
             for kind, limit in gate.limits_on(arch):
                 x, out = (torch.empty(gate.rows, size, dtype=TYPES[kind], device="meta") for size in reversed(packed.shape))

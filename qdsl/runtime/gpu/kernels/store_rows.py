@@ -48,15 +48,6 @@ def columns_and_bytes(j, digits: tl.constexpr):
 
 
 @triton.jit
-def shared(tensor, number: tl.constexpr):
-    """A number that all rows share, [1, 1, 1, 1]; None where there is none."""
-    if number is None:
-        return None
-    else:
-        return tl.load(tensor).to(tl.float32) + tl.zeros((1, 1, 1, 1), tl.float32)
-
-
-@triton.jit
 def store_rows(
     x, tensors, behind, slots, tail, sequences, T, HEADS,
     scheme: tl.constexpr, FLOAT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, DIVISOR: tl.constexpr,
@@ -98,10 +89,9 @@ def store_rows(
         before = tl.load(tail + (base + r[:, None, None, None] * D + k), (from_x == 0) & (k < D), 0)
         value = tl.where(from_x, value, before.to(tl.float32))
         from_x = from_x | (from_x == 0)
-    whole = shared(tensors[WHOLE] if WHOLE is not None else None, WHOLE)
     if WHOLE is not None:
-        value = tl.math.div_rn(value, whole)
-    static = shared(tensors[STATIC] if STATIC is not None else None, STATIC)
+        value = tl.math.div_rn(value, tl.load(tensors[WHOLE]).to(tl.float32))
+    static = tl.load(tensors[STATIC]).to(tl.float32) + tl.zeros((1, 1, 1, 1), tl.float32) if STATIC is not None else None
     codes, numbers = scheme(value, k, static, GROUP > 1, FLOAT, LOW, HIGH, DIVISOR, OFFSET, BY, TIES, FACTOR, LEAST, LEVELS, TYPE)
     packed = tl.sum((codes & ((1 << (8 // E)) - 1)) << shift, 3, keep_dims=True)
     target = tensors[CODE[0]].to(tl.pointer_type(tl.uint8)) + CODE[1]
