@@ -151,11 +151,13 @@ VARIANT = Variant(
         "any_precision": Storage(unpack=unpack_any_precision, pack=pack_any_precision, tensors={
             "qweight": Stored("i32", "4", "N", "32*K/1024"),
             "lut4": Stored("f16", "N", "16", bits=("lut[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_any_precision, rows="N", units="K/32", last="k")),
+        }, kernels=Kernels(_decode_any_precision, rows="N", units="K/32", last="k", digits=(32,), lanes=(4, 8),
+                order=(0, 1, 3, 2, 4))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
             "lut": Stored("f16", "N", "16", bits=("lut[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
+                order=(0, 1, 2, 4, 5, 3, 6),
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.float_entries_of_16, levels=GroupField("lut", 1, 0), entries=16, width=8, bits=0,
                     unit=(1.0, 1.0), base=(0, 0), zero=(0, 0)))),

@@ -125,7 +125,8 @@ VARIANT = Variant(
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
             "s": Stored("scale_type", bits=("s[]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", divides=True,
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", digits=(4, 4), lanes=(2, 2, 2, 2),
+                order=(0, 1, 4, 2, 5, 6, 3, 7), divides=True,
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_2, numbers=bitplanes.u2,
                     finish=_finish_planar, row_fields=(GroupField("s", 0, 0),), width=2, bits=2, ones=True, zero=(-1, -129),
                     exact=True, spans=(4,)))),

@@ -129,7 +129,8 @@ VARIANT = Variant(
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), extents=("N", "K", "block"), tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
             "s": Stored("f32", "N", "K/block"),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
+                order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.float_entries_of_16, table=_table_planar, scale=group_sums.scaled,
                     group_fields=(GroupField("s", 1, "block"),), blocks=("block",), size=32, width=8, bits=0, unit=(2.0, 1.0),

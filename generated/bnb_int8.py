@@ -129,7 +129,8 @@ VARIANT = Variant(
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("f32", "N", bits=("s[1@0]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k", digits=(4, 8), lanes=(2, 2),
+                order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.i8,
                     finish=_finish_planar, row_fields=(GroupField("s", 1, 0),), width=8, bits=8, signed=True, base=(128, 2304),
                     ones=True, double=True, zero=(-128, -128)))),

@@ -120,12 +120,13 @@ VARIANT = Variant(
     storages={
         "fbgemm": Storage(unpack=unpack_fbgemm, pack=pack_fbgemm, reads=("K",), tensors={
             "rows": Stored("u8", "N", "K/2 + 4"),
-        }, kernels=Kernels(_decode_fbgemm, rows="N", units="K/2", last="k")),
+        }, kernels=Kernels(_decode_fbgemm, rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
             "s": Stored("f16", "N", bits=("s[1@0]",)),
             "b": Stored("f16", "N", bits=("b[1@0]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(4, 2),
+                order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_4, numbers=bitplanes.u4,
                     finish=group_sums.with_offset, row_fields=(GroupField("s", 1, 0), GroupField("b", 1, 0)), ones=True,
                     sums_in_tile_gemm=True))),

@@ -153,7 +153,8 @@ VARIANT = Variant(
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("scale_type", optional="s", bits=("s[]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k", digits=(4, 8), lanes=(2, 2),
+                order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8, numbers=bitplanes.e4m3,
                     finish=group_sums.scaled, row_fields=(GroupField("s", 0, 0, default=1.0),), width=8, bits=0,
                     unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q", special=127))),

@@ -195,7 +195,8 @@ VARIANT = Variant(
                 bits=("d[1@0, 110@1]", "h+16[1@0, 8:1 2:1@1 110@1]", "sc.at(0):4+48[1@0, 2:4 8:1@1 110@1]",
                 "sc.at(4):1+32[1@0, 8:1 2:1@1 110@1]", "q.at(0):2+112[1@0, 32:1@1 4:2 2:32@1 110@1]",
                 "q.at(2):1+624[1@0, 32:1@1 8:1 110@1]")),
-        }, kernels=Kernels(_decode_ik_llama, rows="N", units="K/8", last="k", tables=(SCALES, LEVELS,))),
+        }, kernels=Kernels(_decode_ik_llama, rows="N", units="K/8", last="k", digits=(32,), lanes=(2, 4), order=(0, 1, 3, 4, 2),
+                tables=(SCALES, LEVELS,))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q_0": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(0):2[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 2:2 16@1]",)),
             "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(2):1[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 2:2 2:1 16@1]",)),

@@ -172,12 +172,14 @@ VARIANT = Variant(
     storages={
         "ik_llama": Storage(unpack=unpack_ik_llama, pack=pack_ik_llama, tensors={
             "rows": Stored("u8", "N", "4 + 136*K/256"),
-        }, kernels=Kernels(_decode_ik_llama, rows="N", units="K/2", last="k", tables=(LEVELS,))),
+        }, kernels=Kernels(_decode_ik_llama, rows="N", units="K/2", last="k", digits=(8, 16), lanes=(2,), order=(0, 1, 2, 4, 3),
+                tables=(LEVELS,))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
             "d": Stored("f32", "N", bits=("d[1@0]",)),
             "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]", "h+7[1@0, 1@1]")),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
+                order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.split_entries_of_16, table=_table_planar, scale=_scale_planar, finish=group_sums.scaled,
                     group_fields=(GroupField("sc", 1, 32, 7, at=0), GroupField("sc", 1, 32, 1, at=7)),

@@ -117,7 +117,8 @@ VARIANT = Variant(
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "s": Stored("scale_type", "ceil(N/bn)", "ceil(K/bk)", bits=("s[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k", digits=(4, 8), lanes=(2, 2),
+                order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
                     numbers=bitplanes.i8, scale=group_sums.scaled_codes, group_fields=(GroupField("s", "bn", "bk"),),
                     blocks=("bk",), size=32, width=8, bits=8, signed=True, base=(128, 2304), double=True, zero=(-128, -128)))),

@@ -245,7 +245,8 @@ VARIANT = Variant(
             "blocks": Stored("u8", "N", "82*K/256",
                 bits=("d[1@0, 82@1]", "g.at(0):8+16[1@0, 32:1@1 82@1]", "g.at(8):2+528[1@0, 4:2 8:1@1 82@1]",
                 "s+272[1@0, 8:1 32:1@1 82@1]", "sc+592[1@0, 2:4 8:1@1 82@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k", tables=(GRID,))),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k", digits=(32,), lanes=(8,), order=(0, 1, 2, 3),
+                tables=(GRID,))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q_0": Stored("i32", "N", "16*ceil(K/256)"),
             "q_1": Stored("i32", "N", "16*ceil(K/512)"),

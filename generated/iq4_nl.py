@@ -162,7 +162,8 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "18*K/32", bits=("d[1@0, 18@1]", "q+16[1@0, 16:1@1 2:4 18@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", tables=(LEVELS,))),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(16,), lanes=(2,), order=(0, 1, 3, 2),
+                tables=(LEVELS,))),
         "iq4_nl_r4": Storage(unpack=unpack_iq4_nl_r4, pack=pack_iq4_nl_r4, tensors={
             "blocks": Stored("u8", "N/4", "72*K/32", seen=("N", "18*K/32"),
                 bits=("d[4:2@1 1@0, 72@1]", "q+64[4:4@1 1@0, 4:1@1 2:32@1 2:4 2:16@1 72@1]")),
@@ -170,7 +171,8 @@ VARIANT = Variant(
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
+                order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.split_entries_of_16, table=_table_planar, scale=group_sums.scaled,
                     group_fields=(GroupField("d", 1, 32),), blocks=("32",), size=32, width=8, bits=-1, base=(0, 0),

@@ -127,12 +127,14 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "17*K/32", bits=("e[1@0, 17@1]", "q+8[1@0, 16:1@1 2:4 17@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", tables=(LEVEL,))),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(16,), lanes=(2,), order=(0, 1, 3, 2),
+                tables=(LEVEL,))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)",
                 bits=("q.at(0):2[1@0, 2:8 4:4@1 2:2 2:16 4:1@1 16@1]", "q.at(2):2+4[1@0, 2:8 4:4@1 2:2 2:16 4:1@1 16@1]")),
             "e": Stored("e8m0h", "N", "K/32", bits=("e[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
+                order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVEL,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.e2m1, table=codebook.two_part_table, scale=group_sums.scaled,
                     group_fields=(GroupField("e", 1, 32, "e8m0h"),), blocks=("32",), size=32, width=8, bits=0,

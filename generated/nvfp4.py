@@ -141,13 +141,15 @@ VARIANT = Variant(
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "36*K/64", bits=("e[1@0, 4:1@1 36@1]", "q+32[1@0, 8:1@1 2:4 4:8@1 36@1]")),
             "scale": Stored("f32", optional="s", bits=("s[]",)),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", tables=(LEVEL,))),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(4, 8), lanes=(2,), order=(0, 1, 2, 4, 3),
+                tables=(LEVEL,))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)",
                 bits=("q.at(0):2[1@0, 2:8 4:4@1 2:2 2:16 4:1@1 16@1]", "q.at(2):2+4[1@0, 2:8 4:4@1 2:2 2:16 4:1@1 16@1]")),
             "e": Stored("ue4m3", "N", "K/16", bits=("e[1@0, 1@1]",)),
             "s": Stored("f32", optional="s", bits=("s[]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVEL,),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
+                order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVEL,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, words=bitplanes.words_4, numbers=bitplanes.e2m1,
                     table=codebook.two_part_table, scale=group_sums.scaled, finish=group_sums.scaled,
                     group_fields=(GroupField("e", 1, 16, "ue4m3"),), row_fields=(GroupField("s", 0, 0, default=1.0),),

@@ -130,11 +130,12 @@ VARIANT = Variant(
         "openvino": Storage(unpack=unpack_openvino, pack=pack_openvino, tensors={
             "weight": Stored("u8", "N", "K/2", bits=("q[1@0, 2:4 1@1]",)),
             "scale": Stored("f16", "N", "K/group", bits=("s[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_openvino, rows="N", units="K/2", last="k", tables=(LEVELS,))),
+        }, kernels=Kernels(_decode_openvino, rows="N", units="K/2", last="k", lanes=(2,), order=(0, 1, 2), tables=(LEVELS,))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 16@1]",)),
             "s": Stored("f16", "N", "ceil(K/group)", bits=("s[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", tables=(LEVELS,),
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(2, 2, 2),
+                order=(0, 1, 2, 4, 5, 3, 6), tables=(LEVELS,),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.float_entries_of_16, table=_table_planar, scale=group_sums.scaled,
                     group_fields=(GroupField("s", 1, "group"),), blocks=("group",), size=32, width=8, bits=0, unit=(2.0, 1.0),

@@ -128,11 +128,12 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "18*K/128", bits=("d[1@0, 18@1]", "q+16[1@0, 8:1 16:1@1 18@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k")),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k", digits=(16,), lanes=(8,), order=(0, 1, 2, 3))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/512)", bits=("q[1@0, 2:16 4:4@1 2:1 2:8 4:1@1 4:2 16@1]",)),
             "d": Stored("f16", "N", "K/128", bits=("d[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/512)", last="k",
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/512)", last="k", digits=(4, 4), lanes=(4, 2, 2, 2),
+                order=(0, 1, 4, 2, 5, 6, 3, 7),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_1,
                     numbers=bitplanes.u1, scale=_scale_planar, group_fields=(GroupField("d", 1, 128),), blocks=("128",), width=1,
                     bits=1, sums_in_tile_gemm=True, spans=(2,)))),

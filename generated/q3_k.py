@@ -168,7 +168,7 @@ VARIANT = Variant(
             "blocks": Stored("u8", "N", "110*K/256",
                 bits=("q.at(0):2+256[1@0, 32:1@1 4:2 2:32@1 110@1]", "q.at(2):1[1@0, 32:1@1 8:1 110@1]",
                 "sc.at(0):4+768[1@0, 8:1@1 2:4 110@1]", "sc.at(4):2+832[1@0, 4:1@1 4:2 110@1]", "d+864[1@0, 110@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k")),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k", digits=(32,), lanes=(2, 4), order=(0, 1, 3, 4, 2))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q_0": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(0):2[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
             "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(2):1[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 2:1 16@1]",)),

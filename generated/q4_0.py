@@ -249,7 +249,7 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "18*K/32", bits=("d[1@0, 18@1]", "q+16[1@0, 16:1@1 2:4 18@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k")),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(16,), lanes=(2,), order=(0, 1, 3, 2))),
         "q4_0_r8": Storage(unpack=unpack_q4_0_r8, pack=pack_q4_0_r8, tensors={
             "blocks": Stored("u8", "N/8", "144*K/32", seen=("N", "18*K/32"),
                 bits=("d[8:2@1 1@0, 144@1]", "q+128[8:4@1 1@0, 4:1@1 4:32@1 2:4 144@1]")),
@@ -266,7 +266,8 @@ VARIANT = Variant(
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(4, 2),
+                order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=_scale_planar, group_fields=(GroupField("d", 1, 32),), blocks=("32",), size=32,
                     zero=(-8, -136), exact=True))),

@@ -126,12 +126,13 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "20*K/32", bits=("d[1@0, 20@1]", "m+16[1@0, 20@1]", "q+32[1@0, 16:1@1 2:4 20@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k")),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(16,), lanes=(2,), order=(0, 1, 3, 2))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/128)", bits=("q[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
             "d": Stored("f16", "N", "K/32", bits=("d[1@0, 1@1]",)),
             "m": Stored("f16", "N", "K/32", bits=("m[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(4, 2),
+                order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=group_sums.with_offset,
                     group_fields=(GroupField("d", 1, 32), GroupField("m", 1, 32)), blocks=("32",), size=32,

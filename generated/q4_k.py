@@ -184,7 +184,7 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "144*K/256"),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k",
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/2", last="k", digits=(4, 32), lanes=(2,), order=(0, 1, 2, 4, 3),
                 matrix_unit=MatrixUnitKernels(None, gemv=gemv_records, start=_start_gguf, numbers=bitplanes.u4,
                     fields=_fields_gguf, scale=group_sums.nested_with_minimum, blocks=("256", "32"),
                     records=Records("blocks", size=36, codes=4, head=(0,))))),
@@ -194,7 +194,8 @@ VARIANT = Variant(
             "sc": Stored("u8", "N", "K/32", bits=("sc[1@0, 1@1]",)),
             "dmin": Stored("f16", "N", "K/256", bits=("dmin[1@0, 1@1]",)),
             "mn": Stored("u8", "N", "K/32", bits=("mn[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k",
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/128)", last="k", digits=(4, 4), lanes=(4, 2),
+                order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_4,
                     numbers=bitplanes.u4, scale=group_sums.nested_with_minimum,
                     group_fields=(GroupField("d", 1, 256), GroupField("sc", 1, 32, 6), GroupField("dmin", 1, 256),

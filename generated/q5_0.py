@@ -143,7 +143,7 @@ VARIANT = Variant(
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "22*K/32",
                 bits=("d[1@0, 22@1]", "q.at(0):4+48[1@0, 16:1@1 2:4 22@1]", "q.at(4):1+16[1@0, 8:1 4:1@1 22@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/16", last="k")),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/16", last="k", digits=(2,), lanes=(2, 8), order=(0, 1, 3, 2, 4))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
             "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),

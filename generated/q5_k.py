@@ -179,7 +179,7 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "176*K/256"),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k")),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/8", last="k", digits=(32,), lanes=(4, 2), order=(0, 1, 3, 4, 2))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
             "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),

@@ -149,7 +149,8 @@ VARIANT = Variant(
             "blocks": Stored("u8", "N", "210*K/256",
                 bits=("q.at(0):4[1@0, 64:1@1 2:4 2:64@1 210@1]", "q.at(4):2+1024[1@0, 32:1@1 4:2 2:32@1 210@1]",
                 "sc+1536[1@0, 16:1@1 210@1]", "d+1664[1@0, 210@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/4", last="k")),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/4", last="k", digits=(2, 32), lanes=(2, 2),
+                order=(0, 1, 2, 5, 4, 3))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
             "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
             "q_1": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(4):2[1@0, 2:16 4:4@1 4:4 4:1@1 2:2 16@1]",)),

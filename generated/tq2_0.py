@@ -130,11 +130,12 @@ VARIANT = Variant(
     storages={
         "gguf": Storage(unpack=unpack_gguf, pack=pack_gguf, tensors={
             "blocks": Stored("u8", "N", "66*K/256", bits=("q[1@0, 32:1@1 4:2 2:32@1 66@1]", "d+512[1@0, 66@1]")),
-        }, kernels=Kernels(_decode_gguf, rows="N", units="K/4", last="k")),
+        }, kernels=Kernels(_decode_gguf, rows="N", units="K/4", last="k", digits=(2, 32), lanes=(4,), order=(0, 1, 2, 4, 3))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, tensors={
             "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:16 4:4@1 2:2 2:8 4:1@1 2:4 16@1]",)),
             "d": Stored("f16", "N", "K/256", bits=("d[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", digits=(4, 4), lanes=(2, 2, 2, 2),
+                order=(0, 1, 4, 2, 5, 6, 3, 7),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_2,
                     numbers=bitplanes.u2, scale=_scale_planar, group_fields=(GroupField("d", 1, 256),), blocks=("256",), width=2,
                     bits=2, zero=(-1, -129), exact=True, spans=(4,)))),

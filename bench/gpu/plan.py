@@ -60,13 +60,15 @@ class Case:
 
 
 def check_calls(packed: PackedWeight, check: Check) -> Iterator[Call]:
-    """The launches of one check, for tensors on meta."""
+    """The launches of one check, for tensors on meta: of the kernel for so many rows, and of what the plan chooses."""
     dtype = DTYPES[check.x]
     for rows in INVARIANT if check.invariant else (check.rows,):
         x = torch.empty(rows, packed.shape[1], dtype=dtype, device="meta")
         chosen = None if check.invariant or not rows else Candidate("decode") if regimes.is_decoded(x, packed) else \
             regimes.candidate(x, packed)
         yield from product_calls(packed, rows, dtype, check.bias, check.invariant, chosen)
+        if rows and not check.invariant:
+            yield from product_calls(packed, rows, dtype, check.bias)
 
 
 def product_calls(packed: PackedWeight, rows: int, dtype: torch.dtype, bias: bool = False, invariant: bool = False,

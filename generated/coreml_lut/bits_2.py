@@ -112,7 +112,8 @@ VARIANT = Variant(
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "16*ceil(K/256)", bits=("q[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 2:2 16@1]",)),
             "lut": Stored("level_type", "ceil(N/rows)", "4", bits=("lut[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k",
+        }, kernels=Kernels(_decode_planar, rows="N", units="16*ceil(K/256)", last="k", digits=(4, 4), lanes=(2, 2, 2, 2),
+                order=(0, 1, 4, 2, 5, 6, 3, 7),
                 matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_2,
                     numbers=bitplanes.float_entries_of_4, levels=GroupField("lut", "rows", 0), entries=4, width=8, bits=0,
                     unit=(1.0, 1.0), base=(0, 0), zero=(0, 0), spans=(2,)))),

@@ -422,20 +422,20 @@ VARIANT = Variant(
             "qzeros": Stored("i32", "ceil(K/group)", "3*N/32"),
             "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
             "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-        }, kernels=Kernels(_decode_gptq_v2, rows="N", units="K/32", last="n")),
+        }, kernels=Kernels(_decode_gptq_v2, rows="N", units="K/32", last="n", lanes=(32,), order=(0, 1, 2))),
         "gptq_v1": Storage(unpack=unpack_gptq_v1, pack=pack_gptq_v1, always=("z",), tensors={
             "qweight": Stored("i32", "3*K/32", "N"),
             "qzeros": Stored("i32", "ceil(K/group)", "3*N/32"),
             "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
             "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-        }, kernels=Kernels(_decode_gptq_v1, rows="N", units="K/32", last="n")),
+        }, kernels=Kernels(_decode_gptq_v1, rows="N", units="K/32", last="n", lanes=(32,), order=(0, 1, 2))),
         "gptq_p": Storage(unpack=unpack_gptq_p, pack=pack_gptq_p, always=("z",), tensors={
             "qweight": Stored("i32", "3*K/32", "N"),
             "qzeros": Stored("i32", "ceil(K/group)", "3*N/32",
                 bits=("z.at(0):2[16:2 2:1@1 3@1, 1@0]", "z.at(2):1+64[32:1 3@1, 1@0]")),
             "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
             "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-        }, kernels=Kernels(_decode_gptq_p, rows="N", units="K/32", last="n")),
+        }, kernels=Kernels(_decode_gptq_p, rows="N", units="K/32", last="n", lanes=(2, 16), order=(0, 1, 2, 3))),
         "pack_quantized": Storage(unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"),
                 options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
             "weight_packed": Stored("i32", "N", "ceil(3*K/32)"),
@@ -443,7 +443,7 @@ VARIANT = Variant(
             "weight_zero_point": Stored("i32", "ceil(3*N/32)", "ceil(K/group)", optional="z"),
             "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             "weight_shape": Stored("shape", "2"),
-        }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/32)", last="k")),
+        }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/32)", last="k", lanes=(32,), order=(0, 1, 2))),
         "pack_quantized_0_17": Storage(unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17, omits=("z", "g"),
                 options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
             "weight_packed": Stored("i32", "N", "ceil(K/10)", bits=("q[1@0, 10:3 1@1]",)),

@@ -315,7 +315,7 @@ VARIANT = Variant(
                 bits=("z.at(0):4[8:4 4:1@1 5@1, 1@0]", "z.at(4):1+128[32:1 5@1, 1@0]")),
             "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
             "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-        }, kernels=Kernels(_decode_gptq_p, rows="N", units="K/32", last="n")),
+        }, kernels=Kernels(_decode_gptq_p, rows="N", units="K/32", last="n", lanes=(4, 8), order=(0, 1, 2, 3))),
         "pack_quantized": Storage(unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"),
                 options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
             "weight_packed": Stored("i32", "N", "ceil(5*K/32)"),
@@ -323,7 +323,7 @@ VARIANT = Variant(
             "weight_zero_point": Stored("i32", "ceil(5*N/32)", "ceil(K/group)", optional="z"),
             "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             "weight_shape": Stored("shape", "2"),
-        }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/32)", last="k")),
+        }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/32)", last="k", lanes=(32,), order=(0, 1, 2))),
         "pack_quantized_0_17": Storage(unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17, omits=("z", "g"),
                 options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
             "weight_packed": Stored("i32", "N", "ceil(K/6)", bits=("q[1@0, 6:5 1@1]",)),

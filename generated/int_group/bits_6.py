@@ -313,7 +313,7 @@ VARIANT = Variant(
                 bits=("z.at(0):4[8:4 4:1@1 6@1, 1@0]", "z.at(4):2+128[16:2 2:1@1 6@1, 1@0]")),
             "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
             "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-        }, kernels=Kernels(_decode_gptq_p, rows="N", units="K/16", last="n")),
+        }, kernels=Kernels(_decode_gptq_p, rows="N", units="K/16", last="n", digits=(2,), lanes=(2, 8), order=(0, 1, 2, 3, 4))),
         "pack_quantized": Storage(unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"),
                 options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
             "weight_packed": Stored("i32", "N", "ceil(3*K/16)"),
@@ -321,7 +321,7 @@ VARIANT = Variant(
             "weight_zero_point": Stored("i32", "ceil(3*N/16)", "ceil(K/group)", optional="z"),
             "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             "weight_shape": Stored("shape", "2"),
-        }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/16)", last="k")),
+        }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/16)", last="k", lanes=(16,), order=(0, 1, 2))),
         "pack_quantized_0_17": Storage(unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17, omits=("z", "g"),
                 options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
             "weight_packed": Stored("i32", "N", "ceil(K/5)", bits=("q[1@0, 5:6 1@1]",)),

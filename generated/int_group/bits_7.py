@@ -340,7 +340,7 @@ VARIANT = Variant(
                 bits=("z.at(0):4[8:4 4:1@1 7@1, 1@0]", "z.at(4):2+128[16:2 2:1@1 7@1, 1@0]", "z.at(6):1+192[32:1 7@1, 1@0]")),
             "scales": Stored("scale_type", "ceil(K/group)", "N", bits=("s[1@1, 1@0]",)),
             "g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
-        }, kernels=Kernels(_decode_gptq_p, rows="N", units="K/32", last="n")),
+        }, kernels=Kernels(_decode_gptq_p, rows="N", units="K/32", last="n", lanes=(2, 2, 8), order=(0, 1, 2, 3, 4))),
         "pack_quantized": Storage(unpack=unpack_pack_quantized, pack=pack_pack_quantized, omits=("z", "g"),
                 options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
             "weight_packed": Stored("i32", "N", "ceil(7*K/32)"),
@@ -348,7 +348,7 @@ VARIANT = Variant(
             "weight_zero_point": Stored("i32", "ceil(7*N/32)", "ceil(K/group)", optional="z"),
             "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             "weight_shape": Stored("shape", "2"),
-        }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/32)", last="k")),
+        }, kernels=Kernels(_decode_pack_quantized, rows="N", units="ceil(K/32)", last="k", lanes=(32,), order=(0, 1, 2))),
         "pack_quantized_0_17": Storage(unpack=unpack_pack_quantized_0_17, pack=pack_pack_quantized_0_17, omits=("z", "g"),
                 options={"rounds": "sum", "span": "full"}, reads=("N", "K"), shape="weight_shape", tensors={
             "weight_packed": Stored("i32", "N", "ceil(K/4)", bits=("q[1@0, 4:7 1@1]",)),
@@ -356,7 +356,7 @@ VARIANT = Variant(
             "weight_zero_point": Stored("i32", "ceil(N/4)", "ceil(K/group)", optional="z", bits=("z[4:7 1@0, 1@1]",)),
             "weight_g_idx": Stored("index", "K", optional="g", bits=("g[1@0]",)),
             "weight_shape": Stored("shape", "2"),
-        }, kernels=Kernels(_decode_pack_quantized_0_17, rows="N", units="ceil(K/4)", last="k")),
+        }, kernels=Kernels(_decode_pack_quantized_0_17, rows="N", units="ceil(K/4)", last="k", lanes=(4,), order=(0, 1, 2))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, where=("g",), reads=("K",), order="order", tensors={
             "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
             "q_1": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(4):2[1@0, 2:16 4:4@1 4:4 4:1@1 2:2 16@1]",)),

@@ -120,7 +120,7 @@ VARIANT = Variant(
             "weight": Stored("u32", "N", "5*K/32"),
             "scales": Stored("scale_type", "N", "K/group", bits=("s[1@0, 1@1]",)),
             "biases": Stored("scale_type", "N", "K/group", bits=("b[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_mlx, rows="N", units="K/32", last="k")),
+        }, kernels=Kernels(_decode_mlx, rows="N", units="K/32", last="k", lanes=(32,), order=(0, 1, 2))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q_0": Stored("i32", "N", "16*ceil(K/128)", bits=("q.at(0):4[1@0, 2:16 4:4@1 4:4 4:1@1 16@1]",)),
             "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(4):1[1@0, 2:16 4:4@1 4:4 4:1@1 4:1 16@1]",)),

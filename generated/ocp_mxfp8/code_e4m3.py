@@ -177,11 +177,12 @@ VARIANT = Variant(
         "mlx": Storage(unpack=unpack_mlx, pack=pack_mlx, tensors={
             "weight": Stored("u32", "N", "K/4", bits=("q[1@0, 4:8 1@1]",)),
             "scales": Stored("u8", "N", "K/32", bits=("e[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_mlx, rows="N", units="K/4", last="k")),
+        }, kernels=Kernels(_decode_mlx, rows="N", units="K/4", last="k", lanes=(4,), order=(0, 1, 2))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "e": Stored("e8m0", "N", "ceil(K/32)", bits=("e[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k", digits=(4, 8), lanes=(2, 2),
+                order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
                     numbers=bitplanes.e4m3, scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0"),),
                     blocks=("32",), size=32, width=8, bits=0, unit=(256.0, 1.0), base=(0, 0), zero=(0, 0), codes="q",

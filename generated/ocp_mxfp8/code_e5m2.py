@@ -100,7 +100,8 @@ VARIANT = Variant(
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
             "e": Stored("e8m0", "N", "ceil(K/32)", bits=("e[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k",
+        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k", digits=(4, 8), lanes=(2, 2),
+                order=(0, 1, 2, 4, 3, 5),
                 matrix_unit=MatrixUnitKernels(skinny, gemv=gemv, tile_gemm=tile_gemm, words=bitplanes.words_8,
                     numbers=bitplanes.e5m2, scale=group_sums.scaled, group_fields=(GroupField("e", 1, 32, "e8m0"),),
                     blocks=("32",), size=32, width=8, bits=0, unit=(1.0, 1.0), base=(0, 0), zero=(0, 0), codes="q",

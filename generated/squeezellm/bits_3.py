@@ -120,7 +120,7 @@ VARIANT = Variant(
         "squeezellm": Storage(unpack=unpack_squeezellm, pack=pack_squeezellm, tensors={
             "qweight": Stored("i32", "3*K/32", "N"),
             "lookup_table": Stored("level_type", "N", "8", bits=("lut[1@0, 1@1]",)),
-        }, kernels=Kernels(_decode_squeezellm, rows="N", units="K/32", last="n")),
+        }, kernels=Kernels(_decode_squeezellm, rows="N", units="K/32", last="n", lanes=(32,), order=(0, 1, 2))),
         "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
             "q_0": Stored("i32", "N", "16*ceil(K/256)", bits=("q.at(0):2[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 2:2 16@1]",)),
             "q_1": Stored("i32", "N", "16*ceil(K/512)", bits=("q.at(2):1[1@0, 2:8 4:4@1 2:4 2:16 4:1@1 2:2 2:1 16@1]",)),

@@ -90,7 +90,7 @@ VARIANT = Variant(
             "weight_scale": Stored("type", "K", optional="a"),
             "weight_bias": Stored("type", "K", optional="b"),
             "perm": Stored("i16", "K", optional="perm"),
-        }, kernels=Kernels(_decode_vptq, rows="N/8", units="K", last="k", sums=8)),
+        }, kernels=Kernels(_decode_vptq, rows="N/8", units="K", last="k", sums=8, lanes=(8,), order=(0, 2, 1))),
     },
     decode=decode, defaults={"a": 1, "b": 0, "p": None}, cuts=("ceil(N/16)", "K"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 import triton
@@ -10,7 +11,7 @@ import triton.language as tl
 
 from bench.gpu import regimes
 from qdsl.analyze.execute import Options, execute
-from qdsl.generated import int_group
+from qdsl.generated import int_group, nf4, q4_0
 from qdsl.runtime.gpu import launch
 from qdsl.runtime.gpu.call import Call
 from tests.support.only_ptx import stop_at_ptx
@@ -81,6 +82,21 @@ def columns_of_a_weight() -> None:
                           torch.equal(*outs) and outs[0].any() else 1.0}))
 
 
+def stores_of_dequantize() -> None:
+    """Columns that lie apart in a unit, or along N in memory, are stored by whole sectors, as columns that neighbour are."""
+    cases: list[tuple[Any, str, dict[str, int]]] = [
+        (q4_0, "planar", {}), (nf4, "planar", {}), (int_group, "gptq_v2", {"bits": 4}), (int_group, "awq", {"bits": 4}),
+        (int_group, "planar", {"bits": 2})]
+    for form, storage, params in cases:
+        packed = form.FORMAT.convert(form.quantize(torch.randn(128, 1024), **params), storage)
+        wanted, out = form.dequantize(packed, torch.bfloat16), torch.zeros(128, 1024, dtype=torch.bfloat16)
+        [call] = launch.dequantize_calls(packed, out)
+        execution = execute(call, "sm_90", outputs=(out,), options=Options(counts=True))
+        print(json.dumps({"what": f"stores of {packed.format.name}.{storage}", "findings": list(map(str, execution.findings)),
+                          "error": float(not torch.equal(out.view(torch.int16), wanted.view(torch.int16))),
+                          "bytes_of_sector": execution.memory["store bytes"] / execution.memory["store sectors"]}))
+
+
 def main() -> None:
     generator = torch.Generator().manual_seed(0)
     for arch in ("sm_80", "sm_90"):
@@ -112,3 +128,4 @@ if __name__ == "__main__":
     main()
     dependent_launches()
     columns_of_a_weight()
+    stores_of_dequantize()

@@ -40,10 +40,11 @@ def test_kernels_that_need_subnormal_numbers_of_float16() -> None:
 def test_kernels_of_anybody() -> None:
     """Functions, matrix units of all types, b transposed; a sum in parts is a race unless its atomics acquire and release.
 
-    And weights cut along K, which a test in the interpreter cannot compile.
+    And weights cut along K, which a test in the interpreter cannot compile, and how `dequantize` stores.
     """
     executed = lines("tests.kernels.execute_others")
-    executed, columns = executed[:-2], executed[-2:]
+    executed, columns, stores = executed[:-7], executed[-7:-5], executed[-5:]
+    assert all((line["findings"], line["error"], line["bytes_of_sector"]) == ([], 0.0, 32.0) for line in stores), stores
     assert columns == [{"what": f"columns {family}", "findings": [], "error": 0.0} for family in ("dequantize", "gemv")]
     assert len(executed) == 18 + 9 + 2
     for line in executed[:-2]:

@@ -6,6 +6,7 @@ runtime/gpu/plan.py chooses among them.  Nothing is timed on first use; `qdsl.tu
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import FormatError
 
 if TYPE_CHECKING:
-    from qdsl.runtime.weight.layout import W8A8
+    from qdsl.runtime.weight.layout import W8A8, Kernels
     from qdsl.runtime.weight.packed import PackedWeight
 
 MULTIPROCESSORS = 132                                            # of a device that is not there: an H100's
@@ -36,6 +37,9 @@ SPLIT_PROGRAMS = 4                                               # per multiproc
 GEMM_PARTS = (1, 2, 4, 8, 16)                                    # programs of `gemm` that share K: its warps wait for their loads
 GEMM = {16: (64, 128), 64: (128, 64)}                            # by rows of x of a program of `gemm`: its tile of w, N x K
 TENSOR_SUMS = 8                                                  # sums of 64 x 128 in the tensor memory of an SM of Blackwell
+AXES = 8                                                         # of a tile, its units' digits and lanes, in `dequantize`
+WIDE = 64                                                        # columns of w that `dequantize` stores of a row at least
+WEIGHTS = 8192                                                   # of a program of `dequantize` at most, 64 a thread
 UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
 PROGRAMS = 256                                                   # that fill a GPU, where tiles may be chosen so
 OVERLAP, OVERLAPS = "QDSL_PDL", ("never", "auto")               # the setting of overlaps(), and its values, the default first
@@ -314,6 +318,31 @@ def tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]:
     long = min(256 if last == "k" else 128, power(along), size)
     short = min(size // long, power(across))
     return (short, long) if last == "k" else (long, short)
+
+
+def dequantize_tile(kernels: Kernels, rows: int, units: int) -> tuple[int, int]:
+    """Rows and units of a tile of `dequantize`: where rows neighbour in memory, WIDE columns of w, which are stored together."""
+    if not kernels.order:
+        return tile(kernels.last, rows, units, kernels.sums)
+    size = max(128, min(UNITS, WEIGHTS // math.prod(kernels.lanes)))
+    if kernels.last == "k":
+        across = min(power(units), 256, size)
+    else:
+        across = min(power(units), max(1, WIDE * kernels.sums // math.prod(kernels.lanes)))
+    return min(power(rows), size // across), across
+
+
+def arrangement(kernels: Kernels, bn: int, bk: int) -> dict[str, tuple[int, ...] | None]:
+    """Constants of `dequantize` that put the weights of a tile of BN rows of tiles and BK units in the order of w."""
+    records = bk // math.prod(kernels.digits)
+    if not kernels.order or not records:
+        return {"DIGITS": None, "ORDER": None}
+    shape, inside = (bn, records, *kernels.digits, *kernels.lanes), 2 + len(kernels.digits)
+    axes = list(range(len(shape)))
+    if kernels.last == "n":                                      # the tile's rows are its second axis, before the lanes
+        axes = [*axes[1:inside], 0, *axes[inside:]]
+    more = range(len(shape), AXES)
+    return {"DIGITS": (*(shape[axis] for axis in axes), *(1 for _ in more)), "ORDER": (*map(axes.index, kernels.order), *more)}
 
 
 def product_tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]:

@@ -54,12 +54,13 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     kernels, (rows, units) = packed.layout.kernels, configure.grid_axes(packed)
     if not rows or not units:
         return
-    bn, bk = configure.tile(kernels.last, rows, units, kernels.sums)
+    bn, bk = configure.dequantize_tile(kernels, rows, units)
     while cdiv(units, bk) > SECOND_AXIS:                         # rows of 16 million columns and more
         bn, bk = max(1, bn // 2), 2 * bk
     # Contracted multiply-adds would skip a rounding that the formula has.
     yield Call(dequantize_kernel, (_planes(packed), out, *packed.shape, size_arguments(packed), rows, units),
-               {**_constants(packed, bn, bk), "EVEN": rows % bn == 0 and units % bk == 0}, (cdiv(rows, bn), cdiv(units, bk)),
+               {**_constants(packed, bn, bk), **configure.arrangement(kernels, bn, bk),
+                "EVEN": rows % bn == 0 and units % bk == 0}, (cdiv(rows, bn), cdiv(units, bk)),
                {"num_warps": WARPS, "enable_fp_fusion": False}, weights=_weights(packed, bn, bk))
 
 

@@ -235,6 +235,8 @@ class Kernels:
     decode: the function of `dequantize` and `matvec` (runtime/gpu/kernels), which decodes a unit.  rows, units: how many rows of
     tiles and units along K there are, as axes.  last: 'n' or 'k', along which units neighbour in memory.
     sums: rows of a unit.  divides: decode divides by what is stored.  tables: what decode looks up, behind the tensors.
+    digits, lanes: extents of a unit's number within its record, and of its weights.  order: which of the row of tiles, the
+    record, the digits and the lanes make rows of w and then columns, slowest first; () where these are no digits of a column.
     pairs: what kernels of the storage's stream (codecs) make weights with, where it can be done in registers.
     """
 
@@ -243,6 +245,9 @@ class Kernels:
     units: str
     last: str
     sums: int = 1
+    digits: tuple[int, ...] = ()
+    lanes: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
     divides: bool = False
     tables: tuple[Table, ...] = ()
     matrix_unit: MatrixUnitKernels | None = None

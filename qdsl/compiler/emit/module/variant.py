@@ -14,6 +14,7 @@ from qdsl.compiler.emit.module.bits import bits_texts
 from qdsl.compiler.emit.tensors import is_plain
 from qdsl.compiler.emit.torch.decode import Decode
 from qdsl.compiler.emit.torch.reference import Reference
+from qdsl.compiler.emit.triton.arrangement import arrangement
 from qdsl.compiler.emit.triton.kernel import tile
 from qdsl.compiler.emit.triton.matrix_unit import constants
 from qdsl.compiler.emit.triton.pairs import paired
@@ -139,6 +140,8 @@ def _kernels(program: Program) -> list[str]:
     sums = prod(lane.extent for lane in at.lanes if lane.axis == "n")
     arguments = [f"_decode_{program.storage}", f'rows="{axis_text(at.row_count)}"',
              f'units="{axis_text(at.unit_count)}"', f'last="{at.last}"', *([f"sums={sums}"] if sums > 1 else [])]
+    if (arranged := arrangement(program)) is not None:
+        arguments += [f"{key}={tupled(part)}" for key, part in zip(("digits", "lanes", "order"), arranged, strict=True) if part]
     arguments += ["divides=True"] if _divides(program) else []
     arguments += [f"tables=({', '.join(map(constant, tables(program)))},)"] if tables(program) else []
     if (plan := matrix_unit_plan(program)) is not None:

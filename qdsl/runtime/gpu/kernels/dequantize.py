@@ -18,8 +18,9 @@ that a warp loads whole sectors of 32 bytes.  A thread loads a word once and cut
 `use` for one weight after the other, and values never change threads.  What the weights of a unit share, such as a scale, is
 loaded once per unit; the threads that share it read one address, which the L1 cache serves.
 
-A thread stores single elements.  Where a unit holds neighbouring columns (8 of a word of GPTQ), the compiler does not merge
-its stores; the L2 cache does.
+Columns of a unit are seldom neighbours, and neighbouring units may be rows.  Where DIGITS and ORDER say how the tile's units and
+weights make rows and columns, the program joins its weights, puts them in order through shared memory, and stores 16 bytes a
+thread.  Elsewhere a thread stores single elements, which the L2 cache merges at a third of the memory's rate.
 
 Cost: the loads of the packed weight and the stores of out go to memory once.  Contraction to fused multiply-adds is off, for
 these skip a rounding that the formula has.
@@ -38,20 +39,42 @@ def store_weight(state, k, w, live, row: tl.constexpr = 0):
 
 
 @triton.jit
+def keep_weight(state, k, w, live, row: tl.constexpr = 0):
+    """Keep weights w; state: the units' weights so far."""
+    return state + (w,)
+
+
+@triton.jit
 def dequantize(
     tensors, out, N, K, sizes, tiles, count,
     decode: tl.constexpr, ROWS: tl.constexpr, AXIS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    EVEN: tl.constexpr, LARGE: tl.constexpr, GAPS: tl.constexpr,
+    EVEN: tl.constexpr, LARGE: tl.constexpr, GAPS: tl.constexpr, DIGITS: tl.constexpr, ORDER: tl.constexpr,
 ):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out [N, K].
 
     tiles, count: rows of tiles of ROWS rows, and units in each.  AXIS: along which units neighbour, 0 for N, 1 for K.
     EVEN: the grid has no other units than w, and no load has a mask.  LARGE: positions take 64 bits.  GAPS: each
-    of tensors is what units.with_gaps takes.
+    of tensors is what units.with_gaps takes.  DIGITS, ORDER: the shape of a tile with its units' weights last, and the order of
+    its axes that makes rows of w and then columns, 8 of both; None where there is none.
     """
     N, K = units.extents(N, K, LARGE)
     n = units.axis(tl.program_id(0) * BN, BN, BK, 1 - AXIS, LARGE)
     u = units.axis(tl.program_id(1) * BK, BK, BN, AXIS, LARGE)
     if GAPS:
         tensors = [plane if plane is None else units.with_gaps(plane, n) for plane in tensors]
-    decode(tensors, n, u, units.live(n, tiles, u, count, EVEN), N, K, sizes, store_weight, (out + n * (ROWS * K), K))
+    live = units.live(n, tiles, u, count, EVEN)
+    if ORDER is None:
+        decode(tensors, n, u, live, N, K, sizes, store_weight, (out + n * (ROWS * K), K))
+    else:
+        weights = decode(tensors, n, u, live, N, K, sizes, keep_weight, ())
+        rounded = ()
+        for i in tl.static_range(len(weights)):
+            rounded = rounded + (weights[i].to(out.dtype.element_ty),)
+        columns: tl.constexpr = BK * len(weights) // ROWS
+        w = units.joined(rounded).reshape(
+            (DIGITS[0], DIGITS[1], DIGITS[2], DIGITS[3], DIGITS[4], DIGITS[5], DIGITS[6], DIGITS[7]))
+        w = w.permute((ORDER[0], ORDER[1], ORDER[2], ORDER[3], ORDER[4], ORDER[5], ORDER[6], ORDER[7]))
+        w = w.reshape(BN * ROWS, columns)
+        n = tl.program_id(0) * (BN * ROWS) + tl.arange(0, BN * ROWS)[:, None]
+        k = tl.program_id(1) * columns + tl.arange(0, columns)[None, :]
+        tl.store(out + n * K + k, w, (n < N) & (k < K))

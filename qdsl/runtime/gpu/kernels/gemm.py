@@ -68,13 +68,8 @@ def operand(weights, j: tl.constexpr, AXIS: tl.constexpr, BN: tl.constexpr, F: t
         if AXIS == 1:
             w = tl.trans(w)
         tiles = tiles + (w,)
-    for _ in tl.static_range(3):                                 # 8 rows at most: bit after bit of their number
-        if len(tiles) > 1:
-            pairs = ()
-            for i in tl.static_range(len(tiles) // 2):
-                pairs = pairs + (tl.join(tiles[i], tiles[i + len(tiles) // 2]),)
-            tiles = pairs
-    return tiles[0].reshape(tiles[0].shape[0], len(weights) * BN)
+    w = units.joined(tiles)
+    return w.reshape(w.shape[0], len(weights) * BN)
 
 
 @triton.jit

@@ -61,3 +61,15 @@ def live(n, tiles, u, count, EVEN: tl.constexpr):
         return tl.full(n.shape, True, tl.int1)
     else:
         return (n < tiles) & (u < count)
+
+
+@triton.jit
+def joined(tiles):
+    """Tiles of one shape as one whose last axes, each of 2, are the bits of a tile's number, the highest first; 64 at most."""
+    for _ in tl.static_range(6):
+        if len(tiles) > 1:
+            pairs = ()
+            for i in tl.static_range(len(tiles) // 2):
+                pairs = pairs + (tl.join(tiles[i], tiles[i + len(tiles) // 2]),)
+            tiles = pairs
+    return tiles[0]

@@ -1,0 +1,30 @@
+"""How the units and weights of a tile make rows and columns of w, for `dequantize` to store them in order."""
+
+from __future__ import annotations
+
+from qdsl.compiler.ir.program import Program
+
+
+def arrangement(program: Program) -> tuple[list[int], list[int], list[int]] | None:
+    """Extents of a unit's digits behind its record and of its lanes, and in which order these make rows and then columns.
+
+    The order numbers the row of tiles, the record, the digits and the lanes.  None where single weights are stored as fast.
+    """
+    units = program.units
+    if units is None or not units.lanes:
+        return None
+    digits, lanes = [extent or 0 for _, _, extent in units.digits[1:]], [lane.extent for lane in units.lanes]
+    parts = [("n", units.tiles["n"], 1), ("k", units.digits[0][1], 1),
+             *(("k", weight, extent) for (_, weight, _), extent in zip(units.digits[1:], digits, strict=True)),
+             *((lane.axis, lane.weight, lane.extent) for lane in units.lanes)]
+    order: list[int] = []
+    for axis in "nk":
+        along = sorted((i for i, part in enumerate(parts) if part[0] == axis), key=lambda i: -parts[i][1])
+        size = 1
+        for i in reversed(along):
+            _, weight, extent = parts[i]
+            if weight != size or extent & (extent - 1) or not extent:
+                return None
+            size *= extent
+        order += along
+    return digits, lanes, order
