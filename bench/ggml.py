@@ -26,7 +26,7 @@ from qdsl.checkpoint.files.ggml_types import BY_NAME
 GOALS = {"q4_0": 0.5, "q8_0": 0.5, "q4_k": 0.5, "q6_k": 0.5}     # exact, of ggml's speed
 INT8_GOAL = 0.8
 QUANTIZED = {"q4_k": 1.0, "q6_k": 1.0}                           # from float32, the same bytes
-OTHERS = ("iq4_xs", "iq3_s", "iq2_xxs")                          # without goals
+OTHERS = ("iq4_xs", "iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_s", "iq1_m")       # without goals
 CACHE = 96 << 20                                                 # bytes that the copies of a weight have together, at least
 MOST_ERROR = 0.02                                                # of x in 8 bits, relative, RMS
 QUIET = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda level, line, data: None)

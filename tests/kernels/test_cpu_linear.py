@@ -233,6 +233,28 @@ def test_scales_after_sums_of_codes_leave_weights_exact(name: str) -> None:
     check(product, x, plain(packed))
 
 
+# Rows of four and signs as bits, in units of 8 columns; codes that are sums; rows of eight and of signs, at places across bytes.
+@pytest.mark.parametrize(("name", "capability"), [("iq3_s", ""), ("iq1_m", ""), ("iq2_xxs", "AVX2"), ("iq2_xxs", "DEFAULT")])
+def test_rows_of_tables_are_exact(name: str, capability: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one number in x the product is the weight, bit for bit; with x in 8 bits it is that of the rounded x."""
+    own = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX2" and own not in ("AVX2", "AVX512"):
+        pytest.skip("this machine has no AVX2")
+    monkeypatch.setattr(loops, "_capability", lambda: capability or own)
+    packed = in_order(next(case for case in CASES if str(case) == f"{name}.gguf"), (5, 512))
+    ways = (loops.FACTORED, loops.ROUNDED) if name == "iq1_m" else (loops.FACTORED,)
+    functions = build_at_once({loops.source_for(packed, 1, way).text for way in ways}, tmp_path)
+    monkeypatch.setattr(library, "load", lambda text, options: functions[text])
+    weight, x = plain(packed), sample(1, 512)
+    for start in range(0, 512, 38):
+        product = loops.product(torch.eye(512)[start:start + 2], packed)
+        assert product is not None and torch.equal(product.T, weight[:, start:start + 2])
+    if loops.ROUNDED in ways:
+        rounded = loops.product(x, packed, True)
+        assert rounded is not None
+        check(rounded, in_8_bits(x), weight, terms=4)
+
+
 @pytest.mark.parametrize("case", [case for case in COVERING if str(case) in PLAIN], ids=str)
 def test_what_has_no_loop_goes_by_tiles(case: Case) -> None:
     packed = in_order(case, smallest(case))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from qdsl.runtime.cpu.expressions import SHORT, Writer, short_codes
-from qdsl.runtime.cpu.trace import INTEGERS, Index, Node, Unsupported
+from qdsl.runtime.cpu.expressions import SHORT, Writer, bare, short_codes
+from qdsl.runtime.cpu.merge import are_alike, coarse, merged
+from qdsl.runtime.cpu.trace import INTEGERS, Index, Node, Pointer, Unsupported
 
 
 def range_of(code: Node) -> tuple[int, int]:
@@ -18,24 +19,24 @@ def range_of(code: Node) -> tuple[int, int]:
     return low, high
 
 
-def _bare(node: Node) -> Node:
-    """The value that a node only gives another type."""
-    return _bare(node.args[0]) if node.op == "same" else node
+def _is(node: Node, number: int) -> bool:
+    """Whether a node is a number that is known."""
+    return node.op == "number" and bool(node.args[0] == number)
 
 
 def _nibble(code: Node) -> tuple[Node, int] | None:
     """The bytes that a code of 4 bits lies in, and its first bit; None where it is something else."""
-    code = _bare(code)
+    code = bare(code)
     is_masked = code.op == "&" and code.args[1].op == "number" and code.args[1].args[0] == SHORT - 1
     if is_masked:
-        code = _bare(code.args[0])
+        code = bare(code.args[0])
     is_shifted = code.op == ">>" and code.args[1].op == "number"
-    node, shift = (_bare(code.args[0]), int(code.args[1].args[0])) if is_shifted else (code, 0)
+    node, shift = (bare(code.args[0]), int(code.args[1].args[0])) if is_shifted else (code, 0)
     is_nibble = shift == 4 or (is_masked and shift < 4)
     return (node, shift) if node.op == "load" and node.bounds == (0, 255) and is_nibble else None
 
 
-def braces(numbers: Iterable[int]) -> str:
+def braces(numbers: Iterable[object]) -> str:
     """The C text of an array's or vector's numbers."""
     return f"{{{', '.join(map(str, numbers))}}}"
 
@@ -49,7 +50,12 @@ class Bytes:
 
     def floats(self, code: Node) -> list[str]:
         """The C names of four vectors of floats, of a byte each; codes of 4 bits are looked up, whatever bits lie before them."""
-        low, _ = range_of(code)
+        if code.dtype == "float32" and code.op in ("+", "-"):
+            offset, inner = coarse(code.args[1]), code.args[0]
+            name = self.writer.write(offset) if offset.has_lanes else f"all_float({self.writer.write(offset)})"
+            parts = self.floats(inner.args[0] if inner.op == "float" else inner)
+            return [self.writer.name("vf", f"{part} {code.op} {name}") for part in parts]
+        low, high = range_of(code)
         leaves = short_codes(code) if self.width == SHORT else set()
         if len(leaves) == 1:
             leaf = leaves.pop()
@@ -58,12 +64,16 @@ class Bytes:
             if (bits := _nibble(leaf)) is not None:
                 codes, shift = self._byte(bits[0]), bits[1]
                 return [self.writer.name("vf", f"permute({table}, (vi){codes} >> {shift + 8 * byte})") for byte in range(4)]
-        function = "signed_byte" if low < 0 else "unsigned_byte"
+        function, add = "signed_byte" if low < 0 else "unsigned_byte", max(0, -low)
+        if high + add <= 127:
+            last = self.writer.name("vf", f"to_float({function}({self.shifted(code, 0)}, 3))")
+            small = self.shifted(code, add)
+            return [*(self.writer.name("vf", f"small_float({small}, {byte}, {add})") for byte in range(3)), last]
         return [self.writer.name("vf", f"to_float({function}({self.shifted(code, 0)}, {byte}))") for byte in range(4)]
 
     def shifted(self, code: Node, add: int) -> str:
         """The C name of codes plus a number, which tables of codes have in them."""
-        if code.op == "load" and code.args[0].numbers:
+        if code.op == "load" and 0 < len(code.args[0].numbers) <= SHORT:
             return self._loaded(code, add)
         return self.writer.name("vb", f"{self._byte(code)} + (uint8_t){add}") if add else self._byte(code)
 
@@ -90,9 +100,37 @@ class Bytes:
         left, right = node.args
         if node.op in ("<<", ">>"):
             return self._moved(node, 255)
-        if node.op == "&" and left.op == ">>" and right.op == "number" and left.args[1].op == "number":
-            return name("vb", f"{self._moved(left, right.args[0])} & {self._byte(right)}")
-        return name("vb", f"{self._byte(left)} {node.op} {self._byte(right)}")
+        text = self._signed(left, right) or self._signed(right, left) if node.op == "*" else self._masked(left, right)
+        return name("vb", text if text and node.op in "*&" else f"{self._byte(left)} {node.op} {self._byte(right)}")
+
+    def _signed(self, factor: Node, sign: Node) -> str | None:
+        """The C expression of bytes times 1 or -1; None for other factors: processors have no product of bytes."""
+        negative = self._negative(bare(sign))
+        return negative and f"negative_where({negative}, {self._byte(factor)})"
+
+    def _masked(self, left: Node, right: Node) -> str | None:
+        """The C expression of one bit of bytes, or of more bits behind a shift; None for other operands."""
+        if (bit := self._bit(left, right)) is not None:
+            return f"{bit} & (uint8_t)1"
+        if left.op == ">>" and right.op == left.args[1].op == "number":
+            return f"{self._moved(left, right.args[0])} & {self._byte(right)}"
+        return None
+
+    def _negative(self, node: Node) -> str | None:
+        """The C expression of bytes whose highest bit is set where a node is -1, not where it is 1; None for other nodes."""
+        if node.op == "load" and set(node.args[0].numbers) == {-1, 1}:
+            return self._byte(node)
+        if node.op != "-" or not _is(node.args[0], 1) or node.args[1].op != "*" or not _is(node.args[1].args[0], 2):
+            return None
+        bit = bare(node.args[1].args[1])
+        return self._bit(*bit.args) if bit.op == "&" else None
+
+    def _bit(self, left: Node, right: Node) -> str | None:
+        """The C name of bytes that are 255 where one bit is set, its place known for each lane, else 0; None for other nodes."""
+        if not _is(right, 1) or left.op != ">>" or left.args[1].op != "lanes":
+            return None
+        bits = [1 << bit for bit in (left.args[1].args * 4 * self.width)[:4 * self.width]]
+        return self.writer.name("vb", f"(vb)(({self._byte(left.args[0])} & (vb){braces(bits)}) != 0)")
 
     def _moved(self, node: Node, kept: int) -> str:
         """Bytes shifted, of which only the bits of `kept` are used: in pairs, by one instruction, where none cross bytes."""
@@ -108,13 +146,13 @@ class Bytes:
     def _loaded(self, node: Node, add: int = 0) -> str:
         pointer, dtype, live = node.args[:3]
         count = 4 * self.width
-        if pointer.numbers and pointer.node is not None and pointer.at == Index(pointer.at.trace, ()):
-            if len(pointer.numbers) > SHORT:
-                raise Unsupported("a long table")
+        if 0 < len(pointer.numbers) <= SHORT and pointer.node is not None and pointer.at == Index(pointer.at.trace, ()):
             numbers = [int(number) + add & 255 for number in pointer.numbers] + [0] * (SHORT - len(pointer.numbers))
             return self.writer.name("vb", f"lookup((vt){{{', '.join(map(str, numbers))}}}, {self._byte(pointer.node)})")
-        if dtype not in ("uint8", "int8") or live or pointer.node is not None:
+        if dtype not in ("uint8", "int8") or live:
             raise Unsupported("a load of no bytes")
+        if pointer.node is not None:
+            return self._rows(pointer)
         if pointer.at.is_uniform:
             return f"(uint8_t){self.writer.write(node)}"
         lanes = pointer.at.lanes
@@ -124,4 +162,21 @@ class Bytes:
             if all(lanes[i] == starts[i // size] + i % size for i in range(count)):
                 at = pointer.at + -1 * Index(pointer.at.trace, (), lanes)
                 return self.writer.name("vb", f"{function}({', '.join(f'{pointer.name} + {(at + i).text()}' for i in starts)})")
-        raise Unsupported("bytes that do not lie together")
+        if (window := self.writer.window(pointer, SHORT)) is None:
+            raise Unsupported("bytes that do not lie together")
+        places = braces(lane - window for lane in lanes)
+        return self.writer.name("vb", f"lookup(vload_16({self.writer.start(pointer, window)}), (vb){places})")
+
+    def _rows(self, pointer: Pointer) -> str:
+        """Bytes of a table, four or eight neighbours at a place that values tell."""
+        node = pointer.node
+        assert node is not None
+        lanes = (pointer.at.lanes * 4 * self.width)[:4 * self.width]
+        size = next((size for size in (8, 4) if are_alike(node, size)
+                     and all(lane == lanes[i // size * size] + i % size for i, lane in enumerate(lanes))), 0)
+        if not size or pointer.at.terms:
+            raise Unsupported("bytes of a table that are no neighbours")
+        number, index = node.args if node.op == "*" and node.args[0].op == "number" else (None, node)
+        factor = f"{number.args[0]}ull * (uint32_t)" if number else ""
+        places = (f"{factor}{self.writer.write(merged([index], [at]))} + {lanes[at]}" for at in range(0, len(lanes), size))
+        return self.writer.name("vb", f"rows_of_{size}({pointer.name}, (const size_t[]){braces(places)})")

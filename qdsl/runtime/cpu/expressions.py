@@ -26,7 +26,7 @@ class Writer:
 
     def __init__(self, lanes: int, traces: Iterable[Trace] = ()) -> None:
         self.lanes = lanes
-        self._ends = _ends(traces)
+        self._spans = _spans(traces)
         self.lines: list[str] = []
         self.instructions = 0.0
         self._names: dict[tuple[str, str], str] = {}
@@ -61,10 +61,15 @@ class Writer:
             self.instructions += cost if kind.startswith("v") else 0.25
         return self._names[key]
 
+    def flush(self) -> list[str]:
+        """The lines since the last call."""
+        lines, self.lines = self.lines, []
+        return lines
+
     def _kind(self, node: Node) -> str:
         if not node.has_lanes:
             return SCALARS.get(node.dtype, "int32_t")
-        if node.dtype == "int64":
+        if not node.has_32_bits:
             raise Unsupported("vectors of 64-bit integers")
         return VECTORS.get(node.dtype, "vi")
 
@@ -116,6 +121,8 @@ class Writer:
     def _as_operand(self, node: Node, name: str, kind: str, op: str) -> str:
         """A name as an operand of a vector: a float next to integers would make a vector of integers of it."""
         if kind in ("vf", "vi", "vu") and not node.has_lanes:
+            if not node.has_32_bits:
+                raise Unsupported("64-bit integers beside vectors")
             if kind == "vf" or node.dtype == "float32":
                 return f"all_float({name})"
             return f"({'uint32_t' if kind == 'vu' else 'int32_t'}){name}"
@@ -152,26 +159,26 @@ class Writer:
             if self.lanes >= 8:
                 permuted = f"permute((vf){vector}, (vi){{{', '.join(map(str, order))}}})"
                 return self.name(kind, f"({kind}){permuted}")
-        window = self._window(pointer, size * self.lanes) if self.lanes >= 8 else None
+        window = self.window(pointer, size * self.lanes) if self.lanes >= 8 else None
         if window is not None:
             places = ", ".join(str((lane - window) // size) for lane in lanes)
-            vector = self.name(kind, f"vload_{dtype}({self._start(pointer, window)})", 0.5)
+            vector = self.name(kind, f"vload_{dtype}({self.start(pointer, window)})", 0.5)
             return self.name(kind, f"({kind})permute((vf){vector}, (vi){{{places}}})")
-        if size == 2 and (window := self._window(pointer, 4 * self.lanes)) is not None:
+        if size == 2 and (window := self.window(pointer, 4 * self.lanes)) is not None:
             places = ", ".join(str((lane - window) // size) for lane in lanes)
-            return self.name(kind, f"spread_{dtype}({self._start(pointer, window)}, (vc){{{places}}})", 2.5)
+            return self.name(kind, f"spread_{dtype}({self.start(pointer, window)}, (vc){{{places}}})", 2.5)
         scalar = "float" if kind == "vf" else "uint32_t" if kind == "vu" else "int32_t"
         names = [self.name(scalar, f"load_{dtype}({self._address(pointer, pointer.at.text(i))})") for i in range(self.lanes)]
         return self.name(kind, f"({kind}){{{', '.join(names)}}}", 1 + GATHER * len(set(names)))
 
-    def _start(self, pointer: Pointer, start: int) -> str:
+    def start(self, pointer: Pointer, start: int) -> str:
         """The address of a place, without the numbers of its lanes."""
         return self._address(pointer, (pointer.at + -1 * Index(pointer.at.trace, (), pointer.at.lanes) + start).text())
 
-    def _window(self, pointer: Pointer, length: int) -> int | None:
+    def window(self, pointer: Pointer, length: int) -> int | None:
         """Where as many bytes begin that have all elements of a load, and end where there are bytes; None for none."""
         size, lanes = SIZES[pointer.dtype], pointer.at.lanes
-        end = self._ends.get((pointer.name, pointer.at.terms), 0) if pointer.node is None else 0
+        end = self._spans.get((pointer.name, pointer.at.terms), (0, 0))[1] if pointer.node is None else 0
         for start in (min(lanes) // length * length, min(lanes), end - length):
             inside = 0 <= start <= min(lanes) and max(lanes) + size <= start + length <= end
             if inside and all((lane - start) % size == 0 for lane in lanes):
@@ -195,23 +202,20 @@ class Writer:
         return self.name(kind, f"gather_{dtype}({pointer.name} + {base.text()}, {places})", GATHER * self.lanes)
 
 
-def _ends(traces: Iterable[Trace]) -> dict[tuple[str, tuple[tuple[str, int], ...]], int]:
-    """Behind the last byte that a step loads: by tensor, and by the symbols of the place."""
-    ends: dict[tuple[str, tuple[tuple[str, int], ...]], int] = {}
+def _spans(traces: Iterable[Trace]) -> dict[tuple[str, tuple[tuple[str, int], ...]], tuple[int, int]]:
+    """The first byte that a step loads, and behind the last: by tensor, and by the symbols of the place."""
+    spans: dict[tuple[str, tuple[tuple[str, int], ...]], tuple[int, int]] = {}
     for pointer in (pointer for trace in traces for pointer in trace.loads()):
-        key = pointer.name, pointer.at.terms
-        ends[key] = max(ends.get(key, 0), max(pointer.at.lanes) + SIZES[pointer.dtype])
-    return ends
+        key, lanes = (pointer.name, pointer.at.terms), pointer.at.lanes
+        start, end = spans.get(key, (min(lanes), 0))
+        spans[key] = min(start, *lanes), max(end, max(lanes) + SIZES[pointer.dtype])
+    return spans
 
 
 def prefetches(traces: Iterable[Trace]) -> list[str]:
     """Lines that fetch into the caches what a later step loads; of tensors that a step reads few bytes of, processors do it."""
-    starts: dict[tuple[str, tuple[tuple[str, int], ...]], int] = {}
-    for pointer in (pointer for trace in traces for pointer in trace.loads()):
-        key = pointer.name, pointer.at.terms
-        starts[key] = min(starts.get(key, min(pointer.at.lanes)), *pointer.at.lanes)
     lines = []
-    for (name, terms), start in starts.items():
+    for (name, terms), (start, _) in _spans(traces).items():
         place = " + ".join(f"{factor} * {symbol}" for symbol, factor in terms)
         nbytes = dict(terms).get("step", 0)
         lines += [f"__builtin_prefetch({name} + {place} + {start + AHEAD + at}, 0, 0);"
@@ -234,6 +238,11 @@ def short_codes(node: Node) -> set[Node]:
     if not parts:
         return {node, Node(node.trace, "", (), "", True)}
     return set().union(*map(short_codes, parts))
+
+
+def bare(node: Node) -> Node:
+    """The value that a node only gives another type."""
+    return bare(node.args[0]) if node.op == "same" else node
 
 
 def _literal(node: Node) -> str:

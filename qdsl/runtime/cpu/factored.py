@@ -19,15 +19,16 @@ An instruction that multiplies integers wants codes that are not negative: with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 
 from qdsl.runtime.cpu.bytes import Bytes, braces, range_of
 from qdsl.runtime.cpu.expressions import Writer, prefetches
 from qdsl.runtime.cpu.language import run
-from qdsl.runtime.cpu.merge import merged
+from qdsl.runtime.cpu.merge import merged, parts
 from qdsl.runtime.cpu.source import LONGEST, SIGNATURE, VECTORS, Reads, Source
-from qdsl.runtime.cpu.trace import Index, Indivisible, Node, Trace, Unsupported
+from qdsl.runtime.cpu.trace import ALWAYS, Index, Indivisible, Node, Trace, Unsupported, Use
 
 X_BLOCK = 32                                                     # columns of x that share a scale, as in ggml's Q8_0
 ROW = 12                                                         # bytes that a column of x has after `arrange`
@@ -106,25 +107,37 @@ def source_of(reads: Reads, rows: int, width: int, rounds_x: bool) -> Source:
     """
     if reads.kernels.last == "n" or reads.kernels.sums > 1:
         raise Unsupported("vectors along N")
-    length = 4 * width
-    while length <= LONGEST:
-        try:
-            return _Program(reads, rows, width, length, rounds_x).source
-        except Indivisible as error:
-            length *= error.factor
-    raise Unsupported("a step that is too long")
+    alone = Trace("", 1, False)
+    run(alone, reads.kernels.decode, reads.pointers(alone), alone.symbol("n"), alone.symbol("u"), reads.sizes)
+    reason = Unsupported("a step that is too long")
+    for count in sorted({1, len(alone.uses)}):
+        length = 4 * width
+        while length <= LONGEST:
+            try:
+                return _Program(reads, rows, width, length, count, rounds_x).source
+            except Indivisible as error:
+                length *= error.factor
+            except Unsupported as error:
+                reason = error
+                break
+    raise reason
 
 
-def _trace(reads: Reads, length: int, units: Sequence[int]) -> Trace:
-    """The decode function at these units of a step."""
+def _trace(reads: Reads, length: int, units: Sequence[int], count: int) -> Trace:
+    """The decode function at these units of a step; or, where units have `count` weights, at these weights in their order."""
     trace = Trace("step", len(units), True)
-    u = trace.symbol("step") * length + Index(trace, (), tuple(units))
+    u = trace.symbol("step") * (length // count) + Index(trace, (), tuple(unit // count for unit in units))
     run(trace, reads.kernels.decode, reads.pointers(trace), trace.symbol("n"), u, reads.sizes)
+    if count > 1:
+        uses = [trace.uses[unit % count] for unit in units]
+        columns = replace(uses[0].columns, lanes=tuple(use.columns.lanes[lane % len(use.columns.lanes)]
+                                                       for lane, use in enumerate(uses)))
+        trace.uses = [Use(0, columns, merged([use.weight for use in uses], range(len(uses))), ALWAYS)]
     return trace
 
 
-def _split(four: Node, wide: Node, coarse: Node) -> _Weights:
-    """A weight as code, scale and offset: three traces of it, of which four neighbours say what the code is."""
+def _split(splits_sums: bool, four: Node, wide: Node, coarse: Node) -> _Weights:
+    """A weight as code, scale and offset: three traces of it; of four neighbours the code differs.  splits_sums: scaled ones."""
     if four.op == "float":
         return _Weights(wide.args[0], None, None)
     if four.op == "load" and four.args[0].numbers and all(number == int(number) for number in four.args[0].numbers):
@@ -133,7 +146,9 @@ def _split(four: Node, wide: Node, coarse: Node) -> _Weights:
     if four.op not in ("*", "+", "-") or sorted(shared) != [False, True]:
         raise Unsupported("a weight that is no code times a scale")
     place = shared.index(False)
-    part, other = _split(four.args[place], wide.args[place], coarse.args[place]), coarse.args[1 - place]
+    inner, other = [node.args[place] for node in (four, wide, coarse)], coarse.args[1 - place]
+    is_code = four.op == "*" and inner[0].op in ("+", "-") and not splits_sums
+    part = _Weights(inner[1], None, None) if is_code else _split(splits_sums, *inner)
     if four.op == "*":
         offset = None if part.offset is None else part.offset * other
         return _Weights(part.code, other if part.scale is None else part.scale * other, offset, part.sign)
@@ -155,10 +170,10 @@ def _unsigned(code: Node) -> tuple[Node, int, int]:
 
 
 def _roundings(weight: Node) -> int:
-    """How often the product of a code and its scales is rounded; many where an offset is in it, whose sums would cancel."""
+    """How often the product of a code, which may be a sum, and its scales is rounded."""
     depth, node = 0, weight
-    while node.op in ("+", "-", "*") and node.dtype == "float32":
-        depth += 1 if node.op == "*" else 2 if depth else 0
+    while node.op == "*" or (node.op in ("+", "-") and not depth and node.dtype == "float32"):
+        depth += node.op == "*"
         node = next((arg for arg in node.args if isinstance(arg, Node) and arg.has_lanes), node.args[0])
     return depth
 
@@ -168,38 +183,39 @@ def _merged(terms: Sequence[_Term]) -> Node | None:
     nodes = [term.value for term in terms if term.value is not None]
     if nodes and len(nodes) < len(terms):
         raise Unsupported("scales that not all weights have")
-    return merged(nodes) if nodes else None
+    return parts(nodes) if nodes else None
 
 
 class _Program:
     """The source in the making."""
 
-    def __init__(self, reads: Reads, rows: int, width: int, length: int, rounds_x: bool) -> None:
+    def __init__(self, reads: Reads, rows: int, width: int, length: int, count: int, rounds_x: bool) -> None:
         self.reads, self.rows, self.width, self.length, self.rounds_x = reads, rows, width, length, rounds_x
+        self.trace = cache(partial(_trace, reads, length, count=count))
         self.starts = range(0, length, 4 * width)
-        traces = [_trace(reads, length, range(start, start + 4 * width)) for start in self.starts]
+        traces = [self.trace(range(start, start + 4 * width)) for start in self.starts]
         self.writer = Writer(width, traces)
         self.bytes = Bytes(self.writer)
-        self._neighbours: dict[tuple[int, int], Trace] = {}           # traces of neighbours, by their first and their number
         self.codes = [codes for start, trace in zip(self.starts, traces, strict=True) for codes in self._codes(start, trace)]
         order = [column for codes in self.codes for column in codes.columns]
         if sorted(order) != list(range(len(order))) or len(order) % X_BLOCK:
             raise Unsupported("columns that are not those of a step")
         if rounds_x and any(len({column // X_BLOCK for column in order[i:i + 4]}) > 1 for i in range(0, len(order), 4)):
             raise Unsupported("neighbours from several blocks of x")
+        self._vectors(self.codes[0], Bytes(Writer(width, traces)))             # raises early what it may raise
         self.vectors, self.run = _Vectors(width), 4
         self._scales: dict[tuple[int, int], tuple[_Term, int]] = {}           # by start and part, and the unit of the first run
         self._place_scales()
         if (ROW - 4) * len(order) < 8 * len(self.vectors.blocks):
             raise Unsupported("scales of few columns")
-        self.source = Source(self._text(order, prefetches(traces)), len(order), 1, ())
+        self.source = Source(self._text(order, prefetches(traces)), len(order), 1, ROW // 4)
 
     def _codes(self, start: int, trace: Trace) -> list[_Codes]:
-        four = _trace(self.reads, self.length, range(start, start + 4))
+        four = self.trace(range(start, start + 4))
         vectors = []
         for part, (one, wide) in enumerate(zip(four.uses, trace.uses, strict=True)):
             columns = (wide.columns.lanes * (4 * self.width))[:4 * self.width]
-            weights = _split(one.weight, wide.weight, wide.weight)
+            weights = _split(self.rounds_x, one.weight, wide.weight, wide.weight)
             if not self.rounds_x and one.weight.op in ("+", "-", "*") and _roundings(one.weight) > 1:
                 raise Unsupported("a code times several scales")
             code, add, base = _unsigned(weights.code) if self.rounds_x else (weights.code, 0, 0)
@@ -210,12 +226,10 @@ class _Program:
 
     def _weights(self, start: int, units: Sequence[int]) -> list[tuple[_Weights, tuple[int, ...]]]:
         """For every weight of a unit its scale and offset at these units of a step, and the blocks of x."""
-        for key in ((start, 4), (start, 4 * self.width)):
-            if key not in self._neighbours:
-                self._neighbours[key] = _trace(self.reads, self.length, range(start, start + key[1]))
-        four, wide = self._neighbours[start, 4], self._neighbours[start, 4 * self.width]
-        coarse = _trace(self.reads, self.length, units)
-        weights = [_split(*(use.weight for use in uses)) for uses in zip(four.uses, wide.uses, coarse.uses, strict=True)]
+        four, wide = (self.trace(range(start, start + size)) for size in (4, 4 * self.width))
+        coarse = self.trace(tuple(units))
+        weights = [_split(self.rounds_x, *(use.weight for use in uses))
+                   for uses in zip(four.uses, wide.uses, coarse.uses, strict=True)]
         blocks = [tuple(column // X_BLOCK * self.rounds_x for column in (use.columns.lanes * self.width)[:self.width])
                   for use in coarse.uses]
         return list(zip(weights, blocks, strict=True))
@@ -297,15 +311,12 @@ class _Program:
         loops = ["for (int64_t n = first; n < last; n++) {", *(f"vf {name} = {{0}};" for name in sums),
                  *["#pragma GCC unroll 2"] * (self.rows == 1), f"for (int64_t step = 0; step < K / {count}; step++) {{", *ahead]
         size = 1 if self.rounds_x else 4
+        loops.append("const uint8_t *bytes = (const uint8_t *)ordered;")
         for m in range(self.rows):
-            loops += [f"const uint8_t *q{m} = (const uint8_t *)x + {m * ROW} * K + step * {size * count};",
-                      f"const uint8_t *d{m} = (const uint8_t *)x + {m * ROW + size} * K + step * {8 * len(vectors.blocks)};"]
+            loops += [f"const uint8_t *q{m} = bytes + {m * ROW} * K + step * {size * count};",
+                      f"const uint8_t *d{m} = bytes + {m * ROW + size} * K + step * {8 * len(vectors.blocks)};"]
         ends = [f"out[{m} * N + n] = sum(a{m}_0 + a{m}_1);" for m in range(self.rows)]
         return "\n".join([*head, *tensors, *loops, *self._scaled(), *self._products(), "}", *ends, "}", "}", ""])
-
-    def _flush(self) -> list[str]:
-        lines, self.writer.lines = self.writer.lines, []
-        return lines
 
     def _lane(self, codes: _Codes, group: int) -> int:
         """Among the lanes of all vectors, that of the scale of four neighbours."""
@@ -318,7 +329,7 @@ class _Program:
         body: list[str] = []
         for at, node in enumerate(self.vectors.nodes):
             name = "" if node is None else self.writer.write(node) if node.has_lanes else f"all_float({self.writer.write(node)})"
-            body += self._flush()
+            body += self.writer.flush()
             for m in range(self.rows):
                 factors = [name] if name else []
                 factors += [f"vload_float32(d{m} + {4 * self.width * at})"] if self.rounds_x else []
@@ -328,20 +339,24 @@ class _Program:
                     body.append(f"a{m}_1 = multiply_add(s{at}_{m}, {sums}, a{m}_1);")
         return body
 
+    def _vectors(self, codes: _Codes, bytes: Bytes) -> list[str]:
+        """The C names of codes: a vector of bytes, or four of floats."""
+        return [bytes.shifted(codes.code, codes.add)] if self.rounds_x else bytes.floats(codes.code)
+
     def _products(self) -> list[str]:
         """Lines that add the products of all vectors of codes."""
         body: list[str] = []
         for place, codes in enumerate(self.codes):
-            parts = [self.bytes.shifted(codes.code, codes.add)] if self.rounds_x else self.bytes.floats(codes.code)
+            parts = self._vectors(codes, self.bytes)
             lanes = [self._lane(codes, group) for group in range(self.width)]
             at, wide = lanes[0] // self.width, self.vectors.places[self._scales[codes.start, codes.part][0]][1]
             first = at * self.width
-            body += self._flush()
+            body += self.writer.flush()
             for m in range(self.rows):
                 scale = f"s{at}_{m if self.rounds_x else 0}"
                 if lanes != [first + group // wide * wide for group in range(self.width)]:
                     scale = self.writer.name("vf", f"permute({scale}, (vi){braces([lane % self.width for lane in lanes])})")
-                body += self._flush()
+                body += self.writer.flush()
                 x = f"q{m} + {(4 if self.rounds_x else 16) * self.width * place}"
                 if self.rounds_x:
                     function = "small_dot" if range_of(codes.code)[1] + codes.add <= 127 else "dot"

@@ -36,7 +36,7 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
     if _is_plain(packed, x.dtype) or not _is_compiled(x, packed):
         return _tiled(x, packed, bias)
     if x.shape[0] <= loops.FEW:
-        out = loops.product(x.detach(), packed, True) if _rounds_x() else None
+        out = loops.product(x.detach(), packed, True) if os.environ.get(ROUNDING, "0") not in ("", "0") else None
         out = loops.product(x.detach(), packed) if out is None else out
         if out is not None:
             return (out if bias is None else out + bias.float()).to(x.dtype)
@@ -48,11 +48,6 @@ def _is_compiled(x: Tensor, packed: PackedWeight) -> bool:
     """Whether the product is to be compiled, as the setting and the shapes say."""
     return loops.are_compiled(packed) and x.numel() > 0 and x.dtype != torch.float64 and x.device.type == "cpu" \
         and not torch.compiler.is_compiling()
-
-
-def _rounds_x() -> bool:
-    """Whether QDSL_CPU_INT8 asks for x in 8 bits."""
-    return os.environ.get(ROUNDING, "0") not in ("", "0")
 
 
 def _is_plain(packed: PackedWeight, dtype: torch.dtype) -> bool:
@@ -80,9 +75,8 @@ def decode_into(packed: PackedWeight, out: Tensor) -> bool:
         return False
     if not (loops.are_compiled(packed) and library.has_compiler() and loops.has_vectors(packed)):
         return False
-    if out.dtype == torch.float32 and out.is_contiguous():
-        decode = loops.decode(packed)
-        assert decode is not None
+    decode = loops.decode(packed)
+    if decode is not None and out.dtype == torch.float32 and out.is_contiguous():
         decode(out, 0)
         return True
     for start, weight in loops.decoded_tiles(packed) or ():

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +32,7 @@ _units: dict[tuple[Any, ...], int | None] = {}                   # of a row, by 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loop:
-    """A compiled loop, and its source.  arrange: prepares a row of x, where scales follow sums of codes."""
+    """A compiled loop, and its source.  arrange: prepares a row of x, where the loop does not take it as it is."""
 
     source: Source
     run: Callable[..., None]
@@ -63,14 +62,12 @@ def product(x: Tensor, packed: PackedWeight, rounds_x: bool = False) -> Tensor |
         return None
     x = x.float()
     x = (torch.nn.functional.pad(x, (0, 0, 0, -m % together)) if m % together else x).contiguous()
-    if prepared.loop.arrange is not None:
-        x = _arranged(x, prepared.loop.arrange)
-    ordered = _ordered(x, prepared.loop.source.order)
-    n, (rows, width) = packed.shape[0], x.shape
+    arranged = _arranged(x, prepared.loop)
+    n, rows = packed.shape[0], len(x)
     out = torch.empty(rows, n)
-    places = out.data_ptr(), x.data_ptr(), ordered.data_ptr()    # slices of tensors take longer than sums of addresses
-    for row in range(0, rows, together):
-        _run(prepared, packed, places[0] + 4 * row * n, places[1] + 4 * row * width, places[2] + 4 * row * width, 0, n)
+    for row in range(0, rows, together):                         # slices of tensors take longer than sums of addresses
+        places = [tensor.data_ptr() + 4 * row * tensor.shape[1] for tensor in (out, x, arranged)]
+        _run(prepared, packed, places, 0, n)
     return out[:m] if m < rows else out
 
 
@@ -85,7 +82,7 @@ def decode(packed: PackedWeight) -> Callable[[Tensor, int], None] | None:
 
     def rows(out: Tensor, start: int) -> None:
         before = 4 * start * packed.shape[1]
-        _run(prepared, packed, out.data_ptr() - before, 0, 0, start, start + out.shape[0])
+        _run(prepared, packed, [out.data_ptr() - before, 0, 0], start, start + out.shape[0])
 
     return rows
 
@@ -122,37 +119,15 @@ def are_compiled(packed: PackedWeight) -> bool:
     return setting == "always" or (setting == "auto" and packed.shape[0] * packed.shape[1] >= SMALL)
 
 
-def _arranged(x: Tensor, arrange: Callable[..., None]) -> Tensor:
-    """x in the order of use, with sums; or as 8-bit integers, with scales and sums."""
-    rows, k = x.shape
-    arranged = torch.empty(rows, factored.ROW * k // 4)
-    source, target = x.data_ptr(), arranged.data_ptr()
-    for row in range(rows):
-        arrange(source + 4 * row * k, target + factored.ROW * row * k, k)
-    return arranged
-
-
-def _ordered(x: Tensor, order: tuple[int, ...]) -> Tensor:
-    """x with its columns in the order of use, in whole steps.
-
-    By numpy: torch divides an index among OpenMP's threads, which spin afterwards on the processors that the loop wants.
-    """
-    if not order or x.shape[1] < len(order):
+def _arranged(x: Tensor, loop: Loop) -> Tensor:
+    """x in the order of use, which may have sums, or 8-bit integers with scales and sums; not by torch, whose threads spin."""
+    if loop.arrange is None:
         return x
-    whole = x.shape[1] // len(order) * len(order)
-    ordered = x.clone() if whole < x.shape[1] else torch.empty_like(x)
-    steps = x[:, :whole].numpy().reshape(len(x), -1, len(order))
-    ordered[:, :whole].numpy()[:] = steps.take(_positions(order), 2).reshape(len(x), whole)
-    return ordered
-
-
-_orders: dict[tuple[int, ...], np.ndarray[Any, np.dtype[np.int64]]] = {}
-
-
-def _positions(order: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    if order not in _orders:
-        _orders[order] = np.array(order, dtype=np.int64)
-    return _orders[order]
+    rows, k = x.shape
+    arranged = torch.empty(rows, loop.source.arranged * k)
+    for row in range(rows):
+        loop.arrange(x.data_ptr() + 4 * row * k, arranged.data_ptr() + 4 * row * arranged.shape[1], k)
+    return arranged
 
 
 def _prepared(packed: PackedWeight, rows: int, way: str = PLAIN) -> Prepared | None:
@@ -207,15 +182,16 @@ def _new_loop(packed: PackedWeight, rows: int, way: str) -> Loop | None:
         if way != FACTORED:                                      # the plain way comes next, and says it
             warnings.warn(f"products on this CPU are not compiled: {error}", RuntimeWarning, stacklevel=2)
         return None
-    run, arrange = functions.run, None if way == PLAIN else functions.arrange
+    run, arrange = functions.run, functions.arrange if source.arranged else None
     run.restype, run.argtypes = None, [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 5
     if arrange is not None:
         arrange.restype, arrange.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     return Loop(source, run, arrange)
 
 
-def _run(prepared: Prepared, packed: PackedWeight, out: int, x: int, ordered: int, start: int, stop: int) -> None:
-    """Run a loop over rows [start, stop) of a weight, on as many threads as torch has, where they have enough to do."""
+def _run(prepared: Prepared, packed: PackedWeight, addresses: Sequence[int], start: int, stop: int) -> None:
+    """Run a loop over rows [start, stop), on as many threads as have enough to do.  addresses: of out, x and arranged x."""
+    out, x, ordered = addresses
     loop, tensors = prepared.loop, prepared.tensors
     places = (ctypes.c_void_p * len(tensors))(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
     sums = packed.layout.kernels.sums

@@ -27,6 +27,7 @@ LONGEST = 4096                                                   # units in a st
 BLOCK = 64                                                       # rows that a step has at least, where vectors go along N
 SUMS = 4                                                         # sums of a row of weights: additions take 4 cycles
 DECODE = 0                                                       # rows of x of a library that decodes into out
+ARRANGE = "void arrange(const float *x, float *ordered, int64_t K)"
 SIGNATURE = ("void run(const uint8_t *const *tensors, const float *x, const float *ordered, float *restrict out, int64_t N, "
              "int64_t K, int64_t first, int64_t last, int64_t units)")
 
@@ -35,14 +36,14 @@ SIGNATURE = ("void run(const uint8_t *const *tensors, const float *x, const floa
 class Source:
     """C source, and what it asks of a weight: K is a multiple of `divisor`, and the first row of tiles of `step`.
 
-    order: x is put in this order of columns, again and again, while they are whole; () where it stays as it is.
+    arranged: numbers that a column of x has after the source's function `arrange`; 0 where there is none.
     has_vectors: whether weights are decoded many at a time; one by one is no faster than torch.
     """
 
     text: str
     divisor: int
     step: int
-    order: tuple[int, ...]
+    arranged: int
     has_vectors: bool = True
 
 
@@ -59,8 +60,7 @@ class Reads:
         zero = Index(trace, ())
         tensors = [None if dtype is None else Pointer(f"t{i}", PointerType(dtype), zero) for i, dtype in enumerate(self.dtypes)]
         tables = [Pointer(f"t{len(tensors) + i}", str(table.values.dtype)[6:], zero, None,
-                          (math.floor(min(table.numbers)), math.ceil(max(table.numbers))),
-                          table.numbers if table.values.dim() == 1 else ())
+                          (math.floor(min(table.numbers)), math.ceil(max(table.numbers))), table.numbers)
                   for i, table in enumerate(self.kernels.tables)]
         return [*tensors, *tables]
 
@@ -138,21 +138,15 @@ class _Program:
         self.writer = Writer(lanes, steps.traces if steps else ())
         self.tiles = reads.kernels.sums
         self.text = self._text()
-
-    @property
-    def cost(self) -> float:
-        """About how many instructions a weight takes."""
-        assert self.steps is not None
-        return self.writer.instructions / (self.steps.length * self.steps.per_unit * self.tiles)
+        self.cost = self.writer.instructions / (steps.length * steps.per_unit * self.tiles) if steps else 0.0    # of a weight
 
     @property
     def source(self) -> Source:
         steps = self.steps
         if steps is None or steps.along_rows:
-            return Source(self.text, 1 if steps is None else steps.divisor, 1 if steps is None else steps.length, (),
+            return Source(self.text, 1 if steps is None else steps.divisor, 1 if steps is None else steps.length, 0,
                           steps is not None)
-        order = steps.order()
-        return Source(self.text, steps.divisor, 1, () if order == tuple(range(len(order))) else order)
+        return Source(self.text, steps.divisor, 1, int(" arrange(" in self.text))
 
     def _text(self) -> str:
         tensors = [f"const uint8_t *const t{i} = tensors[{i}];"
@@ -161,8 +155,17 @@ class _Program:
             body = ["for (int64_t n = first; n < last; n++) {", *self._one_by_one("0"), "}"]
         else:
             body = self._along_rows(self.steps) if self.steps.along_rows else self._along_columns(self.steps)
-        head = f"#define LANES {self.lanes}\n{VECTORS.read_text(encoding='utf-8')}\n"
+        head = f"#define LANES {self.lanes}\n{VECTORS.read_text(encoding='utf-8')}\n{self._arrange()}"
         return head + "\n".join([SIGNATURE, "{", *tensors, *body, "}", ""])
+
+    def _arrange(self) -> str:
+        """A function that puts x in the order of use, step by step; none where it is in that order."""
+        order = self.steps.order() if self.steps is not None and not self.steps.along_rows and self.rows else ()
+        if order == tuple(range(len(order))):
+            return ""
+        return f"static const int16_t order[] = {{{_commas(order)}}};\n{ARRANGE} {{\n" \
+            f"for (int64_t at = 0; at + {len(order)} <= K; at += {len(order)}, x += {len(order)})\n" \
+            f"for (int i = 0; i < {len(order)}; i++) ordered[at + i] = x[order[i]];\n}}\n"
 
     # -- vectors along K -----------------------------------------------------------------------------------------------
 
@@ -173,7 +176,7 @@ class _Program:
         for trace in steps.traces:
             for use in trace.uses:
                 vectors[use.row].append(self._vector(use))
-                body += self._flush() + self._take(use.row, vectors[use.row], columns, stores)
+                body += self.writer.flush() + self._take(use.row, vectors[use.row], columns, stores)
         names = [f"a{row}_{m}_{i}" for row in range(self.tiles) for m in range(self.rows) for i in range(self._sums)]
         start = [f"vf {name} = {{0}};" for name in names]
         lines = ["for (int64_t n = first; n < last; n++) {", *start, f"for (int64_t step = 0; step < K / {columns}; step++) {{",
@@ -191,10 +194,6 @@ class _Program:
     def _vector(self, use: Use) -> str:
         name = self.writer.weight(use.weight)
         return name if use.weight.has_lanes else f"all_float({name})"
-
-    def _flush(self) -> list[str]:
-        lines, self.writer.lines = self.writer.lines, []
-        return lines
 
     def _take(self, row: int, vectors: Sequence[str], columns: int, stores: Sequence[tuple[int, ...]]) -> list[str]:
         """Lines that use the last of the vectors of weights that a row of a step has so far."""
@@ -243,7 +242,7 @@ class _Program:
         for part, trace in enumerate(steps.traces):
             for use in trace.uses:
                 weight, column = self._vector(use), use.columns.text()
-                body += self._flush()
+                body += self.writer.flush()
                 for m in range(self.rows):
                     name = f"a{part}_{use.row}_{m}"
                     body.append(f"{name} = multiply_add({weight}, all_float(x[{m} * K + {column}]), {name});")
@@ -292,8 +291,7 @@ class _Program:
         writer, body = Writer(1), []
         for use in trace.uses:
             weight, column = writer.write(use.weight), use.columns.text()
-            body += [*writer.lines]
-            writer.lines = []
+            body += writer.flush()
             condition = " && ".join(filter(None, (f"{column} < K", use.live.text)))
             takes = [f"s{use.row}_{m} += {weight} * x[{m} * K + {column}];" for m in range(self.rows)] or [
                 f"out[(n * {self.tiles} + {use.row}) * K + {column}] = {weight};"]

@@ -9,8 +9,10 @@ is a scalar, a vector, or scalars side by side.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from typing import Any
 
 INTEGERS = {"uint8": (0, 255), "int8": (-128, 127), "uint16": (0, 65535), "int16": (-1 << 15, (1 << 15) - 1),
@@ -18,6 +20,7 @@ INTEGERS = {"uint8": (0, 255), "int8": (-128, 127), "uint16": (0, 65535), "int16
 SIZES = {"uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "int32": 4, "uint32": 4, "int64": 8, "float16": 2, "bfloat16": 2,
          "float32": 4}
 COMPARISONS = ("<", "==")
+CORNERS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "<<": operator.lshift, ">>": operator.rshift}
 FROM_FLOAT = {("float16", False): "narrow", ("uint32", True): "float_to_bits"}                # by type, and whether bits are kept
 
 
@@ -153,11 +156,7 @@ class Index:
             return Mask(f"{self.text()} {sign} {right.text()}")
         raise Unsupported("a comparison of positions that differ by lane")
 
-    def __lt__(self, other: Index | int) -> Any:
-        return self._compared("<", other)
-
-    def __gt__(self, other: Index | int) -> Any:
-        return self._compared(">", other)
+    __lt__, __gt__ = partialmethod(_compared, "<"), partialmethod(_compared, ">")
 
     def __and__(self, other: Any) -> Any:
         return self._bits(other, lambda a, b: a & b)
@@ -180,23 +179,31 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Mask:
-    """A condition on positions; '' is always true."""
+    """A condition on positions, and one that is known for every lane; '' and () are always true."""
 
     text: str = ""
+    lanes: tuple[int, ...] = ()
 
     def __and__(self, other: Mask | Lanes | Node | bool) -> Mask:
         if isinstance(other, Node):
             raise Unsupported("a condition on values")
         if isinstance(other, bool):
-            return self if other else Mask("0")
+            return self if other else NEVER
         if isinstance(other, Lanes):
-            if len(set(other.values)) > 1:
-                raise Unsupported("a condition that differs by lane")
-            return self if other.values[0] else Mask("0")
-        return Mask(" && ".join(filter(None, (self.text, other.text))))
+            if self.lanes:
+                raise Unsupported("two conditions that differ by lane")
+            return Mask(self.text, other.values) if len(set(other.values)) > 1 else self if other.values[0] else NEVER
+        return self if self == NEVER else Mask(" && ".join(filter(None, (self.text, other.text))), self.lanes or other.lanes)
+
+    @property
+    def by_loop(self) -> str:
+        """The C text of a condition that all lanes have.  Raises Unsupported."""
+        if self.lanes:
+            raise Unsupported("a condition that differs by lane")
+        return self.text
 
 
-ALWAYS = Mask()
+ALWAYS, NEVER = Mask(), Mask("0")
 
 
 class PointerType(str):
@@ -219,6 +226,11 @@ class Pointer:
     bounds: tuple[int, int] | None = None
     numbers: tuple[float, ...] = ()
 
+    @property
+    def has_lanes(self) -> bool:
+        """Whether lanes have places of their own."""
+        return not self.at.is_uniform or (self.node is not None and self.node.has_lanes)
+
     def __add__(self, other: Any) -> Pointer:
         if isinstance(other, Node):
             return replace(self, node=other if self.node is None else self.node + other)
@@ -232,6 +244,11 @@ class Pointer:
     def to(self, dtype: str) -> Pointer:
         """The same place, read as another type."""
         return replace(self, dtype=dtype)
+
+
+def _operation(sign: str, is_reflected: bool = False) -> Callable[[Node, Any], Any]:
+    """A method for an operator of nodes."""
+    return lambda node, other: node.trace.binary(sign, *((other, node) if is_reflected else (node, other)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,63 +265,23 @@ class Node:
     has_lanes: bool
     bounds: tuple[int, int] = (0, 0)
 
-    def __add__(self, other: Any) -> Any:
-        return self.trace.binary("+", self, other)
+    @property
+    def has_32_bits(self) -> bool:
+        """Whether the value has, whatever type it is computed in."""
+        return self.dtype != "int64" or (self.bounds[0] >= -1 << 31 and self.bounds[1] < 1 << 31)
 
-    def __radd__(self, other: Any) -> Any:
-        return self.trace.binary("+", other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return self.trace.binary("-", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self.trace.binary("-", other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return self.trace.binary("*", self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self.trace.binary("*", other, self)
-
-    def __and__(self, other: Any) -> Any:
-        return self.trace.binary("&", self, other)
-
-    __rand__ = __and__
-
-    def __or__(self, other: Any) -> Any:
-        return self.trace.binary("|", self, other)
-
-    __ror__ = __or__
-
-    def __xor__(self, other: Any) -> Any:
-        return self.trace.binary("^", self, other)
-
-    def __lshift__(self, other: Any) -> Any:
-        return self.trace.binary("<<", self, other)
-
-    def __rlshift__(self, other: Any) -> Any:
-        return self.trace.binary("<<", other, self)
-
-    def __rshift__(self, other: Any) -> Any:
-        return self.trace.binary(">>", self, other)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return self.trace.binary("/", self, other)
-
-    def __mod__(self, other: Any) -> Any:
-        return self.trace.binary("%", self, other)
+    __add__, __radd__ = _operation("+"), _operation("+", True)
+    __sub__, __rsub__ = _operation("-"), _operation("-", True)
+    __mul__, __rmul__ = _operation("*"), _operation("*", True)
+    __and__ = __rand__ = _operation("&")
+    __or__, __ror__ = _operation("|"), _operation("|", True)
+    __lshift__, __rlshift__ = _operation("<<"), _operation("<<", True)
+    __xor__, __rshift__, __floordiv__, __mod__ = map(_operation, ("^", ">>", "/", "%"))
+    __lt__, __gt__ = _operation("<"), _operation("<", True)
+    __eq__ = _operation("==")
 
     def __neg__(self) -> Any:
         return self.trace.binary("-", 0, self)
-
-    def __eq__(self, other: object) -> Any:
-        return self.trace.binary("==", self, other)
-
-    def __lt__(self, other: Any) -> Any:
-        return self.trace.binary("<", self, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self.trace.binary("<", other, self)
 
     __hash__ = object.__hash__
 
@@ -351,7 +328,7 @@ class Trace:
 
     def use(self, state: None, columns: Index, weight: Node, live: Mask, row: int = 0) -> None:
         """What a decode function calls for each of its weights."""
-        self.uses.append(Use(row, columns, self.converted(weight, "float32", False), live))
+        self.uses.append(Use(row, columns, self.converted(weight, "float32", False), Mask(live.by_loop)))
 
     def node(self, op: str, args: tuple[Any, ...], dtype: str, bounds: tuple[int, int] | None = None, has_lanes: bool = False,
              ) -> Node:
@@ -439,8 +416,16 @@ class Trace:
 
     def load(self, pointer: Pointer, live: Mask = ALWAYS, other: int = 0) -> Node:
         """The elements at a pointer: args are the pointer, the type in memory, and the condition."""
-        differs = not pointer.at.is_uniform or (pointer.node is not None and pointer.node.has_lanes)
-        return self.node("load", (pointer, pointer.dtype, live.text), pointer.dtype, pointer.bounds, differs)
+        if live == NEVER and pointer.dtype in INTEGERS:
+            return self.value(other, pointer.dtype)
+        if live.lanes and pointer.dtype in INTEGERS and not other:
+            lanes = pointer.at.lanes * (len(live.lanes) // len(pointer.at.lanes))
+            at = lanes[live.lanes.index(1)]                      # what the others would read may not be there
+            places = pointer.at._with(dict(pointer.at.terms), [lane if live.lanes[i] else at for i, lane in enumerate(lanes)])
+            mask = self.node("lanes", tuple(-is_live for is_live in live.lanes), "int32", (-1, 0), has_lanes=True)
+            masked: Node = self.load(replace(pointer, at=places), Mask(live.text)) & mask
+            return masked
+        return self.node("load", (pointer, pointer.dtype, live.by_loop), pointer.dtype, pointer.bounds, pointer.has_lanes)
 
     def loads(self) -> list[Pointer]:
         """The pointers of all loads without a condition and without a value in the place."""
@@ -463,30 +448,20 @@ class Trace:
         a, b = (self.converted(arg, dtype, False) for arg in (a, b))
         low, high = min(a.bounds[0], b.bounds[0]), max(a.bounds[1], b.bounds[1])
         if isinstance(condition, Mask):
-            return self.node("choose", (condition.text or "1", a, b), dtype, (low, high))
+            return self.node("choose", (condition.by_loop or "1", a, b), dtype, (low, high))
         return self.node("select", (condition, a, b), dtype, (low, high))
 
 
 def _bounds(sign: str, a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     """The least and largest result of an operation on integers within bounds; more than 64 bits where it is unknown."""
-    unknown = (-1 << 80, 1 << 80)
-    if sign in ("+", "-", "*"):
-        corners = [x + y if sign == "+" else x - y if sign == "-" else x * y for x in a for y in b]
+    corners = [CORNERS[sign](x, y) for x in a for y in b] if sign in CORNERS and (sign in "+-*" or 0 <= b[0] <= b[1] < 64) else []
+    if corners:
         return min(corners), max(corners)
-    if sign == "&":
-        tops = [high for low, high in (a, b) if low >= 0]
-        return (0, min(tops)) if tops else unknown
-    if sign in ("|", "^") and a[0] >= 0 and b[0] >= 0:
-        return 0, (1 << max(a[1], b[1]).bit_length()) - 1
+    if sign == "&" and max(a[0], b[0]) >= 0:
+        return 0, min(high for low, high in (a, b) if low >= 0)
+    if sign in ("|", "^"):
+        is_signed, bits = a[0] < 0 or b[0] < 0, max(value.bit_length() for value in (*a, *b))
+        return -(is_signed << bits), (1 << bits) - 1
     if sign in ("/", "%") and a[0] >= 0 and b[0] > 0:
         return 0, a[1] // b[0] if sign == "/" else b[1] - 1
-    if sign == ">>" and b[0] >= 0:
-        corners = [x >> y for x in a for y in b]
-        return min(corners), max(corners)
-    if sign == "<<" and b[0] >= 0 and b[1] < 64:
-        corners = [x << y for x in a for y in b]
-        return min(corners), max(corners)
-    if sign in ("|", "^"):
-        bits = max(value.bit_length() for value in (*a, *b))
-        return -1 << bits, (1 << bits) - 1
-    return unknown
+    return -1 << 80, 1 << 80

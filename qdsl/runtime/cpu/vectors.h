@@ -2,6 +2,7 @@
 
    The loops that qdsl prints use no other operations but those of the compiler's own vector types.  With AVX-512 or AVX2 each
    function is one or two instructions; elsewhere it is a loop over lanes. */
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__AVX512F__) || defined(__AVX2__)
@@ -200,6 +201,45 @@ typedef uint8_t vb __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vs __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vt __attribute__((vector_size(16)));
 INLINE vb vload_bytes(const uint8_t *p) { vb value; memcpy(&value, p, sizeof value); return value; }
+INLINE vt vload_16(const uint8_t *p) { vt value; memcpy(&value, p, sizeof value); return value; }
+INLINE vb negative_where(vb mask, vb a) {                        /* where the highest bit is set */
+#if LANES == 16 && defined(__AVX512BW__)
+    return (vb)_mm512_mask_sub_epi8((__m512i)a, _mm512_movepi8_mask((__m512i)mask), _mm512_setzero_si512(), (__m512i)a);
+#else
+    mask = 0 - (mask >> 7);
+    return (a ^ mask) - mask;
+#endif
+}
+
+/* Bytes of a table that begin at places: four at each of LANES places, or eight at half as many.  A gather takes longer. */
+#if WIDE || NARROW
+#define FOURS(i) _mm_insert_epi32(_mm_insert_epi32(_mm_insert_epi32(_mm_cvtsi32_si128( \
+    load_int32(p + at[i])), load_int32(p + at[i + 1]), 1), load_int32(p + at[i + 2]), 2), load_int32(p + at[i + 3]), 3)
+#define EIGHT(i) _mm_loadl_epi64((const __m128i *)(p + at[i]))
+#if WIDE                                                          /* masked loads take no shuffles, of which there are few */
+#define ALSO(rows, mask, i) _mm256_mask_broadcastq_epi64(rows, mask, EIGHT(i))
+#define EIGHTS(i) ALSO(ALSO(ALSO(_mm256_castsi128_si256(EIGHT(i)), 2, i + 1), 4, i + 2), 8, i + 3)
+INLINE vb rows_of_4(const uint8_t *p, const size_t *at) {
+    return (vb)_mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set_m128i(FOURS(4), FOURS(0))), _mm256_set_m128i(FOURS(12), FOURS(8)), 1);
+}
+INLINE vb rows_of_8(const uint8_t *p, const size_t *at) {
+    return (vb)_mm512_inserti64x4(_mm512_castsi256_si512(EIGHTS(0)), EIGHTS(4), 1);
+}
+#else
+INLINE vb rows_of_4(const uint8_t *p, const size_t *at) { return (vb)_mm256_set_m128i(FOURS(4), FOURS(0)); }
+INLINE vb rows_of_8(const uint8_t *p, const size_t *at) {
+    return (vb)_mm256_set_m128i(_mm_unpacklo_epi64(EIGHT(2), EIGHT(3)), _mm_unpacklo_epi64(EIGHT(0), EIGHT(1)));
+}
+#endif
+#else
+INLINE vb rows_of_4(const uint8_t *p, const size_t *at) {
+    vi value; for (int i = 0; i < LANES; i++) value[i] = load_int32(p + at[i]); return (vb)value;
+}
+INLINE vb rows_of_8(const uint8_t *p, const size_t *at) {
+    vb value; for (int i = 0; i < LANES / 2; i++) memcpy((char *)&value + 8 * i, p + at[i], 8); return value;
+}
+#endif
+
 #if LANES == 16 && defined(__AVX512BW__)
 #define LOAD_16(p) _mm_loadu_si128((const __m128i *)(p))
 #define LOAD_32(p) _mm256_loadu_si256((const __m256i *)(p))
@@ -256,3 +296,9 @@ INLINE vi small_dot(vb codes, vb x) {                            /* of codes up 
 /* A byte of each lane's four. */
 INLINE vi unsigned_byte(vb codes, int i) { return (vi)((vu)codes >> 8 * i & 255); }
 INLINE vi signed_byte(vb codes, int i) { return (vi)codes << 24 - 8 * i >> 24; }
+/* The first, second or third of each lane's bytes, less a number; bytes up to 127 are bits of a float that is a power of two more.
+   Processors shift and convert fewer vectors at a time than they mask and subtract. */
+INLINE vf small_float(vb codes, int i, float less) {
+    const int32_t power[] = {0x4B000000, 0x47000000, 0x43000000};
+    return (vf)((vi)codes & 255 << 8 * i | power[i]) - all_float(bits_to_float(power[i]) + less);
+}
