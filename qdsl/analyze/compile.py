@@ -183,8 +183,7 @@ def _is_aligned(value: Tensor | int | None) -> bool:
 def loop_step(ttgir: str) -> int | None:
     """How far the hot loop moves its counter in a trip, before anything unrolls it; None where it is not a constant.
 
-    The loop with the most loads; of a loop around another one that one, where it has more than half of them, as in
-    sass.hot_loop.
+    The loop with the most loads; of a loop around another one that one, where it has more than half of them, as in sass.hot_loop.
     """
     lines = ttgir.splitlines()
     loops: list[tuple[range, int, int | None]] = []              # lines, loads among them, step

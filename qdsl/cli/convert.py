@@ -65,8 +65,7 @@ def convert(folder: Annotated[Path, input_argument("A folder of safetensors file
                     keep_misfits=keep_misfits)
     with reported(), exit_on_sigterm(), Folder(folder) as source:
         detected = shaped_layers(source, layer_shapes)
-        report = run.convert(source, detected, aim, out, jobs=jobs, part=part, force=force,
-                             tell=partial(progress, unit="B"))
+        report = run.convert(source, detected, aim, out, jobs=jobs, part=part, force=force, tell=partial(progress, unit="B"))
     print_converted(report, as_json, "" if part is None else f"part {shard} of ")
 
 

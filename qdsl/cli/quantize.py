@@ -163,8 +163,7 @@ def _quantize_folder(path: Path, to: str, out: Path | None, param: list[str] | N
     with reported(), exit_on_sigterm():
         if svg is not None:
             check_output(svg, path, force=force)
-        report = run.quantize(path, aim, out, jobs=jobs, part=part, force=force,
-                              tell=partial(progress, unit="B"))
+        report = run.quantize(path, aim, out, jobs=jobs, part=part, force=force, tell=partial(progress, unit="B"))
         if svg is not None:
             rows = [{**row, "type": to} for row in report["quantized"]]
             write_text(svg, quality.svg(f"{path.name} as {to}: signal to noise", rows))

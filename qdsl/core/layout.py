@@ -106,8 +106,7 @@ def _repeats(positions: Sequence[int], extent: int, stride: int) -> bool:
 def refine(layout: Layout, cuts: Iterable[int]) -> Layout | None:
     """The same map with a mode boundary at every index weight in `cuts`; None where a mode cannot be cut there.
 
-    @post refine(L, C)(i) == L(i) for all i
-    @post every c in C with c < size is the product of the extents of the first modes
+    @post refine(L, C)(i) == L(i) for all i @post every c in C with c < size is the product of the extents of the first modes
     """
     wanted = sorted({cut for cut in cuts if 1 < cut < layout.size})
     modes: list[tuple[int, int]] = []
@@ -186,9 +185,7 @@ class Slice:
     @property
     def filled(self) -> int:
         """Bits of the record that all elements take."""
-        if not self.places:
-            return self.width * prod(self.extents)
-        return BYTE * len(self.bytes)
+        return self.width * prod(self.extents) if not self.places else BYTE * len(self.bytes)
 
     @property
     def bytes(self) -> frozenset[int]:

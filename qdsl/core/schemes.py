@@ -47,8 +47,7 @@ class Scheme:
     own: options that belong to the format, which no caller chooses; overridable: numbers that a caller may choose too.
     which: the argument that says which of `inverts` it is, counted from 0.  of_integers: the options that codes that are integers
     need too.  across: a block that shares a scale may lie in several rows of the weight.  of_rows: its super-scale may be of
-    whole rows.  kernel: the function of its name in
-    runtime/gpu/kernels/encode.py does the same on a GPU, for rows of a cache.
+    whole rows.  kernel: the function of its name in runtime/gpu/kernels/encode.py does the same on a GPU, for rows of a cache.
     """
 
     roles: Mapping[str, str]

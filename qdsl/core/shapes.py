@@ -136,8 +136,7 @@ def is_axis(text: str) -> bool:
     return _AXIS.match(text) is not None
 
 
-def extents(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], actual: Sequence[int] = (),
-            ) -> tuple[int, ...] | None:
+def extents(axes: Sequence[Axis], n: int, k: int, sizes: Mapping[str, int], actual: Sequence[int] = ()) -> tuple[int, ...] | None:
     """The shape, or None where N or K does not divide as it must.  actual: a tensor's own shape, which decides '?', else 0."""
     own = actual if len(actual) == len(axes) else [0] * len(axes)
     shape = [extent if axis.dim == "?" else axis.extent(n, k, sizes) for axis, extent in zip(axes, own, strict=True)]

@@ -20,7 +20,7 @@ def unit_level(weight: Tensor, *, code: str, scale: str, rows: int, columns: int
     """
     blocks = cut_blocks(weight.float(), rows, columns)
     scales = blocks.abs().amax((1, 3), keepdim=True)
-    codes = join_blocks(_codes(blocks * _inverse(scales), level), *weight.shape)
+    codes = join_blocks(_codes(blocks * torch.where(scales > 0, 1 / scales, 0), level), *weight.shape)
     return codes, shaped(stored_scale(scales, scale), axes).contiguous()
 
 
@@ -37,11 +37,6 @@ def unit_level_nested(weight: Tensor, *, code: str, scale: str, super_scale: str
     small, large = unit_level(scales - mean, code=scale, scale=super_scale, rows=1, columns=super_columns // columns, axes=2,
                               level=entry)
     return codes, small, large, mean
-
-
-def _inverse(scales: Tensor) -> Tensor:
-    """1 / scale, and 0 where all weights are 0."""
-    return torch.where(scales > 0, 1 / scales, 0)
 
 
 def _codes(values: Tensor, level: Table) -> Tensor:

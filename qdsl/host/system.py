@@ -67,9 +67,7 @@ def _lock_byte(file: int) -> bool | None:
 
 def open_folder(path: Path) -> int | None:
     """A descriptor of a folder, for its lock and for fsync; None on Windows, which opens no folders."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return None
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    return None if not hasattr(os, "O_DIRECTORY") else os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def open_new(path: str) -> int:

@@ -37,9 +37,7 @@ class Element:
 
     def kinds(self) -> list[str]:
         """Number types that the elements may be of."""
-        if self.kind in ("u8", "i8"):
-            return [self.kind, *SMALL]
-        return [self.kind]
+        return [self.kind, *SMALL] if self.kind in ("u8", "i8") else [self.kind]
 
     def numbers(self, kind: str) -> Numbers:
         """The elements as numbers, in order."""

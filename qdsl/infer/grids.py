@@ -167,8 +167,7 @@ def _signs(bits: npt.NDArray[np.uint8], negative: npt.NDArray[np.bool_]) -> tupl
     return (places, 8) if even and ((places < 0) == (np.arange(len(places)) % 8 == 7)).all() else None
 
 
-def _sign_field(packed: str, signs: tuple[Places, int], columns: int, bits: int,
-                ) -> tuple[Layout, Field, str, Mapping[str, str]]:
+def _sign_field(packed: str, signs: tuple[Places, int], columns: int, bits: int) -> tuple[Layout, Field, str, Mapping[str, str]]:
     """The signs' layout, their field, what multiplies a magnitude, and its table."""
     places, group = signs
     source = np.full(bits, -1)

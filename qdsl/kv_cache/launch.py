@@ -87,8 +87,7 @@ def _borders(numbers: tuple[float, ...]) -> tuple[Any, ...]:
     """Of a table of levels the first code, and the borders between neighbours: (border, whether the lower has it, code above)."""
     first = {level: code for code, level in reversed(list(enumerate(numbers)))}
     levels = sorted(first)
-    return first[levels[0]], *(((low + high) / 2, first[low] < first[high], first[high])
-                               for low, high in pairwise(levels))
+    return first[levels[0]], *(((low + high) / 2, first[low] < first[high], first[high]) for low, high in pairwise(levels))
 
 
 def _tensors(cached: CachedRows) -> tuple[Tensor | None, ...]:

@@ -221,8 +221,7 @@ class Collector:
         return own if own.dtype == dtype else own.flatten().view(dtype)
 
     def _convert(self, name: str, weight: PackedWeight, storage: str, record: Layer | None) -> PackedWeight:
-        """A weight in the storage of files, with default tensors, such as an index of columns in order, where the files had
-        them.
+        """A weight in the storage of files, with default tensors, such as an index of columns in order, where the files had them.
         """
         try:
             stored = weight.format.convert(weight, storage)

@@ -232,8 +232,7 @@ def gguf_source(path: Path, map: GgufMap, model: nn.Module, config: object) -> M
     """
     file = GgufSource(path)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."       # of a model without a head, whose names lack it
-    rules = {name: rule for name in model.state_dict()
-             if (rule := map.rule(name) or map.rule(prefix + name)) is not None}
+    rules = {name: rule for name in model.state_dict() if (rule := map.rule(name) or map.rule(prefix + name)) is not None}
     unknown = [name for name in tensor_names(file) if not map.is_recorded(name)]
     problems = [f"{counted(len(unknown), 'tensor')} without a place in the recorded map of {map.model_type}: {listed(unknown)}"
                 ] if unknown else []

@@ -52,8 +52,7 @@ class Format:
         self.variants = dict(variants)
         self.by = tuple(by)
         self.size_axes = dict(sizes or {})
-        tensors = {key: {name: variant.tensors(name) for name in variant.storages}
-                   for key, variant in self.variants.items()}
+        tensors = {key: {name: variant.tensors(name) for name in variant.storages} for key, variant in self.variants.items()}
         axes = {key: {name: field.axes for name, field in variant.fields.items()} for key, variant in self.variants.items()
                 if variant.cuts[1] != "1"}
         self.description = Description(name, self.params, self.size_axes, self.by, tensors, fields=axes, planar=frozenset(

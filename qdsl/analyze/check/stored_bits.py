@@ -21,8 +21,7 @@ class StoredBits:
     """All bits of a weight's stored tensors and of its fields, as flat arrays of 0 and 1.
 
     source: int64, for each field bit the stored bit that holds it, as the spec says.  copies: int64 [2, copies], field bits and
-    where they stand again.  Raises AssertionError for a field bit
-    that the spec stores twice or nowhere.
+    where they stand again.  Raises AssertionError for a field bit that the spec stores twice or nowhere.
     """
 
     def __init__(self, case: Case, shape: Shape) -> None:

@@ -59,9 +59,8 @@ def execute(call: Call, arch: str, *, outputs: Sequence[Tensor] = (), workspaces
     """Compile a launch for an architecture and run it on its tensors, which lie in the CPU's memory.
 
     outputs: tensors whose every byte must be stored once.  workspaces: tensors that begin as noise; the launch's own is one.
-    after: tensors that the launch before writes, where this one may begin before that has ended (launch_pdl).  programs:
-    numbers of the programs of the grid that run, x first; all without it.  Raises ExecutionError for a fault or what cannot be
-    run.
+    after: tensors that the launch before writes, where this one may begin before that has ended (launch_pdl).  programs: numbers
+    of the programs of the grid that run, x first; all without it.  Raises ExecutionError for a fault or what cannot be run.
     """
     compiled = build(call, arch_of(arch))
     after = () if after is None and call.options.get("launch_pdl") else after
@@ -87,8 +86,7 @@ def execute_ptx(ptx: str, arguments: Sequence[tuple[str, Tensor | int | float]],
     options = options or Options()
     program = _parsed(ptx)
     steps = steps_of(program)
-    memory = GlobalMemory([(name, value) for name, value in arguments if isinstance(value, Tensor)], outputs, workspaces,
-                          after)
+    memory = GlobalMemory([(name, value) for name, value in arguments if isinstance(value, Tensor)], outputs, workspaces, after)
     values = _parameters(program, memory, [value for _, value in arguments])
     x, y, z = (*grid, 1, 1)[:3]
     numbers = list(range(x * y * z)) if programs is None else list(programs)

@@ -94,8 +94,7 @@ class Batch:
         self.thread = np.tile(np.arange(self.per_program, dtype=np.int64), len(programs))
         self.lane = self.thread % WARP
         self.warp = np.arange(self.count) // WARP
-        self.registers: list[Bits] = [
-            np.zeros(self.count, bool if bits == 1 else UNSIGNED[bits]) for bits in program.registers]
+        self.registers: list[Bits] = [np.zeros(self.count, bool if bits == 1 else UNSIGNED[bits]) for bits in program.registers]
         self.shared_bytes = -(-max(shared, program.shared_bytes, 16) // 16) * 16
         self.shared = np.random.default_rng(1).integers(0, 256, len(programs) * self.shared_bytes, np.uint8)
         self.shared_written = np.zeros(len(self.shared), bool)

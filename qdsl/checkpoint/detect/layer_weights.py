@@ -146,8 +146,7 @@ def decoded(folder: Tensors, group: Group) -> dict[str, Tensor]:
     return dict(zip(group.parts, parts, strict=True))
 
 
-def of_group(folder: Folder, group: Group, shapes: Mapping[str, tuple[int, int]], format: str = "",
-             ) -> dict[str, PackedWeight]:
+def of_group(folder: Folder, group: Group, shapes: Mapping[str, tuple[int, int]], format: str = "") -> dict[str, PackedWeight]:
     """The weights of a group, by name, every one in its own format.
 
     shapes: their (N, K), of which the files say the products alone; a model on meta has them.  format: by default that of a

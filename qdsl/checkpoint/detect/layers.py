@@ -132,8 +132,7 @@ class _Recognizer:
     def _fit(self, evidence: Evidence, is_cast: bool, is_float8: bool) -> list[Candidate] | LayoutMismatch:
         """The candidates that have the scales that they need, or why there is none."""
         every = candidates(self.formats, evidence)
-        scaled = [candidate for candidate in every
-                  if (is_cast and not self.collector.has_scale_marker) or candidate.has_scale]
+        scaled = [candidate for candidate in every if (is_cast and not self.collector.has_scale_marker) or candidate.has_scale]
         if scaled:
             return scaled
         nearest = self._nearest(evidence)
@@ -164,8 +163,7 @@ class _Recognizer:
     def _unnamed(self, name: str, tensors: Mapping[str, str]) -> Layer | None:
         """A module with coded matrices whose names no format knows, where settings say that layers are quantized."""
         present = self.collector.present(tensors)
-        is_coded = any(entry.dtype not in PLAIN and len(entry.shape) > 1
-                       for entry in self.collector.entries(present).values())
+        is_coded = any(entry.dtype not in PLAIN and len(entry.shape) > 1 for entry in self.collector.entries(present).values())
         return Layer(name, others=present, why=self._unknown(Module(name, present, None))) if is_coded else None
 
     def _transposed(self, layers: Mapping[str, Layer | None]) -> set[str]:

@@ -180,8 +180,7 @@ def dialects(key: str, method: str) -> Sequence[str]:
     return producers().keys(method).skipped[key]
 
 
-def _dynamic(settings: Mapping[str, Any], keys: ConfigKeys, budget: Budget,
-             ) -> Iterator[tuple[Rules, Mapping[str, Any] | None]]:
+def _dynamic(settings: Mapping[str, Any], keys: ConfigKeys, budget: Budget) -> Iterator[tuple[Rules, Mapping[str, Any] | None]]:
     """Settings by patterns, None for layers that stay unquantized."""
     for key, how in keys.patterns.items():
         by_pattern = settings.get(key)

@@ -61,9 +61,8 @@ class Url:
 def local_path(ref: str | os.PathLike[str]) -> Path:
     """The local file or folder of a reference; a remote one is downloaded into a cache first.
 
-    Of a split GGUF file it is the first part.  Files of the hub go into huggingface_hub's cache, with its token and offline
-    mode; those of other servers into qdsl's.  Raises CheckpointError for a reference that names nothing or several files,
-    and OSError.
+    Of a split GGUF file it is the first part.  Files of the hub go into huggingface_hub's cache, with its token and offline mode;
+    those of other servers into qdsl's.  Raises CheckpointError for a reference that names nothing or several files, and OSError.
     """
     target = parsed(ref)
     if isinstance(target, Repository):

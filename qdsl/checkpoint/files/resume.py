@@ -34,8 +34,7 @@ class Resume:
 
 def write_tensors(path: Path, start: bytes, tensors: Sequence[NewTensor], resume: Resume | None = None,
                   state_checksums: bool = False) -> dict[str, int]:
-    """Write a file that begins with `start` and continues with tensors: (name, chunks of bytes, size in bytes, zeros of
-    padding).
+    """Write a file that begins with `start` and continues with tensors: (name, chunks of bytes, size in bytes, zeros of padding).
 
     Returns the CRC-32 of each tensor.  resume: tensors that are complete in an unfinished file of the same key are kept, and
     their chunks not read.  state_checksums: also write the checksum file, before this file is renamed into place.

@@ -332,8 +332,7 @@ class Chunks:
     pieces: Iterable[Buffer]
 
 
-def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor],
-          metadata: Mapping[str, str] | None = None) -> None:
+def write(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file; the same tensors and metadata give the same bytes, in whatever order they come.
 
     Tensors are ordered as by the safetensors library: by alignment, then by name.  Each tensor is read from the mapping twice,

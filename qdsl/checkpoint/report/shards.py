@@ -41,8 +41,7 @@ class Piece:
 
 
 def merged_pieces(name: str, layers: Sequence[Layer], parts: Sequence[tuple[int, int]], ranks: int, rank: int) -> list[Piece]:
-    """A rank's pieces of a layer whose rows are divided among ranks: one piece for each merged part, such as q, k, v or gate,
-    up.
+    """A rank's pieces of a layer whose rows are divided among ranks: one piece for each merged part, such as q, k, v or gate, up.
 
     name: of the model's layer, for messages.  layers: of the checkpoint; each has the rows of one or more parts.
     parts: for each part the rows of one rank, and the rows of the whole part.  Several ranks get the same rows where heads are

@@ -48,11 +48,10 @@ def encode(symbols: NDArray[np.uint8], counts: NDArray[np.int64], threads: int =
     padded = np.zeros(-(-len(stream.data) // (8 * threads)) * threads, np.uint8)
     padded[:windows] = gaps
     return {"tables": tables, "data": stream.data, "positions": np.append(positions, len(symbols)).astype("<u4").view(np.uint8),
-            "gaps": _five_bits(padded)}
+            "gaps": np.packbits(np.unpackbits(padded[:, None], axis=1)[:, 3:])}
 
 
-def _entries(stream: bits.Stream, count: int, last: int, threads: int,
-             ) -> tuple[int, NDArray[np.uint8], NDArray[np.int64]]:
+def _entries(stream: bits.Stream, count: int, last: int, threads: int) -> tuple[int, NDArray[np.uint8], NDArray[np.int64]]:
     """Windows in which a code begins, their gaps, and the first symbol of every block in which one does.
 
     last: bits of the last code.  END, where it fills the last byte, counts as a code: it begins where the others end.
@@ -71,10 +70,6 @@ def _fill(stream: bits.Stream, code: Code) -> None:
     if room:
         size, value = code.words[END]
         stream.data[-1] |= value >> size - room if size >= room else value << room - size
-
-
-def _five_bits(gaps: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return np.packbits(np.unpackbits(gaps[:, None], axis=1)[:, 3:])
 
 
 @dataclass(frozen=True)

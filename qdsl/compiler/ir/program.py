@@ -214,9 +214,8 @@ class Value:
     """One step of decode.  `op` is 'field', 'const', 'table', 'neg' or an operator; integers carry their range, f32 has none.
 
     A table of rows has one argument too, the row: the column is k modulo the row's length.  'entry' is the same of a stored
-    table, `const` the number of the plane of rows, those of the axes before the last two.  'digit' is the column by its digit,
-    k // const % (range's end + 1).  `index` is what the value varies over;
-    two values meet at the finer of their subscripts.
+    table, `const` the number of the plane of rows, those of the axes before the last two.  'digit' is the column by its digit, k
+    // const % (range's end + 1).  `index` is what the value varies over; two values meet at the finer of their subscripts.
     """
 
     op: str

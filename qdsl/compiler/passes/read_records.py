@@ -173,8 +173,7 @@ class _TensorReader:
             self.problems.add(item.record_text.span, f"an element of '{item.name}' is a whole {element.name}, and the record has "
                                                      f"{part.width} bits of {part.field or 'padding'}", "words hold parts")
             return None
-        bits = sum(part.step for line in lines for part in line.items
-                   for _ in range(prod(extent for _, extent in line.loops)))
+        bits = sum(part.step for line in lines for part in line.items for _ in range(prod(extent for _, extent in line.loops)))
         placements = tuple(self.placement(field, forms, lines, variables) for field, forms in self.records.used.items())
         if None in placements:
             return None

@@ -204,8 +204,7 @@ def different(check: Check) -> str:
     return ""
 
 
-def _report(out: Path, aim: Aim, complete_pieces: Complete, shards: Sequence[Shard], notes: Sequence[str],
-            ) -> dict[str, Any]:
+def _report(out: Path, aim: Aim, complete_pieces: Complete, shards: Sequence[Shard], notes: Sequence[str]) -> dict[str, Any]:
     """The report of a call, for JSON."""
     encoded = [unit for unit, _, _ in pieces.encoded_units(complete_pieces)]
     raw = [{"name": unit.label, "why": contents.raw[unit.name]} for piece, contents in complete_pieces for unit in piece.units

@@ -18,7 +18,7 @@ from qdsl.checkpoint.detect.quantization import METADATA
 from qdsl.checkpoint.detect.rules import is_block
 from qdsl.core.producer import ABOUT_RULE
 from qdsl.core.shapes import seen_shape
-from qdsl.core.stored import Description, Stored
+from qdsl.core.stored import Stored
 
 TENSORS = "tensors"                                              # in a rule: the names that a storage's tensors have there
 
@@ -74,7 +74,7 @@ def weight_json(layer: Layer, format: str, storage: str, params: Mapping[str, in
     if header_rule is None:
         return None
     spec = next(spec for spec in descriptions() if spec.name == format)
-    values = _values(spec, params, layer.shape)
+    values = {**params, **spec.numbers(params, layer.shape), "N": layer.shape[0], "K": layer.shape[1]}
     settings = _written(header_rule["with"], {TENSORS: sorted(tensors)})
     for key, wanted in header_rule.items():
         if key not in ABOUT_RULE:
@@ -87,10 +87,6 @@ def weight_json(layer: Layer, format: str, storage: str, params: Mapping[str, in
             place[last] = _written(wanted[0] if words is None and isinstance(wanted, list) else
                                    front + wanted if front else wanted, values)
     return json.dumps(settings)
-
-
-def _values(format: Description, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, Any]:
-    return {**params, **format.numbers(params, shape), "N": shape[0], "K": shape[1]}
 
 
 def _written(word: Any, values: Mapping[str, Any]) -> Any:

@@ -40,8 +40,7 @@ from qdsl.jobs.gguf.quality import Sums
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A folder that is rewritten: the checkpoint itself (''), or a model of a pipeline.  left: matrices that stay plain, and
-    why.
+    """A folder that is rewritten: the checkpoint itself (''), or a model of a pipeline.  left: matrices that stay plain, and why.
     """
 
     name: str

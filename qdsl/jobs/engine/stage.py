@@ -85,8 +85,7 @@ def lock_folder(folder: Path, shared: bool = False) -> Iterator[None]:
 
 
 def read_request(out: Path, kinds: Mapping[str, Any] = REQUESTS) -> dict[str, Any]:
-    """The request of the work in a folder.  kinds: as of `fits`.  Raises RewriteError where there is none, or it has other
-    types.
+    """The request of the work in a folder.  kinds: as of `fits`.  Raises RewriteError where there is none, or it has other types.
     """
     _refuse_links(out / STAGE)
     if (out / DONE).is_file() or not (out / STAGE / REQUEST).is_file():

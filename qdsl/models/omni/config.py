@@ -56,8 +56,7 @@ class DiffusionConfig(QdslConfig):
         return super().get_quant_method(layer, prefix)
 
     def weights(self, stored: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The transformer's tensors under the names of vllm-omni.  stored: those of its folder, read where there is no GGUF
-        file.
+        """The transformer's tensors under the names of vllm-omni.  stored: those of its folder, read where there is no GGUF file.
         """
         if self.gguf_model is None:
             yield from self.assembled(stored)

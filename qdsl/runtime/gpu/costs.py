@@ -150,8 +150,7 @@ def _part_bytes(candidate: Candidate, n: int) -> int:
     return 4 * _rows(candidate.config, n, candidate.grid[0]) * candidate.config["BM"]
 
 
-def shared_k(tiles: int, rows: int, columns: int, k: int, nbytes: int, quantizes: bool, target: Gpu,
-             ) -> tuple[int, bool]:
+def shared_k(tiles: int, rows: int, columns: int, k: int, nbytes: int, quantizes: bool, target: Gpu) -> tuple[int, bool]:
     """How many programs of `w8a8` share K, and whether they quantize x themselves, by the least modelled time.
 
     tiles: of out, [rows of w, columns].  nbytes: of the weight, [N, k] codes of 8 bits.  quantizes: they can; else a launch
@@ -329,9 +328,7 @@ def _rows(config: Mapping[str, int], n: int, programs: int) -> int:
     """Rows of w of a program, padding among them: it takes as long as whole ones.  programs: that share the rows of w."""
     if "R" in config and "WN" in config:
         return 16 * config["R"] * config["WN"]
-    if "R" in config and "BM" in config:
-        return 16 * config["R"] * config["W"]
-    return cdiv(n, programs)
+    return 16 * config["R"] * config["W"] if "R" in config and "BM" in config else cdiv(n, programs)
 
 
 def _decode_seconds(packed: PackedWeight, nbytes: int, m: int, size: int, target: Gpu, counts: Cost | None) -> float:

@@ -1,8 +1,7 @@
 """Which storage a loader puts a weight in: the planar one once, where products are faster by it.
 
-Loaders call `fastest_storage` for weights that they place in a model.  A PackedWeight or a layer that the caller made stays as
-it is; its plan has a note.  QDSL_PLANAR=never leaves all weights as they are stored, QDSL_PLANAR=larger lets them take more
-memory.
+Loaders call `fastest_storage` for weights that they place in a model.  A PackedWeight or a layer that the caller made stays as it
+is; its plan has a note.  QDSL_PLANAR=never leaves all weights as they are stored, QDSL_PLANAR=larger lets them take more memory.
 """
 
 from __future__ import annotations

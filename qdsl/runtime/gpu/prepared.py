@@ -36,7 +36,7 @@ class Prepared:
     def __init__(self, bind: Callable[[tuple[int, ...], tuple[int, ...]], Run], sizes: tuple[int, ...], is_decoded: bool) -> None:
         self.bind = bind
         self.is_decoded = is_decoded
-        self.run = bind(sizes, _strides(sizes))
+        self.run = bind(sizes, tuple(math.prod(sizes[axis + 1:]) for axis in range(len(sizes))))
 
     def reshaped(self, sizes: tuple[int, ...]) -> Prepared:
         """The same for an x of other axes before its last, whose product has these sizes."""
@@ -73,11 +73,6 @@ def prepare(calls: Iterable[tuple[Call, Any]], tensors: Sequence[Tensor | None],
     text = "\n        ".join(["def bind(sizes, strides):\n    def run(x, tensors, bias):", *lines]) + "\n    return run"
     exec(text, values)  # noqa: S102 (text of this module)
     return Prepared(values["bind"], tuple(out.shape), is_decoded)
-
-
-def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    return tuple(math.prod(sizes[axis + 1:]) for axis in range(len(sizes)))
 
 
 def _allocation(out: Tensor, values: dict[str, Any]) -> str:

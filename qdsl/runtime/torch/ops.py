@@ -196,8 +196,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
     """
     if is_recorded() or is_in_torch_dispatch_mode():
         return False
-    return all(tensor is None or (type(tensor) in PLAIN and not tensor.is_meta
-                                  and not is_batched(tensor)) for tensor in tensors)
+    return all(tensor is None or (type(tensor) in PLAIN and not tensor.is_meta and not is_batched(tensor)) for tensor in tensors)
 
 
 def is_recorded() -> bool:

@@ -61,8 +61,7 @@ def omitted(packed: PackedWeight, layout: Storage) -> set[str]:
 def usual(packed: PackedWeight, names: Collection[str]) -> set[str]:
     """Those of some fields that have their default in all of a weight."""
     fields = unpacked(packed, lambda stored_fields: stored_fields.isdisjoint(names))
-    return {name for name in names
-            if name not in fields or is_default(packed.variant, name, fields[name], packed.sizes)}
+    return {name for name in names if name not in fields or is_default(packed.variant, name, fields[name], packed.sizes)}
 
 
 def unpacked(packed: PackedWeight, may_skip: Callable[[set[str]], bool]) -> dict[str, Tensor]:

@@ -62,8 +62,7 @@ def decode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int
     return plain
 
 
-def decode_rows(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int], rows: Tensor,
-                ) -> dict[str, Tensor] | None:
+def decode_rows(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int], rows: Tensor) -> dict[str, Tensor] | None:
     """Some rows of the tensors that a storage's streams hold; None where a code has no way to them.  Raises StreamError.
 
     rows: int64 [R], on the CPU, each within the weight.

@@ -89,8 +89,7 @@ def module(programs: Sequence[Program]) -> dict[str, str]:
         files[f"{name}/{module}.py"] = _finish(lines)
     different = [part.params for part in parts]
     header = _header([program for program in programs if program.params in different])
-    lines = [*header, "from qdsl.runtime import Format", "", *_import(".", modules), "",
-             *_format(parts, by, programs)]
+    lines = [*header, "from qdsl.runtime import Format", "", *_import(".", modules), "", *_format(parts, by, programs)]
     files[f"{name}/__init__.py"] = _finish(lines)
     return files
 

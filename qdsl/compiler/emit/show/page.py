@@ -44,8 +44,7 @@ def title(program: Program) -> str:
 def terminal(programs: Sequence[Program]) -> list[str]:
     """The page as plain text."""
     spec = programs[0].spec
-    lines = [f"{spec.name}: {spec.title}", *([f"from {spec.origin}"] if spec.origin else []), "",
-             f"  w = {spec.decode_text}", ""]
+    lines = [f"{spec.name}: {spec.title}", *([f"from {spec.origin}"] if spec.origin else []), "", f"  w = {spec.decode_text}", ""]
     kinds = field_kinds(programs)
     for field in programs[0].fields:
         kind = kinds[field.name] if field.number else "index"

@@ -242,8 +242,7 @@ def _line_of(plan: Plan, without: list[Group]) -> list[str]:
     if not affine.offset:
         return [*lines, f"return lanes.plus(total, {value})"] if lines or value != "sum" else []
     if affine.zero or not plan.integer:
-        return [*lines, f"total = lanes.plus(total, {value})",
-                f"return total + ones * {_tight(_text(affine.offset, without))}"]
+        return [*lines, f"total = lanes.plus(total, {value})", f"return total + ones * {_tight(_text(affine.offset, without))}"]
     if " " in factor:                                            # numbers are more than codes by what enters the offset
         lines, value, factor = [f"factor = {factor[1:-1]}"], "sum * factor", "factor"
     return [*lines, f"total = lanes.plus(total, {value})",

@@ -164,8 +164,7 @@ class Plan:
         """The groups whose numbers a sum meets in the end: factors that are the same all along K, or all where nothing varies."""
         if self.late:
             return list(self.groups)
-        products = [{argument(f.removeprefix("/")) for f in product}
-                    for _, product in (*self.affine.scale, *self.affine.offset)]
+        products = [{argument(f.removeprefix("/")) for f in product} for _, product in (*self.affine.scale, *self.affine.offset)]
         return [g for g in self.groups if not g.varies and all(g.name in product for product in products)]
 
     @property
