@@ -113,9 +113,9 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0x0, 0x555500, 0x550055, None, None, 0x38351900, 0x302d3431, -0x474a6700, -0x4f524b4f)
+        return codebook.table(g, N, 0x0, (0x555500, 0x550055, None, None, 0x38351900, 0x302d3431, -0x474a6700, -0x4f524b4f))
     else:
-        return codebook.table(g, N, 0x0, -0x7fd45500, -0x7fd4ff55, None, None, 0x3f3f3b00, 0x3e3e3f3e, -0x40404500, -0x41414042)
+        return codebook.table(g, N, 0x0, (-0x7fd45500, -0x7fd4ff55, None, None, 0x3f3f3b00, 0x3e3e3f3e, -0x40404500, -0x41414042))
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -150,7 +150,6 @@ FORMAT = Format(
         "dtype": ["bfloat16", "float16", "float32", "null"], "shape": ["N", "K"]}}},
     digest="f6e807da7da3e3b0",
 )
-SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
-convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -72,7 +72,6 @@ FORMAT = Format(
     detect={"safetensors": "F16", "gguf": "F16"},
     digest="d8795a272a645acb",
 )
-SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
-convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -145,16 +145,16 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0x0, 0x30201200)
+        return codebook.table(g, N, 0x0, (0x30201200,))
     else:
-        return codebook.table(g, N, 0x43434343, 0x30201200)
+        return codebook.table(g, N, 0x43434343, (0x30201200,))
 
 
 @triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = (d * sc - 8.0 * d) * (levels[q] + 5.0 * h)."""
     d, sc, h = fields
-    sum += lanes.shifted(5.0 * h, BASE) * ones
+    sum += (5.0 * h - BASE) * ones
     return lanes.plus(total, sum * (d * sc - 8.0 * d))
 
 
@@ -191,7 +191,6 @@ FORMAT = Format(
     detect={"gguf": "IQ2_K"},
     digest="bf33de139d500c05",
 )
-SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
-convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -172,16 +172,16 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0x0, 0x35281700, 0x6e5b4c40)
+        return codebook.table(g, N, 0x0, (0x35281700, 0x6e5b4c40))
     else:
-        return codebook.table(g, N, 0x43434343, 0x35281700, 0x6e5b4c40)
+        return codebook.table(g, N, 0x43434343, (0x35281700, 0x6e5b4c40))
 
 
 @triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = d * scales[sc] * (levels[q] + 4.0 * h)."""
     d, sc, h = fields
-    sum += lanes.shifted(4.0 * h, BASE) * ones
+    sum += (4.0 * h - BASE) * ones
     return lanes.plus(total, sum * (d * sc))
 
 
@@ -219,7 +219,6 @@ FORMAT = Format(
     detect={"gguf": "IQ3_K"},
     digest="2e1b366f968b71ed",
 )
-SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
-convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -156,18 +156,20 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.split_table(g, N, -0x7f7f7f80, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, 0x4153687f, 0xa162331,
-            0x26190d01, 0x71594535, -0x7f7f7f80, -0x7f7f7f80, 0x0, 0x0, 0x0)
+        return codebook.table(g, N, -0x7f7f7f80,
+            (0x4153687f, 0xa162331, 0x26190d01, 0x71594535, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, -0x7f7f7f80,
+            -0x7f7f7f80, 0x0, 0x0, 0x0))
     else:
-        return codebook.split_table(g, N, -0x3c3c3c3d, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, -0x7d592f02, 0x20b00c44,
-            0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e, 0x4241413f, 0x42424242, 0x43434343)
+        return codebook.table(g, N, -0x3c3c3c3d,
+            (0x4153687f, 0xa162331, 0x26190d01, 0x71594535, -0x7d592f02, 0x20b00c44, 0x18c85080, -0x1d4d75ac, -0x3d3d3d3e,
+            -0x3e3e3d3e, 0x4241413f, 0x42424242, 0x43434343))
 
 
 @triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = (d * sc - 32.0 * d) * (levels[q] + 4.0 * h)."""
     d, sc, h = fields
-    sum += lanes.shifted(4.0 * h, BASE) * ones
+    sum += (4.0 * h - BASE) * ones
     return lanes.plus(total, sum * (d * sc - 32.0 * d))
 
 
@@ -204,7 +206,6 @@ FORMAT = Format(
     detect={"gguf": "IQ4_K"},
     digest="0bb656d0da7fb34b",
 )
-SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
-convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -171,19 +171,19 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table_of_32(g, N, 0x0, 0x22170c00, 0x453d342b, 0x605a534c, 0x78726c66, -0x70767c83, -0x565d646b,
-            -0x343d464f, -0x814202b)
+        return codebook.table(g, N, 0x0,
+            (0x22170c00, 0x453d342b, 0x605a534c, 0x78726c66, -0x70767c83, -0x565d646b, -0x343d464f, -0x814202b))
     else:
-        return codebook.table_of_32(g, N, 0x0, -0x47311b04, 0x648294a6, -0xfefd3b8, -0x3fbf6f40, -0x77cf5f80, 0x2c10e8b8,
-            -0x657793b4, -0xd253d52, -0x3d3d3d3e, -0x3d3d3d3e, -0x3e3d3d3e, -0x3f3e3e3f, 0x414140bf, 0x42424141, 0x42424242,
-            0x42424242)
+        return codebook.table(g, N, 0x0,
+            (-0x47311b04, 0x648294a6, -0xfefd3b8, -0x3fbf6f40, -0x77cf5f80, 0x2c10e8b8, -0x657793b4, -0xd253d52, -0x3d3d3d3e,
+            -0x3d3d3d3e, -0x3e3d3d3e, -0x3f3e3e3f, 0x414140bf, 0x42424141, 0x42424242, 0x42424242))
 
 
 @triton.jit
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = (d * sc - 32.0 * d) * (levels[q] + 2.0 * h)."""
     d, sc, h = fields
-    sum += lanes.shifted(2.0 * h, BASE) * ones
+    sum += (2.0 * h - BASE) * ones
     return lanes.plus(total, sum * (d * sc - 32.0 * d))
 
 
@@ -221,7 +221,6 @@ FORMAT = Format(
     detect={"gguf": "IQ5_K"},
     digest="cfb853c1aad2602c",
 )
-SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
-convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

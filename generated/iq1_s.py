@@ -266,7 +266,7 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = (2.0 * d * sc + d) * (q - 0.25 * down - 0.875)."""
     d, sc, down = fields
-    sum += lanes.shifted(-0.25 * down - 0.875, BASE) * ones
+    sum += (-0.25 * down - 0.875 - BASE) * ones
     return lanes.plus(total, sum * (2.0 * d * sc + d))
 
 
@@ -299,7 +299,6 @@ FORMAT = Format(
     detect={"gguf": "IQ1_S"},
     digest="03d9ec0bc4f3ebe2",
 )
-SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
-convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -186,9 +186,9 @@ def _decode_planar(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0x0, 0x33231200, 0x56565644)
+        return codebook.table(g, N, 0x0, (0x33231200, 0x56565644))
     else:
-        return codebook.table(g, N, 0x43434343, 0x33231200, 0x56565644)
+        return codebook.table(g, N, 0x43434343, (0x33231200, 0x56565644))
 
 
 @triton.jit
@@ -229,7 +229,6 @@ FORMAT = Format(
     detect={"gguf": "IQ2_XS"},
     digest="5323d83ce19a8966",
 )
-SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
-convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -162,9 +162,9 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.table(g, N, 0x0, 0x1a120a00, 0x3a322a22, 0x5a524a42, 0x7c726a62)
+        return codebook.table(g, N, 0x0, (0x1a120a00, 0x3a322a22, 0x5a524a42, 0x7c726a62))
     else:
-        return codebook.table(g, N, 0x43434343, 0x1a120a00, 0x3a322a22, 0x5a524a42, 0x7c726a62)
+        return codebook.table(g, N, 0x43434343, (0x1a120a00, 0x3a322a22, 0x5a524a42, 0x7c726a62))
 
 
 @triton.jit
@@ -205,7 +205,6 @@ FORMAT = Format(
     detect={"gguf": "IQ3_XXS"},
     digest="57f308266d1cee33",
 )
-SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
-convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -149,11 +149,13 @@ def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
 def _table_planar(g, N, F: tl.constexpr):
     """The numbers of levels[q] as words of bytes, in every lane."""
     if F == tl.float16:
-        return codebook.split_table(g, N, -0x7f7f7f80, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, 0x4153687f, 0xa162331,
-            0x26190d01, 0x71594535, -0x7f7f7f80, -0x7f7f7f80, 0x0, 0x0, 0x0)
+        return codebook.table(g, N, -0x7f7f7f80,
+            (0x4153687f, 0xa162331, 0x26190d01, 0x71594535, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, -0x7f7f7f80,
+            -0x7f7f7f80, 0x0, 0x0, 0x0))
     else:
-        return codebook.split_table(g, N, -0x3c3c3c3d, 0x4153687f, 0xa162331, 0x26190d01, 0x71594535, -0x7d592f02, 0x20b00c44,
-            0x18c85080, -0x1d4d75ac, -0x3d3d3d3e, -0x3e3e3d3e, 0x4241413f, 0x42424242, 0x43434343)
+        return codebook.table(g, N, -0x3c3c3c3d,
+            (0x4153687f, 0xa162331, 0x26190d01, 0x71594535, -0x7d592f02, 0x20b00c44, 0x18c85080, -0x1d4d75ac, -0x3d3d3d3e,
+            -0x3e3e3d3e, 0x4241413f, 0x42424242, 0x43434343))
 
 
 # -- format ----------------------------------------------------------------------------------------------------------
@@ -188,7 +190,6 @@ FORMAT = Format(
     detect={"gguf": "IQ4_NL", "repacked": {"IQ4_NL_R4": "iq4_nl_r4"}},
     digest="51233cce86e2c6fd",
 )
-SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
-convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

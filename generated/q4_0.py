@@ -285,7 +285,6 @@ FORMAT = Format(
         "repacked": {"Q4_0_R8": "q4_0_r8", "Q4_0_4_4": "q4_0_4_4", "Q4_0_4_8": "q4_0_4_8", "Q4_0_8_8": "q4_0_8_8"}},
     digest="b4f403e71b9bb4d1",
 )
-SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
-convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

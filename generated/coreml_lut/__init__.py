@@ -7,7 +7,7 @@
     q      u{bits}    [N, K]
 
     coreml: 4 bits per weight at bits = 4, 2 at 2, 6 at 6, 8.00024 at 8, with rows = 32
-    planar: 4 bits per weight at bits = 4, 2 at 2, with rows = 32
+    planar: 4 bits per weight at bits = 4, 2 at 2, 6 at 6, 8.00024 at 8, with rows = 32
 
 Built from the spec coreml_lut (sha256 981ef0cb705716c5) by qdsl 0.1.0.
 Do not edit: change the spec and run `qdsl build`.
@@ -32,7 +32,6 @@ FORMAT = Format(
     sizes={"rows": "N"},
     digest="981ef0cb705716c5",
 )
-SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
-convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from qdsl.encode import kmeans
-from qdsl.runtime import Field, Kernels, Storage, Stored, Variant, lookup
+from qdsl.runtime import Field, GroupField, Kernels, MatrixUnitKernels, Storage, Stored, Variant, as_type, lookup, pad
+from qdsl.runtime.gpu.kernels import bitplanes, skinny, tile_gemm
 from qdsl.runtime.gpu.triton import tl, triton
 
 
@@ -26,6 +27,18 @@ def pack_coreml(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
     """indices, lut of the fields; the inverse of unpack_coreml."""
     r = q.flatten()
     return {"indices": r, "lut": lut.unsqueeze(1).unsqueeze(-1)}
+
+
+def unpack_planar(q: Tensor, lut: Tensor, *, K: int) -> dict[str, Tensor]:
+    """Fields of q int32 [N, 32*ceil(K/128)]; lut level_type [ceil(N/rows), 256]."""
+    r = as_type(q, torch.uint8).unflatten(-1, (-1, 128))
+    return {"lut": lut, "q": r.unflatten(-1, (8, 4, 2, 2)).permute(0, 1, 3, 5, 2, 4).flatten(1)[:, :K]}
+
+
+def pack_planar(lut: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """q, lut of the fields; the inverse of unpack_planar."""
+    r = pad(q, (0, -q.shape[1] % 128, 0, 0)).unflatten(-1, (-1, 4, 2, 8, 2)).permute(0, 1, 4, 2, 5, 3).flatten(2)
+    return {"q": as_type(r, torch.int32).flatten(1), "lut": lut}
 
 
 def decode(lut: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
@@ -59,14 +72,43 @@ def _decode_coreml(tensors, n, k, live, N, K, sizes, use: tl.constexpr, state):
     return use(state, k, lut1, live)
 
 
+@triton.jit
+def _decode_planar(tensors, n, u, live, N, K, sizes, use: tl.constexpr, state):
+    """The 4 weights of unit u of row n, in float32."""
+    q, lut = tensors
+    rows, = sizes
+    q += 32 * (n * tl.cdiv(K, 128))
+    lut += 256 * (n // rows)
+    t = u // 32
+    j = u // 8 % 4
+    c = u % 8
+    live = live & (128 * t + 32 * j + 2 * c < K)
+    q_word = tl.load(q + 32 * t + 4 * c + j, live, 0)
+    for h in tl.static_range(2):
+        for i in tl.static_range(2):
+            inside = live & (128 * t + 32 * j + 16 * h + 2 * c + i < K)
+            q1 = (q_word >> 16 * i + 8 * h & 255).to(tl.int32)
+            lut1 = tl.load(lut + q1, inside, 0).to(tl.float32)
+            state = use(state, 128 * t + 32 * j + 16 * h + 2 * c + i, lut1, inside)
+    return state
+
+
 # -- format ----------------------------------------------------------------------------------------------------------
 VARIANT = Variant(
     fields={"lut": Field("level_type", "ceil(N/rows)", "256"), "q": Field("u8", "N", "K")},
     storages={
         "coreml": Storage(unpack=unpack_coreml, pack=pack_coreml, reads=("N", "K"), tensors={
             "indices": Stored("u8", "N*K"),
-            "lut": Stored("level_type", "ceil(N/rows)", "1", "256", "1"),
+            "lut": Stored("level_type", "ceil(N/rows)", "1", "256", "1", bits=("lut[1@0, 1@2]",)),
         }, kernels=Kernels(_decode_coreml, rows="N", units="K", last="k")),
+        "planar": Storage(unpack=unpack_planar, pack=pack_planar, reads=("K",), tensors={
+            "q": Stored("i32", "N", "32*ceil(K/128)", bits=("q[1@0, 2:16 8:4@1 2:8 4:1@1 32@1]",)),
+            "lut": Stored("level_type", "ceil(N/rows)", "256", bits=("lut[1@0, 1@1]",)),
+        }, kernels=Kernels(_decode_planar, rows="N", units="32*ceil(K/128)", last="k", digits=(4, 8), lanes=(2, 2),
+                order=(0, 1, 2, 4, 3, 5),
+                matrix_unit=MatrixUnitKernels(skinny, tile_gemm=tile_gemm, words=bitplanes.words_8,
+                    numbers=bitplanes.loaded_by_bytes, levels=GroupField("lut", "rows", 0), entries=256, width=8, bits=0,
+                    unit=(1.0, 1.0), base=(0, 0), zero=(0, 0)))),
     },
     decode=decode, encode=encode, cuts=("ceil(N/rows)", "K"),
 )

@@ -35,7 +35,6 @@ FORMAT = Format(
     detect={"tensors": {"axis": 1, "nbits": "bits", "group_size": "group", "shape": ["N", "K"]}},
     digest="e54490e5412cd2f0",
 )
-SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
-convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

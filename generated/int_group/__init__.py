@@ -60,7 +60,6 @@ FORMAT = Format(
         {"bits": 8, "qzeros": "0x7f7f7f7f", "storage": "gptq_v1"}], "spills": [{"storage": "gptq_v1", "qzeros": "bits"}]},
     digest="acd82455e137a03e",
 )
-SPEC = FORMAT.spec
 wrap, pack, unpack, quantize, dequantize = FORMAT.wrap, FORMAT.pack, FORMAT.unpack, FORMAT.quantize, FORMAT.dequantize
-convert, requantize, planar = FORMAT.convert, FORMAT.requantize, FORMAT.planar
+convert, requantize, planar, SPEC = FORMAT.convert, FORMAT.requantize, FORMAT.planar, FORMAT.spec
 linear, grouped_linear, Linear, Embedding = FORMAT.linear, FORMAT.grouped_linear, FORMAT.Linear, FORMAT.Embedding

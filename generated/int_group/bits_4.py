@@ -613,7 +613,7 @@ def _scale_planar(fields, sum, ones, BASE: tl.constexpr, total=None):
     """What a group adds up to, with w = s * (q - z)."""
     s, z = fields
     if BASE is not None:                             # else operands have no zero point any more
-        sum += lanes.shifted(-z, BASE) * ones
+        sum += (-z - BASE) * ones
     return lanes.plus(total, sum * s)
 
 

@@ -61,9 +61,8 @@ def halves(values: Values, size: int, oriented: bool) -> Labels:
 def lattice(values: Values, size: int, affine: bool, most_bits: int) -> Labels | None:
     """Codes from the steps between a group's values, or None where they lie on no lattice of `most_bits` bits.
 
-    affine: the lattice of a group begins anywhere.  Codes are certain in groups that use the first and the last one.
-    Otherwise it goes through zero, and its codes are around the middle; a group whose step is negative shows that by its least
-    code alone.
+    affine: the lattice of a group begins anywhere.  Codes are certain in groups that use the first and the last one.  Otherwise
+    it goes through zero, and its codes are around the middle; a group whose step is negative shows that by its least code alone.
     """
     n, k = values.shape
     steps = np.empty((n, k), np.int32)

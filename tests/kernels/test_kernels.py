@@ -204,6 +204,7 @@ BY_WEIGHT = ("flat_nibbles.flat", "marlin_tiles.marlin", "int_group.marlin-bits4
              "q5_1.gguf", "q5_1.planar", "q5_k.planar", "tq1_0.gguf", "ranges.runs", "ranges.words",
              *(f"ocp_mxfp6.{storage}-code{code}" for storage in ("compressed_tensors", "planar") for code in ("e2m3", "e3m2")),
              *(f"coreml_lut.coreml-bits{bits}-rows32-level_typef16" for bits in (4, 2, 6)),
+             "coreml_lut.planar-bits6-rows32-level_typef16", "posit8.planar-bits7", "posit8.rows-bits7",
              *(f"quanto.quanto-bits{bits}-group128-scale_typef32" for bits in (4, 2)),
              *(f"fp6_llm.{storage}-scale_typef16" for storage in ("fp6_llm", "planar")),
              "copied_bits.tiles", "copied_bits.planar", "spqr.spqr",

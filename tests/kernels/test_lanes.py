@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.gpu import regimes
-from qdsl.runtime import MatrixUnitKernels, PackedWeight
+from qdsl.runtime import GroupField, MatrixUnitKernels, PackedWeight
 from qdsl.runtime.gpu import configure, launch, scratch
 from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.torch.linear import as_stored
@@ -89,7 +89,7 @@ def kernels_of(x: torch.Tensor, packed: PackedWeight) -> set[str]:
 def rounding(case: Case, packed: PackedWeight, dtype: torch.dtype) -> float:
     """By how much a weight may be off: numbers of a table that x's type does not hold are rounded to it, and x times a factor."""
     kernels = case.module.FORMAT.variant(case.choice).storages[case.storage].kernels.matrix_unit
-    if kernels is not None and (levels := kernels.levels) is not None:
+    if kernels is not None and isinstance(levels := kernels.levels, GroupField):
         return 0.0 if packed.tensors[levels.tensor].dtype == dtype else torch.finfo(dtype).eps / 2
     if case.module.FORMAT.variant(case.choice).storages[case.storage].factor:
         return torch.finfo(dtype).eps / 2

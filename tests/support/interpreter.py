@@ -64,7 +64,7 @@ _trace: Trace | None = None
 
 
 def _read(packed: PackedWeight) -> list[torch.Tensor]:
-    return [*packed.tensors.values(), *(table.on(packed.device) for table in packed.layout.kernels.tables)]
+    return [*packed.tensors.values(), *(table.on(packed.device) for table in packed.layout.kernels.every_table)]
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def _patch() -> None:
 
     # The interpreter knows no functions of libdevice, and no assembly.
     codebook.libdevice = SimpleNamespace(byte_perm=byte_perm)
-    codebook.permute, codebook.scaled = codebook.plain_permute, codebook.plain_scaled
+    codebook.permute, codebook.scaled, codebook.bits_at = codebook.plain_permute, codebook.plain_scaled, codebook.plain_bits_at
     eight_bit.to_e4m3 = eight_bit.plain_e4m3
     builder.create_masked_load, builder.create_masked_store, builder.cast_impl = masked_load, masked_store, cast_impl
     def get_bf16(self: Any, value: float) -> Any:

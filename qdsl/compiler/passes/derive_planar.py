@@ -39,7 +39,8 @@ ORDERS = {
 }
 # A float of 4 bits in two parts, each of which chooses a byte (gpu/kernels/codebook.py).
 FLOAT_ORDER = (128, "c<4 u<4 i<2 e<2 p<2 h<2", "128*t")
-LOOKED_UP = ("u2", "u3", "u4", "u5")                             # codes that stand for the numbers of a table
+LOOKED_UP = ("u2", "u3", "u4", "u5", "u6", "u7", "u8")           # codes that stand for the numbers of a table
+IN_REGISTERS = 32                                                # numbers of a table; of longer ones each is loaded
 LOOKED_UP_ORDERS = {                                             # bytes are looked up four at a time (gpu/kernels/codebook.py)
     (4, 4): (128, "c<4 u<4 i<2 e<2 h<2", "128*t"),
     (4, 1): (512, "c<4 u<4 i<2 e<2 h<2 j<4", "512*t + 128*j"),
@@ -101,7 +102,7 @@ def _obstacle(program: Program) -> str:
         return why_not_affine(program)
     code = program.field(affine.code)
     if not is_code(code.number, affine.table):
-        types = " and ".join(LOOKED_UP) if affine.table else f"u1 to u8, i1 to i8, {', '.join(FLOAT_CODES)}"
+        types = f"{LOOKED_UP[0]} to {LOOKED_UP[-1]}" if affine.table else f"u1 to u8, i1 to i8, {', '.join(FLOAT_CODES)}"
         return f"code '{code.name}' is {code.number.name if code.number else 'an index'}, and matrix units take {types}"
     if wrong := next(filter(None, (_obstacle_of_group(program, name) for name in affine.fields)), ""):
         return wrong
@@ -264,11 +265,12 @@ def _planes(program: Program, code: Field, table: str, span: Span) -> Iterator[T
     assert code.number is not None
     widths = PLANES[code.number.bits]
     is_float = float_of_table(program, table) is not None if table else code.number.is_float
+    by_bytes = table and not is_float and code.number.high < IN_REGISTERS
     low = 0
     for place, width in enumerate(widths):
         name = code.name if len(widths) == 1 else f"{code.name}_{place}"
         part = f".at({low}):{width}" if len(widths) > 1 else ""
-        columns, loops, at = (LOOKED_UP_ORDERS if table and not is_float else ORDERS)[widths[0], width]
+        columns, loops, at = (LOOKED_UP_ORDERS if by_bytes else ORDERS)[widths[0], width]
         if is_float and widths == (4,):
             (columns, loops, at), part = FLOAT_ORDER, ".at(2*p):2"
         shape = f"i32[n<N, t<ceil(K/{columns}) word]"

@@ -177,7 +177,7 @@ def fits_matrix_units(packed: PackedWeight, dtype: torch.dtype, device: torch.de
     kernels = packed.layout.kernels.matrix_unit
     if kernels is None or not is_aligned or dtype not in HALVES or packed.shape[1] % 128 or not packed.shape[1]:
         return False
-    if not configure.has_mma(device):
+    if not configure.has_mma(device) or (dtype == torch.float16 and not kernels.unit[0]):
         return False                                             # kernel `gemm` and the plain one serve them
     if skinny and kernels.skinny is None:
         return False

@@ -113,7 +113,7 @@ def _run(calls: Sequence[Call], packed: PackedWeight, x: Tensor, bias: Tensor | 
     plan = plan_of(packed)
     names = plan.names[:-1] if plan.is_permuted else plan.names
     tensors = [x, *(packed.tensors[name] for name in names), bias]
-    tables = [table.on(packed.device) for table in packed.layout.kernels.tables]
+    tables = [table.on(packed.device) for table in packed.layout.kernels.every_table]
     ready = prepare(compiled, tensors, out, tables, is_decoded, plan.is_permuted)
     if ready is not None:
         _keep(plan, (x.shape, x.dtype, None if bias is None else bias.dtype, mode, x.get_device()), ready)

@@ -119,8 +119,9 @@ class MatrixUnitKernels:
     size: columns that share a sum where a block is shorter than 128 columns.  in_order: codes are bytes, row by row.
     special: the bits that all are set in a NaN or infinite byte of tensor `codes`.
     width, bits: of the first plane of codes, and of codes that are operands where they lie, 0 for others; signed: they are.
-    levels: the table of a weight, or of its blocks of rows, that codes are looked up in; entries: how many it has.
-    unit, base: what sums are multiplied with in the end, and what operands have more than codes, in float16 and bfloat16.
+    levels: the table of a weight, of its blocks of rows or of the format that codes are looked up in; entries: how many it has.
+    unit, base: what sums are multiplied with in the end, and what operands have more than codes, in float16 and bfloat16; a unit
+    of 0 says that float16 has no such numbers.
     ones: `finish` takes the sums of x.  double: bfloat16, whose numbers have 8 bits, takes two products for a code.
     zero: what `tile_gemm` adds to codes, in float16 and bfloat16; exact: it thereby takes off their zero point.
     sums_in_tile_gemm: it needs the sums of x.  spans: by plane, how many bits the second chunk of a span lies higher.
@@ -138,7 +139,7 @@ class MatrixUnitKernels:
     scale: Any = None
     finish: Any = None
     start: Any = None
-    levels: GroupField | None = None
+    levels: GroupField | Table | None = None
     entries: int = 0
     group_fields: tuple[GroupField, ...] = ()
     row_fields: tuple[GroupField, ...] = ()
@@ -165,8 +166,9 @@ class MatrixUnitKernels:
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """The tables that numbers of groups are looked up in."""
-        return tuple(dict.fromkeys(group.table for group in (*self.group_fields, *self.row_fields) if group.table is not None))
+        """The tables that numbers of groups, or codes, are looked up in."""
+        read = (self.levels, *(group.table for group in (*self.group_fields, *self.row_fields)))
+        return tuple(dict.fromkeys(table for table in read if isinstance(table, Table)))
 
     @property
     def least(self) -> int:
@@ -193,7 +195,8 @@ class MatrixUnitKernels:
         applied = {"scale": self.scale, "finish": self.finish, "FIELDS": group_fields, "ROW_FIELDS": row_fields}
         if kind == "w8a8":
             return applied
-        levels = None if self.levels is None else (*self.levels.constants(tensors, sizes)[:2], self.entries)
+        at = (len(tensors), 0) if isinstance(self.levels, Table) else self.levels and self.levels.constants(tensors, sizes)[:2]
+        levels = at and (*at, self.entries)
         loaded = {**codes, **applied, "words": self.words, "table": self.table, "LEVELS": levels}
         if kind == "gemv":
             return {**loaded, "STEP": min([64, *blocks])}
@@ -254,6 +257,11 @@ class Kernels:
     pairs: Pairs | None = None
 
     @property
+    def every_table(self) -> tuple[Table, ...]:
+        """Those of kernels for matrix units, too."""
+        return (*self.tables, *(() if self.matrix_unit is None else self.matrix_unit.tables))
+
+    @property
     def constants(self) -> dict[str, Any]:
         """Constants of `dequantize` and `matvec`."""
         return {"decode": self.decode, "ROWS": self.sums, "AXIS": int(self.last == "k")}
@@ -264,7 +272,7 @@ class Kernels:
         tensors: of the weight.
         """
         exact = () if self.matrix_unit is None else self.matrix_unit.tables
-        if self.matrix_unit is not None and self.matrix_unit.levels is not None:
+        if self.matrix_unit is not None and isinstance(self.matrix_unit.levels, GroupField):
             return torch.promote_types(tensors[self.matrix_unit.levels.tensor].dtype, dtype) != dtype
         return any(not torch.equal(table.values.to(dtype).to(table.values.dtype), table.values)
                    for table in self.tables if table not in exact)

@@ -12,7 +12,7 @@ from torch import Tensor
 from qdsl.runtime.torch.private_apis import FakeTensor
 from qdsl.runtime.weight.arrays import as_type
 
-KINDS = {"f32": torch.float32, "i32": torch.int32, "i8": torch.int8}
+KINDS = {"f32": torch.float32, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8}
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 FEW = 16                                                         # entries up to which a traced lookup is worth its length
 
@@ -67,6 +67,12 @@ class Table:
         if device not in self._on:
             self._on[device] = self.values.to(device)
         return self._on[device]
+
+    def halves(self, count: int, unit: float) -> Table:
+        """The bits of the first numbers over `unit` in float16, 0 for a unit of 0, and then of those numbers in bfloat16."""
+        numbers = self.values[:count].float()
+        halves = ((numbers / (unit or torch.inf)).half(), numbers.bfloat16())
+        return Table("i16", *torch.cat([half.view(torch.int16) for half in halves]).tolist())
 
     def with_codes(self, function: Callable[[Tensor, Tensor], Tensor], count: int) -> Table:
         """The table of function(row, code) for all rows and `count` codes: row r with code c is row r + c * rows."""

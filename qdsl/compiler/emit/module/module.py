@@ -40,7 +40,7 @@ from qdsl.core.schemes import SCHEMES
 
 RULE = "-" * 118
 # What a module offers of its FORMAT, by lines.
-SURFACE = (("wrap", "pack", "unpack", "quantize", "dequantize"), ("convert", "requantize", "planar"),
+SURFACE = (("wrap", "pack", "unpack", "quantize", "dequantize"), ("convert", "requantize", "planar", "SPEC"),
            ("linear", "grouped_linear", "Linear", "Embedding"))
 
 
@@ -176,8 +176,9 @@ def _format(parts: Sequence[Part], by: Sequence[str], programs: Sequence[Program
     if spec.detect:
         lines.append(f"    detect={data(dict(spec.detect))},")
     lines.append(f'    digest="{_digest(spec)}",')
-    offered = (f"{', '.join(names)} = {', '.join(f'FORMAT.{name}' for name in names)}" for names in SURFACE)
-    lines += [")", "SPEC = FORMAT.spec", *offered]
+    offered = (f"{', '.join(names)} = {', '.join(f'FORMAT.{name.lower() if name.isupper() else name}' for name in names)}"
+               for names in SURFACE)
+    lines += [")", *offered]
     return [*lines, *(["for_device = FORMAT.for_device"] if any(storage.transient for storage in spec.storages) else [])]
 
 

@@ -1,4 +1,4 @@
-"""A table of 4 to 32 numbers as the bytes from which the lane-tile kernels look them up (runtime/gpu/kernels/codebook.py)."""
+"""A table as the lane-tile kernels look its numbers up (runtime/gpu/kernels/codebook.py): as bytes in registers, or in memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qdsl.compiler.ir.program import Program
+from qdsl.compiler.passes.derive_planar import IN_REGISTERS
 
-SMALLEST = 2.0 ** -14                                            # float16's smallest number that has all bits
+SMALLEST, LARGEST = 2.0 ** -14, 2.0 ** 15                        # float16's smallest number that has all bits; all below it do
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Codebook:
         return _words([int(number) + self.base[0] for number in self.numbers])
 
     def halves(self, kind: str) -> list[int]:
-        """The words of a table that is split, as gpu/kernels/codebook.split_table takes them: of 'f16' or 'bf16'."""
+        """The words of a table that is split, as gpu/kernels/codebook.table takes them: of 'f16' or 'bf16'."""
         high = 0 if kind == "f16" else 0x43
         below, above = (_words([high | sign] * 4)[0] for sign in (0x80, 0))
         lower, upper = (below, above) if min(self.numbers[:8]) < 0 else (above, below)
@@ -75,29 +76,41 @@ class Codebook:
 
 @dataclass(frozen=True, slots=True)
 class StoredTable:
-    """A table of `entries` numbers that is stored with a weight: kernels load it and round its numbers to x's type."""
+    """A table of `entries` numbers that is stored with a weight: kernels load it and round its numbers to x's type.
+
+    Or a longer one of the spec, whose numbers lie in memory as x's type has them, float16's divided by unit; 0 is for none.
+    """
 
     tensor: str
     rows: str                                                    # that share one, as a number or a size; '' for all
     entries: int
+    unit: float = 1.0
+    name: str = ""                                               # of the spec's table
 
     is_int = is_split = False
-    unit = 1.0
     base = (0, 0)
 
     @property
     def function(self) -> str:
         """The function of gpu/kernels/bitplanes.py that looks its numbers up."""
-        return f"float_entries_of_{self.entries}"
+        loaded = "loaded_by_bytes" if self.entries == 256 else "loaded_by_planes"
+        return f"float_entries_of_{self.entries}" if self.entries <= IN_REGISTERS else loaded
 
 
-def codebook(program: Program, table: str, entries: int) -> Codebook | None:
-    """The first entries of a table; None where it has fewer, or numbers too far apart for a float16."""
+def codebook(program: Program, table: str, entries: int) -> Codebook | StoredTable | None:
+    """The first entries of a table; None where it has fewer, or numbers too far apart for a float16.
+
+    Of a table in memory bfloat16 has those, too.
+    """
     numbers = program.spec.table(table).values[:entries]
     sizes = [abs(number) for number in numbers if number]
-    if len(numbers) < entries or not sizes or min(sizes) / 2.0 ** math.frexp(max(sizes))[1] < SMALLEST:
+    if len(numbers) < entries or not sizes:
         return None
-    return Codebook(numbers, 2.0 ** math.frexp(max(sizes))[1])
+    unit = 2.0 ** math.frexp(max(sizes))[1]
+    if entries > IN_REGISTERS:
+        unit /= LARGEST
+        return StoredTable("", "", entries, unit if min(sizes) / unit >= SMALLEST else 0.0, table)
+    return Codebook(numbers, unit) if min(sizes) / unit >= SMALLEST else None
 
 
 def _words(bytes_: Sequence[int]) -> list[int]:

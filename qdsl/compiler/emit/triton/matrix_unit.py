@@ -21,6 +21,7 @@ from qdsl.compiler.emit.triton.codebook import Codebook, StoredTable
 from qdsl.compiler.emit.triton.plan import CHUNK, Group, Plan, argument, matrix_unit_plan
 from qdsl.compiler.emit.triton.records import Record
 from qdsl.compiler.ir.program import Affine, Program, Terms
+from qdsl.compiler.passes.derive_planar import IN_REGISTERS
 
 FUNCTIONS = ("words", "table", "start", "fields", "scale", "finish")
 
@@ -81,7 +82,8 @@ def constants(plan: Plan) -> list[str]:
         arguments += [f"zero={_zero(plan)}"] if _zero(plan) != (0, -128) else []
         arguments += ["exact=True"] if plan.affine.zero and _is_exact(plan) else []
         arguments += ["sums_in_tile_gemm=True"] if plan.sums_in_tile_gemm else []
-        steps = [(LOOKED_UP_SPANS if plan.book else SPANS).get((plan.planes[0][1], width), 0) for _, width, _ in plan.planes]
+        spans = LOOKED_UP_SPANS if plan.book and plan.code.high < IN_REGISTERS else SPANS
+        steps = [spans.get((plan.planes[0][1], width), 0) for _, width, _ in plan.planes]
         arguments += [f"spans={tuple(steps)}"] if any(steps) else []
         arguments += ["tall=True"] if plan.tall else []
     arguments += [f'codes="{plan.stored or plan.affine.code}"', f"special={plan.special}"] if plan.special else []
@@ -138,18 +140,15 @@ def _table(plan: Plan) -> list[str]:
 
 def _table_text(book: Codebook, kind: str) -> str:
     """The call that brings a table's words into registers, for numbers of 'f16' or 'bf16'."""
-    words: list[int | None]
+    words: Sequence[int | None]
     if book.is_split:
-        return f"codebook.split_table(g, N, {', '.join(f'{word:#x}' for word in book.halves(kind))})"
-    if book.is_short or (book.is_int and kind == "f16"):
-        words = [0 if kind == "f16" else 0x43434343, *book.bytes]
+        first, *words = book.halves(kind)
+    elif book.is_short or (book.is_int and kind == "f16"):
+        first, words = 0 if kind == "f16" else 0x43434343, book.bytes
     else:
         low, high = (_short(part) for part in book.floats(kind))
-        words = [0, *low, *high]                                 # high bytes have a place of their own
-    while words[-1] is None:
-        words.pop()
-    function = "table_of_32" if len(book.numbers) == 32 else "table"
-    return f"codebook.{function}(g, N, {', '.join('None' if word is None else f'{word:#x}' for word in words)})"
+        first, words = 0, [*low, *high]                          # high bytes have a place of their own
+    return f"codebook.table(g, N, {first:#x}, ({bare_tuple('None' if word is None else f'{word:#x}' for word in words)}))"
 
 
 def _short(words: list[int]) -> list[int | None]:
@@ -165,7 +164,9 @@ def _short(words: list[int]) -> list[int | None]:
 
 
 def _levels(table: StoredTable) -> str:
-    """Where a family reads the table of a row, and how many entries it has."""
+    """Where a family reads the table of a row, or of the format, and how many entries it has."""
+    if table.name:
+        return f"levels={constant(table.name)}.halves({table.entries}, {table.unit}), entries={table.entries}"
     return f'levels=GroupField("{table.tensor}", {_block(table.rows)}, 0), entries={table.entries}'
 
 
@@ -189,7 +190,7 @@ _BASE = ("if BASE != 0:", "    sum -= BASE * ones")
 SHARED = {
     ("return lanes.plus(total, sum * $0)",): "scaled",
     (*_BASE, "return lanes.plus(total, sum * $0)"): "scaled_codes",
-    ("sum += lanes.shifted(-$1, BASE) * ones", "return lanes.plus(total, sum * $0)"): "with_zero",
+    ("sum += (-$1 - BASE) * ones", "return lanes.plus(total, sum * $0)"): "with_zero",
     ("total = lanes.plus(total, sum * $0)", "return total + ones * lanes.offset($1, $0, BASE)"): "with_offset",
     ("factor = $0 * $1", "total = lanes.plus(total, sum * factor)",
      "return total + ones * lanes.offset(-$2 * $3, factor, BASE)"): "nested_with_minimum",
@@ -230,8 +231,7 @@ def _line_of(plan: Plan, without: list[Group]) -> list[str]:
     lines: list[str] = []
     if affine.zero:
         zero = _text(affine.zero, [])
-        constant = all(not product for _, product in affine.zero)
-        lines = [f"sum += ({zero} - BASE) * ones" if constant else f"sum += lanes.shifted({zero}, BASE) * ones"]
+        lines = [f"sum += ({zero} - BASE) * ones"]
         if plan.has_tile_gemm and _is_exact(plan):
             lines = ["if BASE is not None:                             # else operands have no zero point any more",
                      f"    {lines[0]}"]

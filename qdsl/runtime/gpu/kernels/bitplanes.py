@@ -6,8 +6,9 @@ that a plane of 2 bits has words for 2 chunks, and one of 1 bit for 4.  Bits of 
 first, so that one shift brings a pair of them to its place.
 
 words_B is the function `words` of a format with codes of B bits.  Its `numbers` is named after the type of the codes: u1 to u8,
-i1 to i8, e4m3, e5m2, e3m2, e2m3, e2m1, or after the table that codes of 2 to 5 bits look up: `entries` are integers that are
-less than 128 apart, `split_entries` those below 0 in one half, `wide_entries` less than 256 apart, `float_entries` any numbers.
+i1 to i8, e4m3, e5m2, e3m2, e2m3, e2m1, or after the table that codes of 2 to 8 bits look up: `entries` are integers that are
+less than 128 apart, `split_entries` those below 0 in one half, `wide_entries` less than 256 apart, `float_entries` any numbers,
+`loaded_by_bytes` and `loaded_by_planes` those of a table in memory.
 """
 
 from qdsl.runtime.gpu.kernels import codebook, lanes
@@ -92,98 +93,53 @@ def code(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl
 
 @triton.jit
 def u1(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """Unsigned codes of 1 bit as numbers."""
-    return lanes.numbers(code(words, half, i, digit, to, 1, F), flip, False, F)
+    """Codes of 1 bit as numbers."""
+    return lanes.halves(code(words, half, i, digit, to, 1, F) ^ flip, F)
 
 
 @triton.jit
 def u2(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """Unsigned codes of 2 bits as numbers."""
-    return lanes.numbers(code(words, half, i, digit, to, 2, F), flip, False, F)
+    """Codes of 2 bits as numbers."""
+    return lanes.halves(code(words, half, i, digit, to, 2, F) ^ flip, F)
 
 
 @triton.jit
 def u3(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """Unsigned codes of 3 bits as numbers."""
-    return lanes.numbers(code(words, half, i, digit, to, 3, F), flip, False, F)
+    """Codes of 3 bits as numbers."""
+    return lanes.halves(code(words, half, i, digit, to, 3, F) ^ flip, F)
 
 
 @triton.jit
 def u4(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """Unsigned codes of 4 bits as numbers."""
-    return lanes.numbers(code(words, half, i, digit, to, 4, F), flip, False, F)
+    """Codes of 4 bits as numbers."""
+    return lanes.halves(code(words, half, i, digit, to, 4, F) ^ flip, F)
 
 
 @triton.jit
 def u5(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """Unsigned codes of 5 bits as numbers."""
-    return lanes.numbers(code(words, half, i, digit, to, 5, F), flip, False, F)
+    """Codes of 5 bits as numbers."""
+    return lanes.halves(code(words, half, i, digit, to, 5, F) ^ flip, F)
 
 
 @triton.jit
 def u6(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """Unsigned codes of 6 bits as numbers."""
-    return lanes.numbers(code(words, half, i, digit, to, 6, F), flip, False, F)
+    """Codes of 6 bits as numbers."""
+    return lanes.halves(code(words, half, i, digit, to, 6, F) ^ flip, F)
 
 
 @triton.jit
 def u7(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """Unsigned codes of 7 bits as numbers."""
-    return lanes.numbers(code(words, half, i, digit, to, 7, F), flip, False, F)
+    """Codes of 7 bits as numbers."""
+    return lanes.halves(code(words, half, i, digit, to, 7, F) ^ flip, F)
 
 
 @triton.jit
 def u8(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """Unsigned codes of 8 bits as numbers."""
-    return lanes.numbers(code(words, half, i, digit, to, 8, F), flip, False, F)
+    """Codes of 8 bits as numbers."""
+    return lanes.halves(code(words, half, i, digit, to, 8, F) ^ flip, F)
 
 
-@triton.jit
-def i1(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """Signed codes of 1 bit as numbers."""
-    return lanes.numbers(code(words, half, i, digit, to, 1, F), flip, True, F)
-
-
-@triton.jit
-def i2(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """Signed codes of 2 bits as numbers."""
-    return lanes.numbers(code(words, half, i, digit, to, 2, F), flip, True, F)
-
-
-@triton.jit
-def i3(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """Signed codes of 3 bits as numbers."""
-    return lanes.numbers(code(words, half, i, digit, to, 3, F), flip, True, F)
-
-
-@triton.jit
-def i4(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """Signed codes of 4 bits as numbers."""
-    return lanes.numbers(code(words, half, i, digit, to, 4, F), flip, True, F)
-
-
-@triton.jit
-def i5(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """Signed codes of 5 bits as numbers."""
-    return lanes.numbers(code(words, half, i, digit, to, 5, F), flip, True, F)
-
-
-@triton.jit
-def i6(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """Signed codes of 6 bits as numbers."""
-    return lanes.numbers(code(words, half, i, digit, to, 6, F), flip, True, F)
-
-
-@triton.jit
-def i7(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """Signed codes of 7 bits as numbers."""
-    return lanes.numbers(code(words, half, i, digit, to, 7, F), flip, True, F)
-
-
-@triton.jit
-def i8(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """Signed codes of 8 bits as numbers."""
-    return lanes.numbers(code(words, half, i, digit, to, 8, F), flip, True, F)
+i1, i2, i3, i4, i5, i6, i7, i8 = u1, u2, u3, u4, u5, u6, u7, u8   # signed ones have another flip (lanes.flips)
 
 
 @triton.jit
@@ -301,5 +257,20 @@ def wide_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.con
 @triton.jit
 def float_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
     """The numbers of a table that 4-bit codes stand for, in type F."""
-    low = codebook.of_16(words[0], i, flip, 2)
-    return codebook.floats(low, codebook.of_16(words[0], i, flip, 6), half % 2, F)
+    return codebook.floats(codebook.of_16(words[0], i, flip, 2), codebook.of_16(words[0], i, flip, 6), half % 2, F)
+
+
+@triton.jit
+def loaded_by_bytes(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The numbers of a table in memory that 8-bit codes stand for, in type F."""
+    return codebook.loaded(flip, words[half % 2], i, F)
+
+
+@triton.jit
+def loaded_by_planes(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
+    """The same of 6-bit codes, or of 7-bit codes, which have three planes: they become bytes first."""
+    at: tl.constexpr = 4 * (half % 2)
+    codes = lanes.field(words[0], at, 0, 4, 0x01010101) | lanes.field(words[1], at + half // 2 * 2, 4, 2, 0x01010101)
+    if len(words) == 3:
+        codes |= lanes.field(words[2], at + half // 2, 6, 1, 0x01010101)
+    return codebook.loaded(flip, codes, i, F)

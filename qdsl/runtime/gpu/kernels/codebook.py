@@ -1,10 +1,9 @@
-"""Device functions of the lane-tile kernels: codes of 2 to 5 bits that stand for the numbers of a table.
+"""Device functions of the lane-tile kernels: codes of 2 to 8 bits that stand for the numbers of a table.
 
-A table lies in registers, a byte of four entries in each; the byte permutation of NVIDIA GPUs takes four codes at once from
-eight entries, and a third one chooses between the halves of sixteen.  The planar storage puts the codes of a word so that codes
-e = 0, 1 of a pair come out two bytes apart: code (i, e, h) lies at bit 16 * i + 8 * e + 4 * h (runtime/gpu/kernels/lanes.py says
-what i, e and h are).  Of 3 bits two lie there, or two bits higher in the second chunk of a span, and the third in a word of its
-own.
+A table of up to 32 numbers lies in registers, a byte of four entries in each; the byte permutation of NVIDIA GPUs takes four
+codes at once from eight entries, and a third one chooses between the halves of sixteen.  The planar storage puts the codes of a
+word so that codes e = 0, 1 of a pair come out two bytes apart: code (i, e, h) lies at bit 16 * i + 8 * e + 4 * h (lanes.py says
+what i, e and h are).  Of 3 bits two lie there, or two higher in the second chunk of a span, and the third in a word of its own.
 
 Integers become numbers without a conversion: a byte is float16's subnormal byte * 2^-24, and behind 0x43 bfloat16's 128 + byte
 for bytes below 128.  Other tables have a second byte for each entry.
@@ -13,8 +12,11 @@ Where bytes are below 128, those of the other half's codes come out as 0, so tha
 a table's negative integers are one half of it (IQ4_NL), each half is an operand of its own, and its sign is in the high byte:
 128 and -128 add up to nothing.  For 8 codes the two take 13 and 15 instructions, and tables of two bytes, as in tile_gemm, 21.
 
+Longer tables stay in memory, and so in the L1 cache: 64 to 256 numbers of two bytes are one to four lines of it.  Each code takes
+a load, but no barrier: tl.gather would store the table to shared memory for every tile of codes, between barriers of all warps.
+
 `permute` is a line of assembly, for libdevice's byte_perm masks every selector, and so hides what the instruction does beyond 7.
-`plain_permute` is the same without it, for the interpreter.
+`plain_permute` is the same without it, for the interpreter.  `bits_at` is some, for Triton moves tiles of tl.load between lanes.
 """
 
 from qdsl.runtime.gpu.kernels import group_numbers, lanes
@@ -23,49 +25,31 @@ from qdsl.runtime.gpu.triton import libdevice, tl, triton
 
 
 @triton.jit
-def table(g, N, high: tl.constexpr, t0: tl.constexpr, t1: tl.constexpr = None, t2: tl.constexpr = None, t3: tl.constexpr = None,
-          h0: tl.constexpr = None, h1: tl.constexpr = None, h2: tl.constexpr = None, h3: tl.constexpr = None):
+def table(g, N, high: tl.constexpr, words: tl.constexpr):
     """What the functions below take, in registers: the selectors of bytes 0 to 3, twice; the high byte of integers as numbers;
-    the words of a table, the entries' low bytes and then their high ones."""
-    g = g[:, :, None]
-    return ((in_lane(0x32103210, g, N), in_lane(high, g, N),
-             in_lane(t0, g, N), in_lane(t1, g, N), in_lane(t2, g, N), in_lane(t3, g, N),
-             in_lane(h0, g, N), in_lane(h1, g, N), in_lane(h2, g, N), in_lane(h3, g, N)),)
-
-
-@triton.jit
-def table_of_32(g, N, high: tl.constexpr, t0: tl.constexpr, t1: tl.constexpr, t2: tl.constexpr, t3: tl.constexpr,
-                t4: tl.constexpr, t5: tl.constexpr, t6: tl.constexpr, t7: tl.constexpr,
-                h0: tl.constexpr = 0, h1: tl.constexpr = 0, h2: tl.constexpr = 0, h3: tl.constexpr = 0,
-                h4: tl.constexpr = 0, h5: tl.constexpr = 0, h6: tl.constexpr = 0, h7: tl.constexpr = 0):
-    """The same of a table of 32 numbers."""
-    low, more = table(g, N, high, t0, t1, t2, t3, t4, t5, t6, t7)[0], table(g, N, 0, h0, h1, h2, h3, h4, h5, h6, h7)[0]
-    return (low + more[2:],)
-
-
-@triton.jit
-def split_table(g, N, lower: tl.constexpr, t0: tl.constexpr, t1: tl.constexpr, t2: tl.constexpr, t3: tl.constexpr,
-                l0: tl.constexpr, l1: tl.constexpr, l2: tl.constexpr, l3: tl.constexpr, h0: tl.constexpr, h1: tl.constexpr,
-                h2: tl.constexpr, h3: tl.constexpr, upper: tl.constexpr):
-    """The same of a table with integers below 0 in one half: the words of magnitudes, those of low bytes and of high ones of
-    whole numbers; before and after them the high bytes of the lower half's magnitudes and of the upper one's.
+    the words of a table, the entries' low bytes and then their high ones.  Of a table with integers below 0 in one half: the
+    high byte of the lower half's magnitudes, words of magnitudes, the same two of numbers, and the upper half's high byte.
     """
     g = g[:, :, None]
-    return ((in_lane(0x32103210, g, N), in_lane(lower, g, N),
-             in_lane(t0, g, N), in_lane(t1, g, N), in_lane(t2, g, N), in_lane(t3, g, N),
-             in_lane(l0, g, N), in_lane(l1, g, N), in_lane(l2, g, N), in_lane(l3, g, N),
-             in_lane(h0, g, N), in_lane(h1, g, N), in_lane(h2, g, N), in_lane(h3, g, N), in_lane(upper, g, N)),)
+    kept = (in_lane(0x32103210, g, N), in_lane(high, g, N))
+    for i in tl.static_range(len(words)):
+        kept = kept + (in_lane(words[i], g, N),)
+    return (kept,)
 
 
 @triton.jit
 def constants(table: tl.constexpr, levels: tl.constexpr, tensors, row, g, N, wide: tl.constexpr, width: tl.constexpr,
               bits: tl.constexpr, signed: tl.constexpr, F: tl.constexpr):
-    """What a format's numbers() takes besides words in two rows, where codes may be looked up in stored tables.
+    """What a format's numbers() takes besides words in two rows: a table's words or place, or lanes.flips().
 
-    levels: the place of their tensor, rows that share one, and its entries; None elsewhere.
+    levels: the place of the tensor of tables, rows that share one, and its entries; None elsewhere.
     """
-    if levels is None:
-        return lanes.constants(table, g, N, width, bits, signed, F)
+    if levels is None and table is None:
+        return lanes.flips(N, width, bits, signed, F)
+    elif levels is None:
+        return table(g, N, F)
+    elif levels[2] > 32:
+        return table_in_memory(tensors[levels[0]], row, levels[1], levels[2], F),
     else:
         return stored_table(tensors[levels[0]], row, levels[1], levels[2], g, wide, N, F)
 
@@ -93,6 +77,53 @@ def stored_table(plane, row, block: tl.constexpr, entries: tl.constexpr, g, wide
 
 
 @triton.jit
+def table_in_memory(plane, row, block: tl.constexpr, entries: tl.constexpr, F: tl.constexpr):
+    """Where the tables of two rows begin, one pointer or [8 * W, 1, 2]; one of integers has float16's bits, then bfloat16's."""
+    if plane.dtype.element_ty == tl.int16:
+        return plane + (0 if F == tl.float16 else entries)
+    elif block == 0:
+        return plane
+    else:
+        at = group_numbers.blocks(row, block)
+        return plane + tl.join(at[0], at[1]) * entries
+
+
+@triton.jit
+def loaded(table, codes, i: tl.constexpr, F: tl.constexpr):
+    """Pairs i of numbers of type F from the codes in bytes i and i + 2."""
+    return tl.join(entry(table, libdevice.byte_perm(codes, 0, 0x4440 + i), F),
+                   entry(table, libdevice.byte_perm(codes, 0, 0x4442 + i), F))
+
+
+@triton.jit
+def entry(table, code, F: tl.constexpr):
+    """The numbers of codes, rounded to F where they are stored in another type."""
+    kind: tl.constexpr = table.dtype.scalar.element_ty
+    bits = bits_at(table, code).to(tl.int32 if kind == tl.float32 else tl.int16)
+    return bits.to(F if kind == tl.int16 else kind, bitcast=True).to(F)
+
+
+@triton.jit
+def bits_at(table, code):
+    """The bits of a table's entries, two bytes or four, as int32.
+
+    A product and a sum become one instruction of a pipe that has little else to do, and any other address two.
+    """
+    wide: tl.constexpr = table.dtype.scalar.element_ty == tl.float32
+    at = tl.inline_asm_elementwise("mul.wide.u32 $0, $1, 4;" if wide else "mul.wide.u32 $0, $1, 2;", "=l,r", [code],
+                                   dtype=tl.int64, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];" if wide else "ld.global.nc.u16 $0, [$1];", "=r,l",
+                                     [table.to(tl.int64) + at], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def plain_bits_at(table, code):
+    """bits_at() without assembly."""
+    wide: tl.constexpr = table.dtype.scalar.element_ty == tl.float32
+    return tl.load(table + code).to(tl.int32 if wide else tl.int16, bitcast=True).to(tl.int32)
+
+
+@triton.jit
 def bytes_of_four(p, high: tl.constexpr, F: tl.constexpr):
     """The low or the high bytes of four numbers as F, the same in every lane of a row: int32 [8 * W, 4]."""
     v = tl.load(p + tl.arange(0, 16)[None, :] % 4).to(F).to(tl.int16, bitcast=True).to(tl.int32)
@@ -107,7 +138,7 @@ def in_lane(word: tl.constexpr, g, N):
     if word is None:
         return tl.full((1,), 0, tl.int1)                         # Triton 3.6 cannot return None
     elif word == 0:
-        return word
+        return tl.to_tensor(0)
     else:
         return tl.where(g < N + 8, word, 0)
 

@@ -29,7 +29,7 @@ def scaled_codes(fields, sum, ones, BASE: tl.constexpr, total=None):
 def with_zero(fields, sum, ones, BASE: tl.constexpr, total=None):
     """w = s * (q - z)."""
     s, z = fields
-    sum += lanes.shifted(-z, BASE) * ones
+    sum += (-z - BASE) * ones
     return lanes.plus(total, sum * s)
 
 

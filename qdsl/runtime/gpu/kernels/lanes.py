@@ -14,13 +14,13 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 
 @triton.jit
-def field(word, at: tl.constexpr, to: tl.constexpr, width: tl.constexpr):
-    """The bits [at, at + width) of both 16-bit halves, moved to bit `to`."""
+def field(word, at: tl.constexpr, to: tl.constexpr, width: tl.constexpr, ones: tl.constexpr = 0x00010001):
+    """The bits [at, at + width) of both 16-bit halves, moved to bit `to`; or of all bytes, whose lowest bits `ones` has."""
     if at > to:
         word = word >> (at - to)
     if at < to:
         word = word << (to - at)
-    return word & ((((1 << width) - 1) * 0x00010001) << to)
+    return word & ((((1 << width) - 1) * ones) << to)
 
 
 @triton.jit
@@ -330,7 +330,10 @@ def by_word(words):
 
 @triton.jit
 def flips(N, width: tl.constexpr, bits: tl.constexpr, signed: tl.constexpr, F: tl.constexpr):
-    """What numbers() takes, by the place of a float16 code and by the digit of a bfloat16 one."""
+    """What codes become numbers by with ^, by the place of a float16 code and the digit of a bfloat16 one.
+
+    It makes signed codes unsigned, and adds bfloat16's 128.
+    """
     sign: tl.constexpr = (0x00010001 << (bits - 1)) if signed else 0
     if F == tl.float16:
         return hidden(sign, N), hidden(sign << width, N), hidden(sign << 2 * width, N), hidden(sign << 3 * width, N)
@@ -338,15 +341,6 @@ def flips(N, width: tl.constexpr, bits: tl.constexpr, signed: tl.constexpr, F: t
         return hidden(0x43004300, N), hidden(0x43004300 ^ (sign >> 4), N)
     else:
         return hidden(0x43004300 ^ sign, N), hidden(0x43004300 ^ sign, N)
-
-
-@triton.jit
-def constants(table: tl.constexpr, g, N, width: tl.constexpr, bits: tl.constexpr, signed: tl.constexpr, F: tl.constexpr):
-    """What a format's numbers() takes besides words: a table's words, or flips()."""
-    if table is None:
-        return flips(N, width, bits, signed, F)
-    else:
-        return table(g, N, F)
 
 
 @triton.jit
@@ -362,14 +356,6 @@ def zeros(R: tl.constexpr, W: tl.constexpr):
 def hidden(value: tl.constexpr, N):
     """The constant, in a register: (a & b) ^ c is one instruction only where one of b and c is no literal."""
     return tl.where(N > 0, value, 0)
-
-
-@triton.jit
-def numbers(word, flip, signed: tl.constexpr, F: tl.constexpr):
-    """Pairs of codes as numbers of type F; `flip` makes signed codes unsigned and adds bfloat16's 128."""
-    if signed or F == tl.bfloat16:
-        word = word ^ flip
-    return halves(word, F)
 
 
 @triton.jit
@@ -390,15 +376,6 @@ def float_numbers(word, at: tl.constexpr, exponent: tl.constexpr, mantissa: tl.c
     if F == tl.bfloat16:
         value = value * (2.0 ** (128 - (1 << (exponent - 1))))
     return value
-
-
-@triton.jit
-def shifted(value, base: tl.constexpr):
-    """value - base"""
-    if base == 0:
-        return value
-    else:
-        return value - base
 
 
 @triton.jit
