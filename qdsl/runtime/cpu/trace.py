@@ -268,7 +268,8 @@ class Node:
     @property
     def has_32_bits(self) -> bool:
         """Whether the value has, whatever type it is computed in."""
-        return self.dtype != "int64" or (self.bounds[0] >= -1 << 31 and self.bounds[1] < 1 << 31)
+        is_far = self.op in (">>", "<<") and self.args[1].bounds[1] > 31            # such a shift has no form in 32 bits
+        return self.dtype != "int64" or (self.bounds[0] >= -1 << 31 and self.bounds[1] < 1 << 31 and not is_far)
 
     __add__, __radd__ = _operation("+"), _operation("+", True)
     __sub__, __rsub__ = _operation("-"), _operation("-", True)
