@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -139,7 +140,8 @@ def _compiled_seconds(packed: PackedWeight, candidate: costs.Candidate, m: int, 
     counted = compiled.counted(packed, candidate, m, gpu.arch) or Counted(None)
     if counted.refused:
         return float("inf")
-    seconds = costs.seconds(packed, candidate, m, X, gpu, counted.cost)
+    cost = counted.cost and replace(counted.cost, spills=counted.spills)
+    seconds = costs.seconds(packed, candidate, m, X, gpu, cost)
     if seconds < least_seconds(packed, candidate, m, gpu):
         raise ValueError(f"{candidate} of {costs.storage_key(packed)}, M = {m}, takes less than its bytes on a {gpu.title}")
     return seconds

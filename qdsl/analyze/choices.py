@@ -20,7 +20,7 @@ SHOWN = ("R", "W", "WN", "WK", "BM", "BLOCKS", "STAGES", "UNROLL", "SPLIT", "BN"
 FUSED = ("gemv", "skinny", "tile_gemm")
 WORK = {"gemv": "one row of x, in matrix units", "skinny": "blocks of 8 or 16 rows of x, in matrix units",
         "tile_gemm": "tiles of 16 to 128 rows of x, in Hopper's warp groups", "matvec": "one row of x, decoded weight by weight",
-        "gemm": "blocks of 16 or 64 rows of x, decoded weight by weight, in the matrix units of any GPU",
+        "gemm": "blocks of 16, 32 or 64 rows of x, decoded weight by weight, in the matrix units of any GPU",
         "decode": "dequantize, then the vendor's matmul"}
 
 

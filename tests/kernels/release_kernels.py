@@ -45,6 +45,8 @@ GRID = (256, 64, 128, 96, 4096), (1024, 512, 2048, 768, 4096)
 SYNTAX = (ast.operator, ast.cmpop, ast.unaryop, ast.IfExp, ast.ListComp, ast.GeneratorExp, ast.Tuple, ast.Starred, ast.Subscript,
           ast.Slice, ast.For, ast.While, ast.Return)
 LANES = {"gemv": 1, "skinny": 8, "tile_gemm": 16}
+# Kernels that a release cannot compile for a GPU: its passes fail on pointers that are integers.
+FAILING = {("3.6.0", "gfx942"): {"hlane dequantize", "hlane symbols"}}
 
 
 class Stopped(Exception):
@@ -70,7 +72,11 @@ def features_of(call: Call, in_pairs: bool) -> set[tuple[str, str]]:
     constants = call.constants
     flags = [f"{name} {constants.get(name)}" for name in ("F", "GAPS", "LARGE", "DIVIDES", "R", "BM", "AXIS")]
     flags += [f"{name} above 1" for name in ("SPLIT", "ROWS", "UNROLL", "GROUP") if constants.get(name, 1) > 1]
-    flags += ["a tensor is missing"] if None in flat(call.arguments[:2]) else []
+    planes = list(call.arguments[0]) if isinstance(call.arguments[0], tuple) else []
+    if None in planes:                                           # constants in tuples behind a None were lost once
+        behind = planes[planes.index(None):]
+        are_constant = any(isinstance(plane, tuple) and 1 in plane[1:] for plane in behind)
+        flags += [f"a tensor is missing, GAPS {constants.get('GAPS')}, before constants {are_constant}"]
     functions = [call.kernel, *(value for value in flat(tuple(constants.values())) if hasattr(value, "fn"))]
     used = frozenset().union(*(names(function.fn) for function in functions))
     return {(call.family, flag) for flag in flags} | {(call.family if in_pairs else "", name) for name in used}
@@ -133,8 +139,9 @@ def _cases_with_new_names() -> Iterator[tuple[Case, Any]]:
     seen: set[tuple[str, str]] = set()
     for case in cases():
         layout = case.module.FORMAT.variant(case.choice).storages[case.storage]
-        is_optional = any(layout.tensors[name].optional for name in layout.coded)
-        own = {("layout", f"{layout.kernels.last} {layout.kernels.divides} {layout.kernels.sums > 1} {is_optional}")}
+        optional = [layout.tensors[name].optional for name in layout.coded]
+        own = {("layout", f"{layout.kernels.last} {layout.kernels.divides} {layout.kernels.sums > 1}"),
+               ("optional", str(optional))}
         for kind in ("matvec", *LANES):
             for part in kernels(case, kind):
                 own |= {(kind, name) for name in ([part] if isinstance(part, str) else names(part.fn))}
@@ -257,6 +264,7 @@ def failures(arch: Arch, in_pairs: bool) -> Iterator[tuple[str, str]]:
     """Launches, and why one does not compile; '' where it does."""
     gpu = next(gpu for gpu in GPUS.values() if gpu.arch == arch.name)
     triton.runtime.driver.set_active(AbsentDriver(arch.capability or arch.name, arch.warp))
+    configure.has_fp8 = lambda device: not arch.is_nvidia or arch.capability >= 89
     with configure.assumed(arch.capability // 10, gpu.multiprocessors, gpu):
         for title, call in covering([*of_weights(), *others()], in_pairs):
             reason = ""
@@ -280,8 +288,10 @@ def main(arch: str = "sm_90", how: str = "few") -> int:
     if how != "whole":
         stop_at_ir()
     results = list(failures(arch_of(arch), how == "pairs"))
-    wrong = [f"{title}: {reason}" for title, reason in results if reason]
-    print(*wrong, f"Triton {triton.__version__}, {arch}: {len(wrong)} of {len(results)} kernels do not compile", sep="\n")
+    failing = FAILING.get((triton.__version__, arch), set()) if how == "whole" else set()
+    wrong = [f"{title}: {reason or 'compiles, but is among FAILING'}" for title, reason in results
+             if bool(reason) != (title in failing)]
+    print(*wrong, f"Triton {triton.__version__}, {arch}: {len(results)} kernels, {len(wrong)} wrong", sep="\n")
     return int(bool(wrong))
 
 

@@ -6,6 +6,8 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 from bench import costs as writer
 from qdsl.analyze import launches
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.gpu import costs, devices, launch
+from qdsl.runtime.gpu import configure, costs, devices, launch, plan
 from qdsl.runtime.gpu.costs import Candidate, Cost, seconds, terms
 from qdsl.runtime.gpu.devices import GPUS
 from qdsl.runtime.gpu.kernels.scale_columns import scale_columns
@@ -24,50 +26,37 @@ from tests.support.paths import ROOT
 X = torch.bfloat16
 COST = Cost(registers=64, shared=1024, warps=4, step=4096, trip=100, fixed=50, chain=200, chain_loads=1, start=300, start_loads=1)
 ROW = {"R": 1, "WN": 1, "WK": 4, "EVEN": 1}
-# How many instructions of kernels move registers to memory and back; the costs of their trips have these too.  `gemm` of sm_80,
-# and of sm_90 for formats behind hqq_axis0 but two, was counted before spills were: of its kernels 109 and 84 have 255 registers.
+# How many instructions of kernels move registers to memory and back; the costs of their trips have these too.
 SPILLING = {
     "sm_80": {
         "matvec": {"hqq.planar bits=1": 288, "hqq.planar bits=2": 10, "int_group.pack_quantized bits=3": 91,
             "int_group.pack_quantized bits=7": 151, "kivi.planar bits=2": 95, "quanto.planar bits=2": 30},
-        "gemm 16": {"spqr.spqr": 996}, "gemm 64": {"spqr.spqr": 1051},
         "skinny R=2": {"ik_iq3_k.planar": 23, "ik_iq5_k.planar": 13, "q2_k.planar": 53},
     },
     "sm_90": {
-        "gemm 16": {"any_precision.any_precision": 13, "bnb_fp4_nested.bitsandbytes": 167, "coreml_lut.coreml bits=4": 6,
-            "coreml_lut.coreml bits=6": 262, "coreml_vectors.coreml bits=4": 124, "flute.flute": 309, "fp6_llm.fp6_llm": 980,
-            "hqq_axis0.hqq bits=1": 222, "hqq_axis0.hqq bits=2": 302, "hqq_axis0.hqq bits=4": 302, "hqq_axis0.hqq bits=8": 93,
-            "hqq_axis0.hqq_3bit bits=3": 379, "ik_iq4_kss.ik_llama": 398, "spqr.spqr": 846},
-        "gemm 64": {"any_precision.any_precision": 2520, "bnb_fp4.bitsandbytes": 12, "bnb_fp4_nested.bitsandbytes": 522,
-            "coreml_lut.coreml bits=2": 72, "coreml_lut.coreml bits=4": 104, "coreml_lut.coreml bits=6": 534,
-            "coreml_vectors.coreml bits=4": 231, "flute.flute": 288, "fp6_llm.fp6_llm": 1224, "hqq_axis0.hqq bits=1": 454,
-            "hqq_axis0.hqq bits=2": 645, "hqq_axis0.hqq bits=4": 645, "hqq_axis0.hqq bits=8": 240,
-            "hqq_axis0.hqq_3bit bits=3": 711, "ik_iq3_k.ik_llama": 43, "spqr.spqr": 1032},
+        "dequantize": {"any_precision.planar": 4, "hqq.planar bits=1": 109, "hqq.planar bits=2": 126, "hqq.planar bits=4": 128},
         "matvec": {"hqq.planar bits=1": 331, "hqq.planar bits=2": 11, "int_group.pack_quantized bits=3": 75,
             "int_group.pack_quantized bits=7": 141, "kivi.planar bits=2": 83, "mlx.planar bits=2": 19,
             "quanto.planar bits=2": 14},
-        "tile_gemm R=2 32": {"kivi.planar bits=4": 5, "mlx.planar bits=2": 4, "mlx.planar bits=3": 8,
-            "q4_1.planar": 5, "q4_k.planar": 37, "q5_1.planar": 6, "q5_k.planar": 8},
+        "tile_gemm R=2 32": {"kivi.planar bits=4": 5, "mlx.planar bits=2": 4, "mlx.planar bits=3": 8, "q4_1.planar": 5,
+            "q4_k.planar": 37, "q5_1.planar": 6, "q5_k.planar": 8},
         "skinny R=2": {"ik_iq3_k.planar": 14, "ik_iq5_k.planar": 5, "q2_k.planar": 23},
     },
     "sm_100": {
-        "gemm 16": {"spqr.spqr": 595},
-        "gemm 64": {"bnb_fp4_nested.bitsandbytes": 173, "coreml_lut.coreml bits=2": 13, "coreml_lut.coreml bits=4": 11,
-            "coreml_vectors.coreml bits=4": 92, "hqq_axis0.hqq bits=1": 223, "hqq_axis0.hqq bits=2": 351,
-            "hqq_axis0.hqq bits=4": 351, "hqq_axis0.hqq bits=8": 85, "hqq_axis0.hqq_3bit bits=3": 380,
-            "int_group.pack_quantized_0_17 bits=5": 2, "nf4_nested.bitsandbytes": 173,
-            "ocp_mxfp6.compressed_tensors code=e2m3": 171, "ocp_mxfp6.compressed_tensors code=e3m2": 171, "spqr.spqr": 557},
         "matvec": {"hqq.planar bits=1": 110},
         "gemv R=2": {"flute.planar": 3},
         "skinny R=2": {"hqq.planar bits=8": 24, "ik_iq3_k.planar": 23, "ik_iq5_k.planar": 9},
     },
     "sm_120": {
-        "gemm 16": {"spqr.spqr": 283}, "gemm 64": {"spqr.spqr": 932},
         "gemv R=1": {"flute.planar": 3, "openvino_nf4.planar": 3},
         "gemv R=2": {"flute.planar": 3, "ik_iq4_k.planar": 2, "nvfp4_modelopt.planar": 4, "openvino_nf4.planar": 3},
         "skinny R=2": {"ik_iq3_k.planar": 12, "ik_iq5_k.planar": 5, "q2_k.planar": 33},
     },
-    "gfx942": {"gemm 16": {"spqr.spqr": 46}, "gemm 64": {"spqr.spqr": 102}},
+}
+# Of how many storages kernel `gemm` spills, by rows of x.
+SPILLING_GEMM = {
+    "sm_80": {"gemm 16": 34, "gemm 32": 2, "gemm 64": 46}, "sm_90": {"gemm 16": 37, "gemm 32": 2, "gemm 64": 55},
+    "sm_100": {"gemm 16": 1, "gemm 64": 14}, "sm_120": {"gemm 16": 1, "gemm 64": 1}, "gfx942": {"gemm 16": 1, "gemm 64": 1},
 }
 
 
@@ -193,14 +182,49 @@ def test_every_storage_has_its_kernels() -> None:
 
 
 def test_no_kernel_spills() -> None:
-    """But for those of SPILLING, a list that may only become shorter but for new storages; plans take none for matrix units."""
+    """But for those of SPILLING, lists that may only become shorter but for new storages; plans take none of lane kernels."""
     spilling: dict[str, dict[str, dict[str, int]]] = {}
+    of_gemm: dict[str, Counter[str]] = {}
+    for arch, storage, key, row in rows_of_the_table():
+        if len(row) > 11 and row[11]:
+            if key.startswith("gemm "):
+                of_gemm.setdefault(arch, Counter())[key] += 1
+            else:
+                spilling.setdefault(arch, {}).setdefault(key, {})[storage] = int(row[11])
+    assert spilling == SPILLING and of_gemm == SPILLING_GEMM
+
+
+def rows_of_the_table() -> Iterator[tuple[str, str, str, list[float]]]:
     for arch, table in costs.table().items():
         for storage, kernels in table.items():
             for key, row in kernels.items():
-                if len(row) > 11 and row[11]:
-                    spilling.setdefault(arch, {}).setdefault(key, {})[storage] = int(row[11])
-    assert spilling == SPILLING
+                yield arch, storage, key, row
+
+
+def test_what_spills_takes_time() -> None:
+    """Each instruction moves a register of 128 bytes per warp in each trip, through the L2 cache."""
+    gpu = GPUS["h100"]
+    none, many = (terms(replace(COST, spills=count), 132, 10, 1, 0, gpu) for count in (0, 5000))
+    assert none.cached == 0 and many.cached == pytest.approx(5000 * 128 * 4 * 10 / (costs.L2_BYTES * 1.98e9))
+    assert many.seconds == pytest.approx(costs.LAUNCH + many.first + many.cached)
+
+
+def test_a_small_tile_of_gemm_where_others_spill() -> None:
+    """It is counted and a candidate there alone, and is chosen for Marlin's weights."""
+    meta = torch.device("meta")
+    with configure.assumed(9, GPUS["h100"].multiprocessors, GPUS["h100"]):
+        spills, fits = weight("int_group", "marlin"), weight("q4_0", "gguf")
+        rows = {16: ({16, 32, 64}, {16}), 64: ({16, 32, 64}, {64})}
+        for m, wanted in rows.items():
+            for packed, tiles in zip((spills, fits), wanted, strict=True):
+                ways = [way for way in plan.candidates(packed, m, X, meta) if way.kind == "gemm"]
+                assert {way.config["BM"] for way in ways} == tiles
+        assert plan.best(spills, 16, X, meta).config["BM"] == configure.SMALL
+    for arch, storage, key, _ in rows_of_the_table():
+        if key == "gemm 32":
+            entry = costs.table()[arch][storage]
+            assert writer.is_wanted(key, entry) and costs.table()[arch][storage]["gemm 16"]
+    assert not writer.is_wanted("gemm 32", costs.table()["sm_90"]["q4_0.gguf"])
 
 
 def test_configurations_that_the_table_lacks_follow_from_near_ones() -> None:

@@ -35,7 +35,8 @@ TRIP = 256                                                       # columns of w 
 MOST_PARTS = 8                                                   # programs that share K
 SPLIT_PROGRAMS = 4                                               # per multiprocessor, up to which programs share K
 GEMM_PARTS = (1, 2, 4, 8, 16)                                    # programs of `gemm` that share K: its warps wait for their loads
-GEMM = {16: (64, 128), 64: (128, 64)}                            # by rows of x of a program of `gemm`: its tile of w, N x K
+GEMM = {16: (64, 128), 64: (128, 64), 32: (32, 64)}              # by rows of x of a program of `gemm`: its tile of w, N x K
+SMALL, SMALL_STEP = 32, 8192                                     # the one for kernels that spill else, and its most weights
 TENSOR_SUMS = 8                                                  # sums of 64 x 128 in the tensor memory of an SM of Blackwell
 AXES = 8                                                         # of a tile, its units' digits and lanes, in `dequantize`
 WIDE = 64                                                        # columns of w that `dequantize` stores of a row at least
@@ -156,8 +157,8 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
     n, k = packed.shape
     device = device or packed.device
     if kind == "gemm":
-        return [config for split in GEMM_PARTS if (config := gemm(packed, m, split, device))]
-    if kind == "tile_gemm" and m > 64 and is_tall(packed):
+        rule, *others = (config for bm in (0, *GEMM) for split in GEMM_PARTS if (config := gemm(packed, m, split, device, bm)))
+    elif kind == "tile_gemm" and m > 64 and is_tall(packed):
         rule, *others = _tall(m, n, k, device)
     elif kind == "tile_gemm":
         rule = _many(min(m, most_columns(packed)), n, device)
@@ -184,18 +185,18 @@ def _may_split(config: dict[str, int], split: int, m: int, n: int, k: int, devic
     return tiles * split <= SPLIT_PROGRAMS * target(device).multiprocessors and (split - 1) * cdiv(chunks, split) < chunks
 
 
-def gemm(packed: PackedWeight, m: int, split: int, device: torch.device) -> dict[str, int] | None:
+def gemm(packed: PackedWeight, m: int, split: int, device: torch.device, bm: int = 0) -> dict[str, int] | None:
     """BN rows of tiles and BK units of w, and BM rows of x, that a program of kernel `gemm` takes in a step; split: share K.
 
-    None where some of so many programs had no step of K, or all of them too little to do.
+    bm: 0 for those by rule.  None where some of so many programs had no step of K, or all of them too little to do.
     """
-    (rows, units), per_unit = grid_axes(packed), packed.layout.kernels.sums
-    bm = next((rows for rows in GEMM if m <= rows), max(GEMM))
-    if target(device).capability == 10 and packed.shape[1] > TENSOR_SUMS * units:
-        bm = min(GEMM)                                           # Triton keeps the sums of every weight of a unit apart
+    rows, units = grid_axes(packed)
+    are_many = target(device).capability == 10 and packed.shape[1] > TENSOR_SUMS * units     # sums, one of every weight of a unit
+    bm = bm or (16 if m <= 16 or are_many else 64)
     tall, columns = GEMM[bm]
-    bn = max(1, tall // per_unit)
     bk = min(128, max(16, power(columns * units // max(1, packed.shape[1]))))
+    tall = min(tall, SMALL_STEP * units // max(1, bk * packed.shape[1])) if bm == SMALL else tall
+    bn = max(1, tall // packed.layout.kernels.sums)
     programs, steps = cdiv(rows, bn) * cdiv(m, bm) * split, cdiv(units, bk)
     are_too_many = programs > SPLIT_PROGRAMS * target(device).multiprocessors
     if split > 1 and (are_too_many or (split - 1) * cdiv(steps, split) >= steps):

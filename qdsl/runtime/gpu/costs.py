@@ -201,8 +201,10 @@ class Terms(NamedTuple):
 def terms(cost: Cost, programs: int, trips: int, moved: int, loaded: int, target: Gpu) -> Terms:
     """What the time of a launch consists of; a chain of inf where a program does not fit on the GPU's SMs.
 
-    trips: of a program's loop.  moved: bytes between memory and the L2 cache.  loaded: bytes between that and the SMs.
+    trips: of a program's loop.  moved: bytes between memory and the L2 cache.  loaded: bytes between that and the SMs; spills are
+    added, as if all were in the loop and the L1 cache held none.
     """
+    loaded += int(128 * cost.warps * cost.spills) * trips * programs
     resident = ARCHS[target.arch].resident(cost.registers, cost.shared, cost.warps)
     clock = target.clock * 1e9
     turns = cdiv(programs, target.multiprocessors)

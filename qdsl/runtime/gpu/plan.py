@@ -152,7 +152,7 @@ def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.d
         ways = (_lane_candidate(kind, packed, m, config) for config in configure.candidates(kind, packed, m, device))
         legal += [way for way in ways if _has_registers(way, packed, configure.gpu(device).arch)]
     if 1 < m <= GEMM and not legal and not packed.layout.streams and configure.has_gemm(dtype, device):
-        legal += [gemm(packed, m, config) for config in configure.candidates("gemm", packed, m, device)]
+        legal += _gemm_candidates(packed, m, device)
     if m <= MATVEC and not packed.layout.streams:
         legal.append(matvec(packed, m))
     return [*legal, Candidate("decode")]
@@ -206,6 +206,15 @@ def _lane_candidate(kind: str, packed: PackedWeight, m: int, config: dict[str, i
         return Candidate(kind, config, (*grid, config["SPLIT"]) if config["SPLIT"] > 1 else grid)
     rows = cdiv(n, 16 * config["R"] * config["WN"])
     return Candidate(kind, config, (rows,) if kind == "gemv" else (rows, cdiv(m, config.get("BM", 8))))
+
+
+def _gemm_candidates(packed: PackedWeight, m: int, device: torch.device) -> list[Candidate]:
+    """Ways of kernel `gemm`: in the tile by rule and, where its kernel spills, in the others that are counted."""
+    arch = configure.gpu(device).arch
+    ways = [gemm(packed, m, config) for config in configure.candidates("gemm", packed, m, device)]
+    rule = costs.own_cost(packed, ways[0], arch)
+    return [way for way in ways if way.config["BM"] == ways[0].config["BM"] or (
+        rule is not None and rule.spills and costs.own_cost(packed, way, arch) is not None)]
 
 
 def _has_registers(candidate: Candidate, packed: PackedWeight, arch: str) -> bool:

@@ -4,7 +4,7 @@
 |---|---|---|
 | dequantize | none | every weight in float32, rounded to the dtype of out |
 | matvec | 1 at a time | any format, shape and dtype |
-| gemm | any, in blocks of 16 or 64 | any format, shape and GPU, by the matrix units that it has |
+| gemm | any, in blocks of 16, 32 or 64 | any format, shape and GPU, by the matrix units that it has |
 | gemv | 1 | groups of columns of w in the columns of the matrix instruction |
 | gemv_records | 1 | the same for weights in records, as files store them |
 | skinny | up to 8, blocks of 8 or 16, or 8 of each expert | rows of x in the columns of the matrix instruction |

@@ -91,6 +91,7 @@ def gemm(
     n = units.rows(tl.program_id(0) * BN, BN, BK, tiles, AXIS, EVEN, LARGE)
     if GAPS:
         own = [plane if plane is None else units.with_gaps(plane, n) for plane in tensors]
+        tensors = [plane if plane is None else plane[0] for plane in tensors]         # as the first row reads them
     else:
         own = tensors
     acc = tl.zeros((BM, ROWS * BN), tl.float32)
@@ -100,11 +101,7 @@ def gemm(
     first, last = tile.part_of_k(tl.program_id(2), tl.cdiv(count, BK), SPLIT)
     for step in range(first, last):
         u = units.axis(step * BK, BK, 1, 1, LARGE)
-        if GAPS:
-            any_row = [plane if plane is None else units.with_gaps(plane, u * 0) for plane in tensors]
-        else:
-            any_row = tensors
-        columns = decode(any_row, u * 0, u, units.live(u * 0, 1, u, count, EVEN), rows, K, sizes, load_columns, (x, ()))[1]
+        columns = decode(tensors, u * 0, u, units.live(u * 0, 1, u, count, EVEN), rows, K, sizes, load_columns, (x, ()))[1]
         u = units.axis(step * BK, BK, BN, AXIS, LARGE)
         weights = decode(own, n, u, units.live(n, tiles, u, count, EVEN), rows, K, sizes, keep_weight, (none, DIVIDES))[0]
         for j in tl.static_range(len(columns)):
