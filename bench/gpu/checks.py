@@ -56,13 +56,14 @@ def worst(actual: Tensor, exact: Tensor, allowed: Tensor) -> float:
     return float(torch.where(actual.isfinite(), ratio, torch.inf).max()) if ratio.numel() else 0.0
 
 
-def product(x: Tensor, weight: PackedWeight, bias: Tensor | None, invariant: bool = False) -> Tensor:
+def product(x: Tensor, weight: PackedWeight, bias: Tensor | None, invariant: bool = False, is_tiled: bool = False) -> Tensor:
     """By the kernel for so many rows, in the launches of the runtime; decoded where there is none on a GPU."""
     x, weight = as_stored(x, weight)
     if not invariant and is_decoded(x, weight):
         return gpu_product.by(Candidate("decode"), x, weight, bias)
     out = x.new_empty(x.shape[0], weight.shape[0])
-    for call in launch.linear_calls(x, weight, bias, out, invariant, None if invariant else regimes.candidate(x, weight)):
+    candidate = None if invariant else regimes.candidate(x, weight, is_tiled)
+    for call in launch.linear_calls(x, weight, bias, out, invariant, candidate):
         call.run()
     return out
 
@@ -107,9 +108,9 @@ class Examined:
         x = self._x(rows, dtype)
         bias = (torch.randn(self.weight.shape[0], generator=torch.Generator().manual_seed(1)).to(dtype).to(self.device)
                 if check.bias else None)
-        result, again = product(x, self.weight, bias), product(x, self.weight, bias)
+        result, again = (product(x, self.weight, bias, is_tiled=check.tiled) for _ in range(2))
         tiles = is_decoded(x, self.weight)
-        kernel = "dequantize and matmul" if tiles else kernel_of(x, self.weight, bias)
+        kernel = "dequantize and matmul" if tiles else kernel_of(x, self.weight, bias, check.tiled)
         rounded = tiles or self.weight.layout.kernels.rounds(x.dtype, self.weight.tensors)
         wide, added = x.cpu().double(), torch.zeros(1).double() if bias is None else bias.cpu().double()
         exact = wide @ self.exact.t() + added
@@ -136,10 +137,10 @@ class Examined:
                              f"other bits {', '.join(wrong)}" if wrong else "")
 
 
-def kernel_of(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> str:
+def kernel_of(x: Tensor, weight: PackedWeight, bias: Tensor | None, is_tiled: bool = False) -> str:
     """What the kernel that serves a product is called: 'gemv', 'skinny', 'tile_gemm' or 'linear'."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device="meta")
-    calls = launch.linear_calls(x, weight, bias, out, candidate=regimes.candidate(x, weight))
+    calls = launch.linear_calls(x, weight, bias, out, candidate=regimes.candidate(x, weight, is_tiled))
     names = dict.fromkeys(call.family for call in calls)
     return " and ".join(names)
 

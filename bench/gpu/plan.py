@@ -32,17 +32,22 @@ QUICK_ROWS = (1, 5, 12, 100)
 
 @dataclass(frozen=True)
 class Check:
-    """One product, or one dequantization with rows = 0; invariant: of several numbers of rows, whose bits must agree."""
+    """One product, or one dequantization with rows = 0; invariant: of several numbers of rows, whose bits must agree.
+
+    tiled: by 'tile_gemm', which takes few rows of x too.
+    """
 
     rows: int
     x: str
     bias: bool = False
     invariant: bool = False
+    tiled: bool = False
 
     def __str__(self) -> str:
         if not self.rows:
             return f"dequantize to {self.x}"
-        return f"{self.rows} rows of x in {self.x}{' + bias' * self.bias}{', invariant' * self.invariant}"
+        how = f"{' + bias' * self.bias}{', invariant' * self.invariant}{', in tiles' * self.tiled}"
+        return f"{self.rows} rows of x in {self.x}{how}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ def check_calls(packed: PackedWeight, check: Check) -> Iterator[Call]:
     for rows in INVARIANT if check.invariant else (check.rows,):
         x = torch.empty(rows, packed.shape[1], dtype=dtype, device="meta")
         chosen = None if check.invariant or not rows else Candidate("decode") if regimes.is_decoded(x, packed) else \
-            regimes.candidate(x, packed)
+            regimes.candidate(x, packed, check.tiled)
         yield from product_calls(packed, rows, dtype, check.bias, check.invariant, chosen)
         if rows and not check.invariant:
             yield from product_calls(packed, rows, dtype, check.bias)
@@ -132,7 +137,9 @@ def _case(weight: Weight, grid: tuple[tuple[int, ...], tuple[int, ...]], checks:
         return None
     kernels = format_of(weight.name).storage(weight.storage, weight.chosen)[1].kernels
     few = kernels.pairs is not None or (kernels.matrix_unit is not None and kernels.matrix_unit.skinny is not None)
-    kept = tuple(check for check in checks if not check.invariant or (few and shape[1] % 128 == 0))
+    served = {"invariant": few and shape[1] % 128 == 0,
+              "tiled": kernels.matrix_unit is not None and kernels.matrix_unit.tile_gemm is not None and shape[1] % 128 == 0}
+    kept = tuple(check for check in checks if all(served[name] for name in served if getattr(check, name)))
     return Case(replace(weight, shape=shape), kept)
 
 
@@ -146,14 +153,14 @@ def _whole(quick: bool) -> tuple[Check, ...]:
         return (*(Check(rows, "bf16") for rows in QUICK_ROWS), Check(0, "f32"))
     return (Check(1, "bf16"), Check(1, "f16"), Check(2, "bf16"), Check(8, "f16", bias=True), Check(12, "bf16"), Check(16, "f16"),
             Check(24, "bf16", bias=True), Check(50, "f16"), Check(64, "bf16"), Check(100, "bf16"), Check(256, "f16"),
-            Check(3, "f32"), Check(0, "f32"), Check(0, "bf16"), Check(8, "bf16", invariant=True))
+            Check(4, "f16", tiled=True), Check(3, "f32"), Check(0, "f32"), Check(0, "bf16"), Check(8, "bf16", invariant=True))
 
 
 def _ragged(quick: bool) -> tuple[Check, ...]:
     if quick:
         return Check(1, "f16"), Check(5, "f16")
     return (Check(1, "f16", bias=True), Check(5, "bf16"), Check(11, "f16"), Check(33, "bf16"), Check(100, "f16", bias=True),
-            Check(0, "f32"), Check(0, "f16"), Check(8, "f16", invariant=True))
+            Check(3, "f16", bias=True, tiled=True), Check(0, "f32"), Check(0, "f16"), Check(8, "f16", invariant=True))
 
 
 def _odd(quick: bool) -> tuple[Check, ...]:

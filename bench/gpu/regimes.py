@@ -12,16 +12,17 @@ from qdsl.runtime.weight import streams
 FEWER = 16                                                       # rows of x that kernels are checked with, without 'tile_gemm'
 
 
-def candidate(x: torch.Tensor, packed: PackedWeight) -> Candidate | None:
+def candidate(x: torch.Tensor, packed: PackedWeight, is_tiled: bool = False) -> Candidate | None:
     """The kernel for so many rows, in the first configuration: 'gemv' one, 'tile_gemm' more than 8, else 'skinny' or 'matvec'.
 
-    None for streams, which have kernels of their own.
+    is_tiled: 'tile_gemm' for fewer rows too, where it serves them.  None for streams, which have kernels of their own.
     """
     if packed.layout.streams:
         return None
     m, is_aligned = x.shape[0], launch.is_aligned(x, packed)
     kinds = plan.kinds(packed, m, x.dtype, x.device, is_aligned)
-    wanted = next((kind for kind in ("gemv", "tile_gemm", "skinny") if kind in kinds), "matvec")
+    order = ("gemv", "tile_gemm", "skinny") if is_tiled or m > 8 else ("gemv", "skinny")
+    wanted = next((kind for kind in order if kind in kinds), "matvec")
     legal = plan.candidates(packed, m, x.dtype, x.device, is_aligned)
     return next((option for option in legal if option.kind == wanted), plan.matvec(packed, m))
 

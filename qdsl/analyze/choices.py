@@ -109,5 +109,5 @@ def _refused(packed: PackedWeight, rows: int, dtype: torch.dtype) -> Iterator[tu
             yield "skinny", "the storage has none"
         if "tile_gemm" not in legal:
             yield "tile_gemm", ("the storage has none" if kernels.tile_gemm is None else
-                                "serves more than 8 rows of x" if rows <= 8 else
+                                "serves two rows of x and more" if rows == 1 else
                                 "is for Hopper, and for types that take one product for a code")

@@ -15,6 +15,7 @@ from qdsl.analyze.chains import Chain
 from qdsl.analyze.gpus import AnalyzeError, arch_of
 from qdsl.analyze.registers import following
 from qdsl.analyze.sass import Code, Instruction
+from qdsl.runtime.gpu.costs import Work
 from qdsl.runtime.torch.private_apis import allocation
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ class Report:
     The hot loop is the loop that loads the most bytes from global memory, or the whole kernel where none loads any.
     hot_weights: that a program takes in a trip of it.  unroll: trips of the source's loop in one of its.  trips: of it.
     hot_bytes: that a program's threads load from global memory in a trip, counted once per thread.  copied: whether they go
-    to shared memory on their own, stages - 1 trips ahead.  loaded: bytes that all programs load, counted so.  read: bytes of
-    the weight that leave the L2 cache: the weight as often as programs of other rows of x read it.
+    to shared memory on their own, stages - 1 trips ahead.  loaded: bytes that all programs load, counted so.  work: what they
+    do several times, by the launch.
 
     hot, whole: instructions of a thread per weight, of the hot loop and of the kernel, where the loop counts `trips` times and
     everything else once.  hot_pipes, whole_pipes: the same by pipe.  cycles: scheduler cycles per weight for which the kernel
@@ -88,7 +89,7 @@ class Report:
     hot_chain: Chain
     outside_chain: Chain
     loaded: int
-    read: int
+    work: Work
     opcodes: dict[str, int]
     loads: dict[str, int]
     load_widths: dict[int, int]
@@ -112,13 +113,23 @@ def report(call: Call, arch: str) -> Report:
         programs *= extent
     weight, others = _bytes(call)
     weight = round(weight * _share(call, programs))
-    passes = call.grid[1] if "x" in call.kernel.arg_names and len(call.grid) > 1 else 1
-    counts = counted(compiled(call, target), target.name, programs, call.weights, call.step, weight + others, passes * weight,
-                     passes * weight / (programs * call.weights), call.constants.get("BM", MATRIX_COLUMNS))
+    work = _work(call, programs, weight)
+    counts = counted(compiled(call, target), target.name, programs, call.weights, call.step, weight + others, work,
+                     work.passes * weight / (programs * call.weights), call.constants.get("BM", MATRIX_COLUMNS))
     if counts.loaded < LEAST_LOADED * weight:
         raise AnalyzeError(f"{counts.kernel} for {arch}: {counts.loaded / weight:.2f} of the weight's bytes are loaded in "
                            f"{counts.trips} trips of the loop, unrolled {counts.unroll}-fold: the loop was misread")
     return counts
+
+
+def _work(call: Call, programs: int, weight: int) -> Work:
+    """What programs of a launch do several times with so many bytes of a weight, and with x if they multiply."""
+    x = dict(zip(call.kernel.arg_names, call.arguments, strict=False)).get("x")
+    if not isinstance(x, Tensor):
+        return Work(weight)
+    passes, is_copied = call.grid[1] if len(call.grid) > 1 else 1, "STAGES" in call.constants
+    loaded = x.numel() * x.element_size() * (programs // passes) // call.constants.get("SPLIT", 1)
+    return Work(weight, passes, loaded, is_copied, 128 // call.constants.get("SIZE", 128) - 1 if is_copied else 0)
 
 
 def _share(call: Call, programs: int) -> float:
@@ -149,12 +160,12 @@ def _tensors(value: object) -> Iterator[Tensor]:
             yield from _tensors(element)
 
 
-def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: int, traffic: int, read: int = 0,
-            stored: float = 0.0, columns: int = 1) -> Report:
+def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: int, traffic: int,
+            work: Work | None = None, stored: float = 0.0, columns: int = 1) -> Report:
     """Count a compiled kernel.
 
     weights: that one program takes.  step: those of one trip of the source's loop, 0 without a loop.  traffic: bytes of the
-    launch's tensors.  read: as in Report.  stored, columns: bytes of a weight, and multiply-adds that it takes at least in
+    launch's tensors.  work: as in Report.  stored, columns: bytes of a weight, and multiply-adds that it takes at least in
     matrix units, to check by them how far a loop is unrolled.
     """
     target = arch_of(arch)
@@ -195,7 +206,7 @@ def counted(compiled: Compiled, arch: str, programs: int, weights: int, step: in
         hot_pipes=per_weight(hot_pipes, hot_weights), whole_pipes=per_weight(whole_pipes, weights),
         cycles={name: taken * threads / weights for name, taken in cycles.items()},
         hot_cycles=hot_cycles, outside_cycles=outside_cycles, hot_chain=hot_chain, outside_chain=outside_chain,
-        loaded=programs * (hot_bytes * trips + sum(load.loaded for load in outside) * threads), read=read,
+        loaded=programs * (hot_bytes * trips + sum(load.loaded for load in outside) * threads), work=work or Work(),
         opcodes=dict(Counter(load.opcode for load in hot).most_common()),
         loads=dict(Counter(load.opcode for load in loads).most_common()),
         load_widths=dict(sorted(Counter(8 * load.loaded for load in loads).items())),

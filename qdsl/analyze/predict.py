@@ -45,7 +45,7 @@ def predict(report: Report, gpu: Gpu) -> Prediction:
     resident = arch.resident(report.registers, report.shared_bytes, report.warps)
     if not resident:
         return Prediction(gpu.name, 0.0, "does not fit", None, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0)
-    taken = terms(cost(report), report.programs, report.trips, report.traffic, report.read, gpu)
+    taken = terms(cost(report), report.programs, report.trips, report.traffic, report.work, gpu)
     limits = {"memory": taken.memory, "L2": taken.cached, busiest_pipe(report): taken.busy, "chain": taken.chain - taken.first,
               "start": LAUNCH + taken.first}
     limit = max(limits, key=lambda name: limits[name])

@@ -8,12 +8,12 @@ from qdsl.analyze.counts import Report
 from qdsl.analyze.gpus import GPUS
 from qdsl.analyze.pipes import PIPES
 from qdsl.analyze.predict import Prediction
-from qdsl.runtime.gpu.costs import LAUNCH, REACHABLE
+from qdsl.runtime.gpu.costs import EXPOSED, REACHABLE
 
 HEADS = ["predicted for", "kernel of", "us", "of bandwidth", "limited by", "start", "memory", "L2", "busy", "chain", "warps"]
 LEGEND = f"""
 Predicted, not measured.
-us: start and the longest of memory, L2 and busy, or {LAUNCH * 1e6:g} for the launch and the chain, whichever takes longer.
+us: start, the longer of memory and of L2, busy and chain after the first loads, and {EXPOSED:.0%} of the shorter.
 of bandwidth: of the data sheet's, for every byte of weight, x and out moved once; at most {REACHABLE:.0%}.
 start: the launch, and until the first loads have arrived.  memory, L2: until all bytes have been moved.
 busy: until the busiest pipe has done its work.  chain: until programs have waited for all their loads and results.

@@ -39,7 +39,7 @@ from tests.support.only_ptx import stop_at_ptx
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
 DTYPES = (torch.bfloat16, torch.float16)
-ROWS = {"dequantize": (0,), "matvec": (1, 5), "gemv": (1,), "skinny": (5, 20), "tile_gemm": (40, 100)}
+ROWS = {"dequantize": (0,), "matvec": (1, 5), "gemv": (1,), "skinny": (5, 20), "tile_gemm": (40, 3, 100)}
 ORDERS: tuple[str | int, ...] = ("lockstep", "reverse", 7)
 SUMS = ("exact", "truncated")
 # Of x from the start of its storage, in bytes.  Kernels for matrix units ask for 16; for others the plain ones are launched.
@@ -132,7 +132,7 @@ def result(job: Job, flush: bool = False) -> dict[str, Any]:
             bias = sample(1, packed.shape[0], job.dtype)[0] if job.rows % 2 else None
             out = torch.full((job.rows, packed.shape[0]), torch.nan, dtype=job.dtype)
             stored, weight = as_stored(x, packed)
-            candidate = regimes.candidate(stored, weight)
+            candidate = regimes.candidate(stored, weight, job.kind == "tile_gemm")
             if job.kind == "skinny" and job.rows > 16 and job.sums == "truncated":
                 candidate = replace(candidate, config={**candidate.config, "BM": 16})
             calls = list(launch.linear_calls(stored, weight, bias, out, candidate=candidate))

@@ -171,10 +171,14 @@ def test_many_rows(case: Case, hopper: None) -> None:
         shapes = shapes_of(case, params)
         check(case, shapes[i % 3], params, (12, 16, 33)[i % 3], DTYPES[i % 2], bias=i % 2 == 1)
         if case in COVERING:
-            check(case, shapes[(i + 1) % 3], params, 9, DTYPES[(i + 1) % 2])
+            shape, rows, dtype = shapes[(i + 1) % 3], (3, 9, 7)[i % 3], DTYPES[(i + 1) % 2]
+            packed = packed_of(case, shape, params)              # of few rows, which leave most of a tile's empty
+            tiled = regimes.candidate(x_of(rows, shape[1], dtype), packed, True)
+            check(case, shape, params, rows, dtype, packed=packed, candidate=tiled)
     packed = packed_of(case, shapes_of(case)[0], next(choices(case)))
     assert kernels_of(x_of(9, 256, torch.float16), packed) == {"tile_gemm"}
     assert kernels_of(x_of(8, 256, torch.float16), packed) == {"skinny"}
+    assert regimes.candidate(x_of(2, 256, torch.float16), packed, True).kind == "tile_gemm"
     double = packed.layout.kernels.matrix_unit.double                  # two products for a code: they are too many there
     assert kernels_of(x_of(9, 256, torch.bfloat16), packed) == {"skinny" if double else "tile_gemm"}
 

@@ -1,21 +1,22 @@
 """Modelled seconds of the ways to multiply by a packed weight on a GPU, for choosing among them; nothing is compiled or timed.
 
 A kernel's counts come from costs.json, which `python -m bench.costs` writes from compiled kernels.  How long a launch takes
-follows from them, from its grid and from the GPU's data sheet.  Terms that do not overlap are added, the others compared:
+follows from them, from its grid and from the GPU's data sheet:
 
-    LAUNCH + max(ramp + max(memory, L2 cache, busiest pipe), programs one after another) + merge
+    LAUNCH + first + longer(memory, work) + EXPOSED * shorter(memory, work) + merge, work = x + busy + chain - first
 
-ramp is the time until the first loads have arrived.  The last term is the dependence chain of the programs that share an SM
-and do not run at once.  merge is for programs that share K.  Nothing here was measured.
+first: until the first loads have arrived.  x: its way from the L2 cache to the SMs; copies that run on their own are compared
+with memory.  busy: the busiest pipe.  chain: the dependences of programs that do not run at once.  merge: of those that share K.
+LAUNCH, LATENCY, L2_BYTES, EXPOSED and WAIT were fitted to kernels' times on an H100 (docs/predictions.md), the others assumed.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,20 +28,22 @@ from qdsl.runtime.weight.arrays import cdiv
 if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight
 
-LAUNCH = 1.5e-6                                                  # seconds from one kernel of a CUDA graph to the next, assumed
-LATENCY = 500e-9                                                 # seconds from a load to its data, assumed: idle memory is faster
+LAUNCH = 2.5e-6                                                  # seconds from one kernel of a CUDA graph to the next
+LATENCY = 300e-9                                                 # seconds from a load to its data
+EXPOSED = 0.4                                                    # of the shorter of memory's time and the SMs', not overlapped
+WAIT = 100                                                       # cycles from a product of a warp group to one that needs it
+MORE_REGISTERS = 8                                               # that another release of Triton, or M = 1, may take: half counts
 EXTRAPOLATED = 1.1                                               # times the time of a kernel whose own counts the table lacks
 REACHABLE = 0.9                                                  # of the data sheet's bandwidth: a plain copy's share, rounded
-L2_BYTES = 28                                                    # from the L2 cache, per clock and SM, assumed
+L2_BYTES = 28                                                    # from the L2 cache, per clock and SM
 ARRIVAL = 3 * 270                                                # cycles: a store, an atomic and a load of the L2 cache, assumed
-MATMUL = 0.7                                                     # of the data sheet's matrix rate that a vendor's matmul reaches
+MATMUL = 0.9                                                     # of the data sheet's matrix rate that a vendor's matmul reaches
 MATMUL_TILE = 128 * 128                                          # elements of out that an SM has at a time in it
 DECODED = 1 << 25                                                # weights that runtime/torch/linear.py decodes at a time on a GPU
 QUANTIZE = 12                                                    # instructions per number of x that `w8a8` quantizes, on sm_90
 TRIP, LONG_TRIP = 470, 955                                       # cycles of its trip of 128 columns without that, and with it
 RESIDENT, MOST_SPLIT = 3, 8                                      # its programs on an SM at a time, and those that share K
 LANES = 128                                                      # instructions of threads that an SM issues in a cycle
-KINDS = ("matvec", "gemm", "gemv", "skinny", "tile_gemm", "decode")
 TABLE = Path(__file__).with_name("costs.json")
 
 
@@ -119,30 +122,28 @@ def seconds(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dty
     taken = launch_terms(packed, candidate, m, dtype, target, counts).seconds
     if candidate.kind not in ("matvec", "gemm") and packed.tensors.get(packed.layout.factor.removeprefix("/")) is not None:
         taken += LAUNCH + LATENCY + 2 * dtype.itemsize * m * k / (target.bandwidth * 1e9 * REACHABLE)   # of scale_columns
-    split = candidate.config.get("SPLIT", 1)
-    if split == 1:
-        return taken
-    tiles = prod(candidate.grid[:2])
-    return taken + merge_seconds(split, _part_bytes(candidate, n), tiles, target)
+    if (split := candidate.config.get("SPLIT", 1)) > 1:
+        taken += merge_seconds(split, _part_bytes(candidate, n), math.prod(candidate.grid[:2]), target)
+    return taken
 
 
 def launch_terms(packed: PackedWeight, candidate: Candidate, m: int, dtype: torch.dtype, target: Gpu, counts: Cost | None = None,
                  ) -> Terms:
     """What the time of a kernel's launch consists of; arguments as `seconds` has them, and a candidate that is no 'decode'."""
-    n, k = packed.shape
-    nbytes = packed.nbytes
+    (n, k), nbytes = packed.shape, packed.nbytes
     cost = counts or kernel_cost(packed, candidate.kind, candidate.config, target.arch)
     if candidate.kind == "gemm":                                 # counts may be another GPU's, whose matrix units are faster
         rate = target.matmul * 1e12 / 2 / target.cycles          # multiply-adds of a scheduler's matrix unit in a cycle
         cost = replace(cost, trip=max(cost.trip, candidate.config["BM"] * cost.step / cost.warps / rate))
+    kernels, programs = packed.layout.kernels.matrix_unit, math.prod(candidate.grid)
     passes = candidate.grid[1] if len(candidate.grid) > 1 else 1
-    split = candidate.config.get("SPLIT", 1)
-    rows = _rows(candidate.config, n, candidate.grid[0])
+    split, is_tiled = candidate.config.get("SPLIT", 1), candidate.kind == "tile_gemm" and kernels is not None
     columns = k if split == 1 else cdiv(k // 128, split) * 128
-    programs = prod(candidate.grid)
     sums = 0 if split == 1 else programs * _part_bytes(candidate, n)    # bytes of all parts: stored, and loaded again
-    moved = nbytes + dtype.itemsize * m * (n + k) + sums
-    return terms(cost, programs, cdiv(rows * columns, cost.step), moved, passes * nbytes + 2 * sums, target)
+    work = Work(nbytes, passes, dtype.itemsize * m * columns * (programs // passes) + 2 * sums, is_tiled,
+                128 // min((128, *kernels.sizes(packed.sizes))) - 1 if is_tiled and kernels else 0)
+    trips = cdiv(_rows(candidate.config, n, candidate.grid[0]) * columns, cost.step)
+    return terms(cost, programs, trips, nbytes + dtype.itemsize * m * (n + k), work, target)
 
 
 def _part_bytes(candidate: Candidate, n: int) -> int:
@@ -175,8 +176,23 @@ def merge_seconds(split: int, part: int, tiles: int, target: Gpu) -> float:
 
     part: bytes of the sums of a program.  tiles: of out, whose last programs work at once.
     """
-    loaded = cdiv(tiles, target.multiprocessors) * (split + 1) * part / L2_BYTES
-    return (ARRIVAL + loaded) / (target.clock * 1e9)
+    return (ARRIVAL + cdiv(tiles, target.multiprocessors) * (split + 1) * part / L2_BYTES) / (target.clock * 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What programs of a launch do several times.
+
+    weight: bytes that each of `passes` blocks of rows of x reads: blocks that the GPU does not hold at once, each from memory, if
+    half of the L2 cache, whose halves hold the same, is smaller.  loaded: bytes of x and of sums that all programs load from
+    the L2 cache; is_copied: while they multiply.  waits: products of a warp group that a trip waits for, but one.
+    """
+
+    weight: int = 0
+    passes: int = 1
+    loaded: float = 0
+    is_copied: bool = False
+    waits: int = 0
 
 
 class Terms(NamedTuple):
@@ -195,35 +211,41 @@ class Terms(NamedTuple):
     @property
     def seconds(self) -> float:
         """The predicted time."""
-        return LAUNCH + max(self.first + max(self.memory, self.cached, self.busy), self.chain)
+        work = self.cached + self.busy + self.chain - self.first
+        return LAUNCH + self.first + max(self.memory, work) + EXPOSED * min(self.memory, work)
 
 
-def terms(cost: Cost, programs: int, trips: int, moved: int, loaded: int, target: Gpu) -> Terms:
+def terms(cost: Cost, programs: int, trips: int, moved: int, work: Work, target: Gpu) -> Terms:
     """What the time of a launch consists of; a chain of inf where a program does not fit on the GPU's SMs.
 
-    trips: of a program's loop.  moved: bytes between memory and the L2 cache.  loaded: bytes between that and the SMs; spills are
-    added, as if all were in the loop and the L1 cache held none.
+    trips: of a program's loop.  moved: bytes of all tensors, each once.  Spills are added to what is loaded, as
+    if all were in the loop and the L1 cache held none.
     """
-    loaded += int(128 * cost.warps * cost.spills) * trips * programs
-    resident = ARCHS[target.arch].resident(cost.registers, cost.shared, cost.warps)
-    clock = target.clock * 1e9
-    turns = cdiv(programs, target.multiprocessors)
-    warps = cdiv(turns * cost.warps, SCHEDULERS)
+    loaded = work.loaded + int(128 * cost.warps * cost.spills) * trips * programs
+    resident, fewer = (ARCHS[target.arch].resident(registers, cost.shared, cost.warps)
+                       for registers in (cost.registers, min(cost.registers + MORE_REGISTERS, 255)))
+    clock, memory = target.clock * 1e9, target.bandwidth * 1e9 * REACHABLE
+    cache, turns = target.multiprocessors * L2_BYTES * clock, cdiv(programs, target.multiprocessors)
     alone = (cost.start + trips * cost.chain) / clock + (cost.start_loads + trips * cost.chain_loads) * LATENCY
-    return Terms(
-        first=min(alone, (cost.start + cost.chain) / clock + max(1.0, cost.start_loads) * LATENCY),
-        memory=moved / (target.bandwidth * 1e9 * REACHABLE),
-        cached=loaded / (target.multiprocessors * L2_BYTES * clock),
-        busy=warps * (cost.fixed + trips * cost.trip) / clock,
-        chain=cdiv(turns, resident) * alone if resident else float("inf"))
+    in_turn = (cdiv(turns, resident) + cdiv(turns, fewer or resident)) / 2 if resident else math.inf
+    at_once = max(1, resident * target.multiprocessors * work.passes // programs)
+    again = (cdiv(work.passes, at_once) - 1) * work.weight
+    moving, cached = moved / memory + again / (cache if work.weight <= target.cache * 5e5 else memory), loaded / cache
+    if work.is_copied:
+        moving, cached = max(moving, cached), 0.0
+    return Terms(min(alone, (cost.start + cost.chain) / clock + max(1.0, cost.start_loads) * LATENCY), moving, cached,
+                 cdiv(turns * cost.warps, SCHEDULERS) * (cost.fixed + trips * cost.trip) / clock,
+                 in_turn * (alone + trips * work.waits * WAIT / clock))
 
 
 def kernel_cost(packed: PackedWeight, kind: str, config: Mapping[str, int], arch: str) -> Cost:
     """Counts of a storage's kernel in a configuration, scaled to it from the table's nearest; USUAL where it has none.
 
-    kind: of KINDS, or 'dequantize'.
+    kind: a Candidate's, or 'dequantize'.
     """
-    return _cost(storage_key(packed), kind, *configuration(config), _warps(config), arch)
+    cost = _cost(storage_key(packed), kind, *configuration(config), _warps(config), arch)
+    waits_twice = config.get("STAGES") == 2 and config["BM"] < 128    # the table counts three: copies one trip earlier
+    return replace(cost, chain_loads=2 * cost.chain_loads) if waits_twice else cost
 
 
 def _warps(config: Mapping[str, int]) -> int:
@@ -253,10 +275,7 @@ def config_key(kind: str, r: int = 0, columns: int = 0) -> str:
 @cache
 def table() -> dict[str, dict[str, dict[str, list[float]]]]:
     """The shipped counts: by architecture, storage_key and config_key the fields of a Cost in order; empty without a file."""
-    if not TABLE.is_file():
-        return {}
-    kernels: dict[str, dict[str, dict[str, list[float]]]] = json.loads(TABLE.read_text(encoding="utf-8"))["kernels"]
-    return kernels
+    return json.loads(TABLE.read_text(encoding="utf-8"))["kernels"] if TABLE.is_file() else {}
 
 
 @lru_cache(maxsize=4096)
@@ -271,10 +290,7 @@ def _cost(storage: str, kind: str, r: int, columns: int, warps: int, arch: str) 
 
 
 def counted_on(storage: str, kind: str, arch: str) -> str | None:
-    """The architecture whose counts of a kernel serve `arch`: itself, or one that stands in; None where USUAL does.
-
-    storage: by storage_key.
-    """
+    """The architecture whose counts of a kernel serve `arch`: itself, or one that stands in; None where USUAL does."""
     return next((name for name in similar_archs(arch)
                  if any(key.split()[0] == kind for key in table().get(name, {}).get(storage, ()))), None)
 
@@ -290,8 +306,8 @@ def own_cost(packed: PackedWeight, candidate: Candidate, arch: str) -> Cost | No
 def doubt(packed: PackedWeight, candidate: Candidate, arch: str) -> float:
     """EXTRAPOLATED where the table counts a candidate's kernel in other configurations, or numbers of warps, alone; else 1."""
     own, warps = own_cost(packed, candidate, arch), _warps(candidate.config)
-    is_listed = counted_on(storage_key(packed), candidate.kind, arch) is not None
-    return EXTRAPOLATED if is_listed and (own is None or own.warps != (warps or own.warps)) else 1.0
+    is_own = own is not None and own.warps == (warps or own.warps)
+    return 1.0 if is_own or counted_on(storage_key(packed), candidate.kind, arch) is None else EXTRAPOLATED
 
 
 def similar_archs(arch: str) -> tuple[str, ...]:
@@ -308,8 +324,7 @@ def _distance(key: str, r: int, columns: int) -> tuple[int, int]:
     """How far a table's configuration is from a wanted one: in rows of x, then in rows of w."""
     parts = key.split()[1:]
     has_r = next((int(part[2:]) for part in parts if part.startswith("R=")), 0)
-    has_columns = next((int(part) for part in parts if part.isdigit()), 0)
-    return abs(has_columns - columns), abs(has_r - r)
+    return abs(next((int(part) for part in parts if part.isdigit()), 0) - columns), abs(has_r - r)
 
 
 def _read(row: list[float]) -> Cost:
@@ -322,8 +337,7 @@ def _with_warps(cost: Cost, warps: int) -> Cost:
     if not warps or warps == cost.warps:
         return cost
     shared = cost.shared * warps // cost.warps if cost.shared < 16384 else cost.shared
-    return Cost(cost.registers, shared, warps, cost.step * warps // cost.warps, cost.trip, cost.fixed, cost.chain,
-                cost.chain_loads, cost.start, cost.start_loads, cost.rows, cost.spills)
+    return replace(cost, shared=shared, warps=warps, step=cost.step * warps // cost.warps)
 
 
 def _rows(config: Mapping[str, int], n: int, programs: int) -> int:
@@ -342,10 +356,10 @@ def _decode_seconds(packed: PackedWeight, nbytes: int, m: int, size: int, target
     tiles = 1 if packed.layout.streams else min(n, cdiv(n * k, DECODED))
     rows = cdiv(n, tiles)
     cost = counts or kernel_cost(packed, "dequantize", {}, target.arch)
-    written = size * rows * k
     per_program = int(cost.rows * k) or cost.step
-    decoded = terms(cost, cdiv(rows * k, per_program), cdiv(per_program, cost.step), nbytes // tiles + written, 0, target).seconds
-    return tiles * (decoded + matmul_seconds(m, rows, k, size, target))
+    moved = nbytes // tiles + size * rows * k
+    decoded = terms(cost, cdiv(rows * k, per_program), cdiv(per_program, cost.step), moved, Work(), target)
+    return tiles * (decoded.seconds + matmul_seconds(m, rows, k, size, target))
 
 
 def matmul_seconds(m: int, n: int, k: int, size: int, target: Gpu) -> float:
@@ -354,4 +368,4 @@ def matmul_seconds(m: int, n: int, k: int, size: int, target: Gpu) -> float:
     tiles = cdiv(m * n, MATMUL_TILE)
     padding = cdiv(tiles, target.multiprocessors) * target.multiprocessors / tiles if tiles > target.multiprocessors else 1.0
     arithmetic = 2.0 * m * n * k * padding / (target.matmul * 1e12 * MATMUL)
-    return LAUNCH + LATENCY + max(memory, arithmetic)
+    return LAUNCH + LATENCY + max(memory, arithmetic) + EXPOSED * min(memory, arithmetic)

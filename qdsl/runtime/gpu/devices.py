@@ -1,8 +1,8 @@
 """The GPUs that times are predicted for, and how many programs one of their multiprocessors (SM) runs at once.
 
-Limits of an SM are those of the CUDA C++ Programming Guide's table of compute capabilities.  SMs, boost clocks, bandwidths and
-matrix rates are those of NVIDIA's and AMD's data sheets.  AMD's multiprocessors are compute units of four SIMDs, which share
-registers as schedulers do; of RDNA they are work-group processors, as its driver counts them.
+Limits of an SM are those of the CUDA C++ Programming Guide's table of compute capabilities.  SMs, boost clocks, bandwidths,
+matrix rates and caches are those of NVIDIA's and AMD's data sheets.  AMD's multiprocessors are compute units of four SIMDs,
+which share registers as schedulers do; of RDNA they are work-group processors, as its driver counts them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Gpu:
     """A product.
 
     clock: boost, in GHz.  bandwidth: of its memory, in 1e9 bytes per second.  matmul: dense multiply-adds of bfloat16 with
-    float32 sums, in 1e12 floating-point operations per second.
+    float32 sums, in 1e12 floating-point operations per second.  cache: the last one before memory, in 1e6 bytes.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Gpu:
     clock: float
     bandwidth: float
     matmul: float
+    cache: float
 
     @property
     def is_nvidia(self) -> bool:
@@ -88,16 +89,16 @@ ARCHS = {arch.name: arch for arch in (
     Arch("gfx1201", 0, warps=64, programs=32, shared=128 << 10, registers=196608, reserved=0),
 )}
 GPUS = {gpu.name: gpu for gpu in (
-    Gpu("t4", "T4", "sm_75", 40, 1.59, 320, 65),
-    Gpu("a100", "A100 80 GB SXM", "sm_80", 108, 1.41, 2039, 312),
-    Gpu("rtx4090", "RTX 4090", "sm_89", 128, 2.52, 1008, 165),
-    Gpu("h100", "H100 SXM", "sm_90", 132, 1.98, 3350, 989),
-    Gpu("h200", "H200 SXM", "sm_90", 132, 1.98, 4800, 989),
-    Gpu("b200", "B200", "sm_100", 148, 1.965, 8000, 2250),
-    Gpu("rtx5090", "RTX 5090", "sm_120", 170, 2.407, 1792, 209),
-    Gpu("mi300x", "Instinct MI300X", "gfx942", 304, 2.1, 5300, 1307),
-    Gpu("mi355x", "Instinct MI355X", "gfx950", 256, 2.4, 8000, 2516),
-    Gpu("rx9070xt", "Radeon RX 9070 XT", "gfx1201", 32, 2.97, 640, 195),
+    Gpu("t4", "T4", "sm_75", 40, 1.59, 320, 65, 4),
+    Gpu("a100", "A100 80 GB SXM", "sm_80", 108, 1.41, 2039, 312, 40),
+    Gpu("rtx4090", "RTX 4090", "sm_89", 128, 2.52, 1008, 165, 72),
+    Gpu("h100", "H100 SXM", "sm_90", 132, 1.98, 3350, 989, 50),
+    Gpu("h200", "H200 SXM", "sm_90", 132, 1.98, 4800, 989, 50),
+    Gpu("b200", "B200", "sm_100", 148, 1.965, 8000, 2250, 126),
+    Gpu("rtx5090", "RTX 5090", "sm_120", 170, 2.407, 1792, 209, 96),
+    Gpu("mi300x", "Instinct MI300X", "gfx942", 304, 2.1, 5300, 1307, 256),
+    Gpu("mi355x", "Instinct MI355X", "gfx950", 256, 2.4, 8000, 2516, 256),
+    Gpu("rx9070xt", "Radeon RX 9070 XT", "gfx1201", 32, 2.97, 640, 195, 64),
 )}
 
 
@@ -105,7 +106,7 @@ def of_device(title: str, capability: tuple[int, int], multiprocessors: int) -> 
     """The GPU that a driver reports, by the name, compute capability and number of SMs that torch.cuda gives.
 
     One that is not listed counts as the listed one of its architecture, or of the last architecture before it, or else of the
-    first, with memory and matrix rates in proportion to its SMs.
+    first, with memory, matrix rates and cache in proportion to its SMs.
     """
     for gpu in GPUS.values():
         if gpu.name.removeprefix("rtx").upper() in title:
@@ -126,4 +127,5 @@ def of_arch(name: str, multiprocessors: int) -> Gpu:
 
 def _resized(gpu: Gpu, multiprocessors: int) -> Gpu:
     part = multiprocessors / gpu.multiprocessors
-    return replace(gpu, multiprocessors=multiprocessors, bandwidth=gpu.bandwidth * part, matmul=gpu.matmul * part)
+    return replace(gpu, multiprocessors=multiprocessors, bandwidth=gpu.bandwidth * part, matmul=gpu.matmul * part,
+                   cache=gpu.cache * part)

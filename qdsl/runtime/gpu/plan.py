@@ -159,13 +159,13 @@ def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.d
 
 
 def kinds(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> list[str]:
-    """Kernels for matrix units that serve x [m, K]: 'gemv' one row, 'skinny' any in blocks, 'tile_gemm' more than 8."""
+    """Kernels for matrix units that serve x [m, K]: 'gemv' one row, 'skinny' any in blocks, 'tile_gemm' two or more."""
     kernels = packed.layout.kernels.matrix_unit
     if kernels is None or packed.layout.streams or not fits_matrix_units(packed, dtype, device, is_aligned):
         return []
     legal = ["gemv"] if m == 1 and kernels.gemv is not None else []
     legal += ["skinny"] if kernels.skinny is not None else []
-    return legal + (["tile_gemm"] if m > 8 and configure.has_tile_gemm(packed, dtype, device) else [])
+    return legal + (["tile_gemm"] if m > 1 and configure.has_tile_gemm(packed, dtype, device) else [])
 
 
 def fits_matrix_units(packed: PackedWeight, dtype: torch.dtype, device: torch.device, is_aligned: bool = True,
