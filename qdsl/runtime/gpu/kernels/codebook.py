@@ -138,7 +138,7 @@ def in_lane(word: tl.constexpr, g, N):
     if word is None:
         return tl.full((1,), 0, tl.int1)                         # Triton 3.6 cannot return None
     elif word == 0:
-        return tl.to_tensor(0)
+        return tl.full((), 0, tl.int32)
     else:
         return tl.where(g < N + 8, word, 0)
 
