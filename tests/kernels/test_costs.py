@@ -34,7 +34,6 @@ SPILLING = {
         "skinny R=2": {"ik_iq3_k.planar": 23, "ik_iq5_k.planar": 13, "q2_k.planar": 53},
     },
     "sm_90": {
-        "dequantize": {"any_precision.planar": 4, "hqq.planar bits=1": 109, "hqq.planar bits=2": 126, "hqq.planar bits=4": 128},
         "matvec": {"hqq.planar bits=1": 331, "hqq.planar bits=2": 11, "int_group.pack_quantized bits=3": 75,
             "int_group.pack_quantized bits=7": 141, "kivi.planar bits=2": 83, "mlx.planar bits=2": 19,
             "quanto.planar bits=2": 14},

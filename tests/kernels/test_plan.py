@@ -62,7 +62,8 @@ def test_traps(gpu: Gpu) -> None:
     """Words along N, a weight decoded anew for every row, and a cliff behind 8 rows."""
     awq = int_group.FORMAT.empty((4096, 4096), "awq", "meta", bits=4)
     options = choice_for(awq, 1, gpu).options
-    assert {option.candidate.kind: option.seconds for option in options}["matvec"] <= 4 * options[0].seconds
+    # On AMD, decoding takes a fifth of it since `dequantize` stores whole sectors.
+    assert {option.candidate.kind: option.seconds for option in options}["matvec"] <= 5 * options[0].seconds
     iq2 = iq2_xxs.FORMAT.empty((4096, 4096), None, "meta")
     assert choice_for(iq2, 16, gpu).candidate.kind == ("decode" if gpu.name in ("t4", "b200") else "gemm")
     assert choice_for(iq2, 2048, gpu).candidate.kind == "decode"

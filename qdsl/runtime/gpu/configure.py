@@ -21,7 +21,7 @@ import torch
 from qdsl.core.shapes import axis
 from qdsl.host.files import cache_folder
 from qdsl.runtime.gpu.devices import ARCHS, GPUS, Gpu, of_arch, of_device
-from qdsl.runtime.gpu.triton import runs_kernels
+from qdsl.runtime.gpu.triton import release, runs_kernels
 from qdsl.runtime.weight import streams
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import FormatError
@@ -40,7 +40,7 @@ SMALL, SMALL_STEP = 32, 8192                                     # the one for k
 TENSOR_SUMS = 8                                                  # sums of 64 x 128 in the tensor memory of an SM of Blackwell
 AXES = 8                                                         # of a tile, its units' digits and lanes, in `dequantize`
 WIDE = 64                                                        # columns of w that `dequantize` stores of a row at least
-WEIGHTS = 8192                                                   # of a program of `dequantize` at most, 64 a thread
+WEIGHTS = 4096                                                   # of a program of `dequantize` at most, 32 a thread
 UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
 PROGRAMS = 256                                                   # that fill a GPU, where tiles may be chosen so
 OVERLAP, OVERLAPS = "QDSL_PDL", ("never", "auto")               # the setting of overlaps(), and its values, the default first
@@ -192,7 +192,11 @@ def gemm(packed: PackedWeight, m: int, split: int, device: torch.device, bm: int
     """
     rows, units = grid_axes(packed)
     are_many = target(device).capability == 10 and packed.shape[1] > TENSOR_SUMS * units     # sums, one of every weight of a unit
-    bm = bm or (16 if m <= 16 or are_many else 64)
+    # A warp group's product with the rows of units side by side ends Triton 3.6's compiler.
+    fails = packed.layout.kernels.sums > 1 and release < (3, 7) and target(device).capability == 9
+    bm = bm or (16 if m <= 16 or are_many else SMALL if fails else 64)
+    if fails and bm == 64:
+        return None
     tall, columns = GEMM[bm]
     bk = min(128, max(16, power(columns * units // max(1, packed.shape[1]))))
     tall = min(tall, SMALL_STEP * units // max(1, bk * packed.shape[1])) if bm == SMALL else tall

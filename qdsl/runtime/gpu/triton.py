@@ -24,6 +24,7 @@ __all__ = ["MissingKernel", "MissingTriton", "is_installed", "libdevice", "on_de
 
 LEAST = (3, 6)                                                   # whose language the kernels are written in
 too_old = ""                                                     # the release that is installed instead
+release: tuple[int, ...] = LEAST                                 # the installed one, major and minor
 
 
 class MissingTriton(ImportError):
@@ -81,7 +82,8 @@ try:
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import libdevice
-    if tuple(map(int, triton.__version__.split(".")[:2])) < LEAST:
+    release = tuple(map(int, triton.__version__.split(".")[:2]))
+    if release < LEAST:
         too_old = triton.__version__
         raise ImportError
     is_installed = True
