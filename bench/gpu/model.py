@@ -29,7 +29,7 @@ FORMATS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("q4_k", {}))
 ROWS = (1, 8, 64, 512)                                           # tokens of a forward
 NEW = 32                                                         # tokens that `generate` makes
-TOLERANCE = 0.02                                                 # of the logits' norm, packed against dense weights in bfloat16
+TOLERANCE = 1.5                                                  # times the error of dense layers in bfloat16
 
 
 def main() -> int:
@@ -56,7 +56,7 @@ def main() -> int:
             rows.append({"what": name, "failed": f"{type(error).__name__}: {str(error)[:400]}"})
             torch.cuda.synchronize()
         report.say(str(rows[-1]))
-        wrong += "failed" in rows[-1] or not rows[-1]["off"] < TOLERANCE
+        wrong += "failed" in rows[-1] or not rows[-1]["off"] < TOLERANCE * rows[-1]["dense_off"]
         if options.json:
             report.keep(options.json, data)
     return 1 if wrong else 0
@@ -76,7 +76,7 @@ def llama(layers: int) -> nn.Module:
 
 
 def quantized(dense: nn.Module, name: str, chosen: dict[str, Any], compiled: bool) -> dict[str, Any]:
-    """A row: how far logits are from those of dense layers with the same weights, and seconds."""
+    """A row: how far logits are from those of the same weights in float32, those of dense layers in bfloat16 too, and seconds."""
     model = copy.deepcopy(dense)
     begun = time.monotonic()
     qdsl.quantize_(model, name, lambda module, path: "lm_head" not in path, **chosen)
@@ -91,7 +91,10 @@ def quantized(dense: nn.Module, name: str, chosen: dict[str, Any], compiled: boo
         row["compiled_off"] = off(forward(whole, ids(1)), logits[1])
         row["compiled_in"] = round(time.monotonic() - begun, 1)
     make_dense(model, torch.bfloat16)
-    row["off"] = max(off(logits[m], forward(model, ids(m))) for m in ROWS)
+    in_bfloat16 = {m: forward(model, ids(m)) for m in ROWS}
+    model.float()
+    exact = {m: forward(model, ids(m)) for m in ROWS}
+    row["off"], row["dense_off"] = (max(off(way[m], exact[m]) for m in ROWS) for way in (logits, in_bfloat16))
     return row
 
 
@@ -106,6 +109,7 @@ def forward(model: Callable[..., Any], tokens: Tensor) -> Tensor:
 
 
 def off(logits: Tensor, wanted: Tensor) -> float:
+    """The norm of a difference as a part of that of what is wanted."""
     return float(f"{float((logits - wanted).norm() / wanted.norm()):.3g}")
 
 

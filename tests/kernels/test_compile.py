@@ -19,6 +19,8 @@ MOVED = {"marlin_tiles.marlin matvec", "planes.rows matvec", "int4pack.torchao-g
            for type in ("f32", "bf16"))}
 # Aligned to more than one word, so that a thread loads several at once.
 VECTORS = ("bf16.", "f16.", "fp8_", "int8_", "int_group.gptq")
+# A unit has 32 weights, and a thread one unit: each of its three words lies next to those of its neighbours.
+ONE_UNIT = {"int_group.gptq_v2-bits3-group128-scale_typef16 dequantize"}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -38,7 +40,7 @@ def test_every_kernel_compiles(target: str) -> None:
     if target.startswith("sm_"):
         wide = {row["kernel"] for row in rows if any(".v2." in load or ".v4." in load for load in row["loads"])}
         aligned = {kernel for kernel in kernels if kernel.startswith(VECTORS) and ".planar" not in kernel}
-        assert aligned - wide == set()
+        assert aligned - wide == ONE_UNIT & kernels
 
 
 def test_every_line_of_every_kernel_is_compiled_for_some_gpu() -> None:
