@@ -19,8 +19,8 @@ from bench.gpu.plan import product_calls
 from bench.gpu.report import say
 from bench.gpu.weights import Weight, clones, every, fits, large
 from qdsl.runtime import PackedWeight
-from qdsl.runtime.gpu import configure, costs, launch, plan, product
-from qdsl.runtime.gpu.costs import Candidate
+from qdsl.runtime.gpu import plan, product
+from qdsl.runtime.gpu.call import Call
 
 SHAPES = ((8192, 8192), (4096, 4096))
 ROWS = (1, 16, 4, 64, 8, 32, 256, 2, 128, 512)                   # M, by value
@@ -45,10 +45,10 @@ class Product:
     weight: Weight
     rows: int
 
-    def calls(self) -> Iterator[Any]:
+    def calls(self) -> Iterator[Call]:
         packed = self.weight.meta()
-        for candidate, _ in candidates(packed, self.rows, torch.device("meta")):
-            yield from product_calls(packed, self.rows, X, candidate=candidate)
+        for option in candidates(packed, self.rows, torch.device("meta")):
+            yield from product_calls(packed, self.rows, X, candidate=option.candidate)
 
 
 def weights(shape: tuple[int, int]) -> list[Weight]:
@@ -63,12 +63,11 @@ def products() -> list[Product]:
             for rows in some]
 
 
-def candidates(packed: PackedWeight, rows: int, device: torch.device) -> list[tuple[Candidate, float]]:
-    """The ways that are timed, with their modelled seconds; 'decode' is always one of them."""
-    modelled = sorted(((candidate, costs.seconds(packed, candidate, rows, X, configure.gpu(device)))
-                       for candidate in plan.candidates(packed, rows, X, device)), key=lambda pair: pair[1])
-    timed = [pair for pair in modelled[:MOST] if pair[1] <= SLOWEST * modelled[0][1]]
-    return timed + [pair for pair in modelled if pair[0].kind == "decode" and pair not in timed]
+def candidates(packed: PackedWeight, rows: int, device: torch.device) -> list[plan.Option]:
+    """The ways that are timed, as the plan ranks them: what it chooses without timings first; 'decode' is always one of them."""
+    options = plan.choice(packed, rows, X, device).options
+    timed = [option for option in options[:MOST] if option.seconds <= SLOWEST * options[0].seconds]
+    return timed + [option for option in options if option.candidate.kind == "decode" and option not in timed]
 
 
 def jobs() -> list[Job]:
@@ -98,29 +97,30 @@ def run(info: DeviceInfo, ahead: Ahead, part: Part, rounds: int, rows_of: list[d
             continue
         rows_of += rows
         keep()
-        if rows:
-            best = min(rows, key=lambda row: row["us"])
-            say(f"{timed.weight}, M = {timed.rows}: chosen {rows[0]['kind']} {rows[0]['us']} us, "
-                f"{rows[0]['modelled']} modelled; best {best['kind']} {best['us']} us")
+        say(f"{timed.weight}, M = {timed.rows}: {_summary(rows)}")
     return left_out
 
 
+def _summary(rows: list[dict[str, Any]]) -> str:
+    """What the plan chose takes, next to the fastest; a kernel that did not run is named so."""
+    shown = [f"{row['kind']} {row['us']} us, {row['modelled']} modelled" for row in
+             (*filter(lambda row: row["chosen"], rows), *sorted(rows, key=lambda row: row["us"])[:1])]
+    return f"chosen {shown[0]}; best {shown[1]}" if len(shown) == 2 else f"the chosen kernel did not run; best {' '.join(shown)}"
+
+
 def _timed(timed: Product, copies: list[PackedWeight], rounds: int, left_out: list[str]) -> list[dict[str, Any]]:
-    """A row for each candidate, the chosen one first."""
+    """A row for each candidate that runs."""
     x = torch.randn(timed.rows, timed.weight.shape[1], device="cuda").to(X)
-    chosen = plan.best(copies[0], timed.rows, X, x.device, launch.is_aligned(x, copies[0]))
-    ways = sorted(candidates(copies[0], timed.rows, x.device), key=lambda pair: pair[0] != chosen)
-    graphs = []
-    for candidate, modelled in ways:
+    options = candidates(copies[0], timed.rows, x.device)
+    graphs: dict[int, clock.Graph] = {}
+    for place, option in enumerate(options):
         try:
-            calls = [partial(product.by, candidate, x, copy) for copy in copies]
-            graphs.append((candidate, modelled, clock.Graph(calls, LAUNCHES)))
+            graphs[place] = clock.Graph([partial(product.by, option.candidate, x, copy) for copy in copies], LAUNCHES)
         except Exception as error:
-            left_out.append(f"{timed.weight}, M = {timed.rows}, {candidate}: {type(error).__name__}: {str(error)[:200]}")
+            left_out.append(f"{timed.weight}, M = {timed.rows}, {option.candidate}: {type(error).__name__}: {str(error)[:200]}")
             torch.cuda.synchronize()
-    samples = clock.sides([graph for _, _, graph in graphs], rounds)
     (n, k), name = timed.weight.shape, str(timed.weight).partition(" [")[0]
-    return [{"weight": name, "n": n, "k": k, "rows": timed.rows, "kind": candidate.kind, "config": dict(candidate.config),
-             "chosen": candidate == chosen, "us": float(f"{median(seconds) * 1e6:.4g}"),
-             "modelled": float(f"{modelled * 1e6:.4g}")}
-            for (candidate, modelled, _), seconds in zip(graphs, samples, strict=True)]
+    return [{"weight": name, "n": n, "k": k, "rows": timed.rows, "kind": options[place].candidate.kind,
+             "config": dict(options[place].candidate.config), "chosen": place == 0, "us": float(f"{median(seconds) * 1e6:.4g}"),
+             "modelled": float(f"{options[place].seconds * 1e6:.4g}")}
+            for place, seconds in zip(graphs, clock.sides(list(graphs.values()), rounds), strict=True)]

@@ -11,7 +11,7 @@ import torch
 from bench.gpu import regimes
 from qdsl.analyze.check.spec_bits import bits, digit_fields, digits, environment, width_of
 from qdsl.compiler.passes.derive_planar import PLANAR
-from qdsl.runtime import PackedWeight
+from qdsl.runtime import Kernels, PackedWeight
 from qdsl.runtime.gpu import configure, launch
 from tests.support.covering import ALL, WALK, covering, kernels
 from tests.support.formats import (
@@ -57,6 +57,13 @@ def dequantized(packed: PackedWeight, dtype: torch.dtype = torch.float32) -> tor
         launch.dequantize(packed, out)
     assert not INTERPRETED or (times(trace.stores, out) == 1).all()
     return out
+
+
+def test_tiles_of_more_axes_than_the_kernel_orders_are_stored_one_by_one() -> None:
+    few, many = (Kernels(None, "N", "K", "k", digits=(2,) * count, lanes=(2, 2), order=tuple(range(4 + count)))
+                 for count in (4, 5))
+    assert configure.columns_in_order(few, 4, 64) == {"DIGITS": (4, 4, 2, 2, 2, 2, 2, 2), "ORDER": tuple(range(8))}
+    assert configure.columns_in_order(many, 4, 64) == configure.columns_in_order(few, 4, 8) == {"DIGITS": None, "ORDER": None}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -62,8 +62,8 @@ def test_traps(gpu: Gpu) -> None:
     """Words along N, a weight decoded anew for every row, and a cliff behind 8 rows."""
     awq = int_group.FORMAT.empty((4096, 4096), "awq", "meta", bits=4)
     options = choice_for(awq, 1, gpu).options
-    # On AMD, decoding takes a fifth of it since `dequantize` stores whole sectors.
-    assert {option.candidate.kind: option.seconds for option in options}["matvec"] <= 5 * options[0].seconds
+    most = 4 if gpu.is_nvidia else 5                             # on AMD, decoding takes a fifth of it by whole sectors
+    assert {option.candidate.kind: option.seconds for option in options}["matvec"] <= most * options[0].seconds
     iq2 = iq2_xxs.FORMAT.empty((4096, 4096), None, "meta")
     assert choice_for(iq2, 16, gpu).candidate.kind == ("decode" if gpu.name in ("t4", "b200") else "gemm")
     assert choice_for(iq2, 2048, gpu).candidate.kind == "decode"
@@ -75,12 +75,14 @@ def test_traps(gpu: Gpu) -> None:
     assert kinds.pop(1) in {*fused, "matvec"} and {*kinds.values()} <= fused
 
 
-def test_more_rows_are_no_cliff() -> None:
-    """Programs that share K, and 16 rows of x in a program: 4096 x 4096, on an H200."""
-    others = [form.FORMAT.empty((4096, 4096), "planar", "meta") for form in (q4_0, fp8_block)]
-    for packed in (int_group.FORMAT.empty((4096, 4096), "planar", "meta", bits=4), *others):
-        times = {m: choice_for(packed, m, GPUS["h200"]).options[0].seconds for m in (1, 9, 16, 64)}
-        assert times[9] <= times[16] <= 1.4 * times[1] and times[64] <= 2.2 * times[1]
+@pytest.mark.parametrize("form, gpu, more, many", [
+    (int_group, "h100", 1.3, 2), (fp8_block, "h100", 1.3, 2), (q4_0, "h100", 1.4, 2),
+    (int_group, "h200", 1.31, 2.09), (fp8_block, "h200", 1.3, 2), (q4_0, "h200", 1.4, 2.15)])
+def test_more_rows_are_no_cliff(form: ModuleType, gpu: str, more: float, many: float) -> None:
+    """Programs that share K, and 16 rows of x in a program: 4096 x 4096; 1.3 and 2 are wanted of all."""
+    packed = form.FORMAT.empty((4096, 4096), "planar", "meta")
+    times = {m: choice_for(packed, m, GPUS[gpu]).options[0].seconds for m in (1, 9, 16, 64)}
+    assert times[9] <= times[16] <= more * times[1] and times[64] <= many * times[1]
 
 
 def test_sixteen_rows_of_x_where_they_are_counted() -> None:

@@ -182,9 +182,9 @@ def speed_lines(predicted: dict[str, Any], measured: dict[str, Any] | None) -> l
     if not times:
         return [*rows(heads, lines), "", f"N x K = {n} x {k}. No number here is measured: there is no result of a GPU yet. {how}"]
     assert measured is not None
-    note = (f"Measured on {measured['device']['gpu']}: microseconds, the share of a copy's {measured['copy_gbps']:.0f} GB/s, and "
-            f"the speed by that of torch's F.linear with the weight in bfloat16; `{measured['command']}`, torch "
-            f"{measured['versions']['torch']}, triton {measured['versions']['triton']}, {measured['date']}.")
+    note = (f"Measured on {measured['device']['gpu']}: microseconds, and the share of a copy's {measured['copy_gbps']:.0f} GB/s. "
+            f"The last number is the speed by that of torch's F.linear with the weight in bfloat16. `{measured['command']}`, "
+            f"torch {measured['versions']['torch']}, triton {measured['versions']['triton']}, {measured['date']}.")
     return [*rows(heads, lines), "", f"N x K = {n} x {k}. {note} {how}"]
 
 

@@ -38,7 +38,7 @@ GEMM_PARTS = (1, 2, 4, 8, 16)                                    # programs of `
 GEMM = {16: (64, 128), 64: (128, 64), 32: (32, 64)}              # by rows of x of a program of `gemm`: its tile of w, N x K
 SMALL, SMALL_STEP = 32, 8192                                     # the one for kernels that spill else, and its most weights
 TENSOR_SUMS = 8                                                  # sums of 64 x 128 in the tensor memory of an SM of Blackwell
-AXES = 8                                                         # of a tile, its units' digits and lanes, in `dequantize`
+AXES = 8                                                         # of a tile, its units' digits and lanes: most of `dequantize`
 WIDE = 64                                                        # columns of w that `dequantize` stores of a row at least
 WEIGHTS = 4096                                                   # of a program of `dequantize` at most, 32 a thread
 UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
@@ -315,11 +315,10 @@ def _takes_pairs(kernel: W8A8, device: torch.device) -> bool:
         capability == 10 and kernel.groups and kernel.type != "i8")
 
 
-def tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]:
-    """Rows and units of a tile, powers of two: long along the axis that is contiguous in memory."""
+def tile(last: str, rows: int, units: int, size: int) -> tuple[int, int]:
+    """Rows and units of a tile of `size` units, powers of two: long along the axis that is contiguous in memory."""
     along = units if last == "k" else rows
     across = rows if last == "k" else units
-    size = max(128, UNITS // sums)
     long = min(256 if last == "k" else 128, power(along), size)
     short = min(size // long, power(across))
     return (short, long) if last == "k" else (long, short)
@@ -328,19 +327,19 @@ def tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]:
 def dequantize_tile(kernels: Kernels, rows: int, units: int) -> tuple[int, int]:
     """Rows and units of a tile of `dequantize`: where rows neighbour in memory, WIDE columns of w, which are stored together."""
     if not kernels.order:
-        return tile(kernels.last, rows, units, kernels.sums)
-    size = max(128, min(UNITS, WEIGHTS // math.prod(kernels.lanes)))
+        return tile(kernels.last, rows, units, max(128, UNITS // kernels.sums))
+    weights = math.prod(kernels.lanes)
+    size = max(128, min(UNITS, WEIGHTS // weights))
     if kernels.last == "k":
-        across = min(power(units), 256, size)
-    else:
-        across = min(power(units), max(1, WIDE * kernels.sums // math.prod(kernels.lanes)))
+        return tile("k", rows, units, size)
+    across = min(power(units), max(1, WIDE * kernels.sums // weights))
     return min(power(rows), size // across), across
 
 
-def arrangement(kernels: Kernels, bn: int, bk: int) -> dict[str, tuple[int, ...] | None]:
+def columns_in_order(kernels: Kernels, bn: int, bk: int) -> dict[str, tuple[int, ...] | None]:
     """Constants of `dequantize` that put the weights of a tile of BN rows of tiles and BK units in the order of w."""
     records = bk // math.prod(kernels.digits)
-    if not kernels.order or not records:
+    if not kernels.order or not records or len(kernels.order) > AXES:
         return {"DIGITS": None, "ORDER": None}
     shape, inside = (bn, records, *kernels.digits, *kernels.lanes), 2 + len(kernels.digits)
     axes = list(range(len(shape)))
@@ -355,7 +354,7 @@ def product_tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]
     along K, so that a program walks few tiles.
     """
     if last == "k":
-        return tile(last, rows, units, sums)
+        return tile(last, rows, units, max(128, UNITS // sums))
     long = min(128, power(rows), max(8, power(rows // PROGRAMS)))
     return long, min(UNITS // long, power(units))
 

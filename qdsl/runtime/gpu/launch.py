@@ -59,7 +59,7 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
         bn, bk = max(1, bn // 2), 2 * bk
     # Contracted multiply-adds would skip a rounding that the formula has.
     yield Call(dequantize_kernel, (_planes(packed), out, *packed.shape, size_arguments(packed), rows, units),
-               {**_constants(packed, bn, bk), **configure.arrangement(kernels, bn, bk),
+               {**_constants(packed, bn, bk), **configure.columns_in_order(kernels, bn, bk),
                 "EVEN": rows % bn == 0 and units % bk == 0}, (cdiv(rows, bn), cdiv(units, bk)),
                {"num_warps": WARPS, "enable_fp_fusion": False}, weights=_weights(packed, bn, bk))
 
