@@ -103,8 +103,11 @@ def calls(sides: Sequence[Side], rounds: int, *, same: bool = True) -> list[list
         return interleave([worker.seconds for worker in workers], rounds)
 
 
-def commands(lines: Sequence[Callable[[], list[str]]], rounds: int) -> list[list[float]]:
-    """Seconds of whole processes, in turn; every line is made anew for each run, outside its time."""
+def commands(lines: Sequence[Callable[[], list[str]]], rounds: int, most_status: int = 0) -> list[list[float]]:
+    """Seconds of whole processes, in turn; every line is made anew for each run, outside its time.
+
+    Raises WrongResult where a process ends with a status above most_status, or by a signal.
+    """
 
     def timed(line: Callable[[], list[str]]) -> Callable[[], float]:
         def run() -> float:
@@ -112,7 +115,7 @@ def commands(lines: Sequence[Callable[[], list[str]]], rounds: int) -> list[list
             start = time.perf_counter()
             process = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
             seconds = time.perf_counter() - start
-            if process.returncode:
+            if not 0 <= process.returncode <= most_status:
                 raise WrongResult(f"{' '.join(command[1:])} ended with status {process.returncode}")
             return seconds
         return run

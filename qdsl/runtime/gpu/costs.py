@@ -7,7 +7,7 @@ follows from them, from its grid and from the GPU's data sheet:
 
 first: until the first loads have arrived.  x: its way from the L2 cache to the SMs; copies that run on their own are compared
 with memory.  busy: the busiest pipe.  chain: the dependences of programs that do not run at once.  merge: of those that share K.
-LAUNCH, LATENCY, L2_BYTES, EXPOSED and WAIT were fitted to kernels' times on an H100 (docs/predictions.md), the others assumed.
+LAUNCH, LATENCY, L2_BYTES, COPIED_BYTES, EXPOSED and WAIT were fitted to times on an H100 (docs/predictions.md), others assumed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 LAUNCH = 2.5e-6                                                  # seconds from one kernel of a CUDA graph to the next
 LATENCY = 300e-9                                                 # seconds from a load to its data
 EXPOSED = 0.4                                                    # of the shorter of memory's time and the SMs', not overlapped
-WAIT = 100                                                       # cycles from a product of a warp group to one that needs it
+WAIT = 150                                                       # cycles from a product of a warp group to one that needs it
 MORE_REGISTERS = 8                                               # that another release of Triton, or M = 1, may take: half counts
 EXTRAPOLATED = 1.1                                               # times the time of a kernel whose own counts the table lacks
 REACHABLE = 0.9                                                  # of the data sheet's bandwidth: a plain copy's share, rounded
-L2_BYTES = 28                                                    # from the L2 cache, per clock and SM
+L2_BYTES = 28                                                    # from the L2 cache, per clock and SM: loads of x
+COPIED_BYTES = 64                                                # copies of x to shared memory: as wide as an SM's way there
 ARRIVAL = 3 * 270                                                # cycles: a store, an atomic and a load of the L2 cache, assumed
 MATMUL = 0.9                                                     # of the data sheet's matrix rate that a vendor's matmul reaches
 MATMUL_TILE = 128 * 128                                          # elements of out that an SM has at a time in it
@@ -226,13 +227,14 @@ def terms(cost: Cost, programs: int, trips: int, moved: int, work: Work, target:
                        for registers in (cost.registers, min(cost.registers + MORE_REGISTERS, 255)))
     clock, memory = target.clock * 1e9, target.bandwidth * 1e9 * REACHABLE
     cache, turns = target.multiprocessors * L2_BYTES * clock, cdiv(programs, target.multiprocessors)
+    copying = target.multiprocessors * COPIED_BYTES * clock
     alone = (cost.start + trips * cost.chain) / clock + (cost.start_loads + trips * cost.chain_loads) * LATENCY
     in_turn = (cdiv(turns, resident) + cdiv(turns, fewer or resident)) / 2 if resident else math.inf
     at_once = max(1, resident * target.multiprocessors * work.passes // programs)
     again = (cdiv(work.passes, at_once) - 1) * work.weight
     moving, cached = moved / memory + again / (cache if work.weight <= target.cache * 5e5 else memory), loaded / cache
     if work.is_copied:
-        moving, cached = max(moving, cached), 0.0
+        moving, cached = max(moving, loaded / copying), 0.0
     return Terms(min(alone, (cost.start + cost.chain) / clock + max(1.0, cost.start_loads) * LATENCY), moving, cached,
                  cdiv(turns * cost.warps, SCHEDULERS) * (cost.fixed + trips * cost.trip) / clock,
                  in_turn * (alone + trips * work.waits * WAIT / clock))
