@@ -31,10 +31,13 @@ def format_of(name: str) -> Format:
 
 
 def storages() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Every storage of checkpoints, at the first choice of parameters that it has."""
+    """Every storage of checkpoints that takes weights of SHAPE, at the first choice of parameters that it has."""
     seen = set()
     for name, storage, params in choices():
-        if storage != PLANAR and (name, storage) not in seen:
+        form = format_of(name)
+        fixed = form.variant(form.complete(params)).storages[storage].fixed
+        fits = {"N": SHAPE[0], "K": SHAPE[1], **fixed} == {"N": SHAPE[0], "K": SHAPE[1]}
+        if fits and storage != PLANAR and (name, storage) not in seen:
             seen.add((name, storage))
             yield name, storage, params
 
