@@ -1,11 +1,11 @@
-"""What plans choose beside the best of all ways, for every storage, number of rows, shape and GPU.
+"""How much slower each plan's choice is than the best candidate, for every storage, number of rows of x, shape and GPU.
 
 Nothing is timed: seconds are modelled (qdsl/runtime/gpu/costs.py).  `python -m bench --only dispatch` models both sides by the
-shipped counts, which shows what classes of rows cost, and SAMPLE by the counts of kernels compiled for its GPUs.
+shipped counts, and so shows what classes of rows cost.  For SAMPLE it compiles the kernels for their GPUs.
 
-`python -m bench.dispatch` compiles what it needs of all products for their own GPUs, and compares by these counts: that shows
-what the shipped table costs, whose counts are of few configurations.  It takes half a day of one core.  Kernels are counted once
-and kept in $QDSL_CACHE: the same command goes on where it was stopped.  Several processes may share the file, one for every GPU.
+`python -m bench.dispatch` compiles the kernels of all products for their own GPUs, and compares by these counts.  It shows what
+the shipped table costs by having counts of few configurations.  It takes half a day of one core.  Counts are kept in $QDSL_CACHE:
+re-run the same command to resume.  Several processes may share the file, for example one per GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from qdsl.runtime.weight import streams
 SHAPES = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (152064, 4096))
 ROWS = (*range(1, 18), 24, 32, 33, 48, 64, 65, 96, 127, 128, 129, 160, 255, 256, 257, 300, 384, 385, 511, 512,
         513, 769, 1000, 1025, 1153, 4097, 5000, 7000)
-# 1 to 512: between these every kernel has the same programs, and only bytes of x and out grow.
+# Rows of x from 1 to 512 to compare.  Between two of them every kernel has the same grid, and only bytes of x and out grow.
 EDGES = (1, 2, 3, *(rows for tile in range(0, 512, 8) for rows in (tile + 1, tile + 8) if rows > 3))
 COMPARED = ("a100", "h100", "h200", "b200", "rtx4090", "rtx5090")
 HEADS = ["GPU", "products", "above 1.15", "worst", "which"]
@@ -44,12 +44,12 @@ RESULTS = Path(__file__).parent / "results"
 RECORD, KERNELS = RESULTS / "dispatch.json", RESULTS / "dispatch-kernels.jsonl"
 PAIRED_ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512)
 META, X = torch.device("meta"), torch.bfloat16
-WORST = 1.15                                                     # times the best way's seconds that a choice may take
-EXACT = 1.1                                                      # a ratio above it is exact, another is known to be less
+WORST = 1.15                                                     # a choice may take this many times the best candidate's seconds
+EXACT = 1.1                                                      # ratios above it are exact; others are known to be below it
 
 
 class Product(NamedTuple):
-    """A storage of a format, by its parameters that choose kernels, and x [m, K] on a GPU."""
+    """A product to compare: a storage of a format, its parameters, the number of rows of x, the shape and the GPU."""
 
     form: str
     storage: str
@@ -66,7 +66,7 @@ class Product(NamedTuple):
         return streams.usual(form.empty(self.shape, self.storage, **form.complete(self.params)))
 
 
-# Every GPU and shape, each kind of storage and number of rows, in pairs that differ.
+# A sample with every GPU and shape and each kind of storage and number of rows, in different pairs.
 SAMPLE = (
     Product("q4_k", "planar", {}, 8, SHAPES[0], "h200"), Product("q4_k", "gguf", {}, 1, SHAPES[2], "a100"),
     Product("int_group", "planar", {"bits": 4}, 16, SHAPES[3], "h100"),
@@ -80,9 +80,9 @@ SAMPLE = (
 
 
 def storages(shape: tuple[int, int], only: str = "") -> Iterator[PackedWeight]:
-    """A weight on meta of every storage of every format that ships, streams as large as those of normal weights.
+    """A meta weight [N, K] of every storage of every shipped format; streams are as large as those of normal weights.
 
-    only: formats whose name begins so.
+    only: prefix of the format's name.
     """
     for path in sorted(places.specs().glob(f"{only}*.yaml")):
         form = importlib.import_module(f"qdsl.generated.{path.stem}").FORMAT
@@ -98,7 +98,7 @@ def storages(shape: tuple[int, int], only: str = "") -> Iterator[PackedWeight]:
 
 
 def ratios(packed: PackedWeight, gpu: Gpu, rows: Iterable[int] = ROWS) -> Iterator[tuple[float, int]]:
-    """By how much what a plan chooses is slower than the best candidate, with the number of rows of x."""
+    """The plan's seconds divided by the best candidate's, with the number of rows of x, for each of `rows`."""
     with configure.assumed(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
         for m in rows:
             chosen = costs.seconds(packed, plan.best(packed, m, X, META), m, X, gpu)
@@ -107,7 +107,7 @@ def ratios(packed: PackedWeight, gpu: Gpu, rows: Iterable[int] = ROWS) -> Iterat
 
 
 def has_counts(packed: PackedWeight, gpu: Gpu) -> bool:
-    """Whether the table has counts of a storage for the GPU's architecture, or one whose counts serve it."""
+    """Whether the table has counts of a storage for the GPU's architecture or a similar one."""
     return costs.counted_on(costs.storage_key(packed), "matvec", gpu.arch) is not None or \
         costs.counted_on(costs.storage_key(packed), "dequantize", gpu.arch) is not None
 
@@ -116,17 +116,17 @@ def has_counts(packed: PackedWeight, gpu: Gpu) -> bool:
 
 
 def compiled_ratio(product: Product, compiled: CompiledCosts, nearest: int | None = None, exact: float = EXACT) -> float:
-    """The same for one product, by counts of kernels compiled for its GPU; Triton must not be interpreting.
+    """The plan's seconds divided by the best candidate's, by counts of compiled kernels; Triton must not interpret.
 
-    nearest: how many ways are compared, the best ones by the table; all by default.  A way is compiled unless its bytes
-    alone take so long that the ratio is below `exact`: such ratios are given as too small, but not below 1.
+    nearest: compare only this many candidates, the best ones by the table; by default all.  A candidate is not compiled if
+    loading its bytes alone takes so long that the ratio stays below `exact`.  Such a ratio is returned too small, but at least 1.
     """
     return compared(product.weight(), product.m, GPUS[product.gpu], compiled, nearest, exact)
 
 
 def compared(packed: PackedWeight, m: int, gpu: Gpu, compiled: CompiledCosts, nearest: int | None = None,
              exact: float = EXACT) -> float:
-    """compiled_ratio of a weight and m rows of x on a GPU; inf where the kernel that a plan chooses does not compile."""
+    """compiled_ratio of a weight and m rows of x on a GPU; inf if the kernel that the plan chooses does not compile."""
     with configure.assumed(ARCHS[gpu.arch].capability // 10, gpu.multiprocessors, gpu):
         first, *others = plan.choice(packed, m, X, META).options[:nearest]
         chosen = best = _compiled_seconds(packed, first.candidate, m, gpu, compiled)
@@ -148,7 +148,7 @@ def _compiled_seconds(packed: PackedWeight, candidate: costs.Candidate, m: int, 
 
 
 def least_seconds(packed: PackedWeight, candidate: costs.Candidate, m: int, gpu: Gpu) -> float:
-    """Modelled seconds of a kernel of a candidate's grid that only loads and stores: nothing takes less."""
+    """Modelled seconds if the candidate's kernel only loaded and stored: a lower bound for every kernel with its grid."""
     is_gemm = candidate.kind == "gemm"                           # whose matrix instructions are a term of the model
     weights = 1 if is_gemm else packed.shape[0] * packed.shape[1]
     loads = costs.Cost(registers=1, shared=0, warps=4 if is_gemm else 1, step=weights, trip=0.0, fixed=0.0, chain=0.0,
@@ -160,12 +160,12 @@ def least_seconds(packed: PackedWeight, candidate: costs.Candidate, m: int, gpu:
 
 
 def products(gpu: str, only: str = "") -> Iterator[tuple[PackedWeight, int, str]]:
-    """Every product on a GPU: a weight and rows of x."""
+    """Every product to compare on a GPU: a weight, a number of rows of x and the GPU."""
     return ((packed, m, gpu) for shape in SHAPES for packed in storages(shape, only) for m in EDGES)
 
 
 def pairs(only: str = "") -> Iterator[tuple[PackedWeight, int, str]]:
-    """Products in which every two of (kernels of a storage, GPU, rows of x, shape) meet, and every storage stands."""
+    """A sample of products: every storage, and every pair of values of (kernels of a storage, GPU, rows of x, shape)."""
     weights = {shape: {costs.storage_key(packed): packed for packed in storages(shape, only)} for shape in SHAPES}
     kinds = {key: _kernels_of(packed) for by_key in weights.values() for key, packed in by_key.items()}
     left = set().union(*(_pairs(setting) for kind in {*kinds.values()} for setting in _settings(kind)))
@@ -189,7 +189,7 @@ def _pairs(setting: tuple[object, ...]) -> set[frozenset[object]]:
 
 
 def _kernels_of(packed: PackedWeight) -> tuple[object, ...]:
-    """What tells kernels of storages apart: which there are, how wide groups are, along which axis tiles are long."""
+    """The properties that decide which kernels a storage has: its kernels, group sizes and the long axis of tiles."""
     kernels = packed.layout.kernels
     lanes = kernels.matrix_unit
     if lanes is None:
@@ -202,14 +202,14 @@ def _kernels_of(packed: PackedWeight) -> tuple[object, ...]:
 
 
 class Row(NamedTuple):
-    """A product, and how many times the best way's seconds its choice takes: exact above EXACT."""
+    """A product and its ratio, the plan's seconds divided by the best candidate's; exact above EXACT."""
 
     product: Product
     ratio: float
 
 
 def rows(every: Iterable[tuple[PackedWeight, int, str]], compiled: CompiledCosts, seconds: float = math.inf) -> Iterator[Row]:
-    """Rows of as many products as so many seconds allow.  Those that need a kernel which is not to be compiled are left out."""
+    """Compares products until `seconds` have passed.  Products that need a kernel which may not be compiled are skipped."""
     end = time.monotonic() + seconds
     for packed, m, gpu in every:
         if time.monotonic() > end:
@@ -223,7 +223,7 @@ def rows(every: Iterable[tuple[PackedWeight, int, str]], compiled: CompiledCosts
 
 
 def table(compared_rows: Sequence[Row]) -> list[list[str]]:
-    """By GPU: how many products were compared, how many choices take more than WORST times the best way, and the worst."""
+    """A line per GPU: how many products were compared, how many ratios exceed WORST, and the worst product."""
     cells = []
     for gpu in COMPARED:
         of_gpu = [row for row in compared_rows if row.product.gpu == gpu]
@@ -237,20 +237,20 @@ def table(compared_rows: Sequence[Row]) -> list[list[str]]:
 
 
 def recorded() -> list[Row]:
-    """The rows of RECORD."""
+    """The rows that the file RECORD holds."""
     return [Row(Product(form, storage, params, m, tuple(shape), gpu), ratio)
             for form, storage, params, m, shape, gpu, ratio in json.loads(RECORD.read_text(encoding="utf-8"))["products"]]
 
 
 def record(compared_rows: Sequence[Row], compiled: CompiledCosts) -> None:
-    """Writes rows to RECORD, and the kernels that were compared for them to KERNELS."""
+    """Write rows to RECORD, and the counts of the kernels that were compared to KERNELS."""
     lines = ",\n".join(json.dumps([*row.product, round(row.ratio, 3)]) for row in compared_rows)
     RECORD.write_text(f'{{"products": [\n{lines}\n]}}\n', encoding="utf-8")
     KERNELS.write_text("\n".join(compiled.lines()) + "\n", encoding="utf-8")
 
 
 def figures(rounds: int) -> Iterator[Figure]:
-    """The worst ratio on every GPU, and that of every product of SAMPLE; `rounds` are of no use."""
+    """The worst ratio of every GPU by the shipped counts, and the ratio of every product of SAMPLE; `rounds` is unused."""
     for name, gpu in GPUS.items():
         worst, where, count, counted = 1.0, "", 0, 0
         for shape in SHAPES:
@@ -260,16 +260,16 @@ def figures(rounds: int) -> Iterator[Figure]:
                 for ratio, m in ratios(packed, gpu):
                     if ratio > worst:
                         worst, where = ratio, f"{costs.storage_key(packed)}, M = {m}, {shape[0]} x {shape[1]}"
-        yield Figure(f"{name}: the plan's choice beside the best way", "x", [worst], WORST, more=False,
+        yield Figure(f"{name}: the plan's seconds divided by the best candidate's", "x", [worst], WORST, more=False,
                      note=f"{counted} of {count} weights have counts; {where}")
     compiled = CompiledCosts()
     for product in SAMPLE:
         ratio = compiled_ratio(product, compiled)
-        yield Figure(f"{product}: the plan's choice beside the best way, compiled", "x", [ratio], WORST, more=False)
+        yield Figure(f"{product}: the plan's seconds divided by the best candidate's, compiled", "x", [ratio], WORST, more=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 where a choice takes more than WORST times the best way."""
+    """Run the comparison; returns 1 if some plan's choice takes more than WORST times the best candidate's seconds."""
     parser = argparse.ArgumentParser(prog="python -m bench.dispatch", description=(__doc__ or "").split("\n\n")[2])
     parser.add_argument("--gpu", action="append", choices=COMPARED, help="may be repeated; by default all of them")
     parser.add_argument("--only", default="", metavar="PREFIX", help="formats whose name begins so")

@@ -9,23 +9,22 @@ from typing import Any
 from torch import Tensor
 
 Argument = Tensor | int | None
-Plane = Tensor | tuple[Tensor] | tuple[Tensor, int, int] | None  # a weight's tensor, with its gaps (strides.py) where some has
+Plane = Tensor | tuple[Tensor] | tuple[Tensor, int, int] | None  # a stored tensor; with gaps (strides.py) if some has them
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One launch: a kernel, its arguments in order, the constants it is specialised on, and how it is compiled.
+    """One launch: a kernel, its arguments in order, its constexpr constants and its compile options.
 
     An argument may be a tuple of tensors, None among them, or of tensors with their gaps.
 
-    options: what else the compiler takes, but for the contraction of a product and a sum, which is on unless they say otherwise.
-    Releases of Triton differ in their own default.
+    options: keywords of the compiler.  enable_fp_fusion is on unless they say otherwise: Triton's default differs by release.
 
-    scratch: of a launch whose programs share K, the tensors for their sums and for the counters of those that have arrived.
+    scratch: if programs share K, the tensors for their partial sums and for the counters of finished programs.
 
-    For `qdsl analyze`: the weights that one program takes, and those of a trip of its loop, 0 without one.
-    workspace: arguments in memory that was allocated for this launch and the next ones, and that they write before they read.
-    aligned: arguments whose address is a multiple of so many bytes, on which the kernel relies.
+    For `qdsl analyze`: the weights that a program takes, and those of one loop iteration, 0 without a loop.  workspace: arguments
+    in memory that was allocated for this launch and the next ones, which write it before they read it.  aligned: arguments whose
+    address the kernel requires to be a multiple of so many bytes.
     """
 
     kernel: Any
@@ -54,7 +53,7 @@ class Call:
         return name
 
     def run(self) -> Any:
-        """Launch.  Returns the kernel that Triton compiled, None where it interprets."""
+        """Launch the kernel.  Returns what Triton compiled, or None if Triton interprets."""
         return self.kernel[self.grid](*self.arguments, **self.constants, **self.options)
 
 

@@ -1,4 +1,4 @@
-"""Configurations that kernels of a weight may be launched with, from its shape and the device alone.
+"""Launch configurations for a weight's kernels, from its shape and the device.
 
 runtime/gpu/plan.py chooses among them.  Nothing is timed on first use; `qdsl.tune` keeps the fastest in a file.
 """
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
     from qdsl.runtime.weight.layout import W8A8, Kernels
     from qdsl.runtime.weight.packed import PackedWeight
 
-MULTIPROCESSORS = 132                                            # of a device that is not there: an H100's
-TRIP = 256                                                       # columns of w that a warp takes in a trip of `skinny`
-MOST_PARTS = 8                                                   # programs that share K
-SPLIT_PROGRAMS = 4                                               # per multiprocessor, up to which programs share K
-GEMM_PARTS = (1, 2, 4, 8, 16)                                    # programs of `gemm` that share K: its warps wait for their loads
-GEMM = {16: (64, 128), 64: (128, 64), 32: (32, 64)}              # by rows of x of a program of `gemm`: its tile of w, N x K
-SMALL, SMALL_STEP = 32, 8192                                     # the one for kernels that spill else, and its most weights
-TENSOR_SUMS = 8                                                  # sums of 64 x 128 in the tensor memory of an SM of Blackwell
-AXES = 8                                                         # of a tile, its units' digits and lanes: most of `dequantize`
-WIDE = 64                                                        # columns of w that `dequantize` stores of a row at least
-WEIGHTS = 4096                                                   # of a program of `dequantize` at most, 32 a thread
-UNITS = 1024                                                     # units per program and step: eight for each of 128 threads
-PROGRAMS = 256                                                   # that fill a GPU, where tiles may be chosen so
-OVERLAP, OVERLAPS = "QDSL_PDL", ("never", "auto")               # the setting of overlaps(), and its values, the default first
-WARPS = 15                                                       # per multiprocessor, to have enough bytes under way (predicted)
+MULTIPROCESSORS = 132                                            # assumed without a GPU: an H100's
+TRIP = 256                                                       # columns of w per warp and iteration of `skinny`
+MOST_PARTS = 8                                                   # the most programs that share K
+SPLIT_PROGRAMS = 4                                               # programs share K only up to so many programs per SM
+GEMM_PARTS = (1, 2, 4, 8, 16)                                    # numbers of `gemm` programs that share K
+GEMM = {16: (64, 128), 64: (128, 64), 32: (32, 64)}              # by rows of x per program of `gemm`: its tile of w, N x K
+SMALL, SMALL_STEP = 32, 8192                                     # rows of x where kernels would spill with 64; most weights
+TENSOR_SUMS = 8                                                  # sums of 64 x 128 that an SM's tensor memory holds on Blackwell
+AXES = 8                                                         # most axes of a `dequantize` tile: rows, unit digits, lanes
+WIDE = 64                                                        # the fewest columns of w in a row of a `dequantize` tile
+WEIGHTS = 4096                                                   # the most weights per program of `dequantize`, 32 a thread
+UNITS = 1024                                                     # units per program and iteration: eight for each of 128 threads
+PROGRAMS = 256                                                   # programs that fill a GPU: the goal where tiles may be smaller
+OVERLAP, OVERLAPS = "QDSL_PDL", ("never", "auto")               # the setting of overlaps(), its values, the default first
+WARPS = 15                                                       # per SM, to keep enough bytes in flight (predicted)
 
 
 @dataclass(frozen=True, slots=True)
 class Tall:
-    """R tiles of 16 * W rows of w that meet 128 rows of x, for codes of 4 bits and groups of 128 columns and more.
+    """A `tile_gemm` tile of R * 16 * W rows of w and 128 rows of x, for 4-bit codes in groups of 128 columns or more.
 
-    unroll: chunks in a trip.  whole: for shapes that fill all tiles.  count: instructions of a thread per weight in the loop,
-    on sm_90; what it says of time is predicted.
+    unroll: chunks per iteration.  whole: only for shapes without partial tiles.  count: thread instructions per weight in the
+    loop on sm_90; times that follow from it are predicted.
     """
 
     R: int
@@ -67,7 +67,7 @@ TALL = (Tall(2, 8, 1, True, 3.1), Tall(2, 4, 1, True, 3.3), Tall(1, 4, 2, True, 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a launch depends on: the first digit of the compute capability (9: Hopper), 0 elsewhere, and multiprocessors."""
+    """What a launch depends on: the major compute capability (9: Hopper; 0 elsewhere) and the number of multiprocessors."""
 
     capability: int
     multiprocessors: int
@@ -79,9 +79,9 @@ _assumed_gpu = GPUS["h100"]
 
 @contextmanager
 def assumed(capability: int, multiprocessors: int, gpu: Gpu | None = None) -> Iterator[None]:
-    """Chooses launches for this device where tensors are on no GPU, to inspect kernels without one.
+    """Choose launches for this device while tensors are on no GPU, to inspect kernels without one.
 
-    gpu: whose costs are modelled; by default those of the capability's first GPU with so many multiprocessors.
+    gpu: the GPU to model costs for; by default the first of that capability with so many multiprocessors.
     """
     global _assumed, _assumed_gpu
     before, before_gpu = _assumed, _assumed_gpu
@@ -94,7 +94,7 @@ def assumed(capability: int, multiprocessors: int, gpu: Gpu | None = None) -> It
 
 
 def target(device: torch.device) -> Target:
-    """What launches on a device depend on; off GPUs the one that `assumed` states."""
+    """The Target of a device; without a GPU the one that `assumed` set."""
     return _target(device) if device.type in ("cuda", "xpu") else _assumed
 
 
@@ -107,22 +107,22 @@ def _target(device: torch.device) -> Target:
 
 
 def has_mma(device: torch.device) -> bool:
-    """Whether kernels that are laid out for NVIDIA's matrix units serve a device: its GPUs from Ampere on."""
+    """Whether a device runs the kernels for NVIDIA's matrix units: NVIDIA GPUs from Ampere on."""
     return target(device).capability >= 8 if runs_kernels(device) else ARCHS[_assumed_gpu.arch].capability >= 80
 
 
 def has_gemm(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether kernel `gemm` multiplies x of a type: not before Ampere, for whose matrix units Triton has no instructions."""
+    """Whether `gemm` takes x of a dtype: 16-bit floats, but not before Ampere, for which Triton emits no MMA."""
     return dtype in (torch.float16, torch.bfloat16) and (has_mma(device) or device.type == "xpu" or not gpu(device).is_nvidia)
 
 
 def has_skinny_streams(x: torch.Tensor, packed: PackedWeight) -> bool:
-    """Whether kernels multiply x [M, K] with weights that they decode in registers, on the device of x."""
+    """Whether kernels decode the weight's streams in registers and multiply x [M, K], on the device of x."""
     return has_mma(x.device) and streams.has_skinny(x, packed)
 
 
 def gpu(device: torch.device) -> Gpu:
-    """The data sheet of a device, from which costs are modelled; of the assumed GPU where tensors are on none."""
+    """The data sheet that costs are modelled from: the device's, or the assumed GPU's without a GPU."""
     return _gpu(device) if device.type == "cuda" else _assumed_gpu
 
 
@@ -135,14 +135,14 @@ def _gpu(device: torch.device) -> Gpu:
 
 
 def has_tile_gemm(packed: PackedWeight, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether kernel `tile_gemm` is used: a warp group of Hopper multiplies weights from registers."""
+    """Whether `tile_gemm` runs: on Hopper, whose warp groups take weights from registers."""
     kernels = packed.layout.kernels.matrix_unit
     return kernels is not None and kernels.tile_gemm is not None and target(device).capability == 9 and not (
         kernels.double and dtype == torch.bfloat16)
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether launches may begin before the one before has ended: QDSL_PDL=auto, on NVIDIA's GPUs from Hopper on.
+    """Whether a launch may begin before the previous one ends: if QDSL_PDL=auto, on NVIDIA GPUs from Hopper on.
 
     Raises FormatError for an unknown QDSL_PDL.
     """
@@ -153,7 +153,7 @@ def overlaps(device: torch.device) -> bool:
 
 
 def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | None = None) -> list[dict[str, int]]:
-    """Configurations of a kernel for matrix units for x [m, K], the one by rule first, those that split K last."""
+    """Configurations of a kernel for x [m, K]: the default one first, those that split K last."""
     n, k = packed.shape
     device = device or packed.device
     if kind == "gemm":
@@ -163,7 +163,7 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
     elif kind == "tile_gemm":
         rule = _many(min(m, most_columns(packed)), n, device)
         others = [{**rule, "R": r, "BM": bm, "STAGES": stages} for bm in dict.fromkeys((rule["BM"], min(32, rule["BM"])))
-                  for r in (1, 2) for stages in (3, 2, 4)]       # the table counts 3: it is first of ways that take as long
+                  for r in (1, 2) for stages in (3, 2, 4)]       # the table counts 3, so 3 is first of equals
         others += [{**rule, "STAGES": 2, "UNROLL": 2}] if is_tall(packed) else []
     else:
         kernels = packed.layout.kernels.matrix_unit
@@ -180,36 +180,36 @@ def candidates(kind: str, packed: PackedWeight, m: int, device: torch.device | N
 
 
 def _may_split(config: dict[str, int], split: int, m: int, n: int, k: int, device: torch.device) -> bool:
-    """Whether so many programs may share K: they fit on the multiprocessors as they are, and none has no chunk of K."""
+    """Whether `split` programs may share K: all fit on the SMs at once, and each has a chunk of K."""
     tiles, chunks = cdiv(n, 16 * config["R"] * config["W"]) * cdiv(m, config["BM"]), k // 128
     return tiles * split <= SPLIT_PROGRAMS * target(device).multiprocessors and (split - 1) * cdiv(chunks, split) < chunks
 
 
 def gemm(packed: PackedWeight, m: int, split: int, device: torch.device, bm: int = 0) -> dict[str, int] | None:
-    """BN rows of tiles and BK units of w, and BM rows of x, that a program of kernel `gemm` takes in a step; split: share K.
+    """The configuration of `gemm`: BN rows of tiles, BK units of K and BM rows of x per program and iteration; `split` share K.
 
-    bm: 0 for those by rule.  None where some of so many programs had no step of K, or all of them too little to do.
+    bm: 0 for the default.  None if some program would have no part of K, or if there were too many programs.
     """
     rows, units = grid_axes(packed)
-    are_many = target(device).capability == 10 and packed.shape[1] > TENSOR_SUMS * units     # sums, one of every weight of a unit
-    # A warp group's product with the rows of units side by side ends Triton 3.6's compiler.
-    fails = packed.layout.kernels.sums > 1 and release < (3, 7) and target(device).capability == 9
-    bm = bm or (16 if m <= 16 or are_many else SMALL if fails else 64)
-    if fails and bm == 64:
+    has_many_sums = target(device).capability == 10 and packed.shape[1] > TENSOR_SUMS * units     # one per weight of a unit
+    # Triton 3.6's compiler crashes on a warp group's MMA with the rows of units side by side.
+    compiler_crashes = packed.layout.kernels.sums > 1 and release < (3, 7) and target(device).capability == 9
+    bm = bm or (16 if m <= 16 or has_many_sums else SMALL if compiler_crashes else 64)
+    if compiler_crashes and bm == 64:
         return None
     tall, columns = GEMM[bm]
     bk = min(128, max(16, power(columns * units // max(1, packed.shape[1]))))
     tall = min(tall, SMALL_STEP * units // max(1, bk * packed.shape[1])) if bm == SMALL else tall
     bn = max(1, tall // packed.layout.kernels.sums)
     programs, steps = cdiv(rows, bn) * cdiv(m, bm) * split, cdiv(units, bk)
-    are_too_many = programs > SPLIT_PROGRAMS * target(device).multiprocessors
-    if split > 1 and (are_too_many or (split - 1) * cdiv(steps, split) >= steps):
+    exceeds_sms = programs > SPLIT_PROGRAMS * target(device).multiprocessors
+    if split > 1 and (exceeds_sms or (split - 1) * cdiv(steps, split) >= steps):
         return None
     return {"BN": bn, "BK": bk, "BM": bm, "SPLIT": split}
 
 
 def key(packed: PackedWeight, m: int, dtype: torch.dtype) -> str:
-    """What the fastest candidate for x [m, K] is kept under: one for 1 row, for up to 8, 16, 32 and so on."""
+    """The key under which the fastest candidate for x [m, K] is kept: one each for 1 row, up to 8, 16, 32 and so on."""
     n, k = packed.shape
     rows = 1 if m == 1 else max(8, power(m))
     return " ".join((f"{packed.format.name}.{packed.storage}", packed.params_text, f"{n}x{k}", f"M={rows}", str(dtype)[6:]))
@@ -217,14 +217,14 @@ def key(packed: PackedWeight, m: int, dtype: torch.dtype) -> str:
 
 @cache
 def tuned_file(device: torch.device) -> Path:
-    """Where tuned candidates of a device are kept: in $QDSL_CACHE, or qdsl below the user's cache folder."""
+    """The path of a device's tuned candidates: in $QDSL_CACHE, or in qdsl below the user's cache folder."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
     return cache_folder() / f"tuned-{name.lower()}.json"
 
 
 @cache
 def tuned(path: Path) -> dict[str, Any]:
-    """What a file of tuned candidates holds; nothing where it is missing or is no such file."""
+    """The tuned candidates in a file; empty if it is missing or invalid."""
     try:
         choices = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -233,37 +233,37 @@ def tuned(path: Path) -> dict[str, Any]:
 
 
 def forget() -> None:
-    """Forgets the files of tuned candidates, so that the next launch reads them again."""
+    """Forget the files of tuned candidates, so that the next launch reads them again."""
     tuned.cache_clear()
     tuned_file.cache_clear()
 
 
 def _many(m: int, n: int, device: torch.device) -> dict[str, int]:
-    """R tiles of 64 rows of w per program, and BM rows of x."""
+    """The default `tile_gemm` tile: R tiles of 64 rows of w and BM rows of x per program."""
     bm = 16 if m <= 16 else 32 if m <= 32 else 64
     r = 2 if (4 if bm < 64 else 2) * cdiv(n, 128) >= target(device).multiprocessors else 1
     return {"R": r, "W": 4, "BM": bm, "STAGES": 3, "UNROLL": 1, "WHOLE": 0}
 
 
 def most_columns(packed: PackedWeight) -> int:
-    """Rows of x that a program of kernel `tile_gemm` may take, the columns of its tile."""
+    """The most rows of x per program of `tile_gemm`."""
     return 128 if is_tall(packed) else 64
 
 
 def has_short_groups(packed: PackedWeight) -> bool:
-    """Whether fewer columns than a chunk share the numbers of a group, whose sums take more registers."""
+    """Whether groups have fewer columns than a chunk: their sums take more registers."""
     kernels = packed.layout.kernels.matrix_unit
     return kernels is not None and min(kernels.sizes(packed.sizes), default=128) < 128
 
 
 def is_tall(packed: PackedWeight) -> bool:
-    """Whether a program of kernel `tile_gemm` may take 128 rows of x."""
+    """Whether a program of `tile_gemm` may take 128 rows of x."""
     kernels = packed.layout.kernels.matrix_unit
     return kernels is not None and kernels.tall and not has_short_groups(packed)
 
 
 def _tall(m: int, n: int, k: int, device: torch.device) -> list[dict[str, int]]:
-    """Tiles for more than 64 rows of x, by the instructions of the multiprocessor that has most to do."""
+    """`tile_gemm` configurations for more than 64 rows of x, by the instructions of the busiest multiprocessor."""
     def cost(tile: Tall) -> float:
         rows = 16 * tile.R * tile.W
         return cdiv(cdiv(n, rows) * cdiv(m, 128), target(device).multiprocessors) * rows * tile.count
@@ -275,23 +275,23 @@ def _tall(m: int, n: int, k: int, device: torch.device) -> list[dict[str, int]]:
 
 @cache
 def has_fp8(device: torch.device) -> bool:
-    """Whether matrix units take E4M3; of a device that is not there, an H100's do."""
+    """Whether matrix units take E4M3; without a GPU, as on an H100."""
     return device.type != "cuda" or bool(torch.version.cuda and torch.cuda.get_device_capability(device) >= (8, 9))
 
 
 def converts_fp8(device: torch.device) -> bool:
-    """Whether Triton converts E4M3 by an instruction: from compute capability 8.9 on, of what is assumed from 9 on."""
+    """Whether an instruction converts E4M3: from compute capability 8.9 on, or 9 if assumed."""
     if device.type != "cuda":
         return _assumed.capability >= 9
     return bool(torch.version.cuda) and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def w8a8(m: int, n: int, k: int, kernel: W8A8, wide: bool, device: torch.device) -> tuple[dict[str, int], int]:
-    """BN rows of w and BM rows of x per program, and warps; wide: x's codes have 16 bits.
+    """The configuration of `w8a8`, BN rows of w and BM rows of x per program, and its warps.  wide: x has 16-bit codes.
 
-    TOKENS: 64 rows of x and more are the rows of the matrix instruction: a thread needs the scales of 2 of them, not 32.
-    64 rows of w or x are the fewest that Hopper's instructions take.  Stages fill what shared memory every device has, 99 KB,
-    and trips of two chunks up to 200 of 227 KB, where a program has an SM to itself.
+    TOKENS: from 64 rows of x on they are the rows of the MMA, so that a thread needs the scales of 2 of them, not 32.  Hopper's
+    MMAs take at least 64 rows.  Stages fill 99 KB of shared memory, which every device has.  Iterations of two chunks fill up to
+    200 of 227 KB: their program has the SM to itself.
     """
     bm, sms = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 or wide else 128, target(device).multiprocessors
     pairs = not wide and k % 256 == 0 and _takes_pairs(kernel, device)
@@ -305,10 +305,10 @@ def w8a8(m: int, n: int, k: int, kernel: W8A8, wide: bool, device: torch.device)
 
 
 def _takes_pairs(kernel: W8A8, device: torch.device) -> bool:
-    """Whether two chunks in a trip save more than they cost, by counts on sm_90 and sm_100.
+    """Whether two chunks per iteration save more than they cost, by counts on sm_90 and sm_100.
 
-    int8 without scales along K is summed in place, so that two programs fit on an SM of Hopper.  On Blackwell the warps'
-    own instructions multiply int8, whose second chunk would spill, and without scales along K there is nothing to save.
+    int8 without scales along K is summed in place, so that two programs fit on a Hopper SM.  On Blackwell int8 is multiplied
+    outside of the matrix units: a second chunk would spill, and without scales along K it saves nothing.
     """
     capability = target(device).capability
     return (capability == 9 and (kernel.groups or kernel.type != "i8")) or (
@@ -316,7 +316,7 @@ def _takes_pairs(kernel: W8A8, device: torch.device) -> bool:
 
 
 def tile(last: str, rows: int, units: int, size: int) -> tuple[int, int]:
-    """Rows and units of a tile of `size` units, powers of two: long along the axis that is contiguous in memory."""
+    """The rows and units of a tile of `size` units, powers of two; the contiguous axis is the long one."""
     along = units if last == "k" else rows
     across = rows if last == "k" else units
     long = min(256 if last == "k" else 128, power(along), size)
@@ -325,7 +325,7 @@ def tile(last: str, rows: int, units: int, size: int) -> tuple[int, int]:
 
 
 def dequantize_tile(kernels: Kernels, rows: int, units: int) -> tuple[int, int]:
-    """Rows and units of a tile of `dequantize`: where rows neighbour in memory, WIDE columns of w, which are stored together."""
+    """The rows and units of a `dequantize` tile.  If rows are contiguous in memory, it still stores WIDE columns of w."""
     if not kernels.order:
         return tile(kernels.last, rows, units, max(128, UNITS // kernels.sums))
     weights = math.prod(kernels.lanes)
@@ -337,21 +337,22 @@ def dequantize_tile(kernels: Kernels, rows: int, units: int) -> tuple[int, int]:
 
 
 def columns_in_order(kernels: Kernels, bn: int, bk: int) -> dict[str, tuple[int, ...] | None]:
-    """Constants of `dequantize` that put the weights of a tile of BN rows of tiles and BK units in the order of w."""
+    """Constants of `dequantize` that permute a tile of BN rows and BK units into the order of w."""
     records = bk // math.prod(kernels.digits)
     if not kernels.order or not records or len(kernels.order) > AXES:
         return {"DIGITS": None, "ORDER": None}
     shape, inside = (bn, records, *kernels.digits, *kernels.lanes), 2 + len(kernels.digits)
     axes = list(range(len(shape)))
-    if kernels.last == "n":                                      # the tile's rows are its second axis, before the lanes
+    if kernels.last == "n":                                      # the rows are the tile's second axis, before the lanes
         axes = [*axes[1:inside], 0, *axes[inside:]]
     more = range(len(shape), AXES)
     return {"DIGITS": (*(shape[axis] for axis in axes), *(1 for _ in more)), "ORDER": (*map(axes.index, kernels.order), *more)}
 
 
 def product_tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]:
-    """Rows and units of a tile of `matvec`: along N as short as a sector of memory where that makes programs enough, then long
-    along K, so that a program walks few tiles.
+    """The rows and units of a `matvec` tile.
+
+    If rows are contiguous: at least a memory sector along N, so that programs fill the GPU, then long along K for few iterations.
     """
     if last == "k":
         return tile(last, rows, units, max(128, UNITS // sums))
@@ -360,7 +361,7 @@ def product_tile(last: str, rows: int, units: int, sums: int) -> tuple[int, int]
 
 
 def grid_axes(packed: PackedWeight) -> tuple[int, int]:
-    """Rows of tiles, and units along K, that those kernels walk."""
+    """The rows of tiles and the units along K of a weight, over which the grids of these kernels go."""
     kernels = packed.layout.kernels
     rows, units = (axis(text).extent(*packed.shape, packed.sizes) for text in (kernels.rows, kernels.units))
     assert rows is not None and units is not None
@@ -373,15 +374,15 @@ def power(value: int) -> int:
 
 
 def lane_tiles(n: int, k: int, device: torch.device, trip: int = TRIP) -> dict[str, int]:
-    """R tiles of 16 rows per warp, and WK warps that share K, for a weight [n, k].
+    """The default `gemv` and `skinny` tile of a weight [n, k]: R tiles of 16 rows per warp, WK warps that share K.
 
-    Two tiles share what is made of x, so that fewer than two only pay where programs would not fill the device.  Warps share
-    K until each multiprocessor has enough of them, evenly if they can; a warp takes `trip` columns at a time.
+    Two tiles of a warp share the operands of x, so R = 1 only pays if programs would not fill the device.  WK grows until every
+    SM has enough warps; a warp takes `trip` columns per iteration.
     """
-    places = target(device).multiprocessors
-    r = 2 if 4 * cdiv(n, 32) >= 3 * places else 1
+    multiprocessors = target(device).multiprocessors
+    r = 2 if 4 * cdiv(n, 32) >= 3 * multiprocessors else 1
     wk = 1
-    while wk < 8 and cdiv(n, 16 * r) * wk < WARPS * places and 2 * trip * wk <= k:
+    while wk < 8 and cdiv(n, 16 * r) * wk < WARPS * multiprocessors and 2 * trip * wk <= k:
         wk *= 2
     return _split(r, wk, k, trip)
 

@@ -1,27 +1,27 @@
-"""The GPUs that times are predicted for, and how many programs one of their multiprocessors (SM) runs at once.
+"""GPUs that times are predicted for, and the programs that one of their multiprocessors (SM) holds at once.
 
 Limits of an SM are those of the CUDA C++ Programming Guide's table of compute capabilities.  SMs, boost clocks, bandwidths,
-matrix rates and caches are those of NVIDIA's and AMD's data sheets.  AMD's multiprocessors are compute units of four SIMDs,
-which share registers as schedulers do; of RDNA they are work-group processors, as its driver counts them.
+matrix rates and caches are those of NVIDIA's and AMD's data sheets.  A compute unit of AMD counts as an SM: its four SIMDs share
+registers as schedulers do.  On RDNA a work-group processor counts as one, as AMD's driver counts them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-SCHEDULERS = 4                                                   # of an SM; one issues an instruction a clock
-WARP = 32                                                        # threads, of NVIDIA's
-REGISTER_STEP = 8                                                # registers of a thread are allocated in steps of it
-RESERVED = 1024                                                  # bytes of shared memory that the driver takes per program
+SCHEDULERS = 4                                                   # per SM; each issues one instruction per clock
+WARP = 32                                                        # threads, on NVIDIA
+REGISTER_STEP = 8                                                # registers per thread are allocated in steps of this
+RESERVED = 1024                                                  # bytes of shared memory per program that the driver takes
 SHARED_STEP = 128                                                # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Arch:
-    """What an SM holds: registers, warps, programs, and shared memory in bytes.
+    """The limits of an SM: registers, warps, programs, and shared memory in bytes.
 
-    capability: the compute capability times 10; 0 of AMD's.  warp: threads of a warp.  reserved: bytes of shared memory that the
-    driver takes per program.
+    capability: the compute capability times 10; 0 for AMD.  warp: threads per warp.  reserved: bytes of shared memory per program
+    that the driver takes.
     """
 
     name: str
@@ -39,9 +39,9 @@ class Arch:
         return self.capability > 0
 
     def resident(self, registers: int, shared: int, warps: int) -> int:
-        """How many programs run on an SM at once; 0 where not one fits.
+        """The number of programs that an SM holds at once; 0 if not even one fits.
 
-        registers: of a thread.  shared: bytes of a program.  warps: of a program.
+        registers: per thread.  shared: bytes per program.  warps: per program.
         """
         per_warp = -(-max(1, registers) // REGISTER_STEP) * REGISTER_STEP * self.warp
         by_registers = self.registers // SCHEDULERS // per_warp * SCHEDULERS // warps
@@ -51,10 +51,10 @@ class Arch:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A product.
+    """The data sheet of a GPU.
 
-    clock: boost, in GHz.  bandwidth: of its memory, in 1e9 bytes per second.  matmul: dense multiply-adds of bfloat16 with
-    float32 sums, in 1e12 floating-point operations per second.  cache: the last one before memory, in 1e6 bytes.
+    clock: boost, in GHz.  bandwidth: of memory, in 1e9 bytes per second.  matmul: dense bfloat16 with float32 sums, in 1e12
+    floating-point operations per second.  cache: the last level, in 1e6 bytes.
     """
 
     name: str
@@ -68,12 +68,12 @@ class Gpu:
 
     @property
     def is_nvidia(self) -> bool:
-        """Whether it is NVIDIA's."""
+        """Whether NVIDIA makes it."""
         return ARCHS[self.arch].is_nvidia
 
     @property
     def cycles(self) -> float:
-        """Scheduler cycles of the whole GPU in a second."""
+        """Scheduler cycles per second, over all schedulers of the GPU."""
         return self.multiprocessors * SCHEDULERS * self.clock * 1e9
 
 
@@ -103,10 +103,10 @@ GPUS = {gpu.name: gpu for gpu in (
 
 
 def of_device(title: str, capability: tuple[int, int], multiprocessors: int) -> Gpu:
-    """The GPU that a driver reports, by the name, compute capability and number of SMs that torch.cuda gives.
+    """The data sheet of a CUDA device by the name, compute capability and number of SMs that torch.cuda reports.
 
-    One that is not listed counts as the listed one of its architecture, or of the last architecture before it, or else of the
-    first, with memory, matrix rates and cache in proportion to its SMs.
+    For an unlisted GPU: the listed one of its architecture, else of the last one before it, else of the first.  Memory, matrix
+    rate and cache are then scaled by the number of SMs.
     """
     for gpu in GPUS.values():
         if gpu.name.removeprefix("rtx").upper() in title:
@@ -117,9 +117,9 @@ def of_device(title: str, capability: tuple[int, int], multiprocessors: int) -> 
 
 
 def of_arch(name: str, multiprocessors: int) -> Gpu:
-    """An AMD GPU, by the name of its architecture ('gfx942') and its number of multiprocessors as its driver reports them.
+    """The data sheet of an AMD GPU by its architecture ('gfx942') and the number of multiprocessors that the driver reports.
 
-    One that is not listed counts as a listed one of CDNA (gfx9) or of RDNA, in proportion to its multiprocessors.
+    For an unlisted GPU: a listed one of CDNA (gfx9) or RDNA, scaled by the number of multiprocessors.
     """
     exact = next((gpu for gpu in GPUS.values() if gpu.arch == name), None)
     return _resized(exact or GPUS["mi300x" if name.startswith("gfx9") else "rx9070xt"], multiprocessors)

@@ -1,4 +1,4 @@
-"""Launching a storage's kernels: arguments from a packed weight, tile sizes from its shape."""
+"""Launches of a storage's kernels: arguments from a packed weight, launch configuration from its plan."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from qdsl.runtime.weight.packed import PackedWeight
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 WARPS = 4
-SHORT = 1 << 17                                                  # columns up to which sums of products of int8 are exact in int32
-SECOND_AXIS = 65535                                              # the most that a grid's second axis can count
+SHORT = 1 << 17                                                  # most columns whose sums of int8 products fit int32
+SECOND_AXIS = 65535                                              # limit of the grid's second axis
 
 
 def dequantize(packed: PackedWeight, out: Tensor) -> None:
-    """Run the dequantize kernel: w [N, K] into out, exact in float32, rounded once for float16 and bfloat16."""
+    """Run `dequantize`: w [N, K] into out, exact in float32, rounded once for float16 and bfloat16."""
     for call in dequantize_calls(packed, out):
         call.run()
 
 
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, invariant: bool = False) -> None:
-    """Run the linear kernel: x [M, K] @ w.T + bias into out [M, N]; x and out are contiguous.
+    """Run the chosen fused kernel: x [M, K] @ w.T + bias into out [M, N]; x and out are contiguous.
 
-    invariant: a row of x gives the same bits whatever rows are beside it.
+    invariant: a row of x gives the same bits whatever the other rows are.
     """
     for call in linear_calls(x, packed, bias, out, invariant):
         call.run()
@@ -55,9 +55,9 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
     if not rows or not units:
         return
     bn, bk = configure.dequantize_tile(kernels, rows, units)
-    while cdiv(units, bk) > SECOND_AXIS:                         # rows of 16 million columns and more
+    while cdiv(units, bk) > SECOND_AXIS:                         # for rows of 16 million columns and more
         bn, bk = max(1, bn // 2), 2 * bk
-    # Contracted multiply-adds would skip a rounding that the formula has.
+    # Fused multiply-adds would skip a rounding of the decode formula.
     yield Call(dequantize_kernel, (_planes(packed), out, *packed.shape, size_arguments(packed), rows, units),
                {**_constants(packed, bn, bk), **configure.columns_in_order(kernels, bn, bk),
                 "EVEN": rows % bn == 0 and units % bk == 0}, (cdiv(rows, bn), cdiv(units, bk)),
@@ -98,16 +98,16 @@ def linear_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tens
 
 
 def grouped(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Run the kernel for few rows over experts: x [M, K], weight [E * N, K], bias [E, N], out [M, N], all contiguous.
+    """Run `skinny` over experts: x [M, K], weight [E * N, K], bias [E, N], out [M, N], all contiguous.
 
-    tiles: int32 [T, 3] of (expert, first row of x, one past the expert's last); a program takes up to 8 of these rows.
+    tiles: int32 [T, 3] of (expert, first row of x, end of the expert's rows); a program takes up to 8 of these rows.
     """
     for call in grouped_calls(x, packed, tiles, bias, out):
         call.run()
 
 
 def grouped_calls(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
-    """The launch of `grouped`, for tensors on any device, meta too; fits_matrix_units(x, packed, skinny=True) must hold."""
+    """The launch of `grouped`, for tensors on any device, meta too; requires fits_matrix_units(x, packed, skinny=True)."""
     if out.numel():
         packed = strides.readable(packed)
         config = configure.lane_tiles(out.shape[1] * cdiv(x.shape[0], 8), x.shape[1], x.device)
@@ -116,9 +116,9 @@ def grouped_calls(x: Tensor, packed: PackedWeight, tiles: Tensor, bias: Tensor |
 
 
 def quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, scale: float | None = None) -> None:
-    """Quantize x [M, K] to 8 bits and multiply it with codes of 8 bits, plus bias [N], into out [M, N]; all contiguous.
+    """Quantize x [M, K] to 8 bits, multiply it by 8-bit codes and add bias [N], into out [M, N]; all contiguous.
 
-    scale: the static one of x, if it has one.
+    scale: the static scale of x, or None.
     """
     for call in quantized_calls(x, packed, bias, out, scale):
         call.run()
@@ -126,9 +126,9 @@ def quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
 
 def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, scale: float | None = None,
                     ) -> Iterator[Call]:
-    """The launches of `quantized`, for tensors on any device, meta too; has_w8a8(x, packed) must hold.
+    """The launches of `quantized`, for tensors on any device, meta too; requires has_w8a8(x, packed).
 
-    With a static scale torch quantizes x, and every row has that scale.
+    With a static scale torch quantizes x, and all rows have that scale.
     """
     if len(parts := _parts(x, out, 16)) > 1:
         for part, result in parts:
@@ -155,14 +155,14 @@ def quantized_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: T
                              m, n, k, strides.pitch(packed)),
                {**kernels.constants("w8a8", False, packed.sizes, packed.layout.coded), **config, "SPLIT": split,
                 "LARGEST": eight.LARGEST[w8a8.type] if is_one else 0}, (*grid, split) if split > 1 else grid,
-               # contracted additions would skip a rounding of what is quantized
+               # fused additions would skip a rounding before quantization
                {"num_warps": warps, "num_stages": config["STAGES"], **({"enable_fp_fusion": False} if is_one else {})},
                weights=min(config["BN"], n) * cdiv(k // trip, split) * trip, step=config["BN"] * trip, scratch=scratch)
 
 
 def _quantized(x: Tensor, w8a8: W8A8, stored: torch.dtype, scale: float | None,
                ) -> Generator[Call, None, tuple[Tensor, Tensor, Tensor | None]]:
-    """The launch that quantizes x [M, K], or torch where it has a static scale; returns codes, scales and sums of codes."""
+    """The launch that quantizes x [M, K]; torch does it for a static scale.  Returns codes, scales and sums of codes."""
     m, k = x.shape
     groups = k // eight.CHUNK if w8a8.groups else 1
     if scale is not None:
@@ -176,13 +176,13 @@ def _quantized(x: Tensor, w8a8: W8A8, stored: torch.dtype, scale: float | None,
     br, bk = (16, eight.CHUNK) if w8a8.groups else (1, min(4096, configure.power(k)))
     yield Call(eight_bit.quantize, (x, bytes_, scales, sums, m, k, k // groups),
                {"LARGEST": eight.LARGEST[w8a8.type], "BR": br, "BK": bk}, (cdiv(m * groups, br),),
-               {"num_warps": WARPS, "enable_fp_fusion": False},                  # contracted additions would skip a rounding
+               {"num_warps": WARPS, "enable_fp_fusion": False},                  # fused additions would skip a rounding
                workspace=(codes, scales) if sums is None else (codes, scales, sums))
     return codes, scales, sums
 
 
 def _scaled(x: Tensor, packed: PackedWeight) -> Generator[Call, None, Tensor]:
-    """The launch that brings x [M, K] together with the factor of columns of a weight, if it has one; returns what x then is."""
+    """The launch that multiplies x [M, K] by the weight's column factor, if it has one.  Returns the scaled x."""
     name = packed.layout.factor
     factor = packed.tensors.get(name.removeprefix("/"))
     if factor is None:
@@ -194,7 +194,7 @@ def _scaled(x: Tensor, packed: PackedWeight) -> Generator[Call, None, Tensor]:
 
 
 def has_w8a8(x: Tensor, packed: PackedWeight) -> bool:
-    """Whether a kernel serves x [M, K] in 8 bits: whole chunks of columns, sums that int32 holds, codes that are numbers."""
+    """Whether `w8a8` serves x [M, K]: whole chunks of columns, sums that fit int32, no NaN codes."""
     kernels = packed.layout.kernels.matrix_unit
     if kernels is None or kernels.w8a8 is None or x.dtype not in (*TYPES, torch.float32) or not packed.finite:
         return False
@@ -205,9 +205,9 @@ def has_w8a8(x: Tensor, packed: PackedWeight) -> bool:
 
 
 def fits_matrix_units(x: Tensor, packed: PackedWeight, skinny: bool = False) -> bool:
-    """Whether a kernel for matrix units serves x [M, K], where it lies.
+    """Whether a kernel for matrix units serves x [M, K], its alignment included.
 
-    skinny: only that kernel is wanted, however many rows x has.
+    skinny: asks for that kernel alone, whatever the number of rows of x.
     """
     if skinny:
         return plan.fits_matrix_units(packed, x.dtype, x.device, is_aligned(x, packed), skinny=True)
@@ -215,20 +215,20 @@ def fits_matrix_units(x: Tensor, packed: PackedWeight, skinny: bool = False) -> 
 
 
 def is_aligned(x: Tensor, packed: PackedWeight) -> bool:
-    """Whether x and what kernels for matrix units read as words of a weight begin where loads of 16 bytes may."""
+    """Whether x and the tensors that matrix-unit kernels read as words are aligned for loads of 16 bytes."""
     wide = [tensor for name, tensor in packed.tensors.items() if tensor.dtype == torch.int32 or _is_words(name, tensor, packed)]
     return all(map(_is_aligned, (x, *wide)))
 
 
 def _is_words(name: str, tensor: Tensor, packed: PackedWeight) -> bool:
-    """Whether a kernel for matrix units reads a tensor of other elements as words: codes of 8 bits, and records."""
+    """Whether a matrix-unit kernel reads a tensor of other elements as words: 8-bit codes, and records."""
     kernels = packed.layout.kernels.matrix_unit
     records = None if kernels is None else kernels.records
     return tensor.shape == packed.shape or (records is not None and name == records.tensor)
 
 
 def _is_aligned(tensor: Tensor) -> bool:
-    """Whether loads of 16 bytes may begin where a tensor does, and torch can view it as words."""
+    """Whether a tensor is aligned for loads of 16 bytes, and torch can view it as words."""
     return tensor.is_meta or (tensor.data_ptr() % 16 == 0 and tensor.storage_offset() * tensor.element_size() % 4 == 0)
 
 
@@ -270,7 +270,7 @@ def _gemm_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor
 
 def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor, config: Mapping[str, int],
               tiles: Tensor | None = None) -> Call:
-    """The launch of `skinny`, with or without experts: in both a program of the grid's second axis has up to 8 rows of x."""
+    """The launch of `skinny`, with or without experts; the grid's second axis counts blocks of 8 rows of x."""
     kernels = packed.layout.kernels.matrix_unit
     assert kernels is not None
     (m, k), n = x.shape, out.shape[1]
@@ -285,7 +285,7 @@ def _few_call(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor,
 
 
 def _has_fence(packed: PackedWeight, x: Tensor) -> bool:
-    """Whether `skinny` keeps loads in order: on NVIDIA's GPUs, not where it is interpreted; rows of bytes would spill."""
+    """Whether `skinny` keeps its loads in order: on NVIDIA GPUs, unless interpreted; rows of bytes would spill."""
     kernels = packed.layout.kernels.matrix_unit
     assert kernels is not None
     compiles = is_installed and isinstance(kernels.skinny, triton.JITFunction)
@@ -299,7 +299,7 @@ def _lane_constants(packed: PackedWeight, which: str, dtype: torch.dtype) -> dic
 
 
 def _lane_tensors(packed: PackedWeight) -> tuple[Tensor | None, ...]:
-    """A kernel's tensors in storage order: codes of 8 bits, and records, as words; and tables of numbers of groups."""
+    """A matrix-unit kernel's tensors in storage order, 8-bit codes and records as words; and the tables of group numbers."""
     kernels = packed.layout.kernels.matrix_unit
     return (*(tensor if tensor is None or not _is_words(name, tensor, packed) else tensor.view(torch.int32)
               for name, tensor in zip(packed.layout.coded, _tensors(packed), strict=True)),
@@ -317,7 +317,7 @@ def _lane_options(config: Mapping[str, int], early: int | None) -> dict[str, Any
 
 
 def _early(tensors: tuple[Tensor | None, ...], pitch: int | None) -> int | None:
-    """Words of a row of codes, which a launch may fetch before the one before has ended; None where it may not."""
+    """Words of a row of codes, which a launch may prefetch before the previous one ends; None if it may not."""
     words = tensors[0]
     may = words is not None and words.dtype == torch.int32 and pitch is None and configure.overlaps(words.device)
     return words.shape[1] if may and words is not None else None
@@ -328,26 +328,26 @@ def _lane_weights(config: Mapping[str, int], n: int, k: int, trip: int) -> dict[
 
 
 def _parts(x: Tensor, out: Tensor, rows: int) -> list[tuple[Tensor, Tensor]]:
-    """Rows of x and of out by launch, where programs along the grid's second axis take `rows` of them or more."""
+    """Rows of x and of out per launch.  The grid's second axis is limited; a program takes at least `rows` rows."""
     if x.shape[0] <= rows * SECOND_AXIS:
         return [(x, out)]
     return list(zip(torch.split(x, rows * SECOND_AXIS), torch.split(out, rows * SECOND_AXIS), strict=True))
 
 
 def _constants(packed: PackedWeight, bn: int, bk: int) -> dict[str, Any]:
-    """Constants of a kernel that decodes unit by unit: the storage's function, the tile, and the width of positions."""
+    """Constants of a kernel that decodes unit by unit: the storage's function, the tile, and the integer type of offsets."""
     return {**packed.layout.kernels.constants, "BN": bn, "BK": bk, "LARGE": _is_large(packed, bn, bk),
             "GAPS": strides.has_gaps(packed)}
 
 
 def _is_even(packed: PackedWeight, bn: int, bk: int) -> bool:
-    """Whether tiles of BN rows of tiles and BK units hold no other units than a weight has; rows past the end may be clamped."""
+    """Whether tiles of BN rows and BK units cover the weight exactly; rows past the end may be clamped."""
     rows, units = configure.grid_axes(packed)
     return units % bk == 0 and (packed.layout.kernels.last == "k" or rows % bn == 0)
 
 
 def _is_large(packed: PackedWeight, bn: int, bk: int) -> bool:
-    """Whether some position takes 64 bits: of a weight or an element of a tensor, those past the ends of the last tiles too."""
+    """Whether an offset needs 64 bits: of a weight or a tensor element, those of partial tiles included."""
     rows, units = configure.grid_axes(packed)
     n, k = packed.shape
     beyond = cdiv(rows, bn) * bn * cdiv(units, bk) * bk / max(1, rows * units)
@@ -355,7 +355,7 @@ def _is_large(packed: PackedWeight, bn: int, bk: int) -> bool:
 
 
 def _weights(packed: PackedWeight, rows: int, units: int) -> int:
-    """Weights in so many rows of tiles and units of each, none of them padding."""
+    """Weights in so many rows of tiles and units of each, without padding."""
     kernels = packed.layout.kernels
     along = [(axis(kernels.rows), rows), (axis(kernels.units), units)]
     return math.prod(min(dim.whole(*packed.shape, packed.sizes), count * dim.by(packed.sizes) // dim.words)
@@ -363,12 +363,12 @@ def _weights(packed: PackedWeight, rows: int, units: int) -> int:
 
 
 def read_tensors(packed: PackedWeight) -> tuple[Tensor | None, ...]:
-    """The memory that kernels which decode unit by unit read: the tensors, and tables."""
+    """The tensors and tables that unit-by-unit kernels read."""
     return *_tensors(packed), *(table.on(packed.device) for table in packed.layout.kernels.tables)
 
 
 def _planes(packed: PackedWeight) -> tuple[Plane, ...]:
-    """The same as these kernels take it: next to each tensor its gaps, where the weight has some."""
+    """The same as kernel arguments: each tensor with its gaps, if the weight has some."""
     tensors = read_tensors(packed)
     if not strides.has_gaps(packed):
         return tensors
@@ -376,12 +376,12 @@ def _planes(packed: PackedWeight) -> tuple[Plane, ...]:
 
 
 def size_arguments(packed: PackedWeight) -> tuple[int, ...] | None:
-    """Size parameters as a kernel's argument; None where it has none, for an argument of a kernel is no empty tuple."""
+    """Size parameters as a kernel argument; None if there are none, because Triton takes no empty tuple."""
     return tuple(packed.sizes.values()) or None
 
 
 def _tensors(packed: PackedWeight) -> list[Tensor | None]:
-    """Kernel arguments in storage order: 8-bit floats as bytes, None for what is missing or adds nothing."""
+    """Kernel arguments in storage order: 8-bit floats as bytes, None for tensors that are absent or add nothing."""
     assert packed.order is None, "kernels take columns as they are stored, and x alike"
     arguments: list[Tensor | None] = []
     for name in packed.layout.coded:

@@ -1,7 +1,7 @@
-"""Which storage a loader puts a weight in: the planar one once, where products are faster by it.
+"""The storage that a loader gives a weight: planar if its products are faster, converted once.
 
-Loaders call `fastest_storage` for weights that they place in a model.  A PackedWeight or a layer that the caller made stays as it
-is; its plan has a note.  QDSL_PLANAR=never leaves all weights as they are stored, QDSL_PLANAR=larger lets them take more memory.
+Loaders call `fastest_storage` for weights that they place in a model.  A PackedWeight or layer of the caller stays unchanged; its
+plan has a note.  QDSL_PLANAR=never keeps all weights as stored; QDSL_PLANAR=larger lets them take more memory.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from qdsl.runtime.weight.packed import FormatError, PackedWeight
 from qdsl.runtime.weight.planar import planar_template
 
 SETTING, CHOICES = "QDSL_PLANAR", ("auto", "larger", "never")
-ROWS = (1, 16)                                                   # of x, whose products are compared: most of a server's time
-GAIN = 1.05                                                      # times as fast that the planar storage must be (predicted)
+ROWS = (1, 16)                                                   # numbers of rows of x to compare: most of a server's time
+GAIN = 1.05                                                      # the speedup that planar must reach (predicted)
 
 
 def fastest_storage(packed: PackedWeight) -> PackedWeight:
-    """The same numbers in storage planar where products on the weight's device are then faster; else the weight itself.
+    """The weight in storage planar if products on its device are then faster; else the weight itself.
 
-    On a GPU modelled costs decide.  On a CPU weights in act-order are put in order: as stored, every product sorts their columns.
-    The result is at most 4 % larger, 12 % for codes of fewer than 4 bits, unless QDSL_PLANAR is `larger`.  Raises FormatError for
-    an unknown QDSL_PLANAR.
+    On a GPU modelled costs decide.  On a CPU act-order weights become planar: else every product sorts their columns.  The result
+    is at most 4 % larger, or 12 % for codes below 4 bits, unless QDSL_PLANAR is `larger`.  Raises FormatError for an unknown
+    QDSL_PLANAR.
     """
     setting = os.environ.get(SETTING, CHOICES[0])
     if setting not in CHOICES:
         raise FormatError(f"{SETTING} is {', '.join(CHOICES[:-1])} or {CHOICES[-1]}, not {setting!r}")
-    if setting == "never" or eight.is_possible(packed):          # which serves quantize_x, and planar does not
+    if setting == "never" or eight.is_possible(packed):          # eight serves quantize_x, planar does not
         return packed
     if packed.device.type == "cpu" and not runs_kernels(packed.device):
         return packed.format.planar(packed) if is_permuted(packed) else packed
@@ -43,15 +43,15 @@ def fastest_storage(packed: PackedWeight) -> PackedWeight:
 
 
 def is_permuted(packed: PackedWeight) -> bool:
-    """Whether an index puts columns into groups all over K (act-order)."""
+    """Whether the weight has an act-order index: columns of a group lie anywhere along K."""
     return any(tensor.dtype == "index" and name in packed.tensors and name not in packed.in_order
                for name, tensor in packed.layout.tensors.items())
 
 
 def planar_gain(packed: PackedWeight, device: torch.device, larger: bool = False) -> float:
-    """How many times as fast products on a GPU are in storage planar, as modelled; 0 where the weight has no such form.
+    """The modelled speedup of products on a GPU in storage planar; 0 if the weight has no planar form.
 
-    larger: the form may take more memory.
+    larger: allow forms that take more memory.
     """
     if not runs_kernels(device) or packed.format.why_not_planar(packed, larger):
         return 0.0
@@ -62,7 +62,7 @@ def planar_gain(packed: PackedWeight, device: torch.device, larger: bool = False
 
 
 def note(packed: PackedWeight, device: torch.device) -> str:
-    """What to know of a weight that runs as its caller stored it; '' where it is not copied, and no other storage is faster."""
+    """A note for users of a weight that runs as stored; '' if nothing is copied and no other storage is faster."""
     why = why_copied(packed)
     copied = f"copied once, for {why}" if why else ""
     gain = planar_gain(packed, device, larger=True)
@@ -75,7 +75,7 @@ def note(packed: PackedWeight, device: torch.device) -> str:
 
 
 def may_change(module: nn.Module) -> bool:
-    """Whether a loader may choose how a module stores its weight: it is not offloaded by a hook of accelerate, nor under FSDP."""
+    """Whether a loader may change how a module stores its weight: not under accelerate's offload hooks or FSDP."""
     is_hooked = getattr(module, "_hf_hook", None) is not None
     is_sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true") or any(
         is_fsdp_shard(parameter) for parameter in module.parameters())

@@ -1,11 +1,11 @@
 """Plans of products on a GPU: all legal kernels for a packed weight, and the one with the least modelled cost.
 
-This is the one place of dispatch on GPUs.  A way is a Candidate: a fused kernel in a configuration, or 'decode', which
-dequantizes and leaves the product to the vendor's matmul.  runtime/gpu/costs.py models their seconds; a candidate that
-`qdsl.tune` timed as the fastest on this device is taken in its place.
+All dispatch on GPUs happens here.  A Candidate is a fused kernel in a launch configuration, or 'decode', which dequantizes and
+calls the vendor's matmul.  runtime/gpu/costs.py models their seconds.  A candidate that `qdsl.tune` timed as the fastest on this
+device takes precedence.
 
-A Plan keeps choices and prepared launches for all weights of one description.  It holds neither tensors nor addresses, so
-that weights may move, be replaced or be offloaded.  It is not pickled.
+A Plan caches choices and prepared launches for all weights of one description.  It holds neither tensors nor addresses: weights
+may move, be replaced or be offloaded.  It is not pickled.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from qdsl.runtime.gpu.prepared import Prepared
     from qdsl.runtime.weight.packed import PackedWeight
 
-HALVES = (torch.float16, torch.bfloat16)                         # types of x that matrix units multiply here
-ROWS = 4096                                                      # of x: up to these, every number of rows has its own choice
-MATVEC = 4                                                       # rows of x up to which 'matvec' may serve, one by one
-GEMM = 256                                                       # and 'gemm', which decodes the weight for 64 rows anew
+HALVES = (torch.float16, torch.bfloat16)                         # dtypes of x that these kernels multiply on matrix units
+ROWS = 4096                                                      # rows of x: up to here every number of rows has its own choice
+MATVEC = 4                                                       # most rows of x for 'matvec', which takes them one by one
+GEMM = 256                                                       # most rows of x for 'gemm', which decodes the weight per 64 rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The choice for a product.  is_tuned: `qdsl.tune` timed it as the fastest.
+    """The candidate for a product.  is_tuned: `qdsl.tune` timed it as the fastest.
 
-    options: all legal ones, the cheapest first; one whose counts are another configuration's comes as if it took
-    costs.EXTRAPOLATED times as long: of ways that seem alike the one that was counted is chosen.
+    options: all legal candidates, the cheapest first.  The order multiplies a candidate's time by costs.EXTRAPOLATED if its
+    counts are those of another configuration.
     """
 
     candidate: Candidate
@@ -57,14 +57,13 @@ class Choice:
 
 
 class Plan:
-    """The choices and prepared launches for weights of one description.
+    """The choices and prepared launches for all weights of one description.
 
-    note: what to know of the storage, once a product has run; '' where it is the fastest, and read where it lies.
+    note: advice on the storage, set when a product has run; '' if the storage is the fastest and is read in place.
 
-    names: the tensors that products read: those of kernels in storage order, then, if is_permuted, the order of columns
-    (act-order), in which x is brought first.  tensors_of: takes them out of a weight's tensors.  shape: (N, K).
-    choices: by rows, type of x, GPU and alignment.  ready: prepared products, by shape and type of x, type of the bias, mode and
-    index of the GPU.
+    names: the tensors that products read, in storage order, then, if is_permuted, the act-order permutation of columns, which is
+    applied to x first.  tensors_of: picks them from a weight's tensors.  shape: (N, K).  choices: by rows, dtype of x, GPU and
+    alignment.  ready: prepared products by shape and dtype of x, dtype of the bias, mode and GPU index.
     """
 
     __slots__ = ("__weakref__", "choices", "is_permuted", "names", "note", "ready", "shape", "tensors_of")
@@ -84,7 +83,7 @@ _plans: WeakValueDictionary[tuple[Any, ...], Plan] = WeakValueDictionary()
 
 
 def plan_of(packed: PackedWeight) -> Plan:
-    """The plan of a weight, which is kept with it; weights that are described alike share one."""
+    """The plan of a weight, cached on it; weights with the same description share one."""
     if packed.plan is None:
         is_permuted = packed.order is not None
         names = tuple(name for name in packed.layout.coded if name in packed.tensors and name not in packed.in_order)
@@ -103,7 +102,7 @@ def plan_of(packed: PackedWeight) -> Plan:
 
 
 def forget() -> None:
-    """Forgets all choices and prepared launches, so that the next product reads the files of tuned candidates again."""
+    """Forget all choices and prepared launches, so that the next product reads the files of tuned candidates again."""
     configure.forget()
     for plan in list(_plans.values()):
         plan.choices.clear()
@@ -111,7 +110,7 @@ def forget() -> None:
 
 
 def choice(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Choice:
-    """The choice for x [m, K] @ w.T, x of a dtype.  is_aligned: x and the weight begin where loads of 16 bytes may."""
+    """The choice for x [m, K] @ w.T.  dtype: of x.  is_aligned: x and the weight are aligned for loads of 16 bytes."""
     plan, rows, gpu = plan_of(packed), rows_class(m), configure.gpu(device)
     key = (rows, dtype, configure.target(device), gpu, device, is_aligned)
     chosen = plan.choices.get(key)
@@ -121,7 +120,7 @@ def choice(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.devic
 
 
 def rows_class(m: int) -> int:
-    """The number of rows that stands for `m`: up to ROWS every one, above it as many tiles of 128, whole or not."""
+    """The number of rows whose choice serves m: m up to ROWS, above it one per number of 128-row tiles, whole or partial."""
     return m if m <= ROWS or m % 128 == 0 else cdiv(m, 128) * 128 - 1
 
 
@@ -131,14 +130,14 @@ def best(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device,
 
 
 def fused(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Candidate:
-    """The best fused kernel for x [m, K]: 'matvec', for any number of rows, where no kernel for matrix units serves."""
+    """The best fused kernel for x [m, K]; 'matvec', for any number of rows, if no kernel for matrix units applies."""
     chosen = choice(packed, m, dtype, device, is_aligned)
     ways = (chosen.candidate, *(option.candidate for option in chosen.options))
     return next((candidate for candidate in ways if candidate.kind != "decode"), None) or matvec(packed, m)
 
 
 def invariant(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> Candidate:
-    """The one kernel, in one configuration whatever m is, that gives a row of x the same bits whatever the other rows are."""
+    """The kernel and configuration, one for all m, that give a row of x the same bits whatever the other rows are."""
     if not fits_matrix_units(packed, dtype, device, is_aligned, skinny=True):
         return matvec(packed, m)
     return _lane_candidate("skinny", packed, m, configure.candidates("skinny", packed, m, device)[0])
@@ -146,7 +145,7 @@ def invariant(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.de
 
 def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True,
                ) -> list[Candidate]:
-    """Every legal way to multiply x [m, K]."""
+    """All legal candidates for x [m, K]."""
     legal = _stream_candidates(packed, m, dtype, device) if packed.layout.streams else []
     for kind in kinds(packed, m, dtype, device, is_aligned):
         ways = (_lane_candidate(kind, packed, m, config) for config in configure.candidates(kind, packed, m, device))
@@ -159,7 +158,7 @@ def candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.d
 
 
 def kinds(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device, is_aligned: bool = True) -> list[str]:
-    """Kernels for matrix units that serve x [m, K]: 'gemv' one row, 'skinny' any in blocks, 'tile_gemm' two or more."""
+    """Matrix-unit kernels that serve x [m, K]: 'gemv' for 1 row, 'skinny' for any number, 'tile_gemm' from 2 rows on."""
     kernels = packed.layout.kernels.matrix_unit
     if kernels is None or packed.layout.streams or not fits_matrix_units(packed, dtype, device, is_aligned):
         return []
@@ -170,22 +169,22 @@ def kinds(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device
 
 def fits_matrix_units(packed: PackedWeight, dtype: torch.dtype, device: torch.device, is_aligned: bool = True,
                       skinny: bool = False) -> bool:
-    """Whether a kernel for matrix units serves x of a type: 16-bit floats, whole chunks of columns, codes that are numbers.
+    """Whether a matrix-unit kernel serves x of a dtype: 16-bit floats, whole chunks of columns, no NaN codes.
 
-    skinny: that kernel is the one.
+    skinny: ask for `skinny` alone.
     """
     kernels = packed.layout.kernels.matrix_unit
     if kernels is None or not is_aligned or dtype not in HALVES or packed.shape[1] % 128 or not packed.shape[1]:
         return False
     if not configure.has_mma(device) or (dtype == torch.float16 and not kernels.unit[0]):
-        return False                                             # kernel `gemm` and the plain one serve them
+        return False                                             # `gemm` and `matvec` serve them
     if skinny and kernels.skinny is None:
         return False
     return all(map(kernels.serves, kernels.sizes(packed.sizes))) and packed.finite
 
 
 def matvec(packed: PackedWeight, m: int) -> Candidate:
-    """The kernel that decodes weight by weight; a program has one row of x."""
+    """The candidate `matvec`, which decodes weight by weight; a program takes one row of x."""
     kernels = packed.layout.kernels
     rows, units = configure.grid_axes(packed)
     bn, bk = configure.product_tile(kernels.last, rows, units, kernels.sums)
@@ -193,7 +192,7 @@ def matvec(packed: PackedWeight, m: int) -> Candidate:
 
 
 def gemm(packed: PackedWeight, m: int, config: dict[str, int]) -> Candidate:
-    """The kernel that decodes weight by weight and multiplies blocks of rows of x on any GPU's matrix units."""
+    """The candidate `gemm`, which decodes weight by weight and multiplies blocks of rows of x on any GPU's matrix units."""
     rows, _ = configure.grid_axes(packed)
     grid = (cdiv(rows, config["BN"]), cdiv(m, config["BM"]))
     return Candidate("gemm", config, (*grid, config["SPLIT"]) if config["SPLIT"] > 1 else grid)
@@ -209,7 +208,7 @@ def _lane_candidate(kind: str, packed: PackedWeight, m: int, config: dict[str, i
 
 
 def _gemm_candidates(packed: PackedWeight, m: int, device: torch.device) -> list[Candidate]:
-    """Ways of kernel `gemm`: in the tile by rule and, where its kernel spills, in the others that are counted."""
+    """Candidates of `gemm`: the default tile and, if its kernel spills, the other tiles with counts."""
     arch = configure.gpu(device).arch
     ways = [gemm(packed, m, config) for config in configure.candidates("gemm", packed, m, device)]
     rule = costs.own_cost(packed, ways[0], arch)
@@ -218,9 +217,9 @@ def _gemm_candidates(packed: PackedWeight, m: int, device: torch.device) -> list
 
 
 def _has_registers(candidate: Candidate, packed: PackedWeight, arch: str) -> bool:
-    """Whether its kernel keeps all that it works with in registers, by the table's counts.
+    """Whether the kernel runs without register spills, by the table's counts.
 
-    Where it has none: unless it takes so many rows of x that some formats' kernels, which are left out of the table, spill.
+    Without counts: whether a program takes so few rows of x that no format's kernel spills.
     """
     cost, rows = costs.own_cost(packed, candidate, arch), candidate.config.get("BM", 8)
     if cost is not None:
@@ -229,7 +228,7 @@ def _has_registers(candidate: Candidate, packed: PackedWeight, arch: str) -> boo
 
 
 def _stream_candidates(packed: PackedWeight, m: int, dtype: torch.dtype, device: torch.device) -> list[Candidate]:
-    """The kernel that decodes an entropy code as it multiplies, for up to streams.SKINNY_ROWS rows."""
+    """Candidates of the kernel that decodes an entropy code as it multiplies, for up to streams.SKINNY_ROWS rows."""
     if m > streams.SKINNY_ROWS:
         return []
     x, out = (torch.empty(m, columns, dtype=dtype, device=device) for columns in packed.shape[::-1])

@@ -1,9 +1,9 @@
-"""Launches of compiled kernels without Triton's launcher of JIT functions, which binds and specialises arguments in every call.
+"""Launches of compiled kernels without Triton's JIT launcher, which binds and specialises arguments in every call.
 
-The first call of a kernel goes through `kernel[grid]`, which compiles it for these very arguments: integers that are 1 or
-that 16 divides, tensors that begin at multiples of 16 bytes, arguments that are None.  The compiled kernel is kept with all of
-that but the addresses of tensors.  A later call has the same number of rows, the same types and aligned tensors, so that
-Triton would choose the same kernel.  Every other call goes through `kernel[grid]` again, as do all while a hook is set.
+The first call goes through `kernel[grid]`.  Triton compiles the kernel for these arguments: integers that are 1 or multiples of
+16, tensors aligned to 16 bytes, arguments that are None.  The compiled kernel is kept with all arguments but tensor addresses.  A
+later call with the same rows, dtypes and alignment would get the same kernel from Triton, so it is launched directly.  Every
+other call goes through `kernel[grid]` again, and so do all while a launch hook is set.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from qdsl.runtime.gpu.call import Call
 from qdsl.runtime.gpu.scratch import scratch_of
 from qdsl.runtime.torch.private_apis import allocator, launch_state
 
-ALIGNMENT = 16                                                   # bytes; Triton specialises on pointers that it divides
+ALIGNMENT = 16                                                   # bytes; Triton specialises on pointers that are multiples of it
 Run = Callable[[Tensor, Sequence[Tensor], Tensor | None], Tensor | None]
 
 
 class Prepared:
-    """The launches of a product, for other tensors of the same shapes and types.
+    """The prepared launches of a product, for other tensors of the same shapes and dtypes.
 
-    run: the product of x, the tensors of the weight and the bias; None for tensors that these launches do not serve.
-    bind: `run` for other sizes and strides of what the launches write.  is_decoded: that is the weight, which the vendor's
-    matmul then multiplies.
+    run: computes the product of x, the weight's tensors and the bias; None for tensors that these launches do not fit.  bind:
+    returns `run` for other sizes and strides of the output.  is_decoded: the launches write the dequantized weight, which the
+    vendor's matmul then multiplies.
     """
 
     __slots__ = ("bind", "is_decoded", "run")
@@ -39,17 +39,17 @@ class Prepared:
         self.run = bind(sizes, tuple(math.prod(sizes[axis + 1:]) for axis in range(len(sizes))))
 
     def reshaped(self, sizes: tuple[int, ...]) -> Prepared:
-        """The same for an x of other axes before its last, whose product has these sizes."""
+        """The same launches for an x with other leading axes, whose product has these sizes."""
         return self if self.is_decoded else Prepared(self.bind, sizes, False)
 
 
 def prepare(calls: Iterable[tuple[Call, Any]], tensors: Sequence[Tensor | None], out: Tensor, tables: Sequence[Tensor],
             is_decoded: bool, is_permuted: bool = False) -> Prepared | None:
-    """Calls and the kernels that Triton compiled for them, as launches for other tensors in place of these.
+    """Compiled calls as launches that take other tensors in place of these.
 
-    tensors: x, those of the weight and the bias.  out: what the calls write.  tables: other tensors that arguments may be, which
-    live as long as the process.  is_permuted: `run` takes the order of columns behind the weight's tensors, and brings x into it.
-    None where something else is an argument, a tensor begins at an odd place, or Triton interprets.
+    tensors: x, those of the weight and the bias.  out: the output of the calls.  tables: further tensors among the arguments,
+    alive as long as the process.  is_permuted: `run` takes the permutation of columns after the weight's tensors and applies it
+    to x.  None if an argument is another tensor, a tensor is unaligned, or Triton interprets.
     """
     calls = list(calls)
     workspace = [tensor for call, _ in calls for tensor in call.workspace]
@@ -69,14 +69,14 @@ def prepare(calls: Iterable[tuple[Call, Any]], tensors: Sequence[Tensor | None],
     lines = [*_read(tensors, is_permuted, refused, values),
              f"out = {_allocation(out, values)}", f"a{len(tensors) + 1} = out.data_ptr()", f"stream = {stream}",
              *_allocate(workspace, shared, len(tensors) + 2, values), *map(str, launches), _result(out, tensors[-1], is_decoded)]
-    # Python runs this in half the time of loops over tensors and launches.
+    # Generated straight-line Python takes half the time of loops over tensors and launches.
     text = "\n        ".join(["def bind(sizes, strides):\n    def run(x, tensors, bias):", *lines]) + "\n    return run"
     exec(text, values)  # noqa: S102 (text of this module)
     return Prepared(values["bind"], tuple(out.shape), is_decoded)
 
 
 def _allocation(out: Tensor, values: dict[str, Any]) -> str:
-    """The expression that allocates what launches write.  values: what it refers to by name, which is added."""
+    """The expression that allocates the output.  Adds the objects that it refers to by name to `values`."""
     if (allocate := allocator(out.device.type)) is None:
         return "x.new_empty(sizes)"
     values["allocate"] = allocate
@@ -84,16 +84,16 @@ def _allocation(out: Tensor, values: dict[str, Any]) -> str:
 
 
 def _result(out: Tensor, bias: Tensor | None, is_decoded: bool) -> str:
-    """The line that returns the product, from what the launches wrote."""
+    """The line that returns the product, given the output of the launches."""
     if not is_decoded:
         return "return out"
     return f"return linear(x, out, {'bias' if bias is None or bias.dtype == out.dtype else 'bias.to(dtype)'})"
 
 
 def _read(tensors: Sequence[Tensor | None], is_permuted: bool, refused: Sequence[str], values: dict[str, Any]) -> list[str]:
-    """Lines that set a1 and so on to the addresses of tensors, or return None where tensors lie otherwise.
+    """Lines that set a1, a2, ... to the addresses of tensors, or return None if a tensor has another layout.
 
-    refused: what else is a reason for None.
+    refused: further conditions for None.
     """
     names = ["x", *(f"t{i}" for i in range(2, len(tensors))), "bias"]
     present = [i for i, tensor in enumerate(tensors) if tensor is not None]
@@ -107,19 +107,19 @@ def _read(tensors: Sequence[Tensor | None], is_permuted: bool, refused: Sequence
     return [*([f"{', '.join(own)}, = tensors"] if own else []),
             *(["x = x.index_select(-1, order)"] if is_permuted else []),
             "try:", *(f"    a{i + 1} = {names[i]}.data_ptr()" for i in present),
-            "except RuntimeError:", "    return None",           # a tensor of autograd's vmap, which has no memory
+            "except RuntimeError:", "    return None",           # tensors of autograd's vmap have no memory
             f"if not ({' and '.join(fits)}) or {' or '.join([f'({addresses}) % {ALIGNMENT}', *refused])}:", "    return None"]
 
 
 def _lies(name: str, tensor: Tensor) -> str:
-    """The expression that says whether a tensor has its elements where this one has them."""
+    """The expression that tells whether a tensor has this one's strides."""
     return f"{name}.is_contiguous()" if tensor.is_contiguous() else f"{name}.stride() == {tensor.stride()}"
 
 
 def _allocate(workspace: Sequence[Tensor], shared: Sequence[Call], first: int, values: dict[str, Any]) -> list[str]:
-    """Lines that allocate other memory that launches write, and set its addresses, from number `first` on.
+    """Lines that allocate the other memory that launches write, and set its addresses, from number `first` on.
 
-    All of it is alive at a time, so that no two are the same memory.
+    All of it is alive at once, so that no two share memory.
     """
     lines = []
     for i, tensor in enumerate(workspace, first):
@@ -134,29 +134,29 @@ def _allocate(workspace: Sequence[Tensor], shared: Sequence[Call], first: int, v
 
 def _launch(call: Call, compiled: Any, memory: Sequence[Tensor | None], tables: Sequence[Tensor], values: dict[str, Any],
             ) -> str | None:
-    """The line that launches a kernel.  values: what it refers to by name, which is added."""
+    """The line that launches a kernel.  Adds the objects that it refers to by name to `values`."""
     if compiled is None:
         return None
     names = [parameter.name for parameter in call.kernel.params]
     bound = dict(zip(names, call.arguments, strict=False)) | dict(call.constants)
     if set(bound) != set(names):
-        return None                                              # a default, which Triton would fill in
+        return None                                              # a default argument, which Triton would fill in
     arguments = [_text(bound[name], memory, tables, values) for name in names]
     if None in arguments:
         return None
     x, y, z, *_ = (*call.grid, 1, 1)
     own = len(values)
     values |= {f"run{own}": compiled.run, f"function{own}": compiled.function, f"metadata{own}": compiled.packed_metadata,
-               f"hooks{own}": call.kernel.pre_run_hooks}         # may be added at any time
+               f"hooks{own}": call.kernel.pre_run_hooks}         # users may add hooks at any time
     shown = ", ".join(map(str, arguments))
     return f"run{own}({x}, {y}, {z}, stream, function{own}, metadata{own}, None, None, None, {shown})"
 
 
 def _text(value: Any, memory: Sequence[Tensor | None], tables: Sequence[Tensor], names: dict[str, Any]) -> str | None:
-    """The Python expression of an argument, where a1 and so on are the addresses of `memory`.
+    """The Python expression of an argument, in which a1, a2, ... are the addresses of `memory`.
 
-    names: what expressions refer to by name, which other values are added to.  None for a tensor that is neither in that memory
-    nor a table.
+    names: the objects that expressions refer to by name; others are added.  None for a tensor that is neither in that memory nor
+    a table.
     """
     if isinstance(value, tuple) and _has_tensors(value):
         inner = [_text(part, memory, tables, names) for part in value]
@@ -178,9 +178,9 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _place(value: Tensor, memory: Sequence[Tensor | None]) -> tuple[int, int] | None:
-    """The place, among the addresses of a launch, of the one tensor in whose memory a value begins, and at what byte.
+    """The index of the one tensor of a launch in whose memory a value begins, and the byte offset.
 
-    None where it begins in none or in several.
+    None if it begins in none of them or in several.
     """
     address = value.data_ptr()
     inside = [(i, address - tensor.data_ptr()) for i, tensor in enumerate(memory, 1)

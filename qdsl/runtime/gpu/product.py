@@ -1,8 +1,8 @@
 """x @ w.T + bias on a GPU by the kernels that the weight's plan chose, without gradients.
 
-`product` chooses, launches through Triton and prepares the launches for the next call.  `quick` is that next call: it looks
-a prepared product up, and does nothing else that a call does not need.  A plan with an order of columns is shared by the weight
-and by the same weight without the order, whose launches `product` prepares.
+`product` chooses, launches through Triton and prepares the launches for the next call.  `quick` is that next call: it only looks
+up and runs a prepared product.  An act-order weight shares its plan with the same weight in stored order; `product` prepares the
+launches of the latter.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from qdsl.runtime.gpu.strides import readable
 from qdsl.runtime.weight.packed import PackedWeight
 from qdsl.runtime.weight.tiles import row_tiles
 
-MOST = 4096                                                      # prepared products that a plan keeps
+MOST = 4096                                                      # the most prepared products per plan
 
 
 def quick(x: Tensor, plan: Plan, tensors: Sequence[Tensor], bias: Tensor | None, mode: str) -> Tensor | None:
-    """The product of x [..., K] by launches that are prepared; None without any for these tensors.
+    """The product of x [..., K] by prepared launches; None if there are none for these tensors.
 
-    tensors: those of the weight that plan.names says, on the device of x.  Nothing but `product` and `quantized` may fill
-    plan.ready, for the same mode.  Shapes and devices are those of a product that was checked, or the answer is None.
+    tensors: those of plan.names, on the device of x.  Only `product` and `quantized` may fill plan.ready, for the same mode.  An
+    entry exists only for shapes and devices that were checked.
     """
     kind = x.shape, x.dtype, None if bias is None else bias.dtype, mode, x.get_device()
     ready = plan.ready.get(kind)
@@ -58,9 +58,9 @@ def _keep(plan: Plan, key: tuple[Any, ...], ready: Prepared) -> None:
 
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str, is_invariant: bool) -> Tensor:
-    """The product of x [M, K], contiguous, with a weight whose columns are as they are stored: [M, N].
+    """x [M, K], contiguous, times a weight whose columns are in stored order: [M, N].
 
-    The launches are prepared for the next call in this mode.
+    Prepares the launches for the next call in this mode.
     """
     (m, _), (n, _) = x.shape, packed.shape
     if not m or not n:
@@ -73,9 +73,9 @@ def product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str, is_
 
 
 def quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, scale: float | None, mode: str) -> Tensor:
-    """The product of x [M, K], contiguous, in 8 bits; launch.has_w8a8 must hold.  scale: the static one of x, if it has one.
+    """x [M, K], contiguous, times the weight in 8 bits; requires launch.has_w8a8.  scale: the static scale of x, or None.
 
-    The launches are prepared for the next call in this mode, but for a static scale, with which torch quantizes x.
+    Prepares the launches for the next call in this mode, unless the scale is static: then torch quantizes x.
     """
     packed = readable(packed)
     out = x.new_empty(x.shape[0], packed.shape[0])
@@ -84,7 +84,7 @@ def quantized(x: Tensor, packed: PackedWeight, bias: Tensor | None, scale: float
 
 
 def by(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: str | None = None) -> Tensor:
-    """The product of x [M, K] by a candidate: [M, N].  mode: what the launches are prepared for, None for nothing."""
+    """The product of x [M, K] by a candidate: [M, N].  mode: prepare the launches for this mode; None: do not."""
     (m, _), (n, k) = x.shape, packed.shape
     if candidate.kind != "decode":
         out = x.new_empty(m, n)
@@ -97,7 +97,7 @@ def by(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | Non
         _run(list(launch.dequantize_calls(packed, weight)), packed, x, bias, weight, mode, True)
         return linear(x, weight, rounded)
     out, scratch = x.new_empty(m, n), x.new_empty(tiles[0][1], k)
-    for start, stop in tiles:                                    # the first one has the most rows
+    for start, stop in tiles:                                    # the first tile has the most rows
         weight = scratch[:stop - start]
         launch.dequantize(packed.cut("N", start, stop), weight)
         out[:, start:stop] = linear(x, weight, None if rounded is None else rounded[start:stop])
@@ -106,7 +106,7 @@ def by(candidate: Candidate, x: Tensor, packed: PackedWeight, bias: Tensor | Non
 
 def _run(calls: Sequence[Call], packed: PackedWeight, x: Tensor, bias: Tensor | None, out: Tensor, mode: str | None,
          is_decoded: bool) -> None:
-    """Launch, and prepare the same for the next call.  out: what the launches write."""
+    """Launch, and prepare the launches for the next call.  out: the output of the launches."""
     compiled = [(call, call.run()) for call in calls]
     if mode is None:
         return

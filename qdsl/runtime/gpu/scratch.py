@@ -1,9 +1,9 @@
-"""Memory that programs of one launch share: sums of parts of K, and counters of the programs that have arrived.
+"""Workspace that the programs of one launch share: partial sums of split K, and counters of finished programs.
 
-torch's caching allocator allocates sums for every launch.  Counters have to be zero when a launch begins, and a
-launch leaves them zero.  So a stream has counters of its own, zeroed once: its launches take turns.  A CUDA graph may be
-replayed at any time on any stream.  So every launch that is captured has counters that nothing else uses, of a reserve that was
-zeroed before any capture, for torch.cuda.graph waits for the device first; without it the capture zeroes them.
+torch's caching allocator allocates the sums of every launch.  Counters must be zero when a launch begins, and a launch leaves
+them zero.  The launches of a stream run in order, so a stream has one set of counters, zeroed once.  A CUDA graph may be replayed
+at any time on any stream.  So every captured launch has counters of its own, from a reserve that was zeroed before any capture.
+torch.cuda.graph waits for the device first; other captures zero the counters themselves.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch import Tensor
 
 from qdsl.runtime.weight.arrays import cdiv
 
-STREAM = 1 << 14                                                 # counters of a stream: more than any split launch has tiles
-RESERVE = 1 << 20                                                # of a device, for launches that are captured
-STEP = 4                                                         # counters, so that all begin at multiples of 16 bytes
+STREAM = 1 << 14                                                 # counters per stream: more than any split launch has tiles
+RESERVE = 1 << 20                                                # counters per device, for captured launches
+STEP = 4                                                         # counters are taken in multiples of 16 bytes
 
 
 class Counters:
-    """Zeros for the launches of all devices and streams."""
+    """Zeroed counters for the launches of all devices and streams."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._of_stream: dict[tuple[torch.device, int], Tensor] = {}
-        self._reserve: dict[torch.device, tuple[Tensor, int]] = {}   # and how many of it are taken
+        self._reserve: dict[torch.device, tuple[Tensor, int]] = {}   # a reserve and how many were taken
 
     def take(self, count: int, device: torch.device, stream: int | None = None) -> Tensor:
         """At least `count` zeros, int32, for one launch on the current stream of the current device.
 
-        stream: that stream's address, where it is known.
+        stream: that stream's address, if the caller has it.
         """
         if count > STREAM or device.type == "meta":
             return torch.zeros(count, dtype=torch.int32, device=device)
@@ -59,7 +59,7 @@ counters = Counters()
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether launches on the current stream become part of a CUDA graph instead of running."""
+    """Whether launches on the current stream are captured into a CUDA graph instead of running."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

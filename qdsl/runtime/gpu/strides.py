@@ -1,11 +1,11 @@
-"""Weights with gaps between the rows of their tensors, as those that were cut along K: kernels read them where they lie.
+"""Weights whose tensors have gaps between rows, such as slices along K, and how kernels read them in place.
 
-Kernels for matrix units take `pitch`, the columns from one row of the weight to the next, from which the strides of all planes
-follow.  Kernels that decode unit by unit take `gaps`: of each tensor the elements between a row's last and the next one's first.
-Both are None for a weight without gaps, whose kernels then have no instruction for them.
+Matrix-unit kernels take `pitch`, the columns from one row of the weight to the next; the strides of all planes follow from it.
+Kernels that decode unit by unit take `gaps`: per tensor the elements between the end of a row and the start of the next.  Both
+are None for a weight without gaps, and the kernels then have no instruction for them.
 
-A weight is copied once, and not in every product, where its rows have no such place: gaps between other axes than rows, as in
-planes of bits, rows that a unit of weights shares, or planes whose strides are those of no one K.
+Other gaps need a copy, made once and not in every product: gaps between other axes than rows, as in bit planes, rows that a unit
+of weights shares, or planes whose strides do not follow from one K.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """The weight without gaps, and the states of the tensors that it was copied from."""
+    """A copy of the weight without gaps, and the versions of the tensors that it was copied from."""
 
     packed: PackedWeight
     states: list[tuple[int, int]]
 
 
 def readable(packed: PackedWeight) -> PackedWeight:
-    """The weight as kernels can read it: itself, or a copy without gaps, kept with it until a tensor is changed or replaced."""
+    """The weight as kernels can read it: itself, or a gapless copy, cached on it until a tensor is changed or replaced."""
     if not why_copied(packed):
         return packed
     states = [_state(tensor) for tensor in packed.tensors.values()]
@@ -40,7 +40,7 @@ def readable(packed: PackedWeight) -> PackedWeight:
 
 
 def why_copied(packed: PackedWeight) -> str:
-    """Why kernels cannot read a weight where it lies; '' where they can."""
+    """Why kernels cannot read a weight in place; '' if they can."""
     if not has_gaps(packed):
         return ""
     for name, tensor in packed.tensors.items():
@@ -52,32 +52,32 @@ def why_copied(packed: PackedWeight) -> str:
 
 
 def has_gaps(packed: PackedWeight) -> bool:
-    """Whether elements of other weights lie between those of a tensor."""
+    """Whether a tensor has gaps: elements of other weights between its own."""
     return not all(tensor.is_contiguous() for tensor in packed.tensors.values())
 
 
 def pitch(packed: PackedWeight) -> int | None:
-    """Columns from a row to the next one for kernels for matrix units; None without gaps.  why_copied(packed) must be ''."""
+    """Columns from one row to the next, for matrix-unit kernels; None without gaps.  Requires that why_copied(packed) is ''."""
     return _pitch(packed) if has_gaps(packed) else None
 
 
 def gaps(packed: PackedWeight) -> list[tuple[()] | tuple[int, int]]:
-    """By tensor that kernels read, and table: its gap and how many rows of tiles share a row of it, () without one.
+    """Per tensor and table that kernels read: its gap, and how many rows of tiles share one of its rows; () without a gap.
 
-    why_copied(packed) must be ''.
+    Requires that why_copied(packed) is ''.
     """
     own = [_gap(packed, name) if name in packed.tensors else None for name in packed.layout.coded]
     return [gap or () for gap in (*own, *(None for _ in packed.layout.kernels.tables))]
 
 
 def span(tensor: Tensor) -> int:
-    """Elements from the first of a tensor to its last, those of gaps too."""
+    """Elements from the first of a tensor to its last, gaps included."""
     steps = [(extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True)]
     return 1 + sum(steps) if tensor.numel() else 0
 
 
 def _gap(packed: PackedWeight, name: str) -> tuple[int, int] | None:
-    """The elements between rows of a tensor, and how many rows of tiles share one; None where gaps lie elsewhere, or nowhere."""
+    """The elements between rows of a tensor, and the rows of tiles per row; None if it has no gaps or other ones."""
     tensor = packed.tensors[name]
     if tensor.is_contiguous():
         return None
@@ -91,7 +91,7 @@ def _gap(packed: PackedWeight, name: str) -> tuple[int, int] | None:
 
 
 def _pitch(packed: PackedWeight) -> int | None:
-    """The one K of which the strides of all tensors follow; None where there is none, or it is not in whole chunks."""
+    """The one K that explains the strides of all tensors; None if there is none or it has partial chunks."""
     planes = []
     for name, tensor in packed.tensors.items():
         axes = packed.layout.tensors[name].axes
@@ -99,12 +99,12 @@ def _pitch(packed: PackedWeight) -> int | None:
             planes.append((tensor.stride(0), axes[1]))
         elif not tensor.is_contiguous():
             return None
-    # The longest K that each stride may stand for; the shortest of these has all strides.
+    # The longest K for each stride; the shortest of these must explain all strides.
     columns = min((-(-stride // axis.words) * axis.by(packed.sizes) for stride, axis in planes), default=0)
     fit = all(axis.extent(0, columns, packed.sizes) == stride for stride, axis in planes)
     return columns if fit and columns % CHUNK == 0 else None
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:
-    """What differs once a tensor has other memory, or was changed in place; inference mode does not count changes."""
+    """A key that changes when a tensor gets other memory or is changed in place; inference mode does not count changes."""
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version

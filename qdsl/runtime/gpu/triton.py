@@ -1,7 +1,7 @@
-"""Triton where a release that can compile the kernels is installed; else stand-ins, so that their modules can be imported.
+"""Triton if an installed release can compile the kernels; else stand-ins, so that kernel modules can be imported.
 
-Modules with kernels write `from qdsl.runtime.gpu.triton import tl, triton`.  Without Triton, `triton.jit` gives an object that
-raises MissingTriton when it is launched, and everything else that a module reads at import is a name without meaning.
+Modules with kernels write `from qdsl.runtime.gpu.triton import tl, triton`.  Without Triton, `triton.jit` returns an object that
+raises MissingTriton at launch; all other names that a module reads at import are stand-ins.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["MissingKernel", "MissingTriton", "is_installed", "libdevice", "on_de
            "use_writable_cache"]
 
 
-LEAST = (3, 6)                                                   # whose language the kernels are written in
-too_old = ""                                                     # the release that is installed instead
-release: tuple[int, ...] = LEAST                                 # the installed one, major and minor
+LEAST = (3, 6)                                                   # the oldest release that can compile the kernels
+too_old = ""                                                     # the installed release, if it is older
+release: tuple[int, ...] = LEAST                                 # the installed release, major and minor
 
 
 class MissingTriton(ImportError):
@@ -32,7 +32,7 @@ class MissingTriton(ImportError):
 
 
 def missing() -> MissingTriton:
-    """The exception that says why kernels cannot run here."""
+    """The exception that says why GPU kernels cannot run."""
     name = system.name()
     reason = "which is not installed: pip install triton" if name == "Linux" else f"which has no wheel for {name}"
     if too_old:
@@ -41,7 +41,7 @@ def missing() -> MissingTriton:
 
 
 class MissingKernel:
-    """A kernel that cannot be compiled: it has its name, its source and its arguments, and raises MissingTriton when launched."""
+    """A stand-in for a kernel: it has the name, source and arguments, and raises MissingTriton at launch."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.fn, self.__name__, self.__doc__ = function, function.__name__, function.__doc__
@@ -55,7 +55,7 @@ class MissingKernel:
 
 
 class MissingName:
-    """A name of Triton's that a module reads at import, such as `tl.constexpr` or `tl.float16`."""
+    """A stand-in for a name of Triton that a module reads at import, such as `tl.constexpr` or `tl.float16`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -93,29 +93,29 @@ except ImportError:
 
 
 def require() -> None:
-    """Raise MissingTriton where Triton is not installed."""
+    """Raises MissingTriton if Triton is not installed."""
     if not is_installed:
         raise missing()
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether kernels run on a device: on GPUs of NVIDIA and AMD ('cuda') and Intel ('xpu'), where Triton is installed.
+    """Whether Triton kernels run on a device: GPUs of NVIDIA and AMD ('cuda') and Intel ('xpu'), if Triton is installed.
 
-    Elsewhere weights are decoded by torch, on their device, and multiplied by torch.
+    On other devices torch decodes and multiplies the weights there.
     """
     return is_installed and device.type in ("cuda", "xpu")
 
 
 @cache
 def use_writable_cache() -> None:
-    """Have Triton keep compiled kernels in the cache of qdsl where its own folder cannot be written: it would fail there."""
+    """Have Triton keep compiled kernels in qdsl's cache if its own cache folder is not writable, where it would fail."""
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     if "TRITON_CACHE_DIR" not in os.environ and not is_writable(home / ".triton"):
         os.environ["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Where kernels are launched on this GPU: Triton launches on the current one, in its current stream."""
+    """A context in which kernels launch on this GPU: Triton launches on the current device and stream."""
     if runs_kernels(device):
         use_writable_cache()
     if device.type == "cuda":

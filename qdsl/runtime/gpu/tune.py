@@ -1,7 +1,7 @@
-"""Timing the launches that a product may take on the GPU at hand, and keeping the fastest for later processes.
+"""Timing the candidates of a product on the GPU at hand, and keeping the fastest for later processes.
 
-Nothing needs this: the plan of a weight follows from modelled costs (runtime/gpu/plan.py).  What was fastest lies in a small
-JSON file per device in the cache folder, by format, storage, parameters, shape, rows and type of x.
+Tuning is optional: without it the plan of a weight follows from modelled costs (runtime/gpu/plan.py).  The fastest candidates are
+kept in a JSON file per device in the cache folder, by format, storage, parameters, shape, rows and dtype of x.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from qdsl.runtime.gpu.costs import Candidate
 from qdsl.runtime.gpu.triton import require, triton
 from qdsl.runtime.weight.packed import PackedWeight
 
-MOST = 20                                                        # candidates per number of rows: those of least modelled cost
+MOST = 20                                                        # most candidates per number of rows, of least modelled cost
 
 
 def tune(packed: PackedWeight, rows: Iterable[int] = (1, 8, 16), dtype: torch.dtype = torch.float16) -> dict[str, dict[str, Any]]:
-    """Time the ways to multiply by a weight on its GPU for these numbers of rows of x, and keep the fastest for each number.
+    """Time the candidates for a weight on its GPU for these numbers of rows of x, and keep the fastest for each.
 
-    A number stands for those down to half of it, 8 for 2 to 8.  Returns them as the file holds them: kind, configuration and
-    milliseconds.  Raises MissingTriton where Triton is not installed.
+    A number also serves smaller ones down to half of it, 8 those from 2 to 8.  Returns what the file holds: kind, configuration
+    and milliseconds.  Raises MissingTriton if Triton is not installed.
     """
     require()
     fastest: dict[str, dict[str, Any]] = {}
@@ -44,7 +44,7 @@ def tune(packed: PackedWeight, rows: Iterable[int] = (1, 8, 16), dtype: torch.dt
 
 
 def _time(x: torch.Tensor, packed: PackedWeight, candidate: Candidate) -> float:
-    """Median milliseconds of a product whose weights are not in the cache."""
+    """Median milliseconds of a product, with the weight out of the cache."""
     taken: float = triton.testing.do_bench(lambda: product.by(candidate, x, packed), return_mode="median")
     return taken
 

@@ -1,14 +1,14 @@
-"""What formats whose codes lie in planes share: how a kernel loads the words of a chunk, and makes numbers of their codes.
+"""Functions for formats whose codes lie in bit planes: loading the words of a chunk, and making numbers of their codes.
 
 The planar storage cuts a code of 1 to 8 bits into planes of 8, 4, 2 and 1 bits (compiler/passes/derive_planar.py), which are the
-first tensors of the storage.  The lanes of a chunk of 128 columns hold 16 words of 4-bit codes (runtime/gpu/kernels/lanes.py), so
-that a plane of 2 bits has words for 2 chunks, and one of 1 bit for 4.  Bits of a later plane lie as far apart as codes of the
-first, so that one shift brings a pair of them to its place.
+first tensors of the storage.  The lanes of a chunk of 128 columns hold 16 words of 4-bit codes (runtime/gpu/kernels/lanes.py).
+So the words of a 2-bit plane cover 2 chunks, and those of a 1-bit plane 4.  Bits of later planes are as far apart as codes of the
+first, so that one shift moves a pair of them into place.
 
-words_B is the function `words` of a format with codes of B bits.  Its `numbers` is named after the type of the codes: u1 to u8,
-i1 to i8, e4m3, e5m2, e3m2, e2m3, e2m1, or after the table that codes of 2 to 8 bits look up: `entries` are integers that are
-less than 128 apart, `split_entries` those below 0 in one half, `wide_entries` less than 256 apart, `float_entries` any numbers,
-`loaded_by_bytes` and `loaded_by_planes` those of a table in memory.
+words_B is the function `words` of a format with codes of B bits.  Its function `numbers` has the name of the code type: u1 to u8,
+i1 to i8, e4m3, e5m2, e3m2, e2m3, e2m1.  Codes of 2 to 8 bits may index a table instead.  `entries`: integers less than 128 apart;
+`split_entries`: also negative in one half; `wide_entries`: integers less than 256 apart; `float_entries`: any; `loaded_by_*`: a
+table in memory.
 """
 
 from qdsl.runtime.gpu.kernels import codebook, lanes
@@ -67,13 +67,13 @@ def words_1(tensors, row, K, chunk, more: tl.constexpr = 0):
 
 @triton.jit
 def second_bits(plane, row, K, chunk, more: tl.constexpr):
-    """The words of a plane of two bits, which hold 2 chunks."""
+    """The words of a 2-bit plane, which cover 2 chunks."""
     return lanes.words(plane, row, tl.cdiv(K, 256), chunk // 2, more // 2)
 
 
 @triton.jit
 def code(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, bits: tl.constexpr, F: tl.constexpr):
-    """Codes of pairs i in half 2 * j + h of a span of 256 columns, from bit `to` on; a digit of 8 bits for bfloat16."""
+    """Codes of pairs i in half 2 * j + h of a span of 256 columns, moved to bit `to`; digit: which 8 bits, for bfloat16."""
     if bits == 8:
         word = lanes.field(words[half % 2], 4 * digit + 8 * i, 0, 8 if F == tl.float16 else 4)
     elif bits >= 4:
@@ -174,52 +174,52 @@ def e2m1(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl
 
 @triton.jit
 def ordered_e2m1(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """The same of codes as files store them, their four bits side by side."""
+    """Codes of type e2m1 as numbers; the four bits of a code are adjacent, as files store them."""
     return lanes.float_numbers(words[0], 4 * (half % 2) + 8 * i, 2, 1, F)
 
 
 @triton.jit
 def entries_of_4(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """The integers of a table that 2-bit codes stand for, as bytes."""
+    """Table integers of 2-bit codes, as bytes."""
     return codebook.integers(codebook.of_4(words[0], half // 2, i, flip, 2), half % 2, flip[1], F)
 
 
 @triton.jit
 def float_entries_of_4(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """The numbers of a table that 2-bit codes stand for, in type F."""
+    """Table numbers of 2-bit codes, in type F."""
     low = codebook.of_4(words[0], half // 2, i, flip, 2)
     return codebook.floats(low, codebook.of_4(words[0], half // 2, i, flip, 6), half % 2, F)
 
 
 @triton.jit
 def entries_of_8(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """The integers of a table that 3-bit codes stand for, as bytes."""
+    """Table integers of 3-bit codes, as bytes."""
     return codebook.integers(codebook.of_8(words[0], words[1], half // 2, i, flip, 2), half % 2, flip[1], F)
 
 
 @triton.jit
 def float_entries_of_8(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """The numbers of a table that 3-bit codes stand for, in type F."""
+    """Table numbers of 3-bit codes, in type F."""
     low = codebook.of_8(words[0], words[1], half // 2, i, flip, 2)
     return codebook.floats(low, codebook.of_8(words[0], words[1], half // 2, i, flip, 6), half % 2, F)
 
 
 @triton.jit
 def entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """The integers of a table that 4-bit codes stand for, as bytes."""
+    """Table integers of 4-bit codes, as bytes."""
     bytes = codebook.of_half(words[0], i, flip, 0) | codebook.of_half(words[0], i, flip, 1)
     return codebook.integers(bytes, half % 2, flip[1], F)
 
 
 @triton.jit
 def entries_of_32(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """The integers of a table that 5-bit codes stand for, as bytes."""
+    """Table integers of 5-bit codes, as bytes."""
     return codebook.integers(codebook.of_32(words[0], words[1], half // 2, i, flip, 2), half % 2, flip[1], F)
 
 
 @triton.jit
 def wide_entries_of_32(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """The integers of a table that 5-bit codes stand for: bytes for float16."""
+    """Table integers of 5-bit codes; bytes for float16."""
     if F == tl.float16:
         return entries_of_32(words, half, i, digit, to, flip, F)
     else:
@@ -228,16 +228,16 @@ def wide_entries_of_32(words, half: tl.constexpr, i: tl.constexpr, digit: tl.con
 
 @triton.jit
 def float_entries_of_32(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """The numbers of a table that 5-bit codes stand for, in type F."""
+    """Table numbers of 5-bit codes, in type F."""
     low = codebook.of_32(words[0], words[1], half // 2, i, flip, 2)
     return codebook.floats(low, codebook.of_32(words[0], words[1], half // 2, i, flip, 10), half % 2, F)
 
 
 @triton.jit
 def split_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """The integers of a table that 4-bit codes stand for: digit 0 has those of the lower half, 1 of the upper one, 2 all.
+    """Table integers of 4-bit codes: digit 0 has those of the lower half, 1 of the upper half, 2 all.
 
-    With bfloat16 digits of the half below 0 have 128 less than they should, and the others 128 more.
+    For bfloat16, the negative half's digits are 128 too small, and the others 128 too large.
     """
     if digit == 2:
         return codebook.floats(codebook.of_16(words[0], i, flip, 6), codebook.of_16(words[0], i, flip, 10), half % 2, F)
@@ -247,7 +247,7 @@ def split_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.co
 
 @triton.jit
 def wide_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """The integers of a table that 4-bit codes stand for: bytes for float16."""
+    """Table integers of 4-bit codes; bytes for float16."""
     if F == tl.float16:
         return codebook.integers(codebook.of_16(words[0], i, flip, 2), half % 2, flip[1], F)
     else:
@@ -256,19 +256,19 @@ def wide_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.con
 
 @triton.jit
 def float_entries_of_16(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """The numbers of a table that 4-bit codes stand for, in type F."""
+    """Table numbers of 4-bit codes, in type F."""
     return codebook.floats(codebook.of_16(words[0], i, flip, 2), codebook.of_16(words[0], i, flip, 6), half % 2, F)
 
 
 @triton.jit
 def loaded_by_bytes(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """The numbers of a table in memory that 8-bit codes stand for, in type F."""
+    """Numbers of a table in memory that 8-bit codes index, in type F."""
     return codebook.loaded(flip, words[half % 2], i, F)
 
 
 @triton.jit
 def loaded_by_planes(words, half: tl.constexpr, i: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """The same of 6-bit codes, or of 7-bit codes, which have three planes: they become bytes first."""
+    """The same for 6-bit and 7-bit codes in planes, which are first joined to bytes."""
     at: tl.constexpr = 4 * (half % 2)
     codes = lanes.field(words[0], at, 0, 4, 0x01010101) | lanes.field(words[1], at + half // 2 * 2, 4, 2, 0x01010101)
     if len(words) == 3:

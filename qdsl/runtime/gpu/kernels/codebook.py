@@ -1,22 +1,23 @@
-"""Device functions of the lane-tile kernels: codes of 2 to 8 bits that stand for the numbers of a table.
+"""Device functions of the lane-tile kernels for codes of 2 to 8 bits that index a table of numbers.
 
-A table of up to 32 numbers lies in registers, a byte of four entries in each; the byte permutation of NVIDIA GPUs takes four
-codes at once from eight entries, and a third one chooses between the halves of sixteen.  The planar storage puts the codes of a
-word so that codes e = 0, 1 of a pair come out two bytes apart: code (i, e, h) lies at bit 16 * i + 8 * e + 4 * h (lanes.py says
-what i, e and h are).  Of 3 bits two lie there, or two higher in the second chunk of a span, and the third in a word of its own.
+A table of up to 32 numbers lies in registers, four bytes in each.  NVIDIA's byte permutation looks four codes up at once among
+eight entries; a third permutation chooses between the halves of a table of sixteen.  The planar storage orders the codes of a
+word so that codes e = 0, 1 of a pair come out two bytes apart: code (i, e, h) lies at bit 16 * i + 8 * e + 4 * h (lanes.py
+defines i, e and h).  3-bit codes have two bits there, or two bits higher in the second chunk of a span, and the third in another
+word.
 
-Integers become numbers without a conversion: a byte is float16's subnormal byte * 2^-24, and behind 0x43 bfloat16's 128 + byte
-for bytes below 128.  Other tables have a second byte for each entry.
+Integers become numbers without a conversion.  As float16, a byte is the subnormal byte * 2^-24.  As bfloat16, a byte below 128
+behind 0x43 is 128 + byte.  Other tables have a second byte for each entry.
 
-Where bytes are below 128, those of the other half's codes come out as 0, so that nothing is chosen: the halves are or-ed.  Where
-a table's negative integers are one half of it (IQ4_NL), each half is an operand of its own, and its sign is in the high byte:
-128 and -128 add up to nothing.  For 8 codes the two take 13 and 15 instructions, and tables of two bytes, as in tile_gemm, 21.
+If bytes are below 128, codes of the other half come out as 0, so that the halves are or-ed instead of selected.  If the negative
+integers are one half of the table (IQ4_NL), each half is an operand of its own, with its sign in the high byte: 128 and -128
+cancel.  For 8 codes the two take 13 and 15 instructions; two-byte tables, as in tile_gemm, take 21.
 
-Longer tables stay in memory, and so in the L1 cache: 64 to 256 numbers of two bytes are one to four lines of it.  Each code takes
-a load, but no barrier: tl.gather would store the table to shared memory for every tile of codes, between barriers of all warps.
+Longer tables stay in memory, cached in L1: 64 to 256 numbers of two bytes are one to four lines.  A code takes a load, no
+barrier.  tl.gather would store the table to shared memory per tile of codes, between barriers of all warps.
 
-`permute` is a line of assembly, for libdevice's byte_perm masks every selector, and so hides what the instruction does beyond 7.
-`plain_permute` is the same without it, for the interpreter.  `bits_at` is some, for Triton moves tiles of tl.load between lanes.
+`permute` is inline assembly: libdevice's byte_perm masks every selector, which hides what the instruction does beyond 7.
+`plain_permute` is the same for the interpreter.  `bits_at` is assembly too: Triton moves tiles of tl.load between lanes.
 """
 
 from qdsl.runtime.gpu.kernels import group_numbers, lanes
@@ -26,9 +27,11 @@ from qdsl.runtime.gpu.triton import libdevice, tl, triton
 
 @triton.jit
 def table(g, N, high: tl.constexpr, words: tl.constexpr):
-    """What the functions below take, in registers: the selectors of bytes 0 to 3, twice; the high byte of integers as numbers;
-    the words of a table, the entries' low bytes and then their high ones.  Of a table with integers below 0 in one half: the
-    high byte of the lower half's magnitudes, words of magnitudes, the same two of numbers, and the upper half's high byte.
+    """The constants that the functions below take, in registers.
+
+    The selectors of bytes 0 to 3, twice; the high byte of integers as numbers; words of low bytes, then of high bytes.  If half
+    of the table is negative: the high byte and words of the lower half's magnitudes, the same of numbers, the upper half's high
+    byte.
     """
     g = g[:, :, None]
     kept = (in_lane(0x32103210, g, N), in_lane(high, g, N))
@@ -40,9 +43,9 @@ def table(g, N, high: tl.constexpr, words: tl.constexpr):
 @triton.jit
 def constants(table: tl.constexpr, levels: tl.constexpr, tensors, row, g, N, wide: tl.constexpr, width: tl.constexpr,
               bits: tl.constexpr, signed: tl.constexpr, F: tl.constexpr):
-    """What a format's numbers() takes besides words in two rows: a table's words or place, or lanes.flips().
+    """The last argument of a format's numbers(): the words or address of a table, or lanes.flips().
 
-    levels: the place of the tensor of tables, rows that share one, and its entries; None elsewhere.
+    levels: the index of the tensor of tables, the rows that share a table, and its entries; None without a stored table.
     """
     if levels is None and table is None:
         return lanes.flips(N, width, bits, signed, F)
@@ -56,7 +59,7 @@ def constants(table: tl.constexpr, levels: tl.constexpr, tensors, row, g, N, wid
 
 @triton.jit
 def stored_table(plane, row, block: tl.constexpr, entries: tl.constexpr, g, wide: tl.constexpr, N, F: tl.constexpr):
-    """What table() has, of stored tables, one for every `block` rows, for the rows g and g + 8 of a lane tile, which are `row`.
+    """The constants of table() for stored tables, one per `block` rows, for the rows g and g + 8 of a lane tile, which are `row`.
 
     Each lane has the tables of its own rows, entries rounded to F.  wide: for words [8 * W, 16, 2] rather than [8 * W, 4, 2].
     """
@@ -78,7 +81,7 @@ def stored_table(plane, row, block: tl.constexpr, entries: tl.constexpr, g, wide
 
 @triton.jit
 def table_in_memory(plane, row, block: tl.constexpr, entries: tl.constexpr, F: tl.constexpr):
-    """Where the tables of two rows begin, one pointer or [8 * W, 1, 2]; one of integers has float16's bits, then bfloat16's."""
+    """Pointers to the tables of two rows, one or [8 * W, 1, 2]; an integer table has float16 bits, then bfloat16 bits."""
     if plane.dtype.element_ty == tl.int16:
         return plane + (0 if F == tl.float16 else entries)
     elif block == 0:
@@ -90,14 +93,14 @@ def table_in_memory(plane, row, block: tl.constexpr, entries: tl.constexpr, F: t
 
 @triton.jit
 def loaded(table, codes, i: tl.constexpr, F: tl.constexpr):
-    """Pairs i of numbers of type F from the codes in bytes i and i + 2."""
+    """Table entries as pairs i of type F, for the codes in bytes i and i + 2."""
     return tl.join(entry(table, libdevice.byte_perm(codes, 0, 0x4440 + i), F),
                    entry(table, libdevice.byte_perm(codes, 0, 0x4442 + i), F))
 
 
 @triton.jit
 def entry(table, code, F: tl.constexpr):
-    """The numbers of codes, rounded to F where they are stored in another type."""
+    """The table entries of codes, rounded to F if they are stored in another type."""
     kind: tl.constexpr = table.dtype.scalar.element_ty
     bits = bits_at(table, code).to(tl.int32 if kind == tl.float32 else tl.int16)
     return bits.to(F if kind == tl.int16 else kind, bitcast=True).to(F)
@@ -107,7 +110,7 @@ def entry(table, code, F: tl.constexpr):
 def bits_at(table, code):
     """The bits of a table's entries, two bytes or four, as int32.
 
-    A product and a sum become one instruction of a pipe that has little else to do, and any other address two.
+    The product and sum of the address become one instruction of an idle pipe; other forms of the address take two.
     """
     wide: tl.constexpr = table.dtype.scalar.element_ty == tl.float32
     at = tl.inline_asm_elementwise("mul.wide.u32 $0, $1, 4;" if wide else "mul.wide.u32 $0, $1, 2;", "=l,r", [code],
@@ -134,7 +137,7 @@ def bytes_of_four(p, high: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def in_lane(word: tl.constexpr, g, N):
-    """The constant in a register of every lane; a literal would be loaded into one for every use.  None: an int1."""
+    """A constant in a register of every lane; as a literal it would be loaded anew for every use.  None: an int1."""
     if word is None:
         return tl.full((1,), 0, tl.int1)                         # Triton 3.6 cannot return None
     elif word == 0:
@@ -145,7 +148,7 @@ def in_lane(word: tl.constexpr, g, N):
 
 @triton.jit
 def permute(first, second, selectors):
-    """Byte i is that of eight which bits 4i to 4i + 2 of selectors number; 0 where bit 4i + 3 is set, for a byte below 128."""
+    """Byte i is the one of eight that bits 4i to 4i + 2 of `selectors` select; 0 if bit 4i + 3 is set and it is < 128."""
     return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [first, second, selectors], dtype=tl.int32,
                                      is_pure=True, pack=1)
 
@@ -166,9 +169,9 @@ def plain_permute(first, second, selectors):
 
 @triton.jit
 def scaled(pairs):
-    """Pairs of bfloat16 in int32, times 2^126: exactly, subnormal ones too.
+    """Pairs of bfloat16 in int32, times 2^126: exact, for subnormals too.
 
-    One line of assembly, for a product of halves that come out of a permutation takes two more to bring them together.
+    Inline assembly, because separate products of the halves would take two more instructions to join them.
     """
     return tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [pairs, 0x7E807E80, -2147450880],
                                      dtype=tl.int32, is_pure=True, pack=1)
@@ -184,9 +187,9 @@ def plain_scaled(pairs):
 
 @triton.jit
 def of_16(word, i: tl.constexpr, table, first: tl.constexpr):
-    """Four codes' bytes of a table of 16, code j of half i in byte j; its words are those from `first` on.
+    """Table bytes of four codes for a table of 16, code j of half i in byte j; the words are those from `first` on.
 
-    Two words alone are those of both halves, which have the same bytes.
+    Two words are enough if both halves have the same bytes.
     """
     low = word & 0x77777777
     if table[first + 2].dtype == tl.int1:
@@ -199,7 +202,7 @@ def of_16(word, i: tl.constexpr, table, first: tl.constexpr):
 
 @triton.jit
 def of_32(low, high, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.constexpr):
-    """Four codes' bytes of a table of 32, from words of four bits and of one, in the first or second chunk of a span."""
+    """Table bytes of four codes for a table of 32, from 4-bit and 1-bit words, in the first or second chunk of a span."""
     upper = ((high << (2 - chunk)) & 0x44444444) | table[0]
     if i:
         upper = upper >> 16
@@ -208,7 +211,7 @@ def of_32(low, high, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.cons
 
 @triton.jit
 def of_half(word, i: tl.constexpr, table, upper: tl.constexpr):
-    """Four codes' bytes of the lower half of a table of 16, or of the upper one; 0 for codes of the other half."""
+    """Table bytes of four codes for the lower or upper half of a table of 16; 0 for codes of the other half."""
     if upper:
         word = word ^ (-2004318072)                              # 0x88888888
     return permute_half(table[4 if upper else 2], table[5 if upper else 3], word, i)
@@ -216,7 +219,7 @@ def of_half(word, i: tl.constexpr, table, upper: tl.constexpr):
 
 @triton.jit
 def of_4(word, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.constexpr):
-    """Four codes' bytes of a table of 4, from words of two bits, in the first or second chunk of a span."""
+    """Table bytes of four codes for a table of 4, from 2-bit words, in the first or second chunk of a span."""
     if chunk:
         word = word >> 2
     codes = word & 0x33333333
@@ -227,7 +230,7 @@ def of_4(word, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.constexpr)
 
 @triton.jit
 def of_8(low, high, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.constexpr):
-    """Four codes' bytes of a table of 8, from words of two bits and of one, in the first or second chunk of a span."""
+    """Table bytes of four codes for a table of 8, from 2-bit and 1-bit words, in the first or second chunk of a span."""
     if chunk:
         low = low >> 2
     else:
@@ -237,7 +240,7 @@ def of_8(low, high, chunk: tl.constexpr, i: tl.constexpr, table, first: tl.const
 
 @triton.jit
 def two_part_table(g, N, F: tl.constexpr):
-    """What two_parts() takes: the low bytes and the high ones that the parts of an e2m1 code number."""
+    """The constants of two_parts(): the low and high bytes that the parts of an e2m1 code index."""
     g = g[:, :, None]
     if F == tl.float16:                                          # both parts belong into the high byte
         first: tl.constexpr = 0x06040200
@@ -250,11 +253,11 @@ def two_part_table(g, N, F: tl.constexpr):
 
 @triton.jit
 def two_parts(word, h: tl.constexpr, i: tl.constexpr, table, F: tl.constexpr):
-    """Pairs of e2m1 codes as numbers, times 2^-14 as float16.
+    """Pairs of e2m1 codes as numbers, times 2^-14 in float16.
 
-    The lower exponent bit and the mantissa's number the low byte, the sign and the upper exponent bit the high one.  Selectors
-    of two pairs are cut out of a word at once, by masks in registers: through a literal one ptxas moves the shift, and then has
-    the mask twice.
+    The lower exponent bit and the mantissa select the low byte, the sign and the upper exponent bit the high one.  A mask in a
+    register cuts the selectors of two pairs out of a word at once.  With a literal mask ptxas moves the shift and applies the
+    mask twice.
     """
     if h:
         word = word >> 2
@@ -267,7 +270,7 @@ def two_parts(word, h: tl.constexpr, i: tl.constexpr, table, F: tl.constexpr):
 
 @triton.jit
 def integers(bytes, h: tl.constexpr, high, F: tl.constexpr):
-    """Pairs of integers from four bytes: times 2^-24 as float16, and 128 more as bfloat16; or less than 0, by the high byte."""
+    """Pairs of integers from four bytes: times 2^-24 as float16, plus 128 as bfloat16; negative if the high byte says so."""
     return halves(libdevice.byte_perm(bytes, high, 0x4341 if h else 0x4240), F)
 
 

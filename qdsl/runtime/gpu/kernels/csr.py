@@ -9,8 +9,8 @@ A program takes one row of s and BM rows of x.  It walks the row's entries in bl
      +---+---+---+---+---+---+-           +-------------------+           +---+---+---+---+
        block 0         block 1
 
-A thread keeps the sums of its places of a block, and the places are added up after the last block.  So a sum depends on the row
-alone: it is the same on every run.  Neighbouring threads load neighbouring columns and values, as stored; x is gathered from the
+A thread keeps one sum per place in the block; the places are added up after the last block.  So a sum depends on the row
+alone and is the same on every run.  Neighbouring threads load neighbouring columns and values, as stored; x is gathered from the
 L1 cache.
 
 Cost: a load of x and a multiply-add per entry and row of x.  Rows of x beyond BM read the entries again.

@@ -1,6 +1,6 @@
 """dequantize: every weight in float32, rounded once to the dtype of out.
 
-A program decodes BN rows of tiles by BK units.  A unit is a word of codes where one holds several weights, else one weight.
+A program decodes BN rows of tiles by BK units.  A unit is a word with several codes, or one weight.
 
               units of w, packed                                   out [N, K]
 
@@ -15,15 +15,15 @@ A program decodes BN rows of tiles by BK units.  A unit is a word of codes where
 
 Neighbouring threads take neighbouring units along the axis that is contiguous in memory (AXIS 1: along K, 0: along N), so
 that a warp loads whole sectors of 32 bytes.  A thread loads a word once and cuts all of its weights from it: `decode` calls
-`use` for one weight after the other, and values never change threads.  What the weights of a unit share, such as a scale, is
-loaded once per unit; the threads that share it read one address, which the L1 cache serves.
+`use` for one weight after the other, and values never change threads.  A scale of the unit's weights
+is loaded once per unit; the threads that share it read one address, from the L1 cache.
 
-Columns of a unit are seldom neighbours, and neighbouring units may be rows.  Where DIGITS and ORDER say how the tile's units and
-weights make rows and columns, the program joins its weights, puts them in order through shared memory, and stores 16 bytes a
-thread.  Elsewhere a thread stores single elements, which the L2 cache merges at a third of the memory's rate.
+Columns of a unit are seldom neighbours, and neighbouring units may be rows.  With DIGITS and ORDER the program joins
+its weights, reorders them to rows and columns through shared memory, and stores 16 bytes per thread.  Without them a thread
+stores single elements, which the L2 cache merges at a third of the memory's rate.
 
-Cost: the loads of the packed weight and the stores of out go to memory once.  Contraction to fused multiply-adds is off, for
-these skip a rounding that the formula has.
+Cost: the packed weight is loaded once and out is stored once.  Fused multiply-adds are off, because they skip a rounding of
+the decode formula.
 """
 
 from qdsl.runtime.gpu.kernels import units
@@ -32,7 +32,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def store_weight(state, k, w, live, row: tl.constexpr = 0):
-    """Store weights w in columns k of a row of their tiles; state: (where row 0 of the tiles begins in out, K)."""
+    """Store weights w in columns k of a row of their tiles; state: (pointers to row 0 of the tiles in out, K)."""
     out, K = state
     tl.store(out + units.row_offset(row, K) + k, w, live)
     return state
@@ -40,7 +40,7 @@ def store_weight(state, k, w, live, row: tl.constexpr = 0):
 
 @triton.jit
 def keep_weight(state, k, w, live, row: tl.constexpr = 0):
-    """Keep weights w; state: the units' weights so far."""
+    """Append weights w to the state, a tuple of the units' weights."""
     return state + (w,)
 
 
@@ -52,10 +52,10 @@ def dequantize(
 ):
     """out[n, k] = w[n, k], computed in float32 and rounded once to the dtype of out [N, K].
 
-    tiles, count: rows of tiles of ROWS rows, and units in each.  AXIS: along which units neighbour, 0 for N, 1 for K.
-    EVEN: the grid has no other units than w, and no load has a mask.  LARGE: positions take 64 bits.  GAPS: each
-    of tensors is what units.with_gaps takes.  DIGITS, ORDER: the shape of a tile with its units' weights last, and the order of
-    its axes that makes rows of w and then columns, 8 of both; None where there is none.
+    tiles, count: rows of tiles of ROWS rows, and units per row.  AXIS: the axis of adjacent units, 0 for N, 1 for K.  EVEN: the
+    grid covers the units of w exactly, so no load has a mask.  LARGE: offsets need 64 bits.  GAPS: tensors are as units.with_gaps
+    takes them.  DIGITS, ORDER: the shape of a tile with its units' weights last, and the order of its axes that gives rows and
+    then columns of w, 8 of both; None for storing single elements.
     """
     N, K = units.extents(N, K, LARGE)
     n = units.axis(tl.program_id(0) * BN, BN, BK, 1 - AXIS, LARGE)

@@ -9,8 +9,8 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def rounded(value, type: tl.constexpr):
-    """float32 values rounded to float16 or bfloat16, ties to even, as float32 again; of float32 the values as they are."""
-    if type == tl.bfloat16:                                      # by integers: Triton's interpreter cuts bits off
+    """float32 values rounded to float16 or bfloat16, ties to even, as float32 again; unchanged for type float32."""
+    if type == tl.bfloat16:                                      # by integers: Triton's interpreter truncates
         bits = value.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         return tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
@@ -105,7 +105,7 @@ def scale(value):
 
 @triton.jit
 def trit(byte, place):
-    """The base-3 digit at a place, 0 to 4, of a byte: runtime/weight/base3.py says how it is found."""
+    """The base-3 digit at a place, 0 to 4, of a byte, by the formula of runtime/weight/base3.py."""
     power = (1 + 2 * (place & 1)) * (1 + 4 * (place & 2)) * (1 + 20 * (place & 4))                  # 3^place
     return (byte.to(tl.int32) * power & 255) * 3 >> 8
 
@@ -121,7 +121,7 @@ def bits(words, at: tl.constexpr, width: tl.constexpr):
 
 @triton.jit
 def stream(words, step, at, width: tl.constexpr, word: tl.constexpr, live):
-    """`width` bits, up to 32, from bit `at` of words of `word` bits, `step` elements apart; reads only words that hold some."""
+    """`width` bits, up to 32, from bit `at` of `word`-bit words `step` elements apart; loads only words with such bits."""
     shift = at % word
     value = (tl.load(words + at // word * step, live, 0).to(tl.int64) & ((1 << word) - 1)) >> shift
     for i in tl.static_range(1, (width + 2 * word - 2) // word):

@@ -14,11 +14,11 @@ A program of `quantize` takes BR groups of L columns of x, BK columns in a step,
 The first pass finds the largest magnitude, as an integer: bits of floats order as they do, and NaN stands above infinity.  The
 second pass multiplies by the inverse and rounds.  x comes from the L1 or L2 cache by then.
 
-- Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits: no conversion, which only a quarter of the
-  lanes do at once.  E4M3 is rounded the same way, below its normal numbers, and by an integer addition above.
-- Products of E4M3 and of int8 are what matrix units do; where they do not take E4M3, its values are float16, exactly.
+- Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits.  A conversion would run at a quarter of
+  the rate.  E4M3 is rounded the same way, below its normal numbers, and by an integer addition above.
+- Matrix units multiply E4M3 and int8.  On GPUs without E4M3 units its values become float16, exactly.
 
-Cost: x is loaded twice and its codes are stored once; a launch of its own, which `w8a8` waits for.
+Cost: x is loaded twice and its codes are stored once; a separate launch, which `w8a8` waits for.
 """
 
 
@@ -35,7 +35,7 @@ def quantize(x, codes, scales, sums, M, K, L, LARGEST: tl.constexpr, BR: tl.cons
     r = tl.program_id(0) * BR + tl.arange(0, BR)[:, None]
     live = r < M * (K // L)
     at = r.to(tl.int64) * L
-    most = tl.zeros((BR, BK), tl.int32)                          # bits of magnitudes: NaN above infinity above all others
+    most = tl.zeros((BR, BK), tl.int32)                          # as integers, NaN is above infinity, which is above the rest
     for start in range(0, L, BK):
         k = start + tl.arange(0, BK)[None, :]
         v = tl.load(x + (at + k), live & (k < L), 0).to(tl.float32)
@@ -62,7 +62,7 @@ def quantize(x, codes, scales, sums, M, K, L, LARGEST: tl.constexpr, BR: tl.cons
 
 @triton.jit
 def scale_of(top, LARGEST: tl.constexpr):
-    """Of the bits of groups' largest magnitudes: whether those are finite, scales, and what x is multiplied with."""
+    """From the bits of groups' largest magnitudes: whether they are finite, the scales, and the factors for x."""
     top = top.to(tl.float32, bitcast=True)
     finite = top < float("inf")
     scale = tl.where(finite, tl.maximum(tl.math.div_rn(top, LARGEST), 1.1754943508222875e-38), float("nan"))
@@ -71,7 +71,7 @@ def scale_of(top, LARGEST: tl.constexpr):
 
 @triton.jit
 def quantized(x, LARGEST: tl.constexpr, to: tl.constexpr):
-    """Codes of type `to` and scales [1, BM] of x [128, BM], each column a group: those that quantize() stores."""
+    """Codes of type `to` and scales [1, BM] of x [128, BM] with a group per column, equal to those of quantize()."""
     v = x.to(tl.float32)
     finite, scale, inverse = scale_of(tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)[None, :], LARGEST)
     v = tl.where(finite, v * inverse, 0)
@@ -83,19 +83,19 @@ def quantized(x, LARGEST: tl.constexpr, to: tl.constexpr):
 
 @triton.jit
 def to_e4m3(value, to: tl.constexpr):
-    """E4M3 nearest to float32 values of at most 448, by the conversion of two numbers that GPUs have from sm_89 on."""
+    """E4M3 codes nearest to float32 values of at most 448, by the two-number conversion of GPUs from sm_89 on."""
     return value.to(to)
 
 
 @triton.jit
 def plain_e4m3(value, to: tl.constexpr):
-    """The same by integers, for what converts otherwise: the interpreter, which does not round to even."""
+    """The same by integers, for the interpreter, whose conversion does not round to even."""
     return e4m3_code(value).to(tl.uint8).to(to, bitcast=True)
 
 
 @triton.jit
 def e4m3_code(value):
-    """E4M3 codes, in int32, nearest to float32 values, ties to even, cut to 448."""
+    """E4M3 codes, in int32, nearest to float32 values, ties to even, clamped to 448."""
     size = tl.minimum(tl.abs(value), 448.0)
     bits = size.to(tl.int32, bitcast=True)
     small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000                     # 2^14: rounds to multiples of 2^-9
@@ -105,14 +105,14 @@ def e4m3_code(value):
 
 @triton.jit
 def halves(code):
-    """uint8 that are E4M3 as float16, times 2^-8; exact, but for NaN."""
+    """uint8 E4M3 codes as float16, times 2^-8; exact, except for NaN."""
     code = code.to(tl.int16)
     return (((code & 127) << 7) | ((code & 128) << 8)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def product(w, x):
-    """w [BN, 128] @ x [128, BM] in float32: both int8, both E4M3, or w uint8 that are E4M3 and x float16."""
+    """w [BN, 128] @ x [128, BM] in float32: both int8, both E4M3, or w uint8 E4M3 codes and x float16."""
     if w.dtype == tl.int8:
         return tl.dot(w, x, out_dtype=tl.int32).to(tl.float32)
     elif w.dtype == tl.uint8:
@@ -125,7 +125,7 @@ def product(w, x):
 def added(acc, w, x):
     """acc + w @ x: int8 in int32, which is exact; the others in float32, 128 columns at a time.
 
-    Hopper's E4M3 instructions keep fewer bits of a sum than float32 has, so that no sum of theirs goes on for longer.
+    Hopper's E4M3 MMAs sum in fewer bits than float32, so that no sum of theirs may be longer.
     """
     if w.dtype == tl.int8:
         return tl.dot(w, x, acc, out_dtype=tl.int32)
@@ -135,20 +135,20 @@ def added(acc, w, x):
 
 @triton.jit
 def zeros(BN: tl.constexpr, BM: tl.constexpr, exact: tl.constexpr):
-    """The accumulator of `added`."""
+    """A zero accumulator for `added`."""
     return tl.zeros((BN, BM), tl.int32 if exact else tl.float32)
 
 
 @triton.jit
 def block(n, m, rows: tl.constexpr, BN: tl.constexpr):
-    """The block of `rows` rows that rows n [BN, 1] are in, of all rows where that is 0; where it is one for all n, once for
-    each of m [1, BM], or if m is None as one number.
+    """The blocks of `rows` rows that rows n [BN, 1] are in; 0 is one block of all rows.
 
-    One for each of n would have to be multiplied with each of them.
+    If all n are in one block, it is returned for each of m [1, BM], or as one number if m is None: per-n values would cost a
+    multiplication each.
     """
     if rows == 1:
         return n
-    elif rows % BN == 0:                                         # 0 rows too
+    elif rows % BN == 0:                                         # also rows == 0
         block = tl.program_id(0) * BN // rows if rows > 0 else 0
         return block if m is None else tl.zeros_like(m) + block
     else:

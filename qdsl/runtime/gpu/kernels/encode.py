@@ -1,13 +1,13 @@
-"""Encode schemes on a GPU: codes and numbers of a tile of rows, bit by bit those of the functions of these names in qdsl/encode.
+"""Encode schemes on a GPU: codes and numbers of a tile of rows, bit-exact with the functions of the same names in qdsl/encode.
 
-A scheme takes x, float32 [rows, groups, units, E], whose E are the codes of a byte.  ACROSS says that the rows of the tile share
-numbers, every column by itself; otherwise the units and codes of a group do.  k: the column of every element.  It returns codes
-in int32, and the numbers of its roles in their order in core/schemes.py, as they are stored, with their shared axes of extent 1.
-static: a scale that is not chosen here, else None.
+A scheme takes x, float32 [rows, groups, units, E]; the E codes of a unit share a byte.  With ACROSS the rows of the tile share
+numbers, column by column; else the units and codes of a group do.  k: the column of every element.  A scheme returns codes in
+int32 and the numbers of its roles in the order of core/schemes.py, as stored, with extent 1 on their shared axes.  static: a
+scale that the caller fixes, else None.
 
 FLOAT: codes are E4M3; else integers from LOW to HIGH.  DIVISOR, OFFSET, BY, TIES, FACTOR, LEAST: settings of the spec.  LEVELS:
-of a table the borders between neighbouring levels, (border, whether the lower level has it, the code above), rising, and the
-first code.  TYPE: of the numbers, 'f32', 'f16', 'bf16' or 'ue4m3'.
+the rising borders between adjacent levels of a table, (border, whether it belongs to the lower level, code above), and the first
+code.  TYPE: of the numbers, 'f32', 'f16', 'bf16' or 'ue4m3'.
 """
 
 from qdsl.runtime.gpu.kernels import device
@@ -17,7 +17,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def most(x, ACROSS: tl.constexpr):
-    """The largest value of those that share numbers."""
+    """The largest value in each set of elements that share numbers."""
     if ACROSS:
         return tl.max(x, 0, keep_dims=True)
     else:
@@ -26,7 +26,7 @@ def most(x, ACROSS: tl.constexpr):
 
 @triton.jit
 def stored(value, TYPE: tl.constexpr):
-    """float32 numbers as they are stored, and what they then are in float32."""
+    """float32 numbers in their stored type, and the stored values as float32."""
     if TYPE == "f16":
         return value.to(tl.float16), value.to(tl.float16).to(tl.float32)
     elif TYPE == "bf16":
@@ -35,7 +35,7 @@ def stored(value, TYPE: tl.constexpr):
     elif TYPE == "ue4m3":
         bits = value.to(tl.int32, bitcast=True)
         small = tl.minimum((value * 512 + 0.5).to(tl.int32), 7)
-        normal = ((bits + (1 << 19)) >> 20) - (120 << 3)         # the exponent, biased by 7, and three bits of the mantissa
+        normal = ((bits + (1 << 19)) >> 20) - (120 << 3)         # the exponent, biased by 7, and three mantissa bits
         code = tl.where((bits >> 23) <= 120, small, tl.where(normal >= 15 << 3, 126, normal)).to(tl.uint8)
         return code, device.ue4m3(code)
     else:
@@ -44,7 +44,7 @@ def stored(value, TYPE: tl.constexpr):
 
 @triton.jit
 def nearest(value, FLOAT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, OFFSET: tl.constexpr, TIES: tl.constexpr):
-    """Codes nearest to value + OFFSET, cut to what there is.  TIES 'even', 'away' from zero or 'up'."""
+    """Codes nearest to value + OFFSET, clamped to the legal ones.  TIES: 'even', 'away' from zero or 'up'."""
     if FLOAT:
         return e4m3_code(value)
     else:
@@ -83,8 +83,8 @@ def by_scale(
     x, exact, FLOAT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, OFFSET: tl.constexpr, BY: tl.constexpr,
     TIES: tl.constexpr, TYPE: tl.constexpr,
 ):
-    """Codes by an exact scale, and the scale as it is stored."""
-    if BY == "exact":                                            # where its reciprocal overflows, codes are the least
+    """Codes by an exact scale, and the scale in its stored type."""
+    if BY == "exact":                                            # if its reciprocal overflows, codes are the least
         number, used = stored(exact, TYPE)
         factor = inverse(exact)
         value = tl.where(tl.abs(factor) == float("inf"), -OFFSET + 0.0, x * factor)
@@ -100,7 +100,7 @@ def signmax(
     OFFSET: tl.constexpr, BY: tl.constexpr, TIES: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """As absmax, with the value of largest magnitude, sign and all; of equals, the first."""
+    """As absmax, with the signed value of largest magnitude; the first one among equals."""
     largest = most(tl.abs(x), ACROSS)
     first = -most(tl.where(tl.abs(x) == largest, -k, -(1 << 30)), ACROSS)
     value = most(tl.where((tl.abs(x) == largest) & (k == first), x, float("-inf")), ACROSS) + 0.0
@@ -113,7 +113,7 @@ def absmax_level(
     OFFSET: tl.constexpr, BY: tl.constexpr, TIES: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """w = scale * FACTOR * level[code], each code the nearest level; DIVISOR: the largest level times FACTOR."""
+    """w = scale * FACTOR * level[code], with the nearest level for each code; DIVISOR: the largest level times FACTOR."""
     number, used = stored(tl.math.div_rn(most(tl.abs(x), ACROSS), DIVISOR), TYPE)
     unit = used * FACTOR
     code = tl.full(x.shape, LEVELS[0], tl.int32)
@@ -132,13 +132,13 @@ def edge_affine(
     OFFSET: tl.constexpr, BY: tl.constexpr, TIES: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """w = scale * code + min: the end of larger magnitude is exact, and 0 is a code."""
+    """w = scale * code + min: the end of larger magnitude is exact, and a code stands for 0."""
     low, high = -most(-x, ACROSS), most(x, ACROSS)
     is_low = tl.abs(low) > tl.abs(high)
     step = tl.maximum(tl.math.div_rn(high - low, HIGH), 1e-7)
     step = tl.where(is_low, step, -step)
     edge = tl.where(is_low, low, high)
-    quotient = tl.math.div_rn(-edge, step)                       # from 0 on; of a block of one number it may have millions
+    quotient = tl.math.div_rn(-edge, step)                       # at least 0; millions in a block of one number
     steps = tl.where(quotient < 8388608.0, (quotient + 8388608.0) - 8388608.0, quotient)             # 2^23: rounds
     exact = tl.where(steps != 0, tl.math.div_rn(-edge, tl.where(steps != 0, steps, 1.0)), step)
     least = tl.where(steps != 0, edge, 0.0)
@@ -153,7 +153,7 @@ def float_middle(
     OFFSET: tl.constexpr, BY: tl.constexpr, TIES: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, LEVELS: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """w = (code - OFFSET) * scale + zero: the least weight has code 0, codes by both as they are stored."""
+    """w = (code - OFFSET) * scale + zero: the least weight has code 0; codes are chosen by both numbers as stored."""
     least: tl.constexpr = 6.103515625e-05 if TYPE == "f16" else 1.1754943508222875e-38           # the smallest normal number
     low, high = -most(-x, ACROSS), most(x, ACROSS)
     scale, used = stored(tl.maximum(tl.math.div_rn(high - low, HIGH), least), TYPE)

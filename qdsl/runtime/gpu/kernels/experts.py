@@ -1,4 +1,4 @@
-"""Kernels of routed experts: the product of decoded weights, and the weighted sum of what experts make of a token.
+"""Kernels of routed experts: the product with decoded weights, and the weighted sum of experts' results per token.
 
 A program of `matmul` multiplies BM rows of x with BN rows of one expert's decoded weight, BK columns in a step.
 
@@ -13,11 +13,11 @@ A program of `matmul` multiplies BM rows of x with BN rows of one expert's decod
 
 Both tiles pass through shared memory, where warps that share rows of x or of w read them: tl.dot puts them there, for the
 matrix instruction that the GPU has.  w is loaded along K and read transposed, so that 16 bytes of a row are one load.  The
-host does not know how many rows an expert has: a tile of the list that is empty ends at once.  float32 stays float32.
+host does not know how many rows an expert has, so the list has empty tiles, whose programs end at once.  float32 stays float32.
 
 `weighted_sum` has a program per token and BN columns.  It adds in the order of the list, so that every run gives the same bits.
 
-Cost: the vendor's for such a tile.  w was decoded before, and is read once for every BM rows of x that its expert has.
+Cost: that of the vendor's matmul for such a tile.  w was decoded before, and is read once per BM rows of its expert.
 """
 
 from qdsl.runtime.gpu.triton import tl, triton
@@ -29,10 +29,10 @@ def matmul(x, w, bias, rows, tiles, out, N, K, BM: tl.constexpr, BN: tl.constexp
 
                       K ->
         x  [BM, BK]  #### . . .      rows of x lie anywhere: `rows` names them, or they are the rows of out
-        w  [BN, BK]  #### . . .      as they were decoded, so that a tile of the transpose is loaded along K
+         w  [BN, BK]  #### . . .      decoded, so that a tile of the transpose is loaded along K
         out[BM, BN]  summed by the matrix unit, stored once
 
-    w: [E, N, K].  tiles: [T, 3] of (expert, first row, one past the expert's last); a program without rows does nothing.
+    w: [E, N, K].  tiles: [T, 3] of (expert, first row, end of the expert's rows); a program without rows does nothing.
     """
     tile = tiles + tl.program_id(0) * 3
     expert, first, last = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
@@ -59,7 +59,7 @@ def matmul(x, w, bias, rows, tiles, out, N, K, BM: tl.constexpr, BN: tl.constexp
 def weighted_sum(rows, places, weights, out, live, N, TOP: tl.constexpr, BN: tl.constexpr):
     """out[t] = the sum over j of weights[t, j] * rows[places[t, j]], in float32 and in that order.
 
-    places: int64 [T, TOP].  live: one past the last of `rows` that counts, on the device; others are 0.
+    places: int64 [T, TOP].  live: the number of valid `rows`, on the device; others count as 0.
     """
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)

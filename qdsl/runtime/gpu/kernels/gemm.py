@@ -1,6 +1,6 @@
 """gemm: x @ w.T for any format, BM rows of x at a time, on the matrix units of any GPU that Triton compiles for.
 
-A program decodes BN rows of tiles of w by BK units in a step, and multiplies BM rows of x with them.
+Per iteration a program decodes BN rows of tiles by BK units of w, and multiplies BM rows of x by them.
 
         units of w, packed              weights of a unit, one tile each           sums, float32
                                               w0        w1
@@ -17,15 +17,14 @@ A program decodes BN rows of tiles of w by BK units in a step, and multiplies BM
                                           +-------+ +-------+
 
 `decode`, the function of dequantize and matvec, gives the first weights of all units as one tile, then the second ones, and so
-on.  The columns of a tile need not be neighbours: x is loaded at the same columns, which `decode` says once more for one row
-of w.  The compiler drops what that row would decode.  So a format needs no function of its own here, and no storage is too
-irregular.
+on.  The columns of a tile need not be adjacent: x is loaded at the same columns, which a second call of `decode` for one row of
+w gives.  The compiler drops the decoding of that row.  So a format needs no other function here, and any storage works.
 
 - Weights are rounded to the type of x, as `dequantize` rounds them for the vendor's matmul.  Sums are float32.
-- The sums are [rows of x, rows of w].  Warps then share the rows of w, so that no two decode the same weights.
-- Weights move to the matrix unit's lanes through shared memory; the compiler moves the packed words where they are smaller.
+- The sums are [rows of x, rows of w].  Warps divide the rows of w, so that no two decode the same weights.
+- Weights move to the MMA's lanes through shared memory; the compiler moves the packed words instead if they are smaller.
 - If EVEN, all units exist and no load has a mask.  AMD's GPUs have no predicates: a mask is a branch around every load.
-- SPLIT programs share K.  The last to arrive adds their sums in order.
+- SPLIT programs share K.  The last to finish adds their sums in order.
 
 Cost of q4_0, counted, in vector instructions per weight: gfx942 11.0 in bfloat16 and 5.5 in float16, gfx950 6.5 in bfloat16,
 which it has an instruction to round to.
@@ -37,18 +36,18 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def load_columns(state, k, w, live, row: tl.constexpr = 0):
-    """Load columns k of x; state: (where the rows of x begin, a tile for every weight of a unit)."""
+    """Load columns k of x; state: (pointers to rows of x, a tile of x per weight of a unit)."""
     x, loaded = state
-    if row == 0:                                                 # other rows of w meet the same columns
+    if row == 0:                                                 # other rows of w use the same columns
         loaded = loaded + (tl.load(x + k, tl.broadcast_to(live, (x.shape[0], k.shape[1])), 0),)
     return x, loaded
 
 
 @triton.jit
 def keep_weight(state, k, w, live, row: tl.constexpr = 0):
-    """Keep weights; state: (the weights of every row of the tiles, DIVIDES)."""
+    """Append weights to the state, (the weights per row of the tiles, DIVIDES)."""
     weights, DIVIDES = state
-    if DIVIDES:                                                  # what is not loaded is 0, and 0 / 0 would spoil the sum
+    if DIVIDES:                                                  # masked loads give 0, and 0 / 0 would spoil the sum
         w = tl.where(live, w, 0)
     kept = ()
     for i in tl.static_range(len(weights)):
@@ -61,7 +60,7 @@ def keep_weight(state, k, w, live, row: tl.constexpr = 0):
 
 @triton.jit
 def operand(weights, j: tl.constexpr, AXIS: tl.constexpr, BN: tl.constexpr, F: tl.constexpr):
-    """The j-th weights of all units, [BK, ROWS * BN], rows in order."""
+    """The j-th weights of all units as an operand, [BK, ROWS * BN], rows in order."""
     tiles = ()
     for row in tl.static_range(len(weights)):
         w = weights[row][j].to(F)
@@ -80,10 +79,9 @@ def gemm(
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
-    x: [M, K] of type F.  DIVIDES: decode divides by what is stored.
-    tiles, count: rows of tiles of ROWS rows, and units in each.  AXIS: along which units neighbour, 0 for N, 1 for K.
-    parts, arrivals: float32 workspace and counters, int32 zeros, for SPLIT > 1; else None.  LARGE: positions take 64 bits.
-    GAPS: tensors are what units.with_gaps takes.
+    x: [M, K] of type F.  DIVIDES: decode divides by stored numbers.  tiles, count: rows of tiles of ROWS rows, and units per row.
+    AXIS: the axis of adjacent units, 0 for N, 1 for K.  parts, arrivals: float32 workspace and int32 zero counters for SPLIT > 1;
+    else None.  LARGE: offsets need 64 bits.  GAPS: tensors are as units.with_gaps takes them.
     """
     m = tl.program_id(1) * BM + tl.arange(0, BM)[:, None]
     x += tl.minimum(m, M - 1).to(tl.int64) * K

@@ -1,4 +1,4 @@
-"""gemv: one row of x, and numbers of groups that vary along K.
+"""gemv: one row of x, for formats whose scales vary along K.
 
 A program multiplies 16 * R * WN rows of w with x.  WK warps share K, as in skinny.
 
@@ -14,14 +14,14 @@ A program multiplies 16 * R * WN rows of w with x.  WK warps share K, as in skin
                                                              +---+---+- - +---+
 
 With one row of x, seven of the matrix instruction's eight columns would be idle.  So a column stands for a run of STEP columns
-of w.  One instruction then gives the sums of eight runs, ready for eight scales, and a lane loads only the scales of its two.
+of w.  One MMA then gives the sums of eight runs, one per scale, and a lane loads only the scales of its two runs.
 
-- Codes that are looked up or made, in runs of 32 (WHOLE), meet x as lanes load it: a word is of one run, and one of its eight
-  sums is kept.  It takes fewer instructions than the diagonal, and for some codes more registers than a thread has.
-- All others meet the diagonal above: column r has run r of x, and zeros elsewhere.  It is made of x once per trip, with a mask
-  per lane, and serves all R tiles: R = 2 halves its price (runs.py has both).
-- Plain multiply-adds would take a conversion and an addition per weight; the matrix instruction takes 1/8 of one.
-- After the last trip the eight columns and the WK warps of a row are added up.
+- WHOLE, for table codes in runs of 32: x is used as lanes load it.  A word belongs to one run, and one of its eight sums is
+  kept.  This takes fewer instructions than the diagonal, but for some codes more registers than a thread has.
+- Otherwise x is the diagonal above: column r has run r of x, and zeros elsewhere.  It is built once per iteration, with a mask
+  per lane, and serves all R tiles: R = 2 halves its cost (runs.py has both).
+- Plain multiply-adds would take a conversion and an addition per weight; the MMA takes 1/8 of an instruction.
+- After the loop the eight columns and the WK warps of a row are added up.
 
 Cost for 4 bits and groups of 32, counted on sm_90: 1.2 instructions of a thread per weight in float16, 1.4 in bfloat16.
 """
@@ -57,7 +57,7 @@ def gemv(
     x: [1, K] of type F, pairs of columns as int32.  STEP: columns of a run, 16, 32 or 64.  pitch, early, EVEN: as in skinny.
     LEVELS: as codebook.constants takes it.
     """
-    TRIP: tl.constexpr = max(2, STEP // 16)                      # chunks of 128 columns that a warp takes in a trip
+    TRIP: tl.constexpr = max(2, STEP // 16)                      # chunks of 128 columns per warp and iteration
     # Two operands of one tile, and longer runs, would spill.
     WHOLE: tl.constexpr = STEP == 32 and BITS <= 0 and (R > 1 or (BITS == 0 and table is not None))
     w, g, c = lanes.warps(WN * WK)

@@ -1,4 +1,4 @@
-"""gemv_records: one row of x, and weights in records as files store them.
+"""gemv_records: one row of x, for weights in records as files store them.
 
 A record is 256 columns: 32 words of 4-bit codes, and the numbers of its groups in the words around them.  Low and high halves
 of the bytes of 8 words are two runs of 32 columns.
@@ -13,8 +13,8 @@ of the bytes of 8 words are two runs of 32 columns.
             +----------+----------+----------+----------+   7   |   |   |    | x |                  +------------+
                                                                 +---+---+- - +---+
 
-Lane c holds runs 2c and 2c + 1 of both operands, and the sums of exactly these come out in it.  The numbers of groups lie in
-HEAD words, which every lane of a row loads: 16 bytes of a cached line, from which it cuts those of its own two runs.
+Lane c holds runs 2c and 2c + 1 of both operands, and it gets the sums of exactly these.  The numbers of groups lie in HEAD
+words, which every lane of a row loads: 16 bytes of a cached line, from which it cuts the numbers of its two runs.
 
 Cost for Q4_K, counted on sm_90: 1.7 instructions of a thread per weight in float16, 2.0 in bfloat16.
 """
