@@ -1,6 +1,6 @@
-"""The numbers of groups, such as scales: loaded from a plane by rows or columns, as the lanes of the accumulator want them.
+"""Loads the numbers of groups, such as scales, from a plane by rows or columns, in the layout of the accumulator.
 
-An accumulator [W, 16, 8] is of 16 rows of w and 8 columns for each of W warps: lane 4 * g + c has rows g and g + 8, columns 2 * c
+An accumulator [W, 16, 8] has 16 rows of w and 8 columns for each of W warps: lane 4 * g + c has rows g and g + 8, columns 2 * c
 and 2 * c + 1 (lanes.py).  A number that all columns of a lane share is loaded once, [8 * W, 4], and `spread` over them.
 """
 
@@ -10,7 +10,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def blocks(row, size: tl.constexpr):
-    """The blocks of `size` rows that two rows are in; block 0, that of all rows, for a size of 0."""
+    """The blocks of `size` rows that two rows are in; block 0 for a size of 0, one block of all rows."""
     if size == 0:
         return tl.zeros_like(row[0]), tl.zeros_like(row[1])
     elif size == 1:
@@ -21,7 +21,7 @@ def blocks(row, size: tl.constexpr):
 
 @triton.jit
 def count(K, block: tl.constexpr):
-    """How many blocks of columns there are; K is a multiple of 128."""
+    """The number of blocks of columns; K is a multiple of 128."""
     if block <= 128:
         return K // 128 * (128 // block)
     else:
@@ -30,7 +30,7 @@ def count(K, block: tl.constexpr):
 
 @triton.jit
 def spread(upper, lower):
-    """Numbers of rows g and g + 8, [8 * W, 8], as [W, 16, 8]; or [8 * W, 4], one for both columns of lane c."""
+    """Numbers of rows g and g + 8, [8 * W, 8], or [8 * W, 4] for both columns of lane c, as [W, 16, 8]."""
     W: tl.constexpr = upper.shape[0] // 8
     v = tl.join(upper, lower)
     if upper.shape[1] == 4:
@@ -40,12 +40,10 @@ def spread(upper, lower):
 
 @triton.jit
 def number(value, kind: tl.constexpr):
-    """float32 of a stored number: kind 0 is a float that its dtype tells, a positive one an integer's bits.
+    """A stored number as float32.  kind 0: a float, by its dtype.  Below 0: bytes, as layout.SMALL_FLOATS lists them.
 
-    Negative ones are bytes with a function in device, in the order of layout.SMALL_FLOATS.
-
-    An integer of up to 23 bits enters the mantissa of 2^23, for a cast would be slow.  Kinds from 32 on are integers of kind % 32
-    bits from bit kind // 32 - 1 on.
+    Kinds 1 to 31: an integer of so many bits, up to 23; it enters the mantissa of 2^23, because a cast would be slow.  From 32
+    on: an integer of kind % 32 bits from bit kind // 32 - 1 on.
     """
     if kind == 0:
         return device.scale(value)
@@ -63,7 +61,7 @@ def number(value, kind: tl.constexpr):
 
 @triton.jit
 def part(value, kind: tl.constexpr):
-    """A stored integer, or of bytes that other fields share its part, as number() says."""
+    """A stored integer; if other fields share its bytes, the bits of this field, as number() defines kinds."""
     if kind >= 32:
         return (value >> (kind // 32 - 1)) & ((1 << kind % 32) - 1)
     else:
@@ -74,8 +72,8 @@ def part(value, kind: tl.constexpr):
 def loaded(plane, at, kind: tl.constexpr):
     """float32 of the numbers at places of a plane, stored as number() says.
 
-    Kind -5 are integers, looked up in a table: the plane is both, and the integers' kind.  -6 is a float that places share: the
-    plane, and how many.
+    Kind -5: integers that index a table; the plane is (integers and table, kind of the integers).  Kind -6: a float that several
+    places share; the plane is (plane, how many).
     """
     if kind == -5:
         return tl.load(plane[1] + part(tl.load(plane[0] + at), plane[2]).to(tl.int32)).to(tl.float32)
@@ -87,7 +85,7 @@ def loaded(plane, at, kind: tl.constexpr):
 
 @triton.jit
 def loaded_from(plane, first, at, kind: tl.constexpr):
-    """The same of places first + at; a row's first place moves a pointer, which is one addition less outside of loops."""
+    """float32 of the numbers at first + at.  Adding `first` to the pointer saves one addition outside of loops."""
     if kind == -5 or kind == -6:
         return loaded(plane, first + at, kind)
     else:
@@ -96,7 +94,7 @@ def loaded_from(plane, first, at, kind: tl.constexpr):
 
 @triton.jit
 def values(tensors, fields: tl.constexpr, at, field: tl.constexpr):
-    """What fields, as GroupField.constants has them, are where a family wants them: field(plane, at, rows, columns, kind)."""
+    """The numbers of fields (GroupField.constants), loaded by the family's function field(plane, at, rows, columns, kind)."""
     numbers = ()
     for i in tl.static_range(len(fields)):
         numbers = numbers + (value(tensors, fields, i, at, field),)
@@ -105,7 +103,7 @@ def values(tensors, fields: tl.constexpr, at, field: tl.constexpr):
 
 @triton.jit
 def value(tensors, fields: tl.constexpr, i: tl.constexpr, at, field: tl.constexpr):
-    """Field i of them, its default where it has no tensor."""
+    """The numbers of field i; its default if it has no tensor."""
     if tensors[fields[i][0]] is None:
         default: tl.constexpr = fields[i][4]
         return default
@@ -121,7 +119,7 @@ def value(tensors, fields: tl.constexpr, i: tl.constexpr, at, field: tl.constexp
 
 @triton.jit
 def of_rows(plane, row, size: tl.constexpr, kind: tl.constexpr):
-    """A field that has one value per `size` rows: [W, 16, 8]; one number where it has one for all rows, a size of 0."""
+    """A field with one value per `size` rows, as [W, 16, 8]; one number for a size of 0."""
     if size == 0:
         return loaded(plane, 0, kind)
     else:
@@ -132,9 +130,10 @@ def of_rows(plane, row, size: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def by_column(plane, row, count, stored, chunk, K, step: tl.constexpr, block: tl.constexpr, kind: tl.constexpr):
-    """A field that has `count` values in a row, one per `block` columns, where column j of the result stands for `step`
-    columns of w from 128 * chunk + step * j on: [W, 16, 8].  Past K comes the last value.  A row begins `stored` values after
-    the one before.
+    """A field with one value per `block` columns and `count` per row, as [W, 16, 8].
+
+    Column j of the result is the value of the `step` columns of w from 128 * chunk + step * j on; past K the last value is
+    repeated.  A row begins `stored` values after the previous one.
     """
     if block == step:
         pair = tl.minimum(chunk * (64 // step) + tl.arange(0, 8)[None, :] // 2, count // 2 - 1)
@@ -148,7 +147,7 @@ def by_column(plane, row, count, stored, chunk, K, step: tl.constexpr, block: tl
 
 @triton.jit
 def by_group(plane, row, count, chunk, size: tl.constexpr, block: tl.constexpr, kind: tl.constexpr):
-    """The field's values in the groups of `size` columns of a chunk, as a tuple of [W, 16, 8]; `block` columns share one."""
+    """The field's values in the groups of `size` columns of a chunk, a tuple of [W, 16, 8]; `block` columns share one."""
     values = ()
     if block >= 128:
         at = chunk * 128 // block + tl.zeros((1, 4), tl.int32)
@@ -165,9 +164,9 @@ def by_group(plane, row, count, chunk, size: tl.constexpr, block: tl.constexpr, 
 
 @triton.jit
 def of_chunk(plane, first, chunk, block: tl.constexpr, kind: tl.constexpr):
-    """The 128 // block values of a chunk of rows whose values begin at `first`: tuples of [8 * W, 4], alike in a row."""
+    """The 128 // block values of a chunk, from `first` on: tuples of [8 * W, 4], the same in all lanes of a row."""
     count: tl.constexpr = 128 // block
-    width: tl.constexpr = 2 if count == 2 else 4                 # by a load of at most 16 bytes of a lane
+    width: tl.constexpr = 2 if count == 2 else 4                 # a lane loads at most 16 bytes at a time
     at = chunk * count + tl.arange(0, 4 * width)[None, :] % width
     value = loaded_from(plane, first, at, kind)
     R: tl.constexpr = value.shape[0]
@@ -182,7 +181,7 @@ def of_chunk(plane, first, chunk, block: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def in_four(value):
-    """[..., 2, 2] as its four elements in order."""
+    """The four elements of [..., 2, 2] in order."""
     even, odd = tl.split(value)
     first, third = tl.split(even)
     second, fourth = tl.split(odd)

@@ -1,8 +1,8 @@
-"""The lines that many formats share: what a group, or a row, adds up to of the sum of its codes times x.
+"""A group's or row's share of the result, for decode formulas that many formats share.
 
-sum: of codes times x.  ones: of x.  BASE: what numbers have more than their codes.  fields: the numbers of a group, or a row.
-total: what is added; None for nothing.  What groups have on top of codes, minimums say, enters it by a multiply-add of its own.
-A format whose line is another prints a function of its own (compiler/emit/triton/matrix_unit.py chooses by the text).
+sum: of codes times x.  ones: of x.  BASE: the difference of numbers and codes.  fields: the numbers of a group or row.  total: is
+added by the last multiply-add; None for nothing.  Terms besides scale * code, such as a minimum, take another multiply-add.  A
+format with another formula prints its own function (compiler/emit/triton/matrix_unit.py compares the texts).
 """
 
 from qdsl.runtime.gpu.kernels import lanes
@@ -11,7 +11,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def scaled(fields, sum, ones, BASE: tl.constexpr, total=None):
-    """w = s * q, of codes that numbers are equal to."""
+    """w = s * q, if numbers are equal to codes."""
     s, = fields
     return lanes.plus(total, sum * s)
 

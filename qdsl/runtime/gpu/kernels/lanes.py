@@ -1,13 +1,13 @@
-"""Device functions of the lane-tile kernels: packed codes as operands of tensor cores, without a shuffle in between.
+"""Device functions of the lane-tile kernels: packed codes become operands of tensor cores without a shuffle.
 
-A warp multiplies 16 rows of w by 8 columns.  Lane 4 * g + c holds rows g and g + 8 of w, and column g of the other operand.
-The planar storage puts the 128 columns of a chunk in the order that the instruction wants: k = 32 * u + 16 * i + 8 * h +
+An MMA multiplies 16 rows of w by 8 columns.  Lane 4 * g + c holds rows g and g + 8 of w, and column g of the other operand.
+The planar storage puts the 128 columns of a chunk in the order that the MMA needs: k = 32 * u + 16 * i + 8 * h +
 2 * c + e lies in word u of lane c, at bit 16 * e + 8 * i + width * h.  A mask then leaves the pair e = 0, 1 in the two halves
-of a register, which is an operand as it stands.  Every tile that is loaded is two-dimensional, [8 * warps, 4 * words]: that
-alone gives lane 4 * g + c row g and words c * words onwards on every version of Triton, so that nothing moves between lanes.
+of a register, which is an operand as it is.  Every tile that is loaded has the shape [8 * warps, 4 * words].  Only this shape
+gives lane 4 * g + c row g and the words from c * words on in every version of Triton, so that nothing moves between lanes.
 
-Numbers: an unsigned code of up to 10 bits is the float16 subnormal code * 2^-24, so a float16 kernel multiplies sums by 2^24
-once; bfloat16 has 128 + code in the bits of 0x4300 | code.  Products are exact and sums are float32.
+Numbers: the bits of an unsigned code of up to 10 bits are the float16 subnormal code * 2^-24, so a float16 kernel multiplies
+sums by 2^24 once.  The bits 0x4300 | code are the bfloat16 128 + code.  Products are exact and sums are float32.
 """
 
 from qdsl.runtime.gpu.triton import tl, triton
@@ -15,7 +15,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def field(word, at: tl.constexpr, to: tl.constexpr, width: tl.constexpr, ones: tl.constexpr = 0x00010001):
-    """The bits [at, at + width) of both 16-bit halves, moved to bit `to`; or of all bytes, whose lowest bits `ones` has."""
+    """Bits [at, at + width) of both halves or all bytes, moved to bit `to`; ones: a 1 at the lowest bit of each part."""
     if at > to:
         word = word >> (at - to)
     if at < to:
@@ -25,23 +25,22 @@ def field(word, at: tl.constexpr, to: tl.constexpr, width: tl.constexpr, ones: t
 
 @triton.jit
 def halves(word, F: tl.constexpr):
-    """The 16-bit halves of int32 [...] as numbers of type F [..., 2], low half first; no instruction."""
+    """The 16-bit halves of int32 [...] as type F [..., 2], low half first; takes no instruction."""
     return tl.join(word.to(tl.int16).to(F, bitcast=True), (word >> 16).to(tl.int16).to(F, bitcast=True))
 
 
 @triton.jit
 def warps(W: tl.constexpr):
-    """Of a lane tile with W warps: warp and g, [8 * W, 1], and c, [1, 4]."""
+    """For a lane tile of W warps: the warp and g, [8 * W, 1], and c, [1, 4]."""
     p = tl.arange(0, 8 * W)[:, None]
     return p // 8, p % 8, tl.arange(0, 4)[None, :]
 
 
 @triton.jit
 def tile(tiles, M, N, BM: tl.constexpr):
-    """A program's rows of x, the first and one past the last, and the row of w at which those that they meet begin.
+    """A program's rows of x as (first, end), and the first row of w that they are multiplied by.
 
-    BM: rows of a program.  tiles: int32 [T, 3] of (expert, first row, one past the last); None for a weight that all rows of x
-    meet.
+    BM: rows per program.  tiles: int32 [T, 3] of (expert, first row, end); None if one weight serves all rows of x.
     """
     if tiles is None:
         return tl.program_id(1) * BM, M, 0
@@ -52,13 +51,13 @@ def tile(tiles, M, N, BM: tl.constexpr):
 
 @triton.jit
 def rows(n, N, start=0):
-    """Rows n and n + 8 from `start` on, the last of N in place of those past it: [8 * W, 1] int64."""
+    """Rows n and n + 8 from `start` on, clamped to the last of N: [8 * W, 1] int64."""
     return tl.minimum(n, N - 1).to(tl.int64) + start, tl.minimum(n + 8, N - 1).to(tl.int64) + start
 
 
 @triton.jit
 def stored_columns(K, pitch):
-    """Columns from a row of w to the next one, of which strides of planes follow: K, or more in a part of a longer row."""
+    """Columns from one row of w to the next, from which strides of planes follow: K, or `pitch` in a slice of longer rows."""
     if pitch is None:
         return K
     else:
@@ -67,7 +66,7 @@ def stored_columns(K, pitch):
 
 @triton.jit
 def words(plane, row, count, chunk, more: tl.constexpr = 0):
-    """16 words of rows g and g + 8, which have `count` times as many, `more` times 16 words on: int32 [8 * W, 16, 2]."""
+    """16 words of rows g and g + 8, which have 16 * `count` each, from 16 * `more` words on: int32 [8 * W, 16, 2]."""
     at = chunk * 16 + tl.arange(0, 16)[None, :]
     upper, lower = plane + (row[0] * (count * 16) + at), plane + (row[1] * (count * 16) + at)
     return tl.join(tl.load(upper + 16 * more), tl.load(lower + 16 * more))
@@ -75,17 +74,17 @@ def words(plane, row, count, chunk, more: tl.constexpr = 0):
 
 @triton.jit
 def late_words(plane, row, K, chunk, more: tl.constexpr, step: tl.constexpr):
-    """The words of a plane of one bit, which hold 4 chunks; the last two, `step` bits higher, are moved down."""
+    """The words of a 1-bit plane, which cover 4 chunks; the last two chunks, `step` bits higher, are shifted down."""
     shift = (chunk // 2 + more // 2) % 2 * step + tl.zeros_like(row[0]).to(tl.int32)
     return words(plane, row, tl.cdiv(K, 512), chunk // 4) >> shift[:, :, None]
 
 
 @triton.jit
 def begin(words, early, first, w, c, N, R: tl.constexpr, WK: tl.constexpr):
-    """Fetch words of a program's first trip into the L2 cache, then wait for the launch before, and let the next one begin.
+    """Prefetch a program's first words into the L2 cache, wait for the previous launch, and let the next one begin.
 
-    words: [N, early].  early: None for a launch that begins when the one before has ended.  Stores of all launches pass through
-    the L2 cache, so that words may be fetched that the launch before still writes.
+    words: [N, early].  early: None if the launch begins when the previous one has ended.  Prefetching words that the previous
+    launch still writes is safe: all stores pass through the L2 cache.
     """
     if early is not None:
         for r in tl.static_range(R):
@@ -100,16 +99,15 @@ def begin(words, early, first, w, c, N, R: tl.constexpr, WK: tl.constexpr):
 
 @triton.jit
 def fetch(p):
-    """Bring what pointers point to into the L2 cache; no register waits for it."""
+    """Prefetch the addresses in p into the L2 cache; no register waits for it."""
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [p.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def fence(has: tl.constexpr):
-    """Keeps loads in order: those before it come before those after it, though ptxas sees none depend on another.
+    """Keep loads before the fence ahead of those after it, although ptxas sees no dependence between them.
 
-    It takes a warp's lanes to be together, as they are, so that it becomes no instruction and waits for nothing.
-    has: on NVIDIA's GPUs, whose assembly it is.
+    A warp-level barrier: the lanes of a warp are together, so it takes no instruction.  has: on NVIDIA GPUs, as inline assembly.
     """
     if has:
         tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
@@ -117,7 +115,7 @@ def fence(has: tl.constexpr):
 
 @triton.jit
 def half_operand(low, high):
-    """w's operand [W, 16, 64] from numbers [8 * W, 16, 2, 2] of i = 0 and i = 1; its K is (u, c, i, e)."""
+    """The operand [W, 16, 64] of w from numbers [8 * W, 16, 2, 2] of i = 0 and i = 1; its K axis is (u, c, i, e)."""
     W: tl.constexpr = low.shape[0] // 8
     v = tl.join(low, high).reshape(W, 8, 4, 4, 2, 2, 2)                 # w g c u r e i
     return v.permute(0, 4, 1, 3, 2, 6, 5).reshape(W, 16, 64)
@@ -125,7 +123,7 @@ def half_operand(low, high):
 
 @triton.jit
 def word_operand(v00, v01, v10, v11):
-    """w's operand [W, 16, 32] from numbers [8 * W, 4, 2, 2] of (h, i); its K is (h, c, i, e)."""
+    """The operand [W, 16, 32] of w from numbers [8 * W, 4, 2, 2] of (h, i); its K axis is (h, c, i, e)."""
     W: tl.constexpr = v00.shape[0] // 8
     v = tl.join(tl.join(v00, v10), tl.join(v01, v11)).reshape(W, 8, 4, 2, 2, 2, 2)      # w g c r e h i
     return v.permute(0, 3, 1, 5, 2, 6, 4).reshape(W, 16, 32)
@@ -133,7 +131,7 @@ def word_operand(v00, v01, v10, v11):
 
 @triton.jit
 def columns(x00, x01, x10, x11, x20, x21, x30, x31, F: tl.constexpr):
-    """x's operand [W, 64, 8] from pairs int32 [8 * W, 4] of (u, i): column g is what lanes g hold."""
+    """The operand [W, 64, 8] of x from pairs int32 [8 * W, 4] of (u, i): column g is held by lanes 4 * g + c."""
     W: tl.constexpr = x00.shape[0] // 8
     low = tl.join(tl.join(x00, x20), tl.join(x10, x30))
     high = tl.join(tl.join(x01, x21), tl.join(x11, x31))
@@ -143,7 +141,7 @@ def columns(x00, x01, x10, x11, x20, x21, x30, x31, F: tl.constexpr):
 
 @triton.jit
 def columns_of_word(x00, x01, x10, x11, F: tl.constexpr):
-    """x's operand [W, 32, 8] from pairs int32 [8 * W, 4] of (h, i)."""
+    """The operand [W, 32, 8] of x from pairs int32 [8 * W, 4] of (h, i)."""
     W: tl.constexpr = x00.shape[0] // 8
     v = halves(tl.join(tl.join(x00, x10), tl.join(x01, x11)), F).reshape(W, 8, 4, 2, 2, 2)      # w g c h i e
     return v.permute(0, 3, 2, 4, 5, 1).reshape(W, 32, 8)
@@ -151,22 +149,22 @@ def columns_of_word(x00, x01, x10, x11, F: tl.constexpr):
 
 @triton.jit
 def sums(x, unit: tl.constexpr, F: tl.constexpr):
-    """The sums of the columns of x's operand over `unit`, as products with codes come, in every row [W, 16, 8]."""
+    """The column sums of an operand of x, divided by `unit` like products with codes, in every row of [W, 16, 8]."""
     return tl.dot(tl.full((x.shape[0], 16, x.shape[1]), 1.0 / unit, tl.float32).to(F), x)
 
 
 @triton.jit
 def within(index, count):
-    """The last of `count` in place of those past it.
+    """index, clamped to the last of `count`.
 
-    Also where none can be past it: an address is then one product and sum, where a loop would move a wide pointer for each.
+    Callers clamp in any case: an address is then one multiply-add, not a wide pointer that a loop increments.
     """
     return tl.minimum(index, count - 1)
 
 
 @triton.jit
 def after(chunk, more: tl.constexpr, count, even: tl.constexpr):
-    """The chunk from which `more` are counted in words(), and where some may be past the last, the one to load."""
+    """The chunk from which words() counts `more`; unless `even`, it is clamped to load only existing words."""
     if even:
         return chunk
     else:
@@ -175,7 +173,7 @@ def after(chunk, more: tl.constexpr, count, even: tl.constexpr):
 
 @triton.jit
 def pairs(p, live, even: tl.constexpr):
-    """Pairs of columns of x, 0 where not live."""
+    """Pairs of columns of x, 0 where `live` is false."""
     if even:
         return tl.load(p)
     else:
@@ -184,13 +182,13 @@ def pairs(p, live, even: tl.constexpr):
 
 @triton.jit
 def token_rows(x, m, M, K):
-    """Where rows m of x begin, the last one in place of those past it; x is int32, two columns each."""
+    """Pointers to rows m of x, clamped to the last row; x is int32 with two columns per element."""
     return x + tl.minimum(m, M - 1).to(tl.int64) * (K // 2)
 
 
 @triton.jit
 def tokens(x, chunk, count, c, size: tl.constexpr, unit: tl.constexpr, even: tl.constexpr, F: tl.constexpr):
-    """x's operands of a chunk of 128 columns, a token in a column, by halves or by groups of 32 or 16; and their sums.
+    """The operands of x for a chunk of 128 columns, one row of x per column, by halves or groups of 32 or 16; and their sums.
 
     Chunks from `count` on are 0.
     """
@@ -221,8 +219,9 @@ def tokens(x, chunk, count, c, size: tl.constexpr, unit: tl.constexpr, even: tl.
 
 @triton.jit
 def tokens_in_order(x, chunk, count, c, unit: tl.constexpr, even: tl.constexpr, F: tl.constexpr):
-    """x's operands of both halves of a chunk for codes of 8 bits as rows hold them: byte b of word 4 * c + u of a half is
-    column 16 * c + 4 * u + b, so that a pair e = 0, 1 is two columns apart.  And their sums.
+    """The operands of x for both halves of a chunk, for 8-bit codes in row order; and their sums.
+
+    Byte b of word 4 * c + u of a half is column 16 * c + 4 * u + b, so that the columns of a pair e = 0, 1 are two apart.
     """
     W: tl.constexpr = c.shape[0] * chunk.shape[0] // 8
     live = chunk < count
@@ -240,24 +239,24 @@ def tokens_in_order(x, chunk, count, c, unit: tl.constexpr, even: tl.constexpr, 
 
 @triton.jit
 def two_apart(v):
-    """Of columns 0 to 3 in two words [..., 16]: the pairs (0, 2) and (1, 3), [..., 4, 2]."""
+    """From columns 0 to 3 in two words [..., 16]: the pairs (0, 2) and (1, 3), [..., 4, 2]."""
     first, second = tl.split(v.reshape(v.shape[0], 4, 2, 2))
     return (first & 0xFFFF) | (second << 16), ((first >> 16) & 0xFFFF) | (second & -65536)
 
 
 @triton.jit
 def half(codes: tl.constexpr, words, h: tl.constexpr, digit: tl.constexpr, to: tl.constexpr, flip, F: tl.constexpr):
-    """w's operand of a half, [W, 16, 64]."""
+    """The operand of w for a half, [W, 16, 64]."""
     return half_operand(codes(words, h, 0, digit, to, flip, F), codes(words, h, 1, digit, to, flip, F))
 
 
 @triton.jit
 def product(codes: tl.constexpr, words, x, flip, first: tl.constexpr, count: tl.constexpr, width: tl.constexpr,
             bits: tl.constexpr, F: tl.constexpr):
-    """The product of `count` halves with their operands of x.  Codes that lie at the same bit share an accumulator.
+    """The product of `count` halves of w and x.  Codes at the same bit position share an accumulator.
 
-    bits: -1 for codes that are the sum of two operands.
-    codes(words, half, i, digit, to, flip, F) makes the numbers of pairs i of a half of a span of 256 columns.
+    bits: -1 for codes that are the sum of two operands.  codes(words, half, i, digit, to, flip, F) returns the numbers of pairs i
+    of a half of a span of 256 columns.
     """
     W: tl.constexpr = words[0][0].shape[0] // 8
     places: tl.constexpr = min(4, 8 // width) if F == tl.float16 and 8 - width + bits <= 10 else 1
@@ -285,7 +284,7 @@ def product(codes: tl.constexpr, words, x, flip, first: tl.constexpr, count: tl.
 @triton.jit
 def part(codes: tl.constexpr, words, x, u: tl.constexpr, chunk: tl.constexpr, flip, width: tl.constexpr, bits: tl.constexpr,
          size: tl.constexpr, F: tl.constexpr):
-    """The product of group u of a chunk, the first or second of a span of 256 columns."""
+    """The product of group u of a chunk; the chunk is the first or second of a span of 256 columns."""
     if size == 128:
         sum = product(codes, (words,), x, flip, 2 * chunk, 2, width, bits, F)
     else:
@@ -295,7 +294,7 @@ def part(codes: tl.constexpr, words, x, u: tl.constexpr, chunk: tl.constexpr, fl
 
 @triton.jit
 def word_product(codes: tl.constexpr, w, x, flip, h: tl.constexpr, bits: tl.constexpr, F: tl.constexpr):
-    """The product of what word u of a chunk's lanes holds, 32 columns; h is the first half of the chunk."""
+    """The product of word u of all lanes of a chunk, 32 columns; h is the first half of the chunk."""
     sum = tl.dot(word_operand(codes(w, h, 0, 0, 0, flip[0], F), codes(w, h, 1, 0, 0, flip[0], F),
                               codes(w, h + 1, 0, 0, 0, flip[0], F), codes(w, h + 1, 1, 0, 0, flip[0], F)), x)
     if bits < 0:
@@ -309,7 +308,7 @@ def word_product(codes: tl.constexpr, w, x, flip, h: tl.constexpr, bits: tl.cons
 
 @triton.jit
 def by_size(words, size: tl.constexpr):
-    """The tiles of a chunk as they are, or what each word u of them holds."""
+    """The words of a chunk unchanged, or split by word u for groups smaller than a chunk."""
     if size == 128:
         return words
     else:
@@ -318,7 +317,7 @@ def by_size(words, size: tl.constexpr):
 
 @triton.jit
 def by_word(words):
-    """The tiles of a chunk as what each word u holds: a tuple of four tuples of [8 * W, 4, 2]."""
+    """The words of a chunk split by word u: a tuple of four tuples of [8 * W, 4, 2]."""
     first, second, third, fourth = (), (), (), ()
     for i in tl.static_range(len(words)):
         even, odd = tl.split(words[i].reshape(words[i].shape[0], 4, 2, 2, 2).permute(0, 1, 4, 2, 3))
@@ -330,9 +329,9 @@ def by_word(words):
 
 @triton.jit
 def flips(N, width: tl.constexpr, bits: tl.constexpr, signed: tl.constexpr, F: tl.constexpr):
-    """What codes become numbers by with ^, by the place of a float16 code and the digit of a bfloat16 one.
+    """The XOR masks that turn codes into numbers, by the place of a float16 code or the digit of a bfloat16 one.
 
-    It makes signed codes unsigned, and adds bfloat16's 128.
+    They make signed codes unsigned, and add bfloat16's 128.
     """
     sign: tl.constexpr = (0x00010001 << (bits - 1)) if signed else 0
     if F == tl.float16:
@@ -345,7 +344,7 @@ def flips(N, width: tl.constexpr, bits: tl.constexpr, signed: tl.constexpr, F: t
 
 @triton.jit
 def zeros(R: tl.constexpr, W: tl.constexpr):
-    """R accumulators [W, 16, 8]."""
+    """R zero accumulators [W, 16, 8]."""
     acc = ()
     for _ in tl.static_range(R):
         acc = acc + (tl.zeros((W, 16, 8), tl.float32),)
@@ -354,16 +353,16 @@ def zeros(R: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def hidden(value: tl.constexpr, N):
-    """The constant, in a register: (a & b) ^ c is one instruction only where one of b and c is no literal."""
+    """A constant in a register: (a & b) ^ c is one instruction only if b or c is in a register."""
     return tl.where(N > 0, value, 0)
 
 
 @triton.jit
 def float_numbers(word, at: tl.constexpr, exponent: tl.constexpr, mantissa: tl.constexpr, F: tl.constexpr):
-    """Pairs of small floats that start at bit `at` of each half, as numbers of type F; float16's are times 2^(bias - 15)."""
+    """Pairs of small floats from bit `at` of each half, as numbers of type F; as float16, times 2^(bias - 15)."""
     bits: tl.constexpr = exponent + mantissa
     low: tl.constexpr = (10 if F == tl.float16 else 7) - mantissa
-    if low + bits < 15 - bits:                                   # no bits meet: one product moves both parts to their places
+    if low + bits < 15 - bits:                                   # no bits overlap: one multiplication moves exponent and mantissa
         first: tl.constexpr = at - 8 if at > low else at
         word = field(word, at, first, bits + 1)
         word = (word << (low - first)) + (word << (15 - bits - first))
@@ -380,7 +379,7 @@ def float_numbers(word, at: tl.constexpr, exponent: tl.constexpr, mantissa: tl.c
 
 @triton.jit
 def plus(total, value):
-    """total + value, or the value where there is no total."""
+    """total + value; value if total is None."""
     if total is None:
         return value
     else:
@@ -389,7 +388,7 @@ def plus(total, value):
 
 @triton.jit
 def offset(value, factor, base: tl.constexpr):
-    """value - base * factor: what `ones` are multiplied with, where numbers times a factor are `base` more than codes."""
+    """value - base * factor: the factor of `ones` if numbers are codes plus `base`."""
     if base == 0:
         return value
     else:
@@ -398,7 +397,7 @@ def offset(value, factor, base: tl.constexpr):
 
 @triton.jit
 def store_row(sum, bias, out, tile, r: tl.constexpr, R: tl.constexpr, N, WN: tl.constexpr, WK: tl.constexpr):
-    """Store the sums [W, 16, 8] of one row of x, added up over columns and the WK warps of a tile of 16 * R rows of w."""
+    """Store the sums [W, 16, 8] of one row of x, added over columns and over the WK warps of a tile of 16 * R rows of w."""
     n = (tile + tl.arange(0, WN)[:, None]) * (16 * R) + 16 * r + tl.arange(0, 16)[None, :]
     total = tl.sum(tl.sum(sum, axis=2).reshape(WN, WK, 16), axis=1)
     if bias is not None:
@@ -409,7 +408,7 @@ def store_row(sum, bias, out, tile, r: tl.constexpr, R: tl.constexpr, N, WN: tl.
 @triton.jit
 def store_columns(sum, bias, out, token, M, start, tile, r: tl.constexpr, R: tl.constexpr, N, WN: tl.constexpr,
                   WK: tl.constexpr):
-    """Store the sums [W, 16, 8] of rows `token` onwards of x, added up over the WK warps of a tile; the bias from `start` on."""
+    """Store the sums [W, 16, 8] of rows of x from `token` on, added over the WK warps of a tile; the bias begins at `start`."""
     m = token + tl.arange(0, 8)[None, None, :]
     n = (tile + tl.arange(0, WN)[:, None, None]) * (16 * R) + 16 * r + tl.arange(0, 16)[None, :, None]
     total = tl.sum(sum.reshape(WN, WK, 16, 8), axis=1)

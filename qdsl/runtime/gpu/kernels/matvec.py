@@ -11,18 +11,16 @@ A program multiplies BN rows of tiles of w with one row of x, BK units along K i
       n+1   | |   |     |           |           every row of w         | | |  ...  |  in ROWS registers of
             +-----------+-----------+- -        meets the same x       +-----------+  a thread
 
-A thread has the same place in the tile in every step.  It loads a word, cuts its weights one after the other, loads the element
-of x that meets each, and adds the product to an accumulator of its own: the loop has no barrier and no shared memory.  After
-the last step the BK partial sums of a row are added up, across threads.
+A thread has the same place in the tile in every iteration.  It loads a word and decodes its weights one by one.  For each it
+loads the element of x and adds the product to its own accumulator: the loop has no barrier and no shared memory.  After the
+loop the BK partial sums of a row are added up across threads.
 
-Neighbouring threads take neighbouring units along the axis that is contiguous in memory (AXIS 1: along K, 0: along N).  Along
-N a tile is as short as a sector of memory allows, and long along K, so that there are programs enough.  A unit that spans ROWS
-rows has as many accumulators.  Addresses that do not move along K are computed ahead of the loop: the compiler
-hoists them out of `decode`.
+Adjacent threads take adjacent units along the axis that is contiguous in memory (AXIS 1: along K, 0: along N).  For AXIS 0 a
+tile covers one memory sector along N and is long along K, so that enough programs run.  A unit that spans ROWS rows has as many
+accumulators.  The compiler hoists addresses that do not depend on K out of the loop.
 
-Cost: a conversion, a multiply-add and a load of x per weight, and what decoding takes.  x comes from the L1 cache, but its load
-takes an issue slot for every weight: gemv, whose matrix instructions do without, is faster wherever it fits.  With M rows of x
-the weight is read M times.
+Cost per weight: decoding, a conversion, a multiply-add and a load of x.  x comes from the L1 cache, but its load takes an issue
+slot per weight; the MMAs of gemv do not need it, so gemv is faster if it applies.  With M rows of x the weight is read M times.
 """
 
 from qdsl.runtime.gpu.kernels import device, units
@@ -33,7 +31,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 def add_product(state, k, w, live, row: tl.constexpr = 0):
     """Add w * x[k] to the sum of a row of the tiles; state: (x, a sum per row of the tiles, DIVIDES)."""
     x, acc, DIVIDES = state
-    if DIVIDES:                                                  # what is not loaded is 0, and 0 / 0 would spoil the sum
+    if DIVIDES:                                                  # masked loads give 0, and 0 / 0 would spoil the sum
         w = tl.where(live, w, 0)
     sums = ()
     for i in tl.static_range(len(acc)):
@@ -52,9 +50,9 @@ def matvec(
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
-    DIVIDES: decode divides by what is stored.
-    tiles, count: rows of tiles of ROWS rows, and units in each.  AXIS: along which units neighbour, 0 for N, 1 for K.
-    EVEN: all units exist, and no load has a mask.  LARGE: positions take 64 bits.  GAPS: tensors are what units.with_gaps takes.
+    DIVIDES: decode divides by stored numbers.  tiles, count: rows of tiles of ROWS rows, and units per row.  AXIS: the axis of
+    adjacent units, 0 for N, 1 for K.  EVEN: the grid covers the units exactly, so no load has a mask.  LARGE: offsets need 64
+    bits.  GAPS: as in units.with_gaps.
     """
     x += tl.program_id(1).to(tl.int64) * K
     out += tl.program_id(1).to(tl.int64) * N

@@ -13,30 +13,28 @@ A program takes up to BH of the G query heads that share a key head, and one of 
                             row of token t:           of a head
                             (table[t // BLOCK] * heads + head) * BLOCK + t % BLOCK
 
-A page holds the tokens of one head next to one another, so that a tile of one page is one piece of memory, codes and scales
-alike, and tokens may share a scale.
+A page holds the tokens of one head contiguously, so that the codes of a tile of one page are one range of memory, and so are
+its scales.  Tokens may share a scale.
 
-The two products are matrix instructions.  Heads are padded to their 16 rows; their scores go to all tokens of a tile at once.
+Both products are MMAs.  Heads are padded to their 16 rows, and meet all tokens of a tile at once.
 A format completes the kernel in one of two ways:
 
-- Bytes row by row, with numbers of rows or of PARTS parts of a row (int8, fp8): codes are the operand.  `finish` is what a part
-  adds up to, of its numbers, the sum of codes times q, and the sum of q.  It meets scores, not codes.  It is linear in both sums:
-  for values its factor multiplies p, and what it adds per token is added to all channels.  E4M3 becomes float16, half an
-  instruction per code where bfloat16 takes two; q of a head is then divided by a power of 2, so that float16 holds it.
-- Any other storage: `decode` gives the columns of a unit one part after the other, [tokens, units] in float32.  A part is
-  rounded to the dtype of q, and meets the columns of q that it says.  Sums of values are kept by part, and `decode` says at
-  the end where their columns are.
+- Byte codes in row order, with scales of rows or of PARTS parts of a row (int8, fp8): codes are the operand.  `finish` computes
+  a part's scores from its numbers, the sum of codes times q, and the sum of q.  It is linear in both sums.  For values its factor
+  multiplies p, and its offset per token is added to all channels.  E4M3 becomes float16, at half an instruction per code;
+  bfloat16 would take two.  q of a head is then divided by a power of 2, so that float16 holds it.
+- Any other storage: `decode` gives the columns of a unit part by part, [tokens, units] in float32.  A part is rounded to the
+  dtype of q and multiplied by its columns of q.  Sums of values are kept by part; a last call of `decode` gives their columns.
 
-Values that are the first columns of keys are the same operands: they are loaded and converted once.  Numbers behind the columns
-are rounded to the dtype of q and add to scores alone.
+If values are the first columns of keys, they are loaded and converted once for both.  Plain numbers behind the columns are
+rounded to the dtype of q and add to scores only.
 
 Softmax is online, in powers of 2, in float32; p is rounded to the dtype of q.  With keys in groups of tokens the last, open
 group of a sequence is in `tail`, as numbers: the first split takes it.
 
-Every split stores its sums as if they were all, and the logarithm of its weight; `combine` adds splits up by these.
+Every split stores its normalised sums and the logarithm of its weight; `combine` adds the splits by these weights.
 
-Cost: a byte is loaded once.  Of the instructions per byte most are its conversion, and its way through shared memory into the
-layout of the matrix instruction.
+Cost: a byte is loaded once.  Most instructions per byte convert it and move it through shared memory into the MMA's layout.
 """
 
 from qdsl.runtime.gpu.kernels import group_numbers
@@ -45,7 +43,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def row_number(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
-    """A number of the rows `at`: one for all where `rows` is 0, else one for so many."""
+    """A number per row of `at`: one for all rows if `rows` is 0, else one per `rows` rows."""
     if rows == 0:
         return group_numbers.number(tl.load(plane), kind)
     elif rows == 1:
@@ -56,7 +54,7 @@ def row_number(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.co
 
 @triton.jit
 def scaled(fields, sums, total, k):
-    """What codes of a part add up to, whose only number is a scale."""
+    """The share of a part whose only number is a scale."""
     return sums * fields[0]
 
 
@@ -75,9 +73,9 @@ def operand(codes, F: tl.constexpr):
 
 @triton.jit
 def query(q, codes: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, APPENDED: tl.constexpr):
-    """q as operands: a tuple of its parts, one of what meets appended numbers, and what scores are multiplied by, [heads, 1].
+    """q as operands: a tuple of its parts, the operand for appended numbers, and the factor of scores, [heads, 1].
 
-    codes: the type of those that meet the parts.  E4M3 codes are float16, which q of any size fits over a power of 2.
+    codes: the dtype of codes.  E4M3 codes become float16, so q is divided by a power of 2 to fit float16.
     """
     W: tl.constexpr = D // PARTS
     F: tl.constexpr = q.dtype.element_ty
@@ -110,7 +108,7 @@ def power_of_two(value):
 
 @triton.jit
 def add_scores(state, k, w, live, row: tl.constexpr = 0):
-    """Add q[k] times keys w [tokens, units] to the scores; state: (q of a column 0 [heads, 1], scores [heads, tokens], keys)."""
+    """Add q[k] times keys w [tokens, units] to the scores; state: (column 0 of q [heads, 1], scores [heads, tokens], keys)."""
     q, sums, parts = state
     w = w.to(q.dtype.element_ty)
     return q, tl.dot(tl.load(q + k), tl.trans(w), sums), parts + (w,)
@@ -118,14 +116,14 @@ def add_scores(state, k, w, live, row: tl.constexpr = 0):
 
 @triton.jit
 def add_values(state, k, w, live, row: tl.constexpr = 0):
-    """Add p times values w [tokens, units] to the sums of the next part; state: (p, sums before, sums that are done)."""
+    """Add p times values w [tokens, units] to the sums of the next part; state: (p, sums to do, sums done)."""
     p, sums, new = state
     return p, sums, new + (tl.dot(p, w.to(p.dtype), sums[len(new)]),)
 
 
 @triton.jit
 def store_part(state, k, w, live, row: tl.constexpr = 0):
-    """Store the sums of the next part in its columns; state: (out of column 0, its columns, which heads, sums, columns done)."""
+    """Store the sums of the next part in its columns; state: (column 0 of out, columns, head mask, sums, columns done)."""
     out, columns, heads, sums, done = state
     tl.store(out + k, sums[len(done)], heads & (k < columns))
     return out, columns, heads, sums, done + (k,)
@@ -143,7 +141,7 @@ def scores(
     decode: tl.constexpr, finish: tl.constexpr, CODES: tl.constexpr, FIELDS: tl.constexpr, ADDS: tl.constexpr,
     UNITS: tl.constexpr, PARTS: tl.constexpr, ROW: tl.constexpr, STEP: tl.constexpr, APPENDED: tl.constexpr,
 ):
-    """q times the keys in rows n [heads, tokens], and the keys' parts: operands, those of codes with the numbers of rows.
+    """q times the keys in rows n [heads, tokens], and the keys' parts as operands; codes come with the numbers of rows.
 
     q: pointers to column 0, [heads, 1].  tile, tile_behind: q as operands.  total: its sums, [heads, 1].
     """
@@ -181,7 +179,7 @@ def add_tile(
 ):
     """sums * shrink + p times the values in rows n: a tuple of [heads, columns of a part].  p: float32 [heads, tokens].
 
-    parts: what `scores` returned of keys that are the values, too, else ().  unit: of the sums; the new one comes second.
+    parts: the operands from `scores` if values are part of keys, else ().  unit: of the sums; the new unit is the second result.
     """
     if decode is None:
         numbers = ()
@@ -193,7 +191,7 @@ def add_tile(
         new = ()
         for i in tl.static_range(PARTS):
             total = sums[i] * shrink
-            if ADDS:                                             # something for every token
+            if ADDS:                                             # an offset per token
                 total += tl.sum(p * more[i], 1)[:, None]
             v = parts[i][0] if len(parts) > 0 else load_codes(tensors, n, i, F, CODES, D // PARTS, ROW)
             new = new + (tl.dot((p * factors[i]).to(v.dtype), v, total),)
@@ -211,9 +209,9 @@ def add_tile(
 
 @triton.jit
 def factors_of(numbers, unit, F: tl.constexpr, codes: tl.constexpr, finish: tl.constexpr):
-    """What p is multiplied by and what is added for a token, [1, tokens] of every part, and the unit that both are in.
+    """The factor of p and the offset per token, [1, tokens] of every part, and the unit that both are divided by.
 
-    float16 holds p times a small factor badly.  There the unit is the largest power of 2 of a factor until now, which may be too
+    float16 loses precision of p times a small factor.  So the unit is the largest power of 2 of a factor until now; it may be too
     large for tokens whose factors are below 2^-14 of it.
     """
     one, zero = tl.full((1, 1), 1.0, tl.float32), tl.zeros((1, 1), tl.float32)
@@ -238,7 +236,7 @@ def factors_of(numbers, unit, F: tl.constexpr, codes: tl.constexpr, finish: tl.c
 
 @triton.jit
 def softmax(score, live, most, weight):
-    """p of a tile, the new maxima and weights of heads, and by how much sums shrink; scores are in powers of 2."""
+    """p of a tile, the new maxima and weights of heads, and the factor by which old sums shrink; scores are in powers of 2."""
     score = tl.where(live, score, float("-inf"))
     new = tl.maximum(most, tl.max(score, 1))
     shrink = tl.exp2(most - new)
@@ -248,7 +246,7 @@ def softmax(score, live, most, weight):
 
 @triton.jit
 def shrunk(sums, factor):
-    """All parts of the sums, times a factor per head."""
+    """All parts of the sums, multiplied by a factor per head."""
     new = ()
     for i in tl.static_range(len(sums)):
         new = new + (sums[i] * factor[:, None],)
@@ -257,8 +255,8 @@ def shrunk(sums, factor):
 
 @triton.jit
 def rows_of(tables, t, head, HEADS, BLOCK: tl.constexpr, BT: tl.constexpr):
-    """The rows of tokens t, which begin at a multiple of BT, of a head: int64."""
-    if BLOCK % BT == 0:                                          # one page holds them all
+    """The rows of tokens t of a head, int64; t begins at a multiple of BT."""
+    if BLOCK % BT == 0:                                          # one page holds all tokens of the tile
         page = tl.load(tables + tl.min(t, 0) // BLOCK).to(tl.int64)
     else:
         page = tl.load(tables + t // BLOCK).to(tl.int64)
@@ -276,13 +274,13 @@ def paged_attention(
     SCALE: tl.constexpr, D: tl.constexpr, X: tl.constexpr, V: tl.constexpr, APPENDED: tl.constexpr, SHARED: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, BH: tl.constexpr, BT: tl.constexpr,
 ):
-    """partial [B, HEADS * G, SPLITS, V] and weights [B, HEADS * G, SPLITS], logarithms of base 2, of q [B, HEADS * G, X].
+    """partial [B, HEADS * G, SPLITS, V] and base-2 log weights [B, HEADS * G, SPLITS] of queries q [B, HEADS * G, X].
 
-    keys, values: tensors of N rows of D columns.  SHARED: values are the first V columns of keys.
-    behind, APPENDED: numbers behind the columns of keys, and of each the first column in q, how many, and how far rows are apart.
-    tables: int32 [B, PAGES], the blocks of a sequence; lengths: int32 [B].
-    tail: [S, HEADS, GROUP, D], the open groups of S sequences, where keys share numbers among GROUP tokens; else GROUP is 1.
-    sequences: int32 [B], which of the S a query is of.  SCALE: of scores, times log2(e).
+    keys, values: tensors of N rows of D columns.  SHARED: values are the first V columns of keys.  behind, APPENDED: plain
+    numbers behind the columns of keys; for each the first column in q, the count, and the row stride.  tables: int32 [B, PAGES],
+    the blocks of a sequence; lengths: int32 [B].  tail: [S, HEADS, GROUP, D], the open groups of S sequences, if GROUP tokens
+    share numbers of keys; else GROUP is 1.  sequences: int32 [B], the sequence of S that a query belongs to.  SCALE: of scores,
+    times log2(e).
     """
     b, split, SPLITS = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     head, first = tl.program_id(1) // tl.cdiv(G, BH), tl.program_id(1) % tl.cdiv(G, BH) * BH
@@ -328,7 +326,7 @@ def paged_attention(
         for i in tl.static_range(VALUE_PARTS):
             columns = i * W + tl.arange(0, W)[None, :]
             tl.store(partial + (at * V + columns), sums[i] * unit_of_sums, (g < G) & (columns < V))
-    else:                                                        # its columns alone are asked for: nothing of row 0 is loaded
+    else:                                                        # only for the columns: nothing of row 0 is loaded
         u = tl.arange(0, VALUE_UNITS)[None, :]
         value_decode(values, tl.zeros((1, 1), tl.int64), u, tl.full((1, 1), 1, tl.int1), N, D, value_sizes, store_part,
                      (partial + at * V, V, g < G, sums, ()))
@@ -337,7 +335,7 @@ def paged_attention(
 
 @triton.jit
 def combine(partial, weights, out, SPLITS, D: tl.constexpr, BS: tl.constexpr):
-    """out [M, D] of partial [M, SPLITS, D] and the logarithms of base 2 of their weights [M, SPLITS]; 0 for no tokens."""
+    """out [M, D] from partial [M, SPLITS, D] and its base-2 log weights [M, SPLITS]; 0 for no tokens."""
     m = tl.program_id(0).to(tl.int64)
     split, d = tl.arange(0, BS)[:, None], tl.arange(0, D)[None, :]
     weight = tl.load(weights + m * SPLITS + split, split < SPLITS, float("-inf"))

@@ -1,12 +1,12 @@
-"""Device functions of the lane-tile kernel for weights as stored: codes and the numbers of groups in records of 256 columns.
+"""Device functions of gemv_records, for weights as stored: codes and the numbers of groups in records of 256 columns.
 
-A record's codes are 32 words, 4 bits a code: low and high halves of every 32 bytes are two runs of 32 columns.  Lane 4 * g + c
-of a warp (lanes.py) loads the words 8 * c onwards of rows g and g + 8, 16 bytes at a time, so that it holds run 2 * c
-in low halves and run 2 * c + 1 in high ones.  The columns of the matrix instruction are the eight runs: x stands in column g
-only where lane c holds run g, and of the product lane c gets columns 2 * c and 2 * c + 1, those of its own runs.  A mask
-leaves bytes 0 and 2 of a word, or 1 and 3, as a pair; x is paired so, once for all rows.
+A record's codes are 32 words, 4 bits a code: low and high halves of every 32 bytes are two runs of 32 columns.  Lane 4 * g + c of
+a warp (lanes.py) loads the words from 8 * c on of rows g and g + 8, 16 bytes at a time.  So it holds run 2 * c in low halves and
+run 2 * c + 1 in high ones.  The columns of the MMA are the eight runs.  Column g of x is nonzero only where lane c holds run g.
+Lane c gets columns 2 * c and 2 * c + 1 of the product, those of its own runs.  A mask leaves bytes 0 and 2 of a word, or 1 and 3,
+as a pair; x is paired in the same way, once for all rows.
 
-The numbers of groups lie in words which every lane of a row loads, and of which each cuts those of its two runs.
+Every lane of a row loads the words with the numbers of groups, and cuts those of its two runs from them.
 """
 
 
@@ -16,13 +16,13 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def at(tensor, row, count, record, size: tl.constexpr):
-    """Where a record of `size` words begins in rows g and g + 8, each `count` records after the one before."""
+    """Pointers to a record of `size` words in rows g and g + 8, which have `count` records each."""
     return tensor + (row[0] * (count * size) + record * size), tensor + (row[1] * (count * size) + record * size)
 
 
 @triton.jit
 def words(p, first: tl.constexpr):
-    """The words of codes, which begin at word `first`: int32 [8 * W, 16, 2] of words 8 * c + u, and of 8 * c + 4 + u."""
+    """The words of codes, from word `first` on: int32 [8 * W, 16, 2] of words 8 * c + u, and of 8 * c + 4 + u."""
     a = first + tl.arange(0, 16)[None, :] // 4 * 8 + tl.arange(0, 16)[None, :] % 4
     return (tl.join(tl.load(p[0] + a), tl.load(p[1] + a)),), (tl.join(tl.load(p[0] + (a + 4)), tl.load(p[1] + (a + 4))),)
 
@@ -37,7 +37,7 @@ def four(p, first: tl.constexpr):
 
 @triton.jit
 def head(p, first: tl.constexpr):
-    """The words that fields lie in, four from each of `first` on, as four() gives them."""
+    """The words with fields, four from each of `first` on, in the layout of four()."""
     loaded = ()
     for i in tl.static_range(len(first)):
         loaded = loaded + four(p, first[i])
@@ -46,8 +46,10 @@ def head(p, first: tl.constexpr):
 
 @triton.jit
 def runs(x, start, record, count, g, c, unit: tl.constexpr, even: tl.constexpr, F: tl.constexpr):
-    """x's operands of a record, run g in column g, for words u of a lane and low halves of bytes, the same and high ones, words
-    4 + u and low ones, the same and high ones; and their sums.  Run g begins at pair `start`; records from `count` on are 0.
+    """The operands of x for a record, run g in column g, in the order of the operands of w; and their sums.
+
+    The order: words u of a lane and low halves of bytes, the same and high halves, words 4 + u and low halves, the same and high
+    ones.  Run g begins at pair `start`; records from `count` on are 0.
     """
     W: tl.constexpr = g.shape[0] // 8
     live = record < count
@@ -82,7 +84,7 @@ def floats(type: tl.constexpr, even, odd):
 
 @triton.jit
 def float_of(word, type: tl.constexpr):
-    """float32 of a word: its bits, or its low half as a float of 16 bits."""
+    """float32 of a word's 32 bits, or of its low half as a 16-bit float."""
     if type == tl.float32:
         return word.to(tl.float32, bitcast=True)
     else:

@@ -1,9 +1,9 @@
-"""One row of x as operands of the matrix instruction: each of its eight columns is a run of 16, 32 or 64 columns of w.
+"""One row of x as operands of MMAs whose eight columns are runs of 16, 32 or 64 columns of w.
 
-Lane 4 * g + c loads run g of x.  Words of 32 columns are all of one run r.  Their products with what lanes hold fill eight
-columns, of which column r is wanted: the accumulator of lane 4 * g + c has columns 2 * c and 2 * c + 1, so that a selection by
-lane keeps it, `product`.  That is 8 selections for eight runs, and no x is changed.  Elsewhere x is a diagonal, `diagonals`: a
-lane has its run in the column of the run, and else 0, a mask for every pair of columns.
+Lane 4 * g + c loads run g of x.  With runs of 32 columns (`product`) a word belongs to one run r.  The MMA multiplies it by all
+eight runs, and only column r of the result is wanted.  Lane 4 * g + c has columns 2 * c and 2 * c + 1 of it, so a selection by
+lane keeps the column: 8 selections for eight runs, and x is used as loaded.  Otherwise x is a diagonal (`diagonals`): a lane has
+its run in the column of the run and zeros elsewhere, by a mask per pair of columns.
 """
 
 from qdsl.runtime.gpu.kernels import lanes
@@ -12,7 +12,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def operand(x, chunk, K, g, c, unit: tl.constexpr, even: tl.constexpr, F: tl.constexpr):
-    """x's operand of runs of 32 columns in two chunks; and the sums of runs."""
+    """The operand of x for runs of 32 columns in two chunks, and the sums of runs."""
     p = x + (lanes.within(chunk, K // 128) * 64 + g * 16 + c)
     live = chunk * 128 + g * 32 < K
     columns = lanes.columns_of_word(lanes.pairs(p, live, even), lanes.pairs(p + 8, live, even),
@@ -33,13 +33,13 @@ def product(codes: tl.constexpr, words, columns, flip, bits: tl.constexpr, F: tl
 
 @triton.jit
 def run_product(codes: tl.constexpr, words, columns, flip, r: tl.constexpr, bits: tl.constexpr, F: tl.constexpr):
-    """The product of word r, of four in each chunk, with what lanes hold of x, [W, 16, 8]: its column r is that of the run."""
+    """The product of word r, of four in each chunk, with all eight runs of x, [W, 16, 8]; only column r is wanted."""
     return lanes.word_product(codes, lanes.by_word(words[r // 4])[r % 4], columns, flip, r // 4 * 2, bits, F)
 
 
 @triton.jit
 def diagonals(x, chunk, K, g, c, size: tl.constexpr, unit: tl.constexpr, even: tl.constexpr, F: tl.constexpr):
-    """x's operands of 8 * size columns, a half of a chunk in each, with a run of 16, 32 or 64 in a column; and their sums."""
+    """The operands of x for 8 * size columns, half a chunk each, with a run of 16, 32 or 64 per column; and their sums."""
     at = lanes.within(chunk, K // 128) * 64 + g * (size // 2) + c
     live = chunk * 128 + g * size < K
     x00, x10 = lanes.pairs(x + at, live, even), lanes.pairs(x + (at + 4), live, even)
@@ -63,8 +63,9 @@ def diagonals(x, chunk, K, g, c, size: tl.constexpr, unit: tl.constexpr, even: t
 
 @triton.jit
 def diagonal(x0, x1, x2, x3, g, first: tl.constexpr, step: tl.constexpr, F: tl.constexpr):
-    """x's operand [W, 64, 8] of groups: pairs x0 (i = 0) and x1 (i = 1) of u = 0 and 2, x2 and x3 of u = 1 and 3, each in the
-    column of its group of `step` columns, counted from the first one's, and elsewhere 0.
+    """The operand [W, 64, 8] of x with each group of `step` columns in its own column, and zeros elsewhere.
+
+    x0 (i = 0) and x1 (i = 1) are the pairs of u = 0 and 2, x2 and x3 those of u = 1 and 3; first: the first group's column.
     """
     r: tl.constexpr = 1 if step == 16 else 0
     return lanes.columns(only(x0, g, first), only(x1, g, first + r),
@@ -75,5 +76,5 @@ def diagonal(x0, x1, x2, x3, g, first: tl.constexpr, step: tl.constexpr, F: tl.c
 
 @triton.jit
 def only(pair, g, column: tl.constexpr):
-    """The pair in the lanes of a column, elsewhere 0; there are fewer predicates than columns, so that masks are numbers."""
+    """The pair in the lanes of a column, elsewhere 0.  Masks are numbers, because there are fewer predicates than columns."""
     return pair & (((g ^ column) - 1) >> 31)

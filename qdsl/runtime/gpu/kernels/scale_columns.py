@@ -1,6 +1,6 @@
-"""x times, or over, a factor of every column, rounded to x's dtype: what kernels for matrix units take of weights with factors.
+"""scale_columns: x times, or divided by, a factor per column, rounded to x's dtype, before kernels for matrix units.
 
-A program takes BK columns of a row.  It loads x and the factor once and stores the products.  No format completes it.
+A program takes BK columns of a row.  It loads x and the factor once and stores the products.  All formats share it.
 """
 
 from qdsl.runtime.gpu.triton import tl, triton

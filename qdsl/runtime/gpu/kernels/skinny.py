@@ -1,4 +1,4 @@
-"""skinny: up to 8 rows of x, or up to 8 rows of every expert's; blocks of 8 or 16 of more.
+"""skinny: up to 8 rows of x, in all or per expert; more rows in blocks of 8 or 16.
 
 A program multiplies 16 * R * WN rows of w with BM rows of x.  WK warps share K: a warp takes spans of 256 columns in turn.
 
@@ -12,22 +12,22 @@ A program multiplies 16 * R * WN rows of w with BM rows of x.  WK warps share K:
             +------------+------------+------------+------------+          +------------+            +------------+
               lane 4g + c: two loads of 16 bytes                         pairs of its columns         lane 4g + c
 
-What a lane loads is what its matrix instruction takes from it, in w and in x, because the planar storage orders columns so
-(lanes.py).  Nothing passes through shared memory or between lanes in the loop; at the end warps add up their sums.
+A lane loads exactly its part of the MMA's operands, of w and of x, because the planar storage orders columns so (lanes.py).  In
+the loop nothing passes through shared memory or between lanes; at the end warps add up their sums.
 
-- mma.sync m16n8k16 rather than wgmma: its 8 columns are the 8 rows of x; wgmma wants 64 rows of w and x in shared memory.
-- A mask and a shift make two codes of a word two numbers: subnormal float16, or bfloat16 from 128 on (BASE).  There is no
-  conversion, which only a quarter of the lanes do at once.  Codes are exact, and so are products with them.
-- Scales meet float32 sums, one per SIZE columns, so that no weight is rounded.  The sums of x, which zero points ask for,
-  are one more matrix instruction with a constant for w: cheaper than additions and moves between lanes.
-- With BM = 16 a chunk of w meets two blocks of 8 rows of x.  Words, numbers of codes and of groups are made once for both; the
-  compiler sees that they are the same.  Only products and what scales do to sums come twice.
-- num_stages = 1: weights go to registers at once, and other warps hide the wait.  Copies through shared memory cost
-  a quarter more instructions.
-- All words and numbers of a trip are loaded before its x, and a fence keeps it so.  ptxas would move loads down to their use:
-  Q4_K with R = 2 then waits for memory 7 times in a trip, with the fence once.
-- With `early` a program may begin before the launch before it has ended (programmatic dependent launch, Hopper and later).
-  It fetches its first words into the L2 cache, and waits before it reads or writes anything else.
+- mma.sync m16n8k16 rather than wgmma: its 8 columns are the 8 rows of x; wgmma needs 64 rows of w, and x in shared memory.
+- A mask and a shift turn two codes of a word into two numbers: subnormal float16, or bfloat16 from 128 on (BASE).  A conversion
+  would run at a quarter of the rate.  Codes are exact, and so are products with them.
+- Scales multiply float32 sums, one per SIZE columns, so that no weight is rounded.  Zero points need the sums of x: one more MMA
+  with a constant for w, which is cheaper than additions and moves between lanes.
+- With BM = 16 a chunk of w is multiplied by two blocks of 8 rows of x.  Words, codes and scales are loaded and converted once
+  for both.  Only the MMAs and the scaling of sums are done twice.
+- num_stages = 1: weights are loaded to registers, and other warps hide the latency.  Copies through shared memory would cost a
+  quarter more instructions.
+- An iteration loads its words and scales before its x, and a fence keeps that order.  ptxas would move loads down to their use:
+  Q4_K with R = 2 then waits for memory 7 times per iteration, with the fence once.
+- With `early` a program may begin before the previous launch ends (programmatic dependent launch, Hopper and later).  It
+  prefetches its first words into the L2 cache, and waits before it reads or writes anything else.
 
 Cost for 4 bits and groups of 32, counted on sm_90: 2.2 instructions of a thread per weight in float16, 2.0 in bfloat16.
 With 16 rows of x and R = 2 it is 2.7 in bfloat16, where two blocks of 8 would be 3.9.
@@ -61,14 +61,14 @@ def skinny(
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
-    x: [M, K] of type F, pairs of columns as int32.  tiles: int32 [T, 3] of (expert, first row of x, one past the last), or None.
-    pitch: columns from a row of w to the next, where w is a part of the columns of a longer weight; else None.
-    With tiles w and bias have N rows for every expert, and a row of x meets those of its own.  early: words of a row of the
-    first tensor, where the launch may begin before the one before has ended; else None, as with tiles.
+    x: [M, K] of type F, pairs of columns as int32.  tiles: int32 [T, 3] of (expert, first row of x, end), or None.  With tiles, w
+    and bias have N rows per expert, and a row of x meets those of its expert.  pitch: columns from a row of w to the next, if w
+    is a slice along K of a longer weight; else None.  early: words per row of the first tensor, if the launch may begin before
+    the previous one ends; else None, as with tiles.
 
-    LEVELS: as codebook.constants takes it.  SIZE: columns that share a sum.  IN_ORDER: codes are bytes, row by row.
-    ONES: `finish` takes the sums of x.  BM: rows of x of a program, 8 or, without tiles, 16.  EVEN: all WK warps have as many
-    spans of columns.  FENCE: keep loads in order; NVIDIA's GPUs alone, and not IN_ORDER, which would spill.
+    LEVELS: as in codebook.constants.  SIZE: columns that share a sum.  IN_ORDER: codes are bytes in row order.  ONES: `finish`
+    takes the sums of x.  BM: rows of x per program, 8 or, without tiles, 16.  EVEN: all WK warps have equally many spans of
+    columns.  FENCE: keep loads in order; only on NVIDIA GPUs, and not with IN_ORDER, which would spill.
     """
     BLOCKS: tl.constexpr = BM // 8
     w, g, c = lanes.warps(WN * WK)
@@ -100,7 +100,7 @@ def skinny(
                         values = values + (group_numbers.values(tensors, FIELDS, (row, chunk, stored, u, SIZE), field),)
                 loaded = loaded + ((codes, values),)
         lanes.fence(FENCE)
-        for j in tl.static_range(2):                             # R tiles share what is made of x
+        for j in tl.static_range(2):                             # R tiles share the operands of x
             for b in tl.static_range(BLOCKS):
                 if IN_ORDER:
                     operands = operands + (lanes.tokens_in_order(tokens[b], span + j, K // 128, c, UNIT, EVEN, F),)

@@ -1,6 +1,6 @@
-"""store_rows: tokens into the rows of a paged cache, encoded.
+"""store_rows: encodes tokens into the rows of a paged cache.
 
-A program takes BR tokens of one head; where GROUP tokens share numbers, those of the group that its token closes.
+A program takes BR tokens of one head; if GROUP tokens share numbers, the tokens of the group that its token completes.
 
           x [T, heads, D]                  tile: rows, groups, units, E               row of the cache, bytes
 
@@ -10,16 +10,16 @@ A program takes BR tokens of one head; where GROUP tokens share numbers, those o
     t+1   |               |              |E=1|   |      |   |   |                    numbers of a group, and its codes:
           +---------------+              +---+---+- -   +---+---+- -                 E codes are added up to a byte
 
-A unit is a byte of codes, and E are the codes in it, so that packing is a sum along the tile's last axis.  Which columns they
-are, the digits of the layout say: UNITS (extent, columns, bytes) and BITS (extent, columns, bits), fastest first.  A scheme of
-encode.py chooses codes and numbers of a tile at once.
+A unit is a byte of E codes, so that packing is a sum along the tile's last axis.  The digits of the layout give their columns:
+UNITS (extent, columns, bytes) and BITS (extent, columns, bits), fastest first.  A scheme of encode.py chooses the codes and
+numbers of a tile at once.
 
-Of keys that share numbers among tokens a program looks whether its token is the last of a group.  Members of the group come
-from x, or from the tail if an earlier launch had them.  `store_tail` keeps the others, in a launch of its own after this one: it
-may write where this one reads.
+If keys share numbers among tokens, a program works only if its token is the last of a group.  The other tokens of the group
+come from x, or from the tail if an earlier launch got them.  `store_tail` keeps tokens of incomplete groups, in a later launch,
+because it may write where this one reads.
 
-A thread holds whole bytes, so that no code leaves it: E is the fastest axis of the tile.  Codes are added up rather than
-shifted together by a chain, for Triton makes a tree of a sum.
+A thread holds whole bytes, so that no code changes threads: E is the fastest axis of the tile.  Codes are packed by a sum rather
+than a chain of shifts, because Triton makes a tree of a sum.
 
 Cost: x is read once and the row is written once.  Bytes are stored one by one; the L2 cache merges them to sectors.
 """
@@ -37,7 +37,7 @@ def first_rows(slot, head, HEADS, BLOCK: tl.constexpr):
 
 @triton.jit
 def columns_and_bytes(j, digits: tl.constexpr):
-    """Columns and places that numbers j stand for, by digits (extent, columns, places), fastest first."""
+    """The columns and places that numbers j stand for, by digits (extent, columns, places), fastest first."""
     k, place = tl.zeros_like(j), tl.zeros_like(j)
     for i in tl.static_range(len(digits)):
         digit = j % digits[i][0]
@@ -56,13 +56,12 @@ def store_rows(
     NUMBERS: tl.constexpr, GROUPS: tl.constexpr, APPENDED: tl.constexpr, X: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, G: tl.constexpr, U: tl.constexpr, E: tl.constexpr, BR: tl.constexpr,
 ):
-    """Encode x [T, HEADS, X] into rows of slots [T]: D columns, and as they are the numbers behind them.
+    """Encode D columns of x [T, HEADS, X] into the rows of slots [T], and copy the plain numbers behind them.
 
-    scheme: a function of encode.py, which says what FLOAT to TYPE are.
-    STATIC, WHOLE: the tensors of a scale, and of a factor of all scales, that all rows share, or None.
-    CODE: (tensor, first byte, bytes of a row).  NUMBERS: the same of every number.
-    GROUPS: digits of the groups of numbers (extent, groups, bytes).
-    behind, APPENDED: numbers behind the columns, and of each the first column in x, how many, and how far rows are apart.
+    scheme: a function of encode.py, which defines FLOAT to TYPE.  STATIC, WHOLE: the tensors of a scale, and of a factor of all
+    scales, that all rows share, or None.  CODE: (tensor, first byte, bytes of a row).  NUMBERS: the same for every number.
+    GROUPS: digits of the groups of numbers (extent, groups, bytes).  behind, APPENDED: plain numbers behind the columns; for each
+    the first column in x, the count, and the row stride.
     """
     head = tl.program_id(1)
     r = tl.arange(0, BR)
@@ -76,7 +75,7 @@ def store_rows(
             return
         t = tl.program_id(0) - (GROUP - 1) + r
         slot = last - (GROUP - 1) + r
-        live = (t >= 0) & (tl.load(slots + tl.maximum(t, 0)) == slot)                             # which are in x
+        live = (t >= 0) & (tl.load(slots + tl.maximum(t, 0)) == slot)                             # tokens that are in x
     row = first_rows(tl.maximum(slot, 0), head, HEADS, BLOCK)[:, None, None, None]
     unit, place = columns_and_bytes(tl.reshape(tl.arange(0, G * U), (1, G, U, 1)), UNITS)
     more, shift = columns_and_bytes(tl.reshape(tl.arange(0, E), (1, 1, 1, E)), BITS)
@@ -125,7 +124,7 @@ def store_number(
 
 @triton.jit
 def store_tail(x, slots, tail, sequences, T, HEADS, D: tl.constexpr, GROUP: tl.constexpr):
-    """Keep in the tail what token `program_id(0)` of a head is, if its group is not full after this call."""
+    """Store token `program_id(0)` of a head in the tail, if its group is not complete after this call."""
     t, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + t)
     end = t + GROUP - 1 - slot % GROUP

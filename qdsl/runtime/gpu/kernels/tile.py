@@ -1,7 +1,7 @@
 """Device functions of tile_gemm and w8a8: tiles of w in registers, tiles of x in shared memory.
 
-A warp has 16 rows of a tile of w, whose words lie as lanes.py says; here every code becomes one number, which the
-matrix instruction takes with its columns in order.
+A warp has 16 rows of a tile of w, with words as in lanes.py.  Unlike there, every code becomes one number, and the MMA takes
+columns in order.
 """
 
 
@@ -11,7 +11,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def first_span(words, chunk, steps: tl.constexpr):
-    """The words of a chunk, by plane, brought to where the first chunk of a span lies; steps: how much higher the second does."""
+    """The words of a chunk, by plane, at the bits of a span's first chunk; steps: by how much the second's are higher."""
     moved = ()
     for i in tl.static_range(len(words)):
         moved = moved + (shifted_down(words[i], chunk % 2, steps[i]),)
@@ -29,7 +29,7 @@ def shifted_down(word, times, step: tl.constexpr):
 
 @triton.jit
 def scaled(value, place: tl.constexpr, zero: tl.constexpr, F: tl.constexpr):
-    """Numbers that lie at bit `place` as the codes at bit 0, plus zero; exact in both types."""
+    """Numbers whose code is at bit `place`, scaled as for bit 0, plus zero; exact in both types."""
     if F == tl.float16:
         if place:
             value = value * (1.0 / (1 << place))
@@ -42,7 +42,7 @@ def scaled(value, place: tl.constexpr, zero: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def chunk_operand(v00, v01, v10, v11):
-    """w's rows [16 * W, 128] from numbers [8 * W, 16, 2, 2] of (h, i), columns in order."""
+    """The rows [16 * W, 128] of w from numbers [8 * W, 16, 2, 2] of (h, i), columns in order."""
     W: tl.constexpr = v00.shape[0] // 8
     v = tl.join(tl.join(v00, v10), tl.join(v01, v11)).reshape(W, 8, 4, 4, 2, 2, 2, 2)       # w g c u r e h i
     return v.permute(0, 4, 1, 3, 7, 6, 2, 5).reshape(W * 16, 128)
@@ -50,7 +50,7 @@ def chunk_operand(v00, v01, v10, v11):
 
 @triton.jit
 def group_operand(v00, v01, v10, v11):
-    """w's rows [16 * W, 32] from numbers [8 * W, 4, 2, 2] of (h, i), columns in order."""
+    """The rows [16 * W, 32] of w from numbers [8 * W, 4, 2, 2] of (h, i), columns in order."""
     W: tl.constexpr = v00.shape[0] // 8
     v = tl.join(tl.join(v00, v10), tl.join(v01, v11)).reshape(W, 8, 4, 2, 2, 2, 2)          # w g c r e h i
     return v.permute(0, 3, 1, 6, 5, 2, 4).reshape(W * 16, 32)
@@ -58,7 +58,7 @@ def group_operand(v00, v01, v10, v11):
 
 @triton.jit
 def points(plane, row, count, column, block: tl.constexpr, size: tl.constexpr, F: tl.constexpr):
-    """Unsigned zero points of rows g and g + 8 at a column, as pairs of numbers like the codes' own: [8 * W, 16 or 4, 2, 2]."""
+    """Unsigned zero points of rows g and g + 8 at a column, in the number form of codes: [8 * W, 16 or 4, 2, 2]."""
     at = column // block + tl.zeros((1, 4), tl.int32)
     v = tl.join(tl.load(plane + (row[0] * count + at)), tl.load(plane + (row[1] * count + at))).to(tl.int32)
     if size == 128:
@@ -71,7 +71,7 @@ def points(plane, row, count, column, block: tl.constexpr, size: tl.constexpr, F
 
 @triton.jit
 def point(tensors, fields: tl.constexpr, i: tl.constexpr, at, field: tl.constexpr, F: tl.constexpr):
-    """What field i takes off codes: its values as numbers like theirs, or where it has no tensor its default as such a number."""
+    """The zero points of field i in the number form of codes; the default as a number if it has no tensor."""
     if tensors[fields[i][0]] is None:
         default: tl.constexpr = fields[i][4]
         number: tl.constexpr = default * 2.0 ** -24 if F == tl.float16 else default + 128.0
@@ -82,7 +82,7 @@ def point(tensors, fields: tl.constexpr, i: tl.constexpr, at, field: tl.constexp
 
 @triton.jit
 def less(value, point):
-    """value - point, or value where there is none."""
+    """value - point; value if point is None."""
     if point is None:
         return value
     else:
@@ -91,8 +91,8 @@ def less(value, point):
 
 @triton.jit
 def matrix(codes: tl.constexpr, w, flip, zero: tl.constexpr, point, width: tl.constexpr, bits: tl.constexpr, F: tl.constexpr):
-    """w's rows of a chunk, or of a group of 32 columns, as numbers: codes plus zero, less a zero point."""
-    all: tl.constexpr = 2 if bits < 0 else 0                     # the digit that is all of a code
+    """The rows of w in a chunk, or a group of 32 columns, as numbers: codes plus zero, minus a zero point."""
+    all: tl.constexpr = 2 if bits < 0 else 0                     # the digit that holds the whole code
     place: tl.constexpr = width if F == tl.float16 and width < 8 and width + bits <= 10 else 0
     v00 = less(scaled(codes(w, 0, 0, all, 0, flip[0], F), 0, zero, F), point)
     v01 = less(scaled(codes(w, 0, 1, all, 0, flip[0], F), 0, zero, F), point)
@@ -110,8 +110,8 @@ def rows_product(codes: tl.constexpr, words, u: tl.constexpr, x, flip, zero: tl.
                  width: tl.constexpr, bits: tl.constexpr, size: tl.constexpr, F: tl.constexpr):
     """The product of a chunk's rows of w, or of its group u of columns, with x [size, BM]: [16 * W, BM].
 
-    zero is added to every code, less what operands have more than codes; point, or None, is taken off.  A code is one number:
-    integers of 8 bits are none in bfloat16.
+    zero: is added to every code; it accounts for the difference of operands and codes.  point: zero points to subtract, or None.
+    bfloat16 does not hold 8-bit integer codes in one number.
     """
     tl.static_assert(bits < 8 or F == tl.float16)
     w = words if size == 128 else words[u]
@@ -120,13 +120,13 @@ def rows_product(codes: tl.constexpr, words, u: tl.constexpr, x, flip, zero: tl.
 
 @triton.jit
 def column_sums(x, count: tl.constexpr, unit: tl.constexpr, F: tl.constexpr):
-    """The sums of the columns of x [size, BM] over `unit`, in `count` rows."""
+    """The column sums of x [size, BM] divided by `unit`, repeated in `count` rows."""
     return tl.dot(tl.full((count, x.shape[0]), 1.0 / unit, tl.float32).to(F), x)
 
 
 @triton.jit
 def block(n, rows: tl.constexpr, N):
-    """The blocks of `rows` rows that rows n are in; of all N rows where that is 0."""
+    """The blocks of `rows` rows that rows n are in; 0 is one block of all N rows."""
     if rows == 0:
         return n // N
     elif rows == 1:
@@ -137,7 +137,7 @@ def block(n, rows: tl.constexpr, N):
 
 @triton.jit
 def of_rows(plane, row, count, column, block: tl.constexpr, kind: tl.constexpr):
-    """A field's value of a column in rows [16 * W, 1]; `block` columns share one, and a row has `count`."""
+    """A field's value at a column in rows [16 * W, 1]; `block` columns share one, and a row has `count`."""
     return group_numbers.loaded(plane, row * count + column // block, kind)
 
 
@@ -153,7 +153,7 @@ def store_tile(sum, bias, out, n, m, M, N):
 
 @triton.jit
 def store_rows(sum, bias, out, m, n, M, N):
-    """Store the sums [rows of x, rows of w]; m [rows of x, 1], n [1, rows of w]: which rows they are."""
+    """Store the sums [rows of x, rows of w] at rows m [rows of x, 1] of x and n [1, rows of w] of w."""
     if bias is not None:
         sum += tl.load(bias + n, n < N, 0).to(tl.float32)
     tl.store(out + m.to(tl.int64) * N + n, sum, (m < M) & (n < N))
@@ -161,7 +161,7 @@ def store_rows(sum, bias, out, m, n, M, N):
 
 @triton.jit
 def part_of_k(s, chunks, SPLIT: tl.constexpr):
-    """The chunks of K that program s of SPLIT has: the first, and one past the last."""
+    """The chunks of K for program s of SPLIT, as (first, end)."""
     if SPLIT == 1:
         return 0, chunks
     else:
@@ -178,8 +178,8 @@ def store_part(sum, parts, at):
 
 @triton.jit
 def is_last(arrivals, SPLIT: tl.constexpr):
-    """Whether this program is the last of SPLIT to arrive at a tile: it sees all that they stored.  It counts from 0 again."""
-    tl.debug_barrier()                                           # all threads have stored before one of them says so
+    """Whether this program is the last of SPLIT to finish a tile, and so sees all stored parts.  Resets the counter to 0."""
+    tl.debug_barrier()                                           # all threads must have stored before one counts
     arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
     if arrived == SPLIT - 1:
         tl.atomic_xchg(arrivals, 0, sem="relaxed", scope="gpu")
@@ -188,7 +188,7 @@ def is_last(arrivals, SPLIT: tl.constexpr):
 
 @triton.jit
 def sum_of_parts(parts, R: tl.constexpr, SPLIT: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):
-    """The sum of every R-th tile [rows, columns] of a workspace, in their order; past L1, where older data may lie."""
+    """The sum of every R-th tile [rows, columns] of a workspace, in order; loads bypass L1, which may hold older data."""
     i = tl.arange(0, rows)[:, None] * columns + tl.arange(0, columns)[None, :]
     total = tl.load(parts + i, cache_modifier=".cg")
     for s in tl.static_range(1, SPLIT):
@@ -198,7 +198,7 @@ def sum_of_parts(parts, R: tl.constexpr, SPLIT: tl.constexpr, rows: tl.constexpr
 
 @triton.jit
 def tiles(R: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):
-    """R accumulators [rows, columns]."""
+    """R zero accumulators [rows, columns]."""
     acc = ()
     for _ in tl.static_range(R):
         acc = acc + (tl.zeros((rows, columns), tl.float32),)
@@ -207,10 +207,10 @@ def tiles(R: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr):
 
 @triton.jit
 def tile_of_x(x, M, K, rows: tl.constexpr, size: tl.constexpr, W: tl.constexpr, whole: tl.constexpr):
-    """Where a program's rows of x [M, K] begin, and the places after it of `size` columns of them, transposed [size, rows].
+    """Pointers to a program's rows of x [M, K], and offsets of `size` columns of them, transposed [size, rows].
 
-    A thread copies 8 elements of every 256 * W // size rows.  If whole, their places are one place and constants; else the
-    rows past M are the last one, whose places are no such.
+    A thread copies 8 elements of every 256 * W // size rows.  If whole, their offsets are one offset plus constants.  Else rows
+    past M are clamped to the last one.
     """
     k = tl.arange(0, size)[:, None]
     m = tl.arange(0, rows)[None, :]
@@ -223,7 +223,7 @@ def tile_of_x(x, M, K, rows: tl.constexpr, size: tl.constexpr, W: tl.constexpr, 
 
 @triton.jit
 def rows_of_tile(first, W: tl.constexpr, N, whole: tl.constexpr):
-    """Rows g and g + 8 of every warp's 16, from row `first` on: [8 * W, 1] int64."""
+    """Rows g and g + 8 of every warp's 16 rows, from row `first` on: [8 * W, 1] int64."""
     p = tl.arange(0, 8 * W)[:, None]
     n = p // 8 * 16 + p % 8
     if whole:
@@ -245,7 +245,7 @@ def tile_of_rows(first, W: tl.constexpr, N, whole: tl.constexpr):
 
 @triton.jit
 def parts(x, at, size: tl.constexpr):
-    """The columns of a chunk, transposed [size, BM], by groups of `size`."""
+    """The columns of a chunk, transposed [size, BM], split into groups of `size`."""
     groups = ()
     for u in tl.static_range(128 // size):
         groups = groups + (tl.load(x + u * size + at),)

@@ -13,20 +13,20 @@ A program multiplies R tiles of 16 * W rows of w with BM rows of x.  A warp grou
     ...          |        registers              |                +--------------+   ...           |  registers   |
                  +-------------------------------+                 cp.async                        +--------------+
 
-- wgmma with w from registers: the planar words are its A operand after a mask, so that weights never touch shared memory.
-  x, which all warps of a group share, is its B operand, and lies there.
-- x is copied STAGES - 1 chunks ahead by cp.async; words of w are copied the same way where that pays, which Triton decides.
-- Every code becomes one number here, in the order of columns that x has: codes at bit 4 are multiplied back, exactly.  Integer
-  zero points are taken off the numbers themselves (ZERO, POINT), exact in both types, so that no sums of x are needed.
-- The minimums of Q4_K and its like need the sums of x, which are one more wgmma with a constant for w.  Matrix units have room
-  for it: of 476 cycles of a trip, all of them issue slots, they are busy for 128.  A kernel without any sums has 399.  Additions
-  would take more than these 77: each thread converts and adds 16 numbers of x, and passes them on behind a barrier.
-- A group of 128 columns or more has one sum per chunk, which then meets its scale; groups of 32 and 64 have sums of their own.
-- SPLIT programs may share K, so that few tiles fill the GPU.  Each stores its sums; the last to arrive at a tile adds up the
-  parts, in their order along K whoever comes last, so that every run gives the same bits.
-- There is no programmatic dependent launch as in skinny: all copies of the pipeline stand behind the wait, and its first words
-  are a small part of a program's time.
-- WHOLE: a constant K and tiles without a ragged edge leave constants between addresses, which saves 0.2 instructions per weight.
+- wgmma with w from registers: the planar words are its A operand after a mask, so that weights never pass through shared memory.
+  x, which all warps of a group share, is its B operand, in shared memory.
+- x is copied STAGES - 1 chunks ahead by cp.async; Triton decides whether words of w are copied the same way.
+- Every code becomes one number, in the column order of x: codes at bit 4 are scaled back, exactly.  Integer zero points are
+  subtracted from the numbers (ZERO, POINT), exact in both types, so that no sums of x are needed.
+- The minimums of Q4_K and similar formats need the sums of x: one more wgmma with a constant for w.  An iteration takes 476 issue
+  cycles, of which matrix units are busy for 128; without the sums it takes 399.  Additions would take more than these 77: each
+  thread would convert and add 16 numbers of x, and pass them on behind a barrier.
+- Groups of 128 columns or more have one sum per chunk, which is multiplied by its scale; groups of 32 and 64 have their own sums.
+- SPLIT programs may share K, so that few tiles fill the GPU.  Each stores its sums; the last to finish a tile adds the parts in
+  their order along K, so that every run gives the same bits.
+- There is no programmatic dependent launch as in skinny: all copies of the pipeline would wait for the previous launch, and the
+  first words are a small part of a program's time.
+- WHOLE: with a constant K and no partial tiles, addresses differ by constants, which saves 0.2 instructions per weight.
 
 Cost for 4 bits, groups of 128 and 16 rows of x, counted on sm_90: 2.3 instructions of a thread per weight in float16, 2.5 in
 bfloat16; for 128 rows 3.1 and 3.3.
@@ -50,7 +50,7 @@ def field(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constex
 
 @triton.jit
 def field_as_codes(plane, at, rows: tl.constexpr, columns: tl.constexpr, kind: tl.constexpr):
-    """A zero point as pairs of numbers like the codes' own; at: (two rows, column, stored columns, columns of a group, F)."""
+    """Zero points in the number form of codes; at: (two rows, column, stored columns, columns of a group, F)."""
     count = group_numbers.count(at[2], columns)
     return tile.points(plane, group_numbers.blocks(at[0], rows), count, at[1], columns, at[3], at[4])
 
@@ -66,10 +66,10 @@ def tile_gemm(
 ):
     """out[m, n] = sum over k of x[m, k] * w[n, k], plus bias[n], in float32.
 
-    x: [M, K] of type F.  LEVELS: as codebook.constants takes it.  SIZE: columns that share a sum.  SPANS: by plane, how many bits
-    the second chunk of 256 columns lies higher.  ZERO: what is added to a code; BASE: None where that takes off its zero point.
-    ONES: scale or finish take the sums of x.  UNROLL: chunks of a trip.  WHOLE: K, where all tiles have all their rows, or 0.
-    pitch: as in skinny.
+    x: [M, K] of type F.  LEVELS: as in codebook.constants.  SIZE: columns that share a sum.  SPANS: by plane, how many bits
+    higher the second chunk of 256 columns is.  ZERO: is added to a code; BASE: None if ZERO subtracts the zero point.  ONES:
+    scale or finish take the sums of x.  UNROLL: chunks per iteration.  WHOLE: K if there are no partial tiles, else 0.  pitch: as
+    in skinny.
 
     SPLIT: programs that share K; more than one need parts, float32 [tiles, SPLIT, R * 16 * W, BM], and arrivals, int32 [tiles],
     zeros before and after the launch.

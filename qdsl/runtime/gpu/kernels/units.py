@@ -5,7 +5,7 @@ from qdsl.runtime.gpu.triton import tl, triton
 
 @triton.jit
 def extents(N, K, LARGE: tl.constexpr):
-    """N and K, in 64 bits if LARGE, so that products with them are positions that do not overflow."""
+    """N and K, in 64 bits if LARGE, so that offsets computed with them do not overflow."""
     if LARGE:
         return tl.cast(N, tl.int64), tl.cast(K, tl.int64)
     else:
@@ -14,7 +14,7 @@ def extents(N, K, LARGE: tl.constexpr):
 
 @triton.jit
 def axis(first, size: tl.constexpr, others: tl.constexpr, along: tl.constexpr, LARGE: tl.constexpr):
-    """first, first + 1, ... along an axis of a tile, `size` long, the same in the `others` of its other axis."""
+    """first, first + 1, ... along an axis of a tile, `size` long, repeated `others` times along its other axis."""
     places = tl.arange(0, size)
     if LARGE:
         places = places.to(tl.int64)
@@ -26,7 +26,7 @@ def axis(first, size: tl.constexpr, others: tl.constexpr, along: tl.constexpr, L
 
 @triton.jit
 def row_offset(row: tl.constexpr, K):
-    """Where a row of a tile begins, after row 0."""
+    """The offset of a row of a tile from row 0."""
     if row == 0:
         return 0
     else:
@@ -35,18 +35,18 @@ def row_offset(row: tl.constexpr, K):
 
 @triton.jit
 def rows(first, BN: tl.constexpr, BK: tl.constexpr, tiles, AXIS: tl.constexpr, EVEN: tl.constexpr, LARGE: tl.constexpr):
-    """The rows of tiles of a program; if EVEN those past the end are the last one, whose sums are not stored."""
+    """The rows of tiles of a program; if EVEN, rows past the end are clamped to the last one, whose sums are not stored."""
     n = axis(first, BN, BK, 1 - AXIS, LARGE)
-    if EVEN and AXIS == 1:                                       # rows that neighbour in memory would not any more
+    if EVEN and AXIS == 1:                                       # clamping would break rows that are contiguous in memory
         n = tl.minimum(n, tiles - 1)
     return n
 
 
 @triton.jit
 def with_gaps(plane, n):
-    """Pointers by which rows n of tiles read a tensor, `gap` elements between whose rows are another weight's.
+    """Pointers to rows n of tiles in a tensor with gaps: `gap` elements of another weight between its rows.
 
-    plane: (tensor, gap, together), where `together` rows of tiles share a row of the tensor; (tensor,) of one without gaps.
+    plane: (tensor, gap, together), where `together` rows of tiles share a row of the tensor; (tensor,) without gaps.
     """
     if len(plane) == 1:
         return plane[0]
@@ -65,7 +65,7 @@ def live(n, tiles, u, count, EVEN: tl.constexpr):
 
 @triton.jit
 def joined(tiles):
-    """Tiles of one shape as one whose last axes, each of 2, are the bits of a tile's number, the highest first; 64 at most."""
+    """Tiles of one shape joined to one tile with axes of 2 behind: the bits of a tile's number, highest first; 64 at most."""
     for _ in tl.static_range(6):
         if len(tiles) > 1:
             pairs = ()

@@ -1,4 +1,4 @@
-"""w8a8: x in 8 bits, and codes of 8 bits as files store them, row by row.
+"""w8a8: 8-bit x times 8-bit codes as files store them, row by row.
 
 A program multiplies BN rows of w with BM rows of x.
 
@@ -10,28 +10,28 @@ A program multiplies BN rows of w with BM rows of x.
           +-----------------------+            +-----------+                +-----------+
             cp.async                            BM columns                   BM columns
 
-Both operands go from memory to the matrix units as they are: wgmma on Hopper, mma.sync elsewhere, for int8 or E4M3.  No code
-is unpacked, so shared memory costs nothing that unpacking would save.
+Both operands go to the matrix units without unpacking: wgmma on Hopper, mma.sync elsewhere, for int8 or E4M3.  So operands in
+shared memory cost no additional instructions.
 
-- int8 is summed in int32, which is exact, and over all of K where nothing varies along it.
-- Hopper's E4M3 sums keep 14 bits.  So a sum ends after 128 columns, and float32 takes over.
-- Where matrix units have no E4M3 (sm_80), codes become float16 by a shift, exactly, and x is float16.
-- With TOKENS, from 33 rows of x on, the drawing is turned by 90 degrees: a thread then has the sums of 2 rows of x, and loads
-  2 of their scales in place of 32.  A number of a block of w is then one load for all rows.
-- Where scales vary along K, x has one per 128 columns, too: their product meets each sum.  Else both are applied at the end.
-- With 16 rows of x or fewer, of 16 bits, and a scale per 128 columns, programs may quantize the x that they multiply (LARGEST).
-  A trip then takes 955 cycles in place of 470, and there is no launch before: costs.shared_k says when that is less.
-- SPLIT programs may share K, as those of tile_gemm do, where a few rows of x have fewer tiles than the GPU has multiprocessors.
-  Parts of int8 are integers, so that their sum is exact in any case.
-- UNROLL chunks are a trip: two where Hopper's or Blackwell's shared memory has room for them.  Their addresses differ by a
-  constant of the load, and a trip has one fence and two barriers.  STAGES trips are under way, so that copies wait for nothing.
+- int8 is summed in int32, which is exact, over all of K if no scale varies along it.
+- Hopper's E4M3 sums keep 14 bits.  So they are added to a float32 sum after every 128 columns.
+- If matrix units lack E4M3 (sm_80), codes become float16 by a shift, exactly, and x is float16.
+- With TOKENS, from 33 rows of x on, the tile is transposed: a thread then has the sums of 2 rows of x, and loads 2 of their
+  scales instead of 32.  A number of a block of w is then one load for all rows.
+- If scales vary along K, x also has one per 128 columns: their product scales each sum.  Else both are applied at the end.
+- With at most 16 rows of x, of 16 bits, and a scale per 128 columns, programs may quantize x themselves (LARGEST).  An iteration
+  then takes 955 cycles instead of 470, but a launch is saved; costs.shared_k chooses.
+- SPLIT programs may share K, as in tile_gemm, if a few rows of x give fewer tiles than the GPU has multiprocessors.  Partial sums
+  of int8 are integers, so that their total is exact.
+- An iteration takes UNROLL chunks, two if Hopper's or Blackwell's shared memory has room.  Their addresses differ by a constant
+  in the load, and an iteration has one fence and two barriers.  STAGES iterations are in flight, so that copies wait for nothing.
 
-A thread holds of the sums what its matrix instruction gives it: two rows, and two columns of every eight.
+A thread holds the sums that its MMA gives it: two rows, and two columns of every eight.
 
 Cost, counted on sm_90, in instructions of a thread per weight: with scales of 128 columns 2.1 for 32 rows of x and 2.3 for 128
 in tiles of 128 x 128; int8 with scales of rows 1.2 and 1.3.  Issue slots of a warp for a chunk of such a tile:
 
-    sums                    66    64 multiply-adds, which no order of the work saves, and 2 products of scales
+    sums                    66    64 multiply-adds, which every order of the work needs, and 2 products of scales
     matrix instructions      4
     copies                  14    8 of codes, 2 of scales, 4 that end a group of copies
     their addresses         14    64 bits of 8 places, once in two chunks; those of scales
@@ -42,7 +42,7 @@ in tiles of 128 x 128; int8 with scales of rows 1.2 and 1.3.  Issue slots of a w
 For 4096 rows of x and 4096 x 4096 weights an H100's schedulers issue for 39.6 us, 17.5 of them the first two lines, and its
 matrix units work for 64 us.
 
-What was counted and left:
+Variants that were counted and rejected:
 - 256 rows of w per program would read a quarter less from the L2 cache, but 192 registers of sums spill.
 - Two programs on a multiprocessor have 128 registers a thread, all of them sums.  In tiles of 64 rows of x three fit, and read
   half as much again from the L2 cache.
@@ -80,10 +80,10 @@ def w8a8(
 ):
     """out[m, n] = sum over k of x_scale * x[m, k] * w[n, k], plus bias[n], in float32.
 
-    w: [N, K] int8, E4M3, or uint8 that are E4M3 and meet float16.  x: [M, K] codes.  x_scale: [K / 128, M], or [1, M] where
-    nothing varies along K.  x_sum: [1, M], the sums of codes, or None.  TOKENS: rows of x are the rows of the sums.
-    UNROLL: chunks of 128 columns in a trip; K is a multiple of them.  pitch: as in skinny.
-    LARGEST: the largest code where x is numbers, [M, K], that are quantized here, and x_scale is None; else 0.
+    w: [N, K] int8, E4M3, or uint8 E4M3 codes for float16 x.  x: [M, K] codes.  x_scale: [K / 128, M], or [1, M] if nothing varies
+    along K.  x_sum: [1, M], the sums of codes, or None.  TOKENS: rows of x are the rows of the sums.  UNROLL: chunks of 128
+    columns per iteration; K is a multiple of them.  pitch: as in skinny.  LARGEST: the largest code if x is numbers, [M, K], to
+    quantize here; x_scale is then None.  Else 0.
 
     SPLIT: programs that share K; more than one need parts, float32 [tiles, SPLIT, BN * BM], and arrivals, int32 [tiles], zeros
     before and after the launch.
@@ -92,7 +92,7 @@ def w8a8(
     exact: tl.constexpr = scale is None and w.dtype.element_ty == tl.int8
     columns = tl.arange(0, 128)
     stored = lanes.stored_columns(K, pitch)
-    if TOKENS:                                                   # first @ second: the rows of the sums, and their columns
+    if TOKENS:                                                   # first @ second: the rows and columns of the sums
         n, m = lanes.within(n, N).to(tl.int64)[None, :], lanes.within(m, M).to(tl.int64)[:, None]
         first, second, acc = x + m * K + columns[None, :], w + n * stored + columns[:, None], eight_bit.zeros(BM, BN, exact)
     else:
@@ -100,7 +100,7 @@ def w8a8(
         first, second, acc = w + n * stored + columns[None, :], x + m * K + columns[:, None], eight_bit.zeros(BN, BM, exact)
     begin, end = tile.part_of_k(tl.program_id(2), K // (128 * UNROLL), SPLIT)
     for trip in tl.range(begin * UNROLL, end * UNROLL, UNROLL, num_stages=STAGES):
-        for u in tl.static_range(UNROLL):                        # two additions: the second one is a constant of the load
+        for u in tl.static_range(UNROLL):                        # two additions: the second is a constant in the load
             if scale is None:
                 acc = eight_bit.added(acc, tl.load(first + trip * 128 + u * 128), tl.load(second + trip * 128 + u * 128))
             else:
@@ -125,7 +125,7 @@ def w8a8(
 @triton.jit
 def store(tensors, acc, x_scale, x_sum, bias, out, n, m, M, N, K, scale: tl.constexpr, finish: tl.constexpr,
           ROW_FIELDS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, TOKENS: tl.constexpr):
-    """Apply what is the same all along K to a tile's sums, and store them."""
+    """Apply the numbers that are constant along K to a tile's sums, and store them."""
     sum = acc.to(tl.float32)
     if finish is not None:
         ones = None
