@@ -1,4 +1,4 @@
-"""A format: the record that a generated module makes of itself, and the functions that users call with it."""
+"""A format: its description from a generated module, and the functions that users call with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from qdsl.runtime.weight.requantize import Report, compare
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What is known of a format without touching a tensor."""
+    """A format's name, number types and storages, known without reading a tensor."""
 
     name: str
     title: str
@@ -37,11 +37,11 @@ class Spec:
 
 
 class Format:
-    """One format.
+    """A format and its functions for weights.
 
-    params: every parameter's values, the default first.  sizes: parameters that are block lengths, and the axis each
-    divides.  variants: what depends on the parameters named in `by`, keyed by their values.  digest: of the spec's text; two
-    formats with one name and one digest are the same format.
+    params: the values of every parameter, the default first.  sizes: parameters that are block lengths, and the axis that each
+    divides.  variants: the parts that depend on the parameters in `by`, keyed by their values.  digest: of the spec's text;
+    formats with the same name and digest are the same format.
     """
 
     def __init__(self, *, name: str, title: str, source: str, formula: str, variants: Mapping[tuple[int | str, ...], Variant],
@@ -65,17 +65,17 @@ class Format:
         self.key = ops.register_format(self, digest)
 
     def __reduce__(self) -> str:
-        """A format is copied and pickled as what it is: the FORMAT of its generated module."""
+        """Copies and pickles refer to the FORMAT of the generated module."""
         return "FORMAT"
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def variant(self, params: Mapping[str, int | str]) -> Variant:
-        """What depends on the parameters that shape the bits, for these parameters."""
+        """The variant for these parameters."""
         return self.variants[tuple(params[name] for name in self.by)]
 
     def complete(self, params: Mapping[str, int | str]) -> dict[str, int | str]:
-        """All parameters: those of the caller, checked, and the defaults of the others.  Raises FormatError."""
+        """All parameters: the caller's, validated, and defaults for the others.  Raises FormatError."""
         for name, value in params.items():
             if name not in self.params:
                 options = next(iter(self.variants.values())).options
@@ -86,7 +86,7 @@ class Format:
         return {name: values[values.index(params.get(name, values[0]))] for name, values in self.params.items()}
 
     def sizes(self, params: Mapping[str, int | str], shape: tuple[int, int]) -> dict[str, int]:
-        """Size parameters as numbers: -1 is the axis that the parameter divides."""
+        """Size parameters as numbers; -1 becomes the length of the axis that the parameter divides."""
         return self.description.numbers(params, shape)
 
     def storage(self, name: str | None, params: Mapping[str, int | str]) -> tuple[str, Storage]:
@@ -102,45 +102,45 @@ class Format:
 
     def wrap(self, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None, storage: str | None = None, *,
              verify: bool = False, **params: int | str) -> PackedWeight:
-        """A checkpoint's own tensors, by their names, as a weight; nothing is copied.
+        """The weight that a checkpoint's tensors hold, by their names; nothing is copied.
 
-        shape is (N, K), needed only where the tensors do not decide it.  Parameters and storage are found from dtypes and
-        shapes; given ones are checked.  Indices are checked here: wrap tensors again that were changed in place.
-        verify: decode every stream, too.  Tensors hold no checksums of numbers: `qdsl.open` has them from files.
-        Raises FormatError with the tensor, what it is, and what the format needs.
+        shape: (N, K), needed only if the tensors do not determine it.  Parameters and storage follow from dtypes and shapes;
+        given ones are validated.  Indices are validated here: call wrap again after changing a tensor in place.  verify: also
+        decode every stream.  Tensors hold no checksums of numbers: `qdsl.open` has them from files.  Raises FormatError that
+        names the tensor, its value, and the requirement.
         """
         return wrap.wrap(self, tensors, shape, storage, verify, params)
 
     def checked(self, packed: PackedWeight) -> PackedWeight:
-        """The same weight with its tensors validated again.  Raises FormatError for those that do not fit, for groups that do
-        not exist, and for an order that is no permutation.
+        """The same weight with its tensors validated again.
+
+        Raises FormatError for tensors that do not fit, for groups that do not exist, and for an order that is no permutation.
         """
         return assemble.check_again(packed)
 
     def empty(self, shape: tuple[int, int], storage: str | None = None, device: torch.device | str = "meta",
               optional: Sequence[str] | None = None, **params: int | str) -> PackedWeight:
-        """A weight [N, K] of the tensors that its storage would have, on a device that need not hold them, not filled.
+        """A weight [N, K] with the uninitialised tensors of a storage, on a device (meta needs no memory).
 
-        Tensors whose size depends on the weights have no elements.
-        optional: which of the tensors that may be missing are there, by default scales.  Raises FormatError for a shape that does
-        not fit.
+        Tensors whose size depends on the weights have no elements.  optional: which optional tensors to include, by default
+        scales.  Raises FormatError for a shape that does not fit.
         """
         return assemble.empty_weight(self, shape, storage, device, optional, params)
 
     def stored(self, packed: PackedWeight) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """The dtype and the shape of every tensor that a weight's storage has; extents that depend on the weights are its own."""
+        """The dtype and shape of every tensor of a weight's storage; extents that depend on the numbers are this weight's."""
         return assemble.stored_tensors(packed)
 
     # -- fields -------------------------------------------------------------------------------------------------------
 
     def unpack(self, packed: PackedWeight) -> dict[str, Tensor]:
-        """The fields by name: uint8 codes up to 8 bits, int32 above, floats in their own dtype; missing optional ones absent."""
+        """The fields by name: uint8 codes up to 8 bits, int32 above, floats in their own dtype; without missing optional ones."""
         return weight_fields.unpack(packed)
 
     def pack(self, fields: Mapping[str, Tensor], storage: str | None = None, **params: int | str) -> PackedWeight:
-        """Fields as a weight in a storage; the inverse of unpack.
+        """The weight that holds these fields in a storage; the inverse of unpack.
 
-        Parameters that the fields' dtypes and shapes decide need not be given.  Raises FormatError for fields of the wrong
+        Parameters that follow from the fields' dtypes and shapes may be omitted.  Raises FormatError for fields of the wrong
         dtype, shape or range, and for values that the storage cannot hold.
         """
         return weight_fields.pack(self, fields, storage, params)
@@ -149,48 +149,46 @@ class Format:
 
     def quantize(self, weight: Tensor, storage: str | None = None, importance: Tensor | None = None, **options: Any,
                  ) -> PackedWeight:
-        """A float weight [N, K] in this format; options are parameters of the format and of its encode scheme.
+        """Quantizes a float weight [N, K]; options are parameters of the format and of its encode scheme.
 
-        importance: floats [K], none negative, how much an error in each column counts (llama.cpp's imatrix).  A format whose
-        scheme has no use for it, so says `importance` of its Variant, makes the same tensors without, so that one file of
-        importances serves a model in many formats.
-        Raises FormatError for weights that are not finite, with the row and column, where a scale would overflow, and for
-        an importance that does not fit.
+        importance: floats [K], none negative: the weight of each column in the error (llama.cpp's imatrix).  Formats whose scheme
+        does not use it (`importance` of the Variant) ignore it, so that one importance file serves a model in many formats.
+        Raises FormatError with row and column for a weight that is not finite, for a scale that overflows, and for an importance
+        that does not fit.
         """
         return quantize.quantize(self, weight, storage, importance, options)
 
     def chosen(self, options: Mapping[str, Any]) -> tuple[dict[str, int | str], dict[str, Any], str]:
-        """What options of quantize mean: parameters, options of the encode scheme, and the storage.  Raises FormatError."""
+        """The parameters, options of the encode scheme, and storage that options of quantize select.  Raises FormatError."""
         return quantize.choose_options(self, options)
 
     def dequantize(self, packed: PackedWeight, dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
         """The weight [N, K]: exact by the formula in float32, rounded to nearest even once for other dtypes.
 
-        out, if given, decides the dtype.  Raises FormatError where it does not fit.
+        out determines the dtype, if given.  Raises FormatError if it does not fit.
         """
         self._own(packed)
         return dequantize.dequantize(packed, dtype, out)
 
     def dequantize_rows(self, packed: PackedWeight, index: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Rows of the decoded weight by their numbers, as an embedding looks them up: [*index.shape, K], bits as in `dequantize`.
+        """Rows of the decoded weight for an embedding: [*index.shape, K], bits as in `dequantize`.
 
-        index: int32 or int64, of any shape.  Other rows are decoded only where they share blocks with a wanted one, or where a
-        storage has no way to single rows (df11; on a GPU all streams).
-        Raises IndexError for a row that does not exist, on a CPU, and FormatError for an index that is not of integers.
+        index: int32 or int64, of any shape.  Other rows are decoded only if they share blocks with a wanted row, or if a storage
+        has no random access to rows (df11; on a GPU all streams).  Raises IndexError for a row that does not exist, on a CPU, and
+        FormatError for an index that is not of integers.
         """
         self._own(packed)
         return dequantize.dequantize_rows(packed, index, dtype)
 
     def convert(self, packed: PackedWeight, storage: str, **params: int | str) -> PackedWeight:
-        """The same numbers in another storage, exactly.  Raises FormatError where the other storage cannot hold them.
+        """The same numbers in another storage, exactly.  Raises FormatError if the other storage cannot hold them.
 
-        params: parameters that the result must have; by default they are the weight's own, and of a weight of another format as
-        near to its own as exactness allows.
+        params: parameters that the result must have.  By default they are the weight's own; for a weight of another format they
+        are as close to its own as exactness allows.
 
-        Tensors that both storages hold alike are shared.  Beside both weights it needs memory for a tile, not for fields; where
-        streams hold either, for all fields.
-        A weight of another format with the same codes becomes one of this, where convert_format.py finds no number that would
-        change.
+        Tensors that both storages hold alike are shared.  Besides both weights it needs memory for one tile, or for all fields if
+        either storage has streams.  A weight of another format with the same codes is converted if no number would change
+        (convert_format.py).
         """
         return convert_format.converted(self, packed, storage, params)
 
@@ -198,33 +196,34 @@ class Format:
                    ) -> tuple[PackedWeight, Report]:
         """The decoded weight, quantized again in another format or in this one, and a report of its errors.
 
-        For what `convert` refuses, because numbers would change; storage and options are those of `quantize`.  Needs memory
-        for the weight in float32.  Raises FormatError where `quantize` does.
+        Use it if `convert` refuses because numbers would change; storage and options are those of `quantize`.  Needs memory for
+        the weight in float32.  Raises FormatError if `quantize` does.
         """
         weight = self.dequantize(packed, torch.float32)
         quantized = (other or self).quantize(weight, storage, **options)
         return quantized, compare(weight, quantized)
 
     def planar(self, packed: PackedWeight, larger: bool = False) -> PackedWeight:
-        """The weight in the storage of the kernels for matrix units, exactly; the same object where it has no such form.
+        """The weight in the storage for matrix-unit kernels, exactly; the same object if it has no such form.
 
-        That is: another format's formula, columns that are no multiple of 128, an index (act-order) whose groups differ in
-        size, or a storage that would be more than 4 % larger, 12 % for codes of fewer than 4 bits.
-        larger: however much larger, as GGML's IQ1 to IQ3 are by 25 to 100 %.
+        It has none if its formula does not factor, K is not a multiple of 128, act-order groups differ in size, or the storage
+        would be more than 4 % larger, 12 % for codes of fewer than 4 bits.  larger: accept any size; GGML's IQ1 to IQ3 grow by 25
+        to 100 %.
         """
         return packed if self.why_not_planar(packed, larger) else self.convert(packed, PLANAR)
 
     def why_not_planar(self, packed: PackedWeight, larger: bool = False) -> str:
-        """Why `planar` leaves a weight as it is; '' where it does not."""
+        """Why `planar` returns the weight unchanged; '' if it converts it."""
         self._own(packed)
         return planar.why_not_planar(packed, larger)
 
     def for_device(self, packed: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
-        """An int4 weight of any format as torch's fused operation of its device, a CPU or an XPU, reads it; `linear` calls that.
+        """An int4 weight of any format in the storage of torch's fused operation for its device, a CPU or an XPU.
 
-        The result's format is int4pack on a CPU, int_group on an XPU: multiply with `result.format.linear`.  dtype: of x, in
-        which scales are stored, rounded where it does not hold them; `notes` says so.  Columns lie by groups, `linear` moves
-        those of x (act-order); groups of more than 256 are cut.  Raises FormatError where torch has no such operation.
+        `linear` calls that operation.  The result's format is int4pack on a CPU, int_group on an XPU: multiply with
+        `result.format.linear`.  dtype: of x, in which scales are stored; `notes` says so if that rounds them.  Act-order columns
+        are stored by groups, and `linear` permutes x.  Groups of more than 256 columns are divided.  Raises FormatError if torch
+        has no such operation.
         """
         return int4.for_device(packed, dtype)
 
@@ -232,11 +231,10 @@ class Format:
                batch_invariant: bool = False, input_scale: float | None = None) -> Tensor:
         """x [..., K] times the weight's transpose, plus bias [N]: [..., N].  Differentiable in x and bias.
 
-        batch_invariant: a row of x gives the same bits whatever rows are beside it; on a GPU the weight is then read once for
-        every 8 rows, on a CPU each row is multiplied alone.
-        quantize_x: first quantize each row of x to 8 bits, as weight/eight.py says, for a weight with codes of 8 bits; matrix
-        units then multiply 8 bits with 8 bits.  Gradients are those without.  Raises FormatError for other weights.
-        input_scale: with quantize_x the static scale of x, in place of a scale for each row; else it is not used.
+        batch_invariant: a row of x gives the same bits whatever the other rows are.  A GPU then reads the weight once per 8 rows;
+        a CPU multiplies rows one by one.  quantize_x: quantize each row of x to 8 bits first (weight/eight.py), for a weight with
+        8-bit codes; matrix units then multiply 8-bit numbers.  Gradients ignore the rounding.  Raises FormatError for other
+        weights.  input_scale: with quantize_x, a static scale of x that replaces the scale per row; else it is ignored.
         """
         if packed.format is not self:
             self._own(packed)
@@ -248,9 +246,9 @@ class Format:
         """x [M, K], sorted by expert, times the transposed weights [E * N, K] of E experts, plus bias [E, N]: [M, N].
 
         Expert e has rows [offsets[e], offsets[e + 1]) of x and [e * N, (e + 1) * N) of the weight; offsets are E + 1 integers, a
-        list or a tensor.  On a GPU kernels follow the offsets there, which are trusted, without waiting for the host.
-        partial: rows behind the last offset belong to no expert, and their results are 0.  rows: int64 [M], which row of x [T, K]
-        each of the M rows is.  Differentiable in x and bias.  Raises FormatError where something does not fit.
+        list or a tensor.  On a GPU the offsets stay on the device and are not validated, so that nothing waits for the host.
+        partial: rows after the last offset belong to no expert, and their results are 0.  rows: int64 [M], the row of x [T, K]
+        for each of the M rows.  Differentiable in x and bias.  Raises FormatError if something does not fit.
         """
         self._own(packed)
         return experts.linear(x, packed, offsets, bias, partial, rows)

@@ -480,5 +480,5 @@ def test_batch_invariant(module: ModuleType) -> None:
     exact, spread = x.double() @ weight.t(), x.double().abs() @ weight.abs().t()
     # On a CPU weights are rounded to x's dtype, the sum is float32, and the result is rounded once.
     assert ((whole.double() - exact).abs() <= eps * exact.abs() + (eps + 256 * 2.0 ** -24) * (1 + eps) * spread).all()
-    with pytest.raises(FormatError, match="not to be had together"):
+    with pytest.raises(FormatError, match="exclude each other"):
         module.linear(x, packed, quantize_x=True, batch_invariant=True)

@@ -1,1 +1,1 @@
-"""Products on a CPU, in tiles that are decoded and multiplied, compiled where asked, or by torch's int4 operations."""
+"""Products on a CPU: tiles that are decoded and multiplied, by compiled loops or torch, or torch's int4 operations."""

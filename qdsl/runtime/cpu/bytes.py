@@ -1,4 +1,4 @@
-"""Writes integers of 8 bits as vectors of bytes, four in each lane of a vector of floats."""
+"""Prints C expressions of 8-bit integers: vectors of bytes, four bytes per lane of a float vector."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qdsl.runtime.cpu.trace import INTEGERS, Index, Node, Pointer, Unsupported
 
 
 def range_of(code: Node) -> tuple[int, int]:
-    """The least and the largest code.  Raises Unsupported where they have more than 8 bits."""
+    """The least and the largest code.  Raises Unsupported if codes have more than 8 bits."""
     low, high = code.bounds
     if code.op == "load" and code.args[0].numbers:
         low, high = int(min(code.args[0].numbers)), int(max(code.args[0].numbers))
@@ -20,12 +20,12 @@ def range_of(code: Node) -> tuple[int, int]:
 
 
 def _is(node: Node, number: int) -> bool:
-    """Whether a node is a number that is known."""
+    """Whether a node is this constant."""
     return node.op == "number" and bool(node.args[0] == number)
 
 
 def _nibble(code: Node) -> tuple[Node, int] | None:
-    """The bytes that a code of 4 bits lies in, and its first bit; None where it is something else."""
+    """The bytes that hold a 4-bit code, and its first bit; None for other nodes."""
     code = bare(code)
     is_masked = code.op == "&" and code.args[1].op == "number" and code.args[1].args[0] == SHORT - 1
     if is_masked:
@@ -42,14 +42,14 @@ def braces(numbers: Iterable[object]) -> str:
 
 
 class Bytes:
-    """Lines of C in a writer's scope, for codes of a trace whose lanes are bytes."""
+    """Writes lines of C for codes of a trace in which a lane is a byte."""
 
     def __init__(self, writer: Writer) -> None:
         self.writer, self.width = writer, writer.lanes
         self._bytes: dict[Node, str] = {}
 
     def floats(self, code: Node) -> list[str]:
-        """The C names of four vectors of floats, of a byte each; codes of 4 bits are looked up, whatever bits lie before them."""
+        """The C names of four float vectors, one per byte; 4-bit codes are looked up, whatever their bit position."""
         if code.dtype == "float32" and code.op in ("+", "-"):
             offset, inner = coarse(code.args[1]), code.args[0]
             name = self.writer.write(offset) if offset.has_lanes else f"all_float({self.writer.write(offset)})"
@@ -72,13 +72,13 @@ class Bytes:
         return [self.writer.name("vf", f"to_float({function}({self.shifted(code, 0)}, {byte}))") for byte in range(4)]
 
     def shifted(self, code: Node, add: int) -> str:
-        """The C name of codes plus a number, which tables of codes have in them."""
+        """The C name of codes plus a number; the table lookup of codes includes the addition."""
         if code.op == "load" and 0 < len(code.args[0].numbers) <= SHORT:
             return self._loaded(code, add)
         return self.writer.name("vb", f"{self._byte(code)} + (uint8_t){add}") if add else self._byte(code)
 
     def _byte(self, node: Node) -> str:
-        """The C name of integers as bytes: of their values, whatever type they are computed in."""
+        """The C name of integers as bytes, by their values, whatever type the trace computes them in."""
         if node not in self._bytes:
             self._bytes[node] = self._byte_line(node)
         return self._bytes[node]
@@ -104,12 +104,12 @@ class Bytes:
         return name("vb", text if text and node.op in "*&" else f"{self._byte(left)} {node.op} {self._byte(right)}")
 
     def _signed(self, factor: Node, sign: Node) -> str | None:
-        """The C expression of bytes times 1 or -1; None for other factors: processors have no product of bytes."""
+        """The C expression of bytes times 1 or -1; None for other factors, because processors cannot multiply bytes."""
         negative = self._negative(bare(sign))
         return negative and f"negative_where({negative}, {self._byte(factor)})"
 
     def _masked(self, left: Node, right: Node) -> str | None:
-        """The C expression of one bit of bytes, or of more bits behind a shift; None for other operands."""
+        """The C expression of one bit of bytes, or of more bits after a shift; None for other operands."""
         if (bit := self._bit(left, right)) is not None:
             return f"{bit} & (uint8_t)1"
         if left.op == ">>" and right.op == left.args[1].op == "number":
@@ -117,7 +117,7 @@ class Bytes:
         return None
 
     def _negative(self, node: Node) -> str | None:
-        """The C expression of bytes whose highest bit is set where a node is -1, not where it is 1; None for other nodes."""
+        """The C expression of bytes whose highest bit is set if a node is -1 and clear if it is 1; None for other nodes."""
         if node.op == "load" and set(node.args[0].numbers) == {-1, 1}:
             return self._byte(node)
         if node.op != "-" or not _is(node.args[0], 1) or node.args[1].op != "*" or not _is(node.args[1].args[0], 2):
@@ -126,14 +126,14 @@ class Bytes:
         return self._bit(*bit.args) if bit.op == "&" else None
 
     def _bit(self, left: Node, right: Node) -> str | None:
-        """The C name of bytes that are 255 where one bit is set, its place known for each lane, else 0; None for other nodes."""
+        """The C name of bytes that are 255 if one bit is set, at a fixed position per lane, else 0; None for other nodes."""
         if not _is(right, 1) or left.op != ">>" or left.args[1].op != "lanes":
             return None
         bits = [1 << bit for bit in (left.args[1].args * 4 * self.width)[:4 * self.width]]
         return self.writer.name("vb", f"(vb)(({self._byte(left.args[0])} & (vb){braces(bits)}) != 0)")
 
     def _moved(self, node: Node, kept: int) -> str:
-        """Bytes shifted, of which only the bits of `kept` are used: in pairs, by one instruction, where none cross bytes."""
+        """Bytes shifted, of which only the bits in `kept` are used; two at a time if no kept bit crosses bytes."""
         left, right = node.args
         if right.op != "number" or (node.op == ">>" and (left.bounds[0] < 0 or left.bounds[1] > 255)):
             raise Unsupported("a shift of bytes")
@@ -168,7 +168,7 @@ class Bytes:
         return self.writer.name("vb", f"lookup(vload_16({self.writer.start(pointer, window)}), (vb){places})")
 
     def _rows(self, pointer: Pointer) -> str:
-        """Bytes of a table, four or eight neighbours at a place that values tell."""
+        """Bytes of a table, four or eight adjacent ones at a computed index."""
         node = pointer.node
         assert node is not None
         lanes = (pointer.at.lanes * 4 * self.width)[:4 * self.width]

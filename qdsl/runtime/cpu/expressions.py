@@ -1,4 +1,4 @@
-"""Writes the expressions of a trace as lines of C, each of them once."""
+"""Prints the expressions of a trace as lines of C, each expression once."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from qdsl.runtime.cpu.trace import INTEGERS, SIZES, Index, Node, Pointer, Trace,
 
 SCALARS = {"float32": "float", "uint32": "uint32_t", "int64": "int64_t"}
 VECTORS = {"float32": "vf", "uint32": "vu"}
-SHORT = 16                                                       # entries of a table that a vector of floats holds
+SHORT = 16                                                       # entries of a table that fit a float vector
 CACHE_LINE = 64
-AHEAD = 4096                                                     # bytes before they are read
-GATHER = 1.5                                                     # instructions per lane of a load by positions
+AHEAD = 4096                                                     # bytes that a prefetch is ahead of the load
+GATHER = 1.5                                                     # instructions per lane of a gather
 
 
 class Writer:
-    """Lines of C in one scope, for vectors of `lanes` lanes.
+    """Prints lines of C in one scope, for vectors of `lanes` lanes.
 
-    instructions: about how many the lines take that have vectors.  traces: those of a whole step, whose loads say how far behind
-    a place there are bytes of the tensor.
+    instructions: estimated instructions of the vector lines.  traces: all traces of a step; their loads tell how many bytes of
+    the tensor follow an address.
     """
 
     def __init__(self, lanes: int, traces: Iterable[Trace] = ()) -> None:
@@ -33,7 +33,7 @@ class Writer:
         self._nodes: dict[Node, str] = {}
 
     def write(self, node: Node, shown: dict[Node, str] | None = None) -> str:
-        """The C name of a node's value; shown: names of nodes to take instead of their own, for a copy of the expression."""
+        """The C name of a node's value; shown: names to use for some nodes, to print a copy of the expression."""
         names = self._nodes if shown is None else shown
         if node not in names:
             if shown is not None and not node.has_lanes:
@@ -42,7 +42,7 @@ class Writer:
         return names[node]
 
     def weight(self, node: Node) -> str:
-        """The C name of a weight; weights that a code of 4 bits tells apart are computed for all codes, then looked up."""
+        """The C name of a weight; if only a 4-bit code differs between weights, all 16 values are computed and looked up."""
         codes = short_codes(node) if self.lanes == SHORT else None
         if not codes or len(codes) > 1 or (code := next(iter(codes))).op == "lanes":
             return self.write(node)
@@ -53,7 +53,7 @@ class Writer:
         return self.name("vf", f"permute({table}, (vi){index})")
 
     def name(self, kind: str, text: str, cost: float = 1) -> str:
-        """The name of an expression, in a line of its own when it is new."""
+        """The name of an expression, declared in a new line if it has none yet."""
         key = kind, text
         if key not in self._names:
             self._names[key] = f"v{len(self._names)}"
@@ -119,7 +119,7 @@ class Writer:
         return f"v{helper}({name})" if vector else f"{helper}((uint16_t){name})"
 
     def _as_operand(self, node: Node, name: str, kind: str, op: str) -> str:
-        """A name as an operand of a vector: a float next to integers would make a vector of integers of it."""
+        """A name as a vector operand; a float constant is cast, because with integers it would make a vector of integers."""
         if kind in ("vf", "vi", "vu") and not node.has_lanes:
             if not node.has_32_bits:
                 raise Unsupported("64-bit integers beside vectors")
@@ -147,7 +147,7 @@ class Writer:
         return f"{pointer.name} + {text}"
 
     def _neighbours(self, pointer: Pointer, dtype: str, kind: str) -> str:
-        """A vector of elements whose places differ by numbers alone: neighbours, neighbours in another order, or any."""
+        """A vector of elements at addresses that differ by constants: contiguous, permuted or arbitrary."""
         size, lanes = SIZES[dtype], pointer.at.lanes
         first = min(lanes)
         order = [(lane - first) // size for lane in lanes]
@@ -172,11 +172,11 @@ class Writer:
         return self.name(kind, f"({kind}){{{', '.join(names)}}}", 1 + GATHER * len(set(names)))
 
     def start(self, pointer: Pointer, start: int) -> str:
-        """The address of a place, without the numbers of its lanes."""
+        """The C expression of an address, without the offsets of lanes."""
         return self._address(pointer, (pointer.at + -1 * Index(pointer.at.trace, (), pointer.at.lanes) + start).text())
 
     def window(self, pointer: Pointer, length: int) -> int | None:
-        """Where as many bytes begin that have all elements of a load, and end where there are bytes; None for none."""
+        """The start of a window of `length` bytes with all elements of a load, inside the tensor; None if there is none."""
         size, lanes = SIZES[pointer.dtype], pointer.at.lanes
         end = self._spans.get((pointer.name, pointer.at.terms), (0, 0))[1] if pointer.node is None else 0
         for start in (min(lanes) // length * length, min(lanes), end - length):
@@ -186,7 +186,7 @@ class Writer:
         return None
 
     def _lookup(self, pointer: Pointer, dtype: str, kind: str, shown: dict[Node, str] | None) -> str:
-        """Elements at positions that are values: of a short table by a permutation, else one by one."""
+        """Elements at computed indices: by a permutation for a short table, else one by one."""
         assert pointer.node is not None
         index = self.write(pointer.node, shown)
         if 0 < len(pointer.numbers) <= SHORT == self.lanes and pointer.at == Index(pointer.at.trace, ()):
@@ -203,7 +203,7 @@ class Writer:
 
 
 def _spans(traces: Iterable[Trace]) -> dict[tuple[str, tuple[tuple[str, int], ...]], tuple[int, int]]:
-    """The first byte that a step loads, and behind the last: by tensor, and by the symbols of the place."""
+    """The first byte and the end of the bytes that a step loads, by tensor and symbols of the address."""
     spans: dict[tuple[str, tuple[tuple[str, int], ...]], tuple[int, int]] = {}
     for pointer in (pointer for trace in traces for pointer in trace.loads()):
         key, lanes = (pointer.name, pointer.at.terms), pointer.at.lanes
@@ -213,7 +213,7 @@ def _spans(traces: Iterable[Trace]) -> dict[tuple[str, tuple[tuple[str, int], ..
 
 
 def prefetches(traces: Iterable[Trace]) -> list[str]:
-    """Lines that fetch into the caches what a later step loads; of tensors that a step reads few bytes of, processors do it."""
+    """Lines that prefetch what a later step loads; hardware prefetches tensors of which a step reads few bytes."""
     lines = []
     for (name, terms), (start, _) in _spans(traces).items():
         place = " + ".join(f"{factor} * {symbol}" for symbol, factor in terms)
@@ -224,7 +224,7 @@ def prefetches(traces: Iterable[Trace]) -> list[str]:
 
 
 def short_codes(node: Node) -> set[Node]:
-    """The codes of 4 bits through which alone lanes of a value differ; an empty set where they differ otherwise, too."""
+    """The 4-bit codes that alone make lanes of a value differ; an empty set if something else differs too."""
     if not node.has_lanes:
         return set()
     if node.dtype in INTEGERS and node.op not in ("lanes", "float") and node.bounds[0] >= 0 and node.bounds[1] < SHORT:
@@ -233,7 +233,7 @@ def short_codes(node: Node) -> set[Node]:
     if node.op == "load":
         pointer = node.args[0]
         if pointer.node is None or not pointer.at.is_uniform or not pointer.numbers:
-            return {node, Node(node.trace, "", (), "", True)}    # two: lanes differ in what is loaded
+            return {node, Node(node.trace, "", (), "", True)}    # two: lanes differ in what they load
         parts = [pointer.node]
     if not parts:
         return {node, Node(node.trace, "", (), "", True)}
@@ -241,7 +241,7 @@ def short_codes(node: Node) -> set[Node]:
 
 
 def bare(node: Node) -> Node:
-    """The value that a node only gives another type."""
+    """The value of a node without type conversions."""
     return bare(node.args[0]) if node.op == "same" else node
 
 

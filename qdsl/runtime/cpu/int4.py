@@ -1,4 +1,4 @@
-"""Int4 weights as torch's own fused operations on a CPU and on an XPU read them, and products by those operations."""
+"""int4 weights for torch's fused operations on CPUs and XPUs, and products by these operations."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Int4Operation:
     """A fused int4 product of torch, called with (x, codes, group size, *scales), and the weights that it reads.
 
     name, packer: functions of torch.ops.aten; the packer makes the bytes of codes [N, K] that `name` reads on this machine.
-    format: a module of qdsl.generated.  storages: those that can have such bytes, of which `_storage` finds the one.  params:
-    parameters of the format.  arguments: the storage's tensors in the order of the call.  tail: the storage of rows behind the
-    last whole tile; '' where a storage takes all rows.  rows, group: what N and the group size must be multiples of.
-    dtypes: of x for which the operation is called.  split: scales are a sum of tensors [terms, ...] in the first of these
-    dtypes, and the operation is called once for each term.
+    format: a module of qdsl.generated.  storages: candidates for these bytes; `_storage` finds the right one.  params: parameters
+    of the format.  arguments: the storage's tensors in the order of the call.  tail: the storage of rows after the last full
+    tile; '' if a storage takes all rows.  rows, group: N and the group size must be multiples of these.  dtypes: of x that the
+    operation takes.  split: scales are a sum of tensors [terms, ...] in the first of these dtypes; the operation is called once
+    per term.
 
-    This is the only place that knows which storage belongs to which operation.  A spec describes bytes; which function of a
-    library reads them depends on the version of that library, on the device and on the CPU.
+    Only this class knows which storage an operation reads.  A spec describes bytes; which function of a library reads them
+    depends on the library's version, the device and the CPU.
     """
 
     name: str
@@ -49,8 +49,8 @@ class Int4Operation:
     split: bool = False
 
 
-# On x86 torch has vector kernels for x and scales in bfloat16 alone; its loops for other dtypes are 30 to 110 times slower.  Most
-# scales are no numbers of bfloat16 and sums of two: a float16 has 11 bits, its product with a zero point 15, two terms have 16.
+# On x86 torch has vector kernels only for x and scales in bfloat16; its loops for other dtypes are 30 to 110 times slower. Most
+# scales are not bfloat16 numbers but are sums of two: a float16 has 11 bits, its product with a zero point 15, two terms 16.
 OPERATIONS = {
     "cpu": Int4Operation("_weight_int4pack_mm_for_cpu", "int4pack", ("cpu_avx512", "cpu_avx2", "cpu_scalar"),
                          ("weight", "scales_and_zeros"), "_convert_weight_to_int4pack_for_cpu", "cpu_rest", rows=16,
@@ -61,7 +61,7 @@ OPERATIONS = {
 
 
 def operation_for(device: torch.device) -> Int4Operation:
-    """The fused int4 operation of a device.  Raises FormatError where this torch has none."""
+    """The fused int4 operation of a device.  Raises FormatError if this torch has none."""
     operation = OPERATIONS.get(device.type)
     if operation is None:
         raise FormatError(f"torch has fused int4 operations for {' and '.join(OPERATIONS)}, not for {device.type}")
@@ -80,7 +80,7 @@ def format_of(operation: Int4Operation) -> Format:
 
 @cache
 def native_storage(operation: Int4Operation) -> str:
-    """The storage that has the bytes of torch's packer on this machine.  Raises FormatError where none has."""
+    """The storage with the bytes of torch's packer on this machine.  Raises FormatError if none has them."""
     if not operation.packer:
         return operation.storages[0]
     n, k = 128, 32
@@ -95,11 +95,11 @@ def native_storage(operation: Int4Operation) -> str:
 
 
 def for_device(packed: PackedWeight, dtype: torch.dtype) -> PackedWeight:
-    """The weight as the fused int4 operation of its device reads it: its storage, columns by groups, scales in x's dtype.
+    """The weight for the fused int4 operation of its device: its storage, columns by groups, scales in x's dtype.
 
-    dtype: of x.  Scales and zeros that it does not hold are rounded to it, once, and `notes` of the result says so; on a CPU
-    float16 keeps float32 scales, and products do not take the operation.  Groups longer than the operation takes are cut, with
-    the same scales.  Raises FormatError where torch has no operation for the device, and where codes would change.
+    dtype: of x.  Scales and zeros are rounded to it once, and `notes` of the result says so if that changes them.  On a CPU
+    float16 keeps float32 scales, and products do not use the operation.  Groups that are too long for the operation are divided;
+    the parts have the same scale.  Raises FormatError if torch has no operation for the device, or if codes would change.
     """
     operation = operation_for(packed.device)
     if packed.has_branch:
@@ -123,17 +123,17 @@ def for_device(packed: PackedWeight, dtype: torch.dtype) -> PackedWeight:
 
 
 def _regrouped(packed: PackedWeight, format: Format) -> PackedWeight:
-    """The weight with groups cut into those that another format has, each with the scale of the whole; as it is where it fits."""
+    """The weight with groups divided to a size of another format, with the scale repeated; unchanged if it already fits."""
     own, k = packed.sizes.get("group", 0), packed.shape[1]
     sizes = [int(size) for size in {*format.params["group"]} & {*packed.format.params.get("group", ())} if int(size) > 0]
     if own in sizes or (format.params["group"].count(-1) and own == k):
         return packed
     fits = [size for size in sizes if math.gcd(own, k) % size == 0]
     if not fits:
-        return packed                                            # the conversion says what does not fit
+        return packed                                            # the conversion raises the error
     size, fields = max(fits), packed.format.unpack(packed)
     for name, field in packed.variant.fields.items():
-        if field.groups is not None and name in fields:          # columns of a group are cut in the order in which they lie
+        if field.groups is not None and name in fields:          # columns of a group are divided in stored order
             parts = torch.arange(k, dtype=torch.int32, device=packed.device) // size
             fields[name] = torch.empty_like(parts).index_copy_(0, order.by_groups(fields[name]).long(), parts)
         elif name in fields and any(axis.step == ("group",) for axis in field.axes):
@@ -143,7 +143,7 @@ def _regrouped(packed: PackedWeight, format: Format) -> PackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class _FusedCall:
-    """What a product needs of an operation, looked up once: the weight evicts Python's data from the caches at every product.
+    """Constants of a product by an operation, looked up once: a product evicts Python's data from the caches.
 
     codes, scales: the tensors of the storage.  dtypes: of x.
     """
@@ -157,7 +157,7 @@ class _FusedCall:
 
 @cache
 def _fused_call(device: str, storage: str) -> _FusedCall | None:
-    """The operation of a device that reads a storage on this machine; None where none does."""
+    """The operation of a device that reads a storage on this machine; None if none does."""
     operation = OPERATIONS.get(device)
     if operation is None or storage not in operation.storages or storage != native_storage(operation):
         return None
@@ -167,14 +167,14 @@ def _fused_call(device: str, storage: str) -> _FusedCall | None:
 
 
 def product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor | None:
-    """x [M, K] @ w.T + bias by the fused operation of the device; None where the weight or x is not as that takes them."""
+    """x [M, K] @ w.T + bias by the fused operation of the device; None if it cannot take the weight or x."""
     call = _fused_call(x.device.type, packed.storage)
     if call is None or packed.format is not call.format or x.dtype not in call.dtypes or not x.numel():
         return None
     codes, scales = packed.tensors[call.codes], [packed.tensors[name] for name in call.scales]
     if scales[0].dtype != x.dtype:
         return None
-    n, rows = packed.shape[0], scales[0].shape[1]                # those of whole tiles
+    n, rows = packed.shape[0], scales[0].shape[1]                # rows in full tiles
     out = call.function(x, codes.view(rows, -1), packed.sizes["group"], *scales)
     out = out if rows == n else out[:, :n].contiguous()
     return out if bias is None else (out.float() + bias.float()).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Calls a storage's decode function with symbols in place of Triton's tensors."""
+"""Calls a storage's decode function with symbols instead of Triton tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(trace: Trace, decode: Any, tensors: Sequence[Any], n: Index, u: Index, s
 
 
 class Language:
-    """What decode functions take from `tl` and from the module `device`, on symbols."""
+    """The names that decode functions use from `tl` and from the module `device`, computing on symbols."""
 
     constexpr = object
 

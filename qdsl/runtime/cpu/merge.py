@@ -1,4 +1,4 @@
-"""Vectors whose lanes are lanes of several values which are computed alike, such as the scales of low and of high nibbles."""
+"""Merges values that are computed alike, such as scales of low and high nibbles, into one vector."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SMALL = {"uint8", "int8", "uint16", "int16", "int32"}            # computed as i
 
 
 def merged(nodes: Sequence[Node], lanes: Sequence[int]) -> Node:
-    """A vector whose lane i is lane `lanes[i]` of nodes[i].  Raises Unsupported where these differ in more than numbers."""
+    """A vector whose lane i is lane `lanes[i]` of nodes[i].  Raises Unsupported if nodes differ in more than constants."""
     first, different = nodes[0], set(nodes)
     if len(different) == 1 and not first.has_lanes:
         return first
@@ -37,20 +37,20 @@ def merged(nodes: Sequence[Node], lanes: Sequence[int]) -> Node:
 
 
 def parts(nodes: Sequence[Node]) -> Node:
-    """A vector whose parts of equal length are lanes of one node each, from its first lane on.  Raises Unsupported."""
+    """A vector of equal parts, each from the first lanes of one node.  Raises Unsupported."""
     length = nodes[0].trace.width // len(nodes)
     return merged([node for node in nodes for _ in range(length)], [*range(length)] * len(nodes))
 
 
 def coarse(node: Node) -> Node:
-    """Every fourth lane of a vector.  Raises Unsupported where the lanes between those differ from them."""
+    """Every fourth lane of a vector.  Raises Unsupported if the lanes between differ from it."""
     if are_alike(node, 4):
         return _every(node, 4, 0)
     raise Unsupported("neighbours that differ")
 
 
 def are_alike(node: Node, count: int) -> bool:
-    """Whether `count` neighbours each among the lanes of a vector are equal."""
+    """Whether all runs of `count` adjacent lanes have equal values."""
     return len({_every(node, count, first) for first in range(count)}) == 1
 
 
@@ -60,7 +60,7 @@ def _every(node: Node, count: int, first: int) -> Node:
 
 
 def _unchanged(node: Node, other: Node) -> Node:
-    """The same value by an operation that another node has: shifted by 0, or masked with all its bits."""
+    """The same value computed by another node's operation: shifted by 0, or masked with all its bits."""
     number = 0 if other.op == ">>" else other.args[1].args[0] if other.args[1].op == "number" else -1
     if other.op == "&" and not (node.bounds[0] >= 0 and node.bounds[1] <= number and not number & number + 1):
         return node
@@ -79,7 +79,7 @@ def _argument(own: Sequence[Any], lanes: Sequence[int]) -> Any:
 
 
 def _pointer(own: Sequence[Pointer], lanes: Sequence[int]) -> Pointer:
-    """One place per lane."""
+    """One address per lane."""
     first = own[0]
     if len({(one.name, one.dtype, one.at.terms, one.node is None) for one in own}) > 1:
         raise Unsupported("places that differ in more than lanes")
@@ -88,6 +88,6 @@ def _pointer(own: Sequence[Pointer], lanes: Sequence[int]) -> Pointer:
 
 
 def _chosen(own: Sequence[Sequence[int]], lanes: Sequence[int]) -> tuple[int, ...]:
-    """By lane a number of each sequence, which goes on from its start where it is short; one number where all are equal."""
+    """For each lane a number from its sequence, repeated if it is short; one number if all are equal."""
     numbers = tuple(one[lane % len(one)] for one, lane in zip(own, lanes, strict=True))
     return numbers[:1] if len(set(numbers)) == 1 else numbers

@@ -1,8 +1,8 @@
-"""Divides the rows of a loop among threads of this process, which take small parts in turn.
+"""Divides the rows of a loop into small parts that threads of this process take one by one.
 
-A thread that wakes late, or that has to share its processor, then delays nobody: the others take its parts.  One that has not
-begun when all parts are taken is not waited for.  Threads sleep where they have nothing to do: OpenMP's, which spin, cost more
-than they bring as soon as another program or pool has a processor.
+A thread that wakes late or shares its processor delays nobody: the others take its parts.  The caller does not wait for a thread
+that has taken no part.  Idle threads sleep.  OpenMP's threads spin, which costs more than it saves as soon as another program or
+pool uses a processor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from qdsl.host import library
 
-PARTS = 8                                                        # of the rows, that a thread has on average
+PARTS = 8                                                        # average parts per thread
 SOURCE = Path(__file__).with_name("threads.c")
 
 _pools: dict[int, ThreadPoolExecutor] = {}
@@ -25,7 +25,7 @@ _pools: dict[int, ThreadPoolExecutor] = {}
 def run_divided(run: Any, arguments: tuple[Any, ...], rows: tuple[int, int], units: int, step: int, count: int) -> None:
     """Call run(*arguments, begin, end, units) for parts of `rows`, multiples of `step`, on `count` threads.
 
-    arguments: addresses of tensors, x, ordered and out, N and K.
+    arguments: addresses of tensors, x, arranged x and out; N and K.
     """
     first, last = rows
     part = max(1, -(-(last - first) // (count * PARTS * step))) * step
@@ -42,14 +42,14 @@ def run_divided(run: Any, arguments: tuple[Any, ...], rows: tuple[int, int], uni
 
 @cache
 def _take() -> Any:
-    """The compiled function that takes parts until there are none.  Raises as `library.load` does."""
+    """The compiled function that takes parts until none are left.  Raises as `library.load` does."""
     take = library.load(SOURCE.read_text(encoding="utf-8")).take
     take.restype, take.argtypes = None, [ctypes.c_void_p]
     return take
 
 
 def _pool(count: int) -> ThreadPoolExecutor:
-    """Threads of this process; a forked one starts its own."""
+    """The threads of this process; a forked process starts its own."""
     if count not in _pools:
         _pools[count] = ThreadPoolExecutor(count, "qdsl-cpu")
     return _pools[count]

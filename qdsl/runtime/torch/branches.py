@@ -4,8 +4,8 @@
     csr           y += x @ s.T, a kernel on a GPU that sums the entries of a row in their order
     dense_rows    y[:, row] += x @ row_value.T
 
-The product with the base is rounded to x's dtype.  Branches are added to it in float32, or wider, and the sum is rounded once.
-On a GPU bfloat16 factors multiply bfloat16 x as they are: then the product with `down` is rounded, too.
+The product with the base is rounded to x's dtype.  Branches are added in float32, or wider, and the sum is rounded once.  On a
+GPU bfloat16 factors multiply bfloat16 x directly, which also rounds the product with `down`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from qdsl.runtime.torch.linear import INVARIANT, tile_weights
 from qdsl.runtime.weight.branch_kinds import Fields, row_numbers
 from qdsl.runtime.weight.packed import PackedWeight
 
-MOST = 1 << 22                                                   # products of entries and rows of x in memory at a time
+MOST = 1 << 22                                                   # products of entries and rows of x that are in memory at a time
 
 
 def add_branches(out: Tensor, x: Tensor, packed: PackedWeight, transposed: bool, mode: str) -> Tensor:
-    """out [..., N], or where transposed [..., K], plus the products of x with the branches of a weight.
+    """out [..., N], or [..., K] if transposed, plus the products of x with the branches of a weight.
 
-    mode: of the product; a batch-invariant one takes each row of x by itself.
+    mode: of the product; a batch-invariant mode multiplies each row of x alone.
     """
     present = [(branch.kind, fields) for branch in packed.variant.plus if (fields := branch.fields(packed, False)) is not None]
     wide = out.dtype if _is_native(x, present) else torch.promote_types(out.dtype, torch.float32)
@@ -40,7 +40,7 @@ def add_branches(out: Tensor, x: Tensor, packed: PackedWeight, transposed: bool,
 
 
 def _is_native(x: Tensor, present: Sequence[tuple[str, Fields]]) -> bool:
-    """Whether a GPU multiplies x with factors as they are stored: all of bfloat16, with sums in float32."""
+    """Whether a GPU multiplies x by the factors in their stored dtype: all are bfloat16, with float32 sums."""
     dtypes = {x.dtype, *(field.dtype for kind, fields in present if kind == "low_rank" for field in fields.values())}
     return x.device.type != "cpu" and dtypes == {torch.bfloat16} and all(kind == "low_rank" for kind, _ in present)
 
@@ -60,7 +60,7 @@ def _factors_transposed(out: Tensor, x: Tensor, fields: Fields) -> Tensor:
 
 
 def _one_hot(fields: Fields, n: int) -> Tensor:
-    """[N, R], 1 at the row of every r."""
+    """A one-hot matrix [N, R] with 1 at (row[r], r)."""
     row = fields["row"].long()
     return torch.zeros(n, row.numel(), device=row.device).scatter_(0, row[None], 1.0)
 
@@ -74,7 +74,7 @@ def _dense_rows_transposed(out: Tensor, x: Tensor, fields: Fields) -> Tensor:
 
 
 def _entries(out: Tensor, x: Tensor, fields: Fields) -> Tensor:
-    """out [M, N] plus the products with entries, which are added one after the other in every row of w."""
+    """out [M, N] plus the products with the entries, added in order within each row of w."""
     if has_csr(x):
         return run_csr(out, x, fields["start"], fields["column"], fields["value"])
     column, value = fields["column"].long(), fields["value"]
@@ -92,14 +92,14 @@ def _gathered(out: Tensor, x: Tensor, source: Tensor, target: Tensor, value: Ten
 
 
 def _entries_transposed(out: Tensor, x: Tensor, fields: Fields) -> Tensor:
-    """out [M, K] + x [M, N] @ s, by tiles of s that are dense: sums are the same on every run, on a GPU too."""
+    """out [M, K] + x [M, N] @ s, by dense tiles of s, so that sums are the same on every run, also on a GPU."""
     for start, stop, tile in _tiles(fields, out.shape[1], tile_weights(x), out.dtype):
         out = torch.addmm(out, x[:, start:stop].to(out.dtype), tile)
     return out
 
 
 def _tiles(fields: Fields, k: int, weights: int, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
-    """Rows [start, stop) of the entries as dense matrices of about so many weights."""
+    """Rows [start, stop) of the entries as dense matrices of about `weights` elements."""
     first, column, value = fields["start"], fields["column"].long(), fields["value"]
     row = row_numbers(first, column.numel())
     n, step = first.numel() - 1, max(1, weights // max(1, k))

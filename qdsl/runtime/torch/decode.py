@@ -1,4 +1,4 @@
-"""Decodes a packed weight into memory that is its own: by kernels where they run, by compiled loops, or by torch."""
+"""Decodes a packed weight into a dense tensor: by kernels on a GPU, by compiled loops, or by torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from qdsl.runtime.weight.packed import PackedWeight
 
 @torch.no_grad()
 def decode_into(packed: PackedWeight, out: Tensor) -> Tensor:
-    """Writes the weight to out [N, K], of any float dtype, and returns it.  Raises FormatError for a damaged stream."""
+    """Write the weight to out [N, K], of any float dtype, and return it.  Raises FormatError for a damaged stream."""
     if not out.numel():
         return out
     return _decode_sum(packed, out) if packed.has_branch else _decode_base(packed, out)
 
 
 def _decode_base(packed: PackedWeight, out: Tensor) -> Tensor:
-    """The same of a weight without branches, which is not empty."""
+    """The same for a nonempty weight without branches."""
     if packed.layout.streams and runs_kernels(packed.device):
         with on_device(packed.device):
             launch.dequantize(packed, out)
@@ -52,7 +52,7 @@ def _decode_base(packed: PackedWeight, out: Tensor) -> Tensor:
 
 
 def _decode_sum(packed: PackedWeight, out: Tensor) -> Tensor:
-    """Tiles of rows in float32, to which branches are added, rounded once to the dtype of out."""
+    """Decode tiles of rows in float32, add branches to them, and round once to the dtype of out."""
     for start, stop in tiles.row_tiles(packed, weights=tile_weights(out)):
         part = packed.cut("N", start, stop)
         weight = _decode_base(part.base, empty(part.shape, torch.float32, out.device))
@@ -64,7 +64,7 @@ def _decode_sum(packed: PackedWeight, out: Tensor) -> Tensor:
 
 
 def _decode_in_order(packed: PackedWeight, places: Tensor, out: Tensor) -> Tensor:
-    """Tiles of rows with columns as they are stored, and then each column from its place."""
+    """Decode tiles of rows with columns in stored order, then move each column to its place."""
     stored = packed.as_stored()
     for start, stop in tiles.row_tiles(packed, weights=tile_weights(out)):
         part = empty((stop - start, packed.shape[1]), out.dtype, out.device)

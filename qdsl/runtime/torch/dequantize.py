@@ -1,4 +1,4 @@
-"""The numbers of a packed weight: all, or rows by their numbers, as an embedding looks them up."""
+"""The numbers of a packed weight: all of them, or chosen rows for an embedding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qdsl.runtime.weight.packed import FormatError, PackedWeight
 def dequantize(packed: PackedWeight, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """The weight [N, K]: exact by the formula in float32, rounded to nearest even once for other dtypes.
 
-    out, if given, decides the dtype.  Raises FormatError where it does not fit.
+    out determines the dtype, if given.  Raises FormatError if it does not fit.
     """
     if not (dtype if out is None else out.dtype).is_floating_point:
         raise FormatError(f"weights are floats; {str(dtype if out is None else out.dtype)[6:]} is none")
@@ -30,7 +30,7 @@ def dequantize(packed: PackedWeight, dtype: torch.dtype, out: Tensor | None = No
 
 
 def _is_own_memory(out: Tensor, packed: PackedWeight) -> bool:
-    """Whether a tensor that is written has a place for each element, outside of the tensors that are read meanwhile."""
+    """Whether an output tensor has separate memory per element, and none of the tensors that are read."""
     if out.layout is not torch.strided or out.device.type == "meta":
         return True
     if any(step == 0 and size > 1 for step, size in zip(out.stride(), out.shape, strict=True)):
@@ -42,10 +42,10 @@ def _is_own_memory(out: Tensor, packed: PackedWeight) -> bool:
 def dequantize_rows(packed: PackedWeight, index: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows [*index.shape, K] of the decoded weight.  index: int32 or int64, of any shape.
 
-    Rows that are stored by themselves are gathered.  Else only the blocks of rows with a wanted row are decoded: 128 rows of
-    fp8_block, a group of lanes of hlane.  The whole weight is decoded for df11, on a GPU for every stream, and in programs that
-    are traced or captured, unless rows are stored by themselves.
-    Raises IndexError for a row that does not exist (on a CPU), FormatError for an index that is not of integers.
+    Rows that are stored separately are gathered.  Otherwise only blocks with a wanted row are decoded: 128 rows of fp8_block, a
+    lane group of hlane.  The whole weight is decoded for df11, for every stream on a GPU, and in traced or captured programs,
+    unless rows are stored separately.  Raises IndexError for a row that does not exist (on a CPU), FormatError for an index that
+    is not of integers.
     """
     if index.dtype not in (torch.int32, torch.int64):
         raise FormatError(f"row numbers are int32 or int64, not {str(index.dtype)[6:]}")
@@ -67,7 +67,7 @@ def _decoded_rows(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Ten
     if packed.has_separate_rows:
         return packed.format.dequantize(packed.rows(rows), dtype)
     plain = ops.is_plain(rows, *packed.tensors.values())
-    if plain and rows.numel() and not _is_captured(packed):      # the number of blocks is known on the host alone
+    if plain and rows.numel() and not _is_captured(packed):      # counting blocks needs the host
         if not packed.layout.streams:
             return _rows_of_blocks(packed, rows, dtype)
         if packed.device.type == "cpu" and (decoded := _rows_of_streams(packed, rows, dtype)) is not None:
@@ -76,14 +76,14 @@ def _decoded_rows(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Ten
 
 
 def _is_captured(packed: PackedWeight) -> bool:
-    """Whether a CUDA graph is being captured, in which no answer can be waited for."""
+    """Whether a CUDA graph is being captured, so that the host cannot wait for results."""
     return packed.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _rows_of_blocks(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of a weight that can be cut at multiples of a block of rows, decoded block by block."""
+    """Rows of a weight that can be sliced into blocks of rows, decoded block by block."""
     step = packed.step("N")
-    wanted, origin = torch.unique(rows, return_inverse=True)     # rising
+    wanted, origin = torch.unique(rows, return_inverse=True)     # sorted
     blocks, counts = torch.unique_consecutive(wanted // step, return_counts=True)
     out = torch.empty(len(wanted), packed.shape[1], dtype=dtype, device=packed.device)
     first = 0
@@ -97,7 +97,7 @@ def _rows_of_blocks(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> T
 
 
 def _rows_of_streams(packed: PackedWeight, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Rows of a weight that streams hold, on a CPU; None where a stream, or a tensor beside it, has no separate rows."""
+    """Rows of a weight with streams, on a CPU; None if a stream, or another tensor, has no separate rows."""
     wanted, origin = torch.unique(rows.long(), return_inverse=True)
     part = packed.decode_rows(wanted)
     return None if part is None else packed.format.dequantize(part, dtype).index_select(0, origin)

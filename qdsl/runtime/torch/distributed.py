@@ -1,4 +1,4 @@
-"""Packed layers under DDP and FSDP2, which cannot broadcast, reduce or shard packed tensors and need not."""
+"""Packed layers under DDP and FSDP2, which cannot broadcast, reduce or shard packed tensors."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import nn
 from qdsl.runtime.torch.module import PackedModule
 from qdsl.runtime.torch.private_apis import ddp_ignored, ignore_in_ddp_
 
-GROUP = "_packed_names"                                          # of a module that holds a group of coded weights: their tensors
+GROUP = "_packed_names"                                          # names of the tensors of a group of coded weights
 
 
 def packed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The stored tensors of a model's packed layers and groups, by their names in the model; a tied one under every name."""
+    """The stored tensors of a model's packed layers and groups, by their names in the model; tied tensors under every name."""
     packed: dict[str, nn.Parameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = module.stored_parameters() if isinstance(module, PackedModule) else {
@@ -21,10 +21,10 @@ def packed_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def ignore_packed_(model: nn.Module) -> set[nn.Parameter]:
-    """Have DDP leave a model's packed tensors alone, and return them, as `fully_shard(ignored_params=...)` takes them.
+    """Exclude a model's packed tensors from DDP, and return them for `fully_shard(ignored_params=...)`.
 
-    For DDP call it before `DistributedDataParallel(model)`.  Every rank then holds all packed tensors itself: load the same
-    checkpoint on each, on its own device.  Names that DDP ignored before stay ignored.
+    For DDP call this before `DistributedDataParallel(model)`.  Every rank then holds all packed tensors: load the same checkpoint
+    on each rank, on its own device.  Names that DDP already ignores stay ignored.
     """
     packed = packed_parameters(model)
     ignore_in_ddp_(model, sorted({*ddp_ignored(model), *packed}))

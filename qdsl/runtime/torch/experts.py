@@ -1,12 +1,12 @@
-"""x @ w.T + bias where each row of x meets the weight of its own expert: rows sorted by expert, experts one after the other.
+"""x @ w.T + bias for mixtures of experts: rows of x are sorted by expert and multiplied by their expert's weight.
 
     qdsl::grouped_linear       x [M, K], offsets [E + 1], bias [E, N]  ->  [M, N]
     qdsl::grouped_transposed   gradient [M, N], offsets [E + 1]        ->  [M, K], the gradient with respect to x
 
-On a GPU nothing waits for the host: a map of tiles is made on the device from the offsets.  Few rows per expert go through the
-fused kernel for few rows.  In every other case experts that have rows are decoded, some at a time, and one launch multiplies
-those.  In float64 and for gradients torch's batched product multiplies tiles with the decoded weights of their experts.  On a CPU
-experts are multiplied one by one, and the host reads the offsets.
+On a GPU nothing waits for the host: the device computes a map of tiles from the offsets.  `skinny` takes few rows per expert.
+Otherwise experts that have rows are decoded, some at a time, and one launch multiplies them.  In float64 and for gradients
+torch's batched matmul multiplies tiles by the decoded weights of their experts.  On a CPU experts are multiplied one by one, and
+the host reads the offsets.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from qdsl.runtime.weight import order, streams
 from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
-ROWS = 8                                                         # of x in a tile
+ROWS = 8                                                         # rows of x per tile
 MOST = 64                                                        # rows of x per expert up to which tiles decode anew (predicted)
-WIDTH = 1024                                                     # columns of a program that sums
-DECODED = 1 << 26                                                # weights that are decoded at a time, or one expert's
+WIDTH = 1024                                                     # columns per program of the weighted sum
+DECODED = 1 << 26                                                # weights to decode at a time, at least one expert
 
 Offsets = Tensor | Sequence[int]
 
 
 def tile_map(offsets: Tensor, rows: int, height: int = ROWS) -> Tensor:
-    """Tiles of rows of x: int32 [cdiv(rows, height) + E, 3] of (expert, first row, one past the expert's last row).
+    """Tiles of rows of x: int32 [cdiv(rows, height) + E, 3] of (expert, first row, end of the expert's rows).
 
-    height: the rows of a tile.  offsets: integers [E + 1]; expert e has rows [offsets[e], offsets[e + 1]).  There are as many
-    tiles as any offsets can need; those that are left over have a first row that is not before the last, and so have no rows.
+    height: rows per tile.  offsets: integers [E + 1]; expert e has rows [offsets[e], offsets[e + 1]).  The number of tiles
+    suffices for any offsets; unused tiles have a first row that is not before the end, and so no rows.
     """
     count = offsets.numel() - 1
     offsets = offsets.clamp(0, rows).to(torch.int32)
@@ -58,8 +58,8 @@ def linear(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | Non
     """Rows [offsets[e], offsets[e + 1]) of x [M, K] times the transpose of rows [e * N, (e + 1) * N) of w, plus bias[e]: [M, N].
 
     offsets: E + 1 integers from 0 to M, a list or a tensor on any device.  On a GPU they stay there, unchecked.  rows: int64 [M],
-    which row of x [T, K] each of the M rows is.  partial: rows behind the last offset belong to no expert, and their results
-    are 0.  Differentiable in x and bias.  Raises FormatError where something does not fit.
+    the row of x [T, K] for each of the M rows.  partial: rows after the last offset belong to no expert, and their results are 0.
+    Differentiable in x and bias.  Raises FormatError if something does not fit.
     """
     if packed.has_branch:
         raise FormatError(f"'{packed.branch_names[0]}' is added to the weight of all experts; multiply each by linear")
@@ -77,10 +77,10 @@ def linear(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | Non
 
 def _computed(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | None, partial: bool, rows: Tensor | None = None,
               ) -> Tensor:
-    """The product without gradients, in launches for all experts, or expert by expert."""
+    """The product without gradients: one launch for all experts, or expert by expert."""
     experts = len(offsets) - 1
     n = _checked(x, packed, experts, bias)
-    x, packed = as_stored(x, packed)                         # one order for all experts, as there is one index
+    x, packed = as_stored(x, packed)                         # all experts have the same column order, because there is one index
     if runs_kernels(x.device):
         with torch.no_grad(), on_device(x.device):
             offsets = _as_tensor(offsets, x)
@@ -97,7 +97,7 @@ def _computed(x: Tensor, packed: PackedWeight, offsets: Offsets, bias: Tensor | 
 
 
 def _computed_gradient(gradient: Tensor, packed: PackedWeight, offsets: Offsets) -> Tensor:
-    """Rows of gradients [M, N] times the weights of their experts: [M, K], without gradients; rows of no expert are 0."""
+    """Gradients [M, N] times the weights of their experts: [M, K], without gradients; rows of no expert are 0."""
     if runs_kernels(gradient.device):
         with torch.no_grad(), on_device(gradient.device):
             stored = packed if packed.order is None else packed.as_stored()
@@ -116,7 +116,7 @@ def _as_tensor(offsets: Offsets, like: Tensor) -> Tensor:
 
 
 def host_borders(offsets: Offsets, rows: int, partial: bool) -> list[int]:
-    """Offsets as integers, for which the host waits.  Raises FormatError where they do not divide the rows of x."""
+    """Offsets as integers, for which the host waits.  Raises FormatError if they do not divide the rows of x."""
     borders = [int(border) for border in (offsets.tolist() if isinstance(offsets, Tensor) else offsets)]
     if borders[0] != 0 or borders[-1] > rows or (borders[-1] != rows and not partial) or any(a > b for a, b in pairwise(borders)):
         raise FormatError(f"offsets {borders} do not divide {rows} rows of x among {len(borders) - 1} experts")
@@ -124,7 +124,7 @@ def host_borders(offsets: Offsets, rows: int, partial: bool) -> list[int]:
 
 
 def _weights(packed: PackedWeight, borders: Sequence[int]) -> Iterator[tuple[int, int, int, PackedWeight]]:
-    """Experts that have rows of x: number, first row, one past the last, weight.  Of streams, rows of others stay encoded."""
+    """Experts that have rows of x: number, first row, end, weight.  Rows of other experts stay encoded."""
     chosen = [e for e, (start, stop) in enumerate(pairwise(borders)) if start < stop]
     n = packed.shape[0] // (len(borders) - 1)
     places = dict(zip(chosen, chosen, strict=True))
@@ -138,7 +138,7 @@ def _weights(packed: PackedWeight, borders: Sequence[int]) -> Iterator[tuple[int
 
 
 def _checked(x: Tensor, packed: PackedWeight, experts: int, bias: Tensor | None) -> int:
-    """Rows of w per expert."""
+    """Validate the arguments and return the rows of w per expert."""
     rows, k = packed.shape
     if experts < 1 or rows % experts:
         raise FormatError(f"offsets for {experts} experts do not fit a weight of {rows} rows: expected E + 1 of them")
@@ -161,7 +161,7 @@ def _checked(x: Tensor, packed: PackedWeight, experts: int, bias: Tensor | None)
 def is_on_gpu(x: Tensor, other: Tensor | None, *tensors: Tensor) -> bool:
     """Whether kernels multiply for all experts: on a GPU, floats of up to 32 bits, without gradients, tracing or transforms.
 
-    other: the bias, or what else may need gradients.
+    other: the bias, or another tensor that may need gradients.
     """
     return runs_kernels(x.device) and x.dtype != torch.float64 and ops.is_plain(x, other, *tensors) and \
         not ops.is_differentiated(x, other)
@@ -169,7 +169,7 @@ def is_on_gpu(x: Tensor, other: Tensor | None, *tensors: Tensor) -> bool:
 
 def _by_tiles(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor | None, partial: bool, n: int, rows: Tensor | None,
               ) -> Tensor:
-    """The product by kernels whose tiles follow the offsets, which stay on the device."""
+    """The product by kernels whose tiles follow the offsets on the device."""
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     m, experts = x.shape[0] if rows is None else rows.shape[0], offsets.shape[0] - 1
     out = x.new_zeros(m, n) if partial else x.new_empty(m, n)
@@ -192,7 +192,7 @@ def _by_tiles(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor | N
 
 
 def _is_fused(x: Tensor, m: int, packed: PackedWeight, experts: int) -> bool:
-    """Whether one launch decodes as it multiplies m rows: few per expert, by the kernels for matrix units."""
+    """Whether one launch decodes and multiplies m rows: few rows per expert, and a kernel for matrix units."""
     if m > experts * MOST or cdiv(m, ROWS) + experts > launch.SECOND_AXIS or packed.layout.streams or \
             not launch.fits_matrix_units(x, packed, skinny=True):
         return False
@@ -202,10 +202,10 @@ def _is_fused(x: Tensor, m: int, packed: PackedWeight, experts: int) -> bool:
 
 def matmul(x: Tensor, decode: Callable[[int, int], Tensor], offsets: Tensor, bias: Tensor | None, rows: Tensor | None,
            out: Tensor) -> None:
-    """The products of rows of x, each with its own expert's weight, plus bias [E, N], into out [M, N], on a GPU.
+    """Multiply rows of x by the weights of their experts, plus bias [E, N], into out [M, N], on a GPU.
 
-    decode: gives the weights [(stop - start) * N, K] of experts start to stop in x's dtype; about DECODED weights are decoded at
-    a time.  rows: int64 [M], which row of x each row of out is of, if not the same.
+    decode(start, stop): returns the weights [(stop - start) * N, K] of these experts in x's dtype; about DECODED weights are
+    decoded at a time.  rows: int64 [M], the row of x for each row of out, if different.
     """
     (m, n), k, experts = out.shape, x.shape[1], offsets.shape[0] - 1
     size = max(1, DECODED // max(1, n * k))
@@ -217,13 +217,13 @@ def matmul(x: Tensor, decode: Callable[[int, int], Tensor], offsets: Tensor, bia
 
 
 def _tile_height(rows: int, experts: int) -> int:
-    """Rows of a tile of decoded experts: about as many as an expert has on average."""
+    """The rows of a tile for decoded experts: about the average number of rows per expert."""
     return min(128, max(16, 1 << (cdiv(rows, experts) - 1).bit_length()))
 
 
 def matmul_call(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, tiles: Tensor, out: Tensor, height: int,
                 ) -> Call:
-    """The launch that multiplies rows of x with the decoded weights [E * N, K] of their experts; tiles: of `height` rows."""
+    """The launch that multiplies rows of x by the decoded weights [E * N, K] of their experts; tiles: of `height` rows."""
     (n, k), wide = (out.shape[1], x.shape[1]), x.dtype == torch.float32
     bn, bk = (64, 32) if wide else (128, 64)
     return Call(kernels.matmul, (x, weight, bias, rows, tiles, out, n, k), {"BM": height, "BN": bn, "BK": bk},
@@ -231,10 +231,10 @@ def matmul_call(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | N
 
 
 def _by_batches(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor | None, transposed: bool = False) -> Tensor:
-    """The product by torch, in float32 or wider, batches of tiles times the weights that are decoded for them.
+    """The product by torch, in float32 or wider: batches of tiles times the weights decoded for them.
 
-    x: [M, K], or where transposed [M, N], which meets weights as they are.  bias: [E, N].  Rows of no expert are 0.  Sizes of
-    batches follow from M and E alone; the host reads no offset.
+    x: [M, K], or [M, N] if transposed: then weights are not transposed.  bias: [E, N].  Rows of no expert are 0.  Batch sizes
+    follow from M and E; the host reads no offset.
     """
     (m, k), experts = (x.shape[0], packed.shape[1]), offsets.shape[0] - 1
     n, wide = packed.shape[0] // experts, torch.promote_types(x.dtype, torch.float32)
@@ -258,16 +258,16 @@ def _by_batches(x: Tensor, packed: PackedWeight, offsets: Tensor, bias: Tensor |
         torch.bmm(x[rows[part].clamp(max=m - 1)].to(wide), weight if transposed else weight.transpose(1, 2), out=products[part])
     if bias is not None:
         products += bias[expert].to(wide)[:, None]
-    last = torch.where(rows < tiles[:, 2:], rows, m).flatten()   # a tile's rows behind its last all go to one place more
+    last = torch.where(rows < tiles[:, 2:], rows, m).flatten()   # padding rows of a tile go to one extra row
     places = chosen.new_zeros(m + 1).scatter_(0, last, torch.arange(len(last), device=x.device))
     is_counted = torch.arange(m, device=x.device) < offsets[-1]
     return torch.where(is_counted[:, None], products.flatten(0, 1)[places[:m]], 0).to(x.dtype)
 
 
 def experts_with_rows(offsets: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The experts [count] that have rows, in order, filled up with others that have none; and their offsets [count + 1].
+    """The experts [count] that have rows, in order, padded with experts that have none; and their offsets [count + 1].
 
-    offsets: integers [E + 1], rising from 0.  count: at least as many as have rows.  Nothing waits for the host.
+    offsets: integers [E + 1], rising from 0.  count: at least the number of experts with rows.  Nothing waits for the host.
     """
     needed = offsets.diff()
     if count == needed.shape[0]:
@@ -277,7 +277,7 @@ def experts_with_rows(offsets: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def taken(packed: PackedWeight, n: int, experts: Tensor) -> PackedWeight:
-    """The weight of some experts, by their numbers int64 [C], of n rows each; gathered on the device, and streams decoded."""
+    """The weight of some experts, by numbers int64 [C], of n rows each; gathered on the device, with streams decoded."""
     if packed.layout.streams:
         rows = (experts[:, None] * n + torch.arange(n, device=experts.device)).flatten()
         plain, calls = streams.decode_calls(packed, rows)
@@ -295,10 +295,10 @@ def taken(packed: PackedWeight, n: int, experts: Tensor) -> PackedWeight:
 
 
 def weighted_sum(rows: Tensor, order: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """The sum over each token's results times their weights, in the order of weights: [T, N], rounded once on a GPU.
+    """The weighted sum of each token's expert results, added in the order of weights: [T, N], rounded once on a GPU.
 
-    rows: results [T * k, N], sorted by expert; those behind the last offset count as 0.  order: int64 [T * k], the place of each
-    in weights [T, k].  offsets: integers [E + 1].
+    rows: results [T * k, N], sorted by expert; those after the last offset count as 0.  order: int64 [T * k], the index of each
+    result in weights [T, k].  offsets: integers [E + 1].
     """
     (tokens, chosen), n = weights.shape, rows.shape[1]
     places = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
@@ -318,7 +318,7 @@ def weighted_sum(rows: Tensor, order: Tensor, weights: Tensor, offsets: Tensor) 
 
 
 class _Product(torch.autograd.Function):
-    """The product with its derivatives, for autograd and torch.func: linear in x, so that each direction is the other's."""
+    """The product as an autograd function; it is linear in x, so its gradient is the transposed product and vice versa."""
 
     @staticmethod
     def forward(x: Tensor, bias: Tensor | None, offsets: Tensor, packed: PackedWeight, partial: bool, transposed: bool) -> Tensor:
@@ -352,7 +352,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, bias: Tensor | None, offsets: Tensor, packed: PackedWeight,
              partial: bool, transposed: bool) -> tuple[Tensor, int]:
-        """A batch of x gives every expert as many times its rows; a batch of biases is added afterwards."""
+        """A batch of x multiplies the rows per expert; a batch of biases is added afterwards."""
         of_x, of_bias, of_offsets, *_ = in_dims
         if of_offsets is not None:
             raise FormatError("offsets are the same for all of a batch; multiply by other offsets one by one")
@@ -368,17 +368,17 @@ class _Product(torch.autograd.Function):
 
 
 def _bias_rows(bias: Tensor, offsets: Tensor, rows: int) -> Tensor:
-    """The bias [E, ...] of every row's expert: [rows, ...], 0 for rows of none."""
+    """The bias [E, ...] of each row's expert: [rows, ...], 0 for rows of no expert."""
     return torch.cat((bias, torch.zeros_like(bias[:1])))[_experts_of(offsets, rows)]
 
 
 def _experts_of(offsets: Tensor, rows: int) -> Tensor:
-    """The expert of every row: int64 [rows], E for rows of none."""
+    """The expert of each row: int64 [rows], E for rows of no expert."""
     return torch.searchsorted(offsets[1:], torch.arange(rows, device=offsets.device, dtype=offsets.dtype), right=True)
 
 
 def _bias_gradient(gradient: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sums of each expert's rows of gradients [M, N]: [E, N]."""
+    """The sums of the gradients [M, N] over each expert's rows: [E, N]."""
     wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     experts = _experts_of(offsets, gradient.shape[0])
     return wide.new_zeros(offsets.shape[0], gradient.shape[1]).index_add(0, experts, wide)[:-1].to(dtype)
@@ -420,7 +420,7 @@ def _empty_transposed(gradient: Tensor, tensors: Sequence[Tensor], offsets: Tens
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Saves the packed tensors and their key for gradients, never the dense weight."""
+    """Save the packed tensors and their key for gradients, never the dense weight."""
     _, tensors, offsets, bias, ctx.weight, _ = inputs
     ctx.bias = None if bias is None else bias.dtype
     ctx.save_for_backward(offsets, *tensors)

@@ -1,4 +1,4 @@
-"""Layers of torch's kinds over packed weights."""
+"""torch's Linear and Embedding layers over packed weights."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 
 class QuantizedLinear(PackedModule, nn.Linear):
-    """nn.Linear over a packed weight [N, K].  What is computed, x decides, not compute_dtype.
+    """nn.Linear over a packed weight [N, K].  The product has the dtype of x, not compute_dtype.
 
-    input_scale: the static scale of x that a checkpoint has beside the weight, a buffer of one float.  It is saved and loaded
-    like a bias.  With quantize_x it takes the place of a scale for each row; without, it is not used.
+    input_scale: a checkpoint's static scale of x, a buffer of one float, saved and loaded like a bias.  With quantize_x it
+    replaces the scale per row; without, it is ignored.
     """
 
     input_scale: Tensor | None
-    quantize_x: bool = False                                     # these two as in `linear`; may be set at any time
+    quantize_x: bool = False                                     # these two as in `linear`; may be changed at any time
     batch_invariant: bool = False
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None,
                  quantize_x: bool = False, input_scale: Tensor | None = None) -> None:
-        nn.Module.__init__(self)                                 # not nn.Linear's, which would allocate a dense weight
+        nn.Module.__init__(self)                                 # nn.Linear.__init__ would allocate a dense weight
         if input_scale is not None and (why := _wrong_scale(input_scale)):
             raise FormatError(f"input_scale {why}")
         self.register_buffer("input_scale", input_scale)
-        self._x_scale: float | None = None                       # the number, read once: a GPU would be waited for at every use
+        self._x_scale: float | None = None                       # read once, because reading waits for the GPU
         self.out_features, self.in_features = packed.shape
         check_bias(bias, packed.shape)
         if quantize_x:
@@ -52,16 +52,16 @@ class QuantizedLinear(PackedModule, nn.Linear):
     @classmethod
     def empty(cls, shape: tuple[int, int], storage: str | None = None, bias: bool = False, device: torch.device | str = "meta",
               dtype: torch.dtype | None = None, optional: Sequence[str] | None = None, **params: int | str) -> QuantizedLinear:
-        """A layer for a weight [N, K] that is yet to be loaded: on meta, by load_state_dict with assign=True.
+        """A layer for a weight [N, K] that load_state_dict(assign=True) fills later; on meta by default.
 
-        dtype: compute_dtype, and the bias's.  optional: which of the tensors that may be missing there are, by default scales.  A
-        state_dict brings its input_scale along.  Raises FormatError.
+        dtype: compute_dtype, and the bias's dtype.  optional: the optional tensors to include, by default scales.  A state_dict
+        may add an input_scale.  Raises FormatError.
         """
         packed = cls.format.empty(shape, storage, device, optional, **params)
         return cls(packed, torch.empty(shape[0], dtype=dtype, device=device) if bias else None, dtype)
 
     def dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """An nn.Linear with the decoded weight and the same bias, into which a LoRA can be merged; compute_dtype by default."""
+        """An nn.Linear with the decoded weight and the same bias, for example to merge a LoRA; compute_dtype by default."""
         dense = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         dense.weight = nn.Parameter(self.dequantize(dtype or self.compute_dtype), requires_grad=False)
         dense.bias = self.bias
@@ -70,7 +70,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """x [..., K] times the weight's transpose, plus the bias: [..., N]."""
         if not is_dynamo_compiling():
-            own = self.__dict__                                  # asking nn.Module for each of its attributes costs more
+            own = self.__dict__                                  # attribute lookups of nn.Module cost more
             plan, parameters = own["_packed"].plan, own["_parameters"]
             if plan is not None and "bias" in parameters and own["_x_scale"] is None and not self._has_branch:
                 bias = parameters["bias"]
@@ -82,7 +82,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
         return self._product(input)
 
     def _product(self, input: Tensor) -> Tensor:
-        """The product by whatever way x and the tensors that the layer holds now ask for."""
+        """The product without the fast path, for any x and current tensors."""
         if self.quantize_x and self._x_scale is None and self.input_scale is not None:
             self._read_scale()
         packed = self.packed
@@ -93,7 +93,7 @@ class QuantizedLinear(PackedModule, nn.Linear):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
                               missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
-        """As PackedModule; an input_scale is loaded in the shape and dtype that it has."""
+        """As in PackedModule; an input_scale keeps its stored shape and dtype."""
         own, scale = self.input_scale, state_dict.get(prefix + "input_scale")
         errors = len(error_msgs)
         if scale is not None and (why := _wrong_scale(scale)):
@@ -123,11 +123,11 @@ class QuantizedLinear(PackedModule, nn.Linear):
 
 
 class QuantizedEmbedding(PackedModule, nn.Embedding):
-    """nn.Embedding over a packed weight [num_embeddings, embedding_dim]; gives compute_dtype.
+    """nn.Embedding over a packed weight [num_embeddings, embedding_dim]; returns compute_dtype.
 
-    Rows are decoded as Format.dequantize_rows says, few beside those that are asked for.  With max_norm the decoded rows are
-    scaled down to it; nn.Embedding scales its table in place, and the packed table stays as it is.  padding_idx,
-    scale_grad_by_freq and sparse concern gradients of the table, which has none here: they are for dense() and for adapters.
+    Rows are decoded as in Format.dequantize_rows.  max_norm scales the decoded rows; nn.Embedding would change its table in
+    place, but the packed table stays unchanged.  padding_idx, scale_grad_by_freq and sparse affect gradients of the table, which
+    does not exist here: dense() and adapters use them.
     """
 
     def __init__(self, packed: PackedWeight, padding_idx: int | None = None, dtype: torch.dtype | None = None,
@@ -146,7 +146,7 @@ class QuantizedEmbedding(PackedModule, nn.Embedding):
     @classmethod
     def empty(cls, shape: tuple[int, int], storage: str | None = None, device: torch.device | str = "meta",
               dtype: torch.dtype | None = None, optional: Sequence[str] | None = None, **params: int | str) -> QuantizedEmbedding:
-        """A layer for a weight [num_embeddings, embedding_dim] that is yet to be loaded.  As Linear.empty."""
+        """A layer for a weight [num_embeddings, embedding_dim] that is loaded later, as Linear.empty."""
         return cls(cls.format.empty(shape, storage, device, optional, **params), dtype=dtype)
 
     def dense(self, dtype: torch.dtype | None = None) -> nn.Embedding:
@@ -157,7 +157,7 @@ class QuantizedEmbedding(PackedModule, nn.Embedding):
         return dense
 
     def forward(self, input: Tensor) -> Tensor:
-        """Rows of the weight by their numbers: [*index.shape, K]."""
+        """Rows of the weight: [*index.shape, K]."""
         rows = self.format.dequantize_rows(self.packed, input, self.compute_dtype)
         return rows if self.max_norm is None else _renormed(rows, self.max_norm, self.norm_type)
 
@@ -167,13 +167,13 @@ class QuantizedEmbedding(PackedModule, nn.Embedding):
 
 
 def _renormed(rows: Tensor, max_norm: float, norm_type: float) -> Tensor:
-    """Rows [..., K] of which none has a larger norm, by the formula of nn.Embedding."""
+    """Rows [..., K] scaled down to at most this norm, by the formula of nn.Embedding."""
     norms = torch.linalg.vector_norm(rows, norm_type, -1, keepdim=True)
     return torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows)
 
 
 def _wrong_scale(scale: Tensor) -> str:
-    """Why a tensor is not a static scale of x; '' where it is."""
+    """Why a tensor is not a static scale of x; '' if it is one."""
     if not isinstance(scale, Tensor) or not scale.is_floating_point() or scale.numel() != 1:
         shown = f"{str(scale.dtype)[6:]} {list(scale.shape)}" if isinstance(scale, Tensor) else type(scale).__name__
         return f"is one float, not {shown}"
@@ -181,12 +181,12 @@ def _wrong_scale(scale: Tensor) -> str:
 
 
 def linear_class(format: Format) -> type[QuantizedLinear]:
-    """The Linear of a format."""
+    """The Linear class of a format."""
     return type("Linear", (QuantizedLinear,), {"format": format, "__module__": format.__module__,
                                                "__doc__": f"A linear layer with a {format.name} weight."})
 
 
 def embedding_class(format: Format) -> type[QuantizedEmbedding]:
-    """The Embedding of a format."""
+    """The Embedding class of a format."""
     return type("Embedding", (QuantizedEmbedding,), {"format": format, "__module__": format.__module__,
                                                      "__doc__": f"An embedding with a {format.name} weight."})

@@ -1,6 +1,6 @@
-"""x @ w.T + bias for a packed weight, differentiable in x and bias, never holding the whole weight on a CPU.
+"""x @ w.T + bias for a packed weight, differentiable in x and bias; a CPU never holds the whole dense weight.
 
-On a GPU runtime/gpu/plan.py chooses: a fused kernel, or dequantized tiles and the vendor's matmul.  On a CPU, and on devices
+On a GPU runtime/gpu/plan.py chooses a fused kernel, or dequantized tiles and the vendor's matmul.  On a CPU, and on devices
 without Triton, torch dequantizes tiles and multiplies them; Triton's interpreter is never used.
 """
 
@@ -48,12 +48,12 @@ def check_bias(bias: Tensor | None, shape: tuple[int, int]) -> None:
 
 
 def mode_of(quantize_x: bool, batch_invariant: bool, input_scale: float | None = None) -> str:
-    """The `mode` argument of operations: how they compute a product.  Raises FormatError for options that exclude each other.
+    """The `mode` argument of operations.  Raises FormatError for options that exclude each other.
 
-    A static scale of x follows in digits that give the same float back.
+    A static scale of x follows as text that converts back to the same float.
     """
     if quantize_x and batch_invariant:
-        raise FormatError("quantize_x and batch_invariant are not to be had together")
+        raise FormatError("quantize_x and batch_invariant exclude each other: choose one")
     if quantize_x and input_scale is not None:
         if not 0 < input_scale < math.inf:
             raise FormatError(f"input_scale is {input_scale:g}; a scale is positive and finite")
@@ -62,20 +62,20 @@ def mode_of(quantize_x: bool, batch_invariant: bool, input_scale: float | None =
 
 
 def is_quantized(mode: str) -> bool:
-    """Whether the mode is of x in 8 bits."""
+    """Whether the mode quantizes x to 8 bits."""
     return mode.startswith(QUANTIZE_X)
 
 
 def _static_scale(mode: str) -> float | None:
-    """The static scale of x in a mode."""
+    """The static scale of x in a mode, or None."""
     _, _, digits = mode.partition("=")
     return float(digits) if digits else None
 
 
 def as_stored(x: Tensor, packed: PackedWeight) -> tuple[Tensor, PackedWeight]:
-    """x [..., K] with its columns as the weight stores its own, and that weight: their product is the same.
+    """x [..., K] permuted to stored column order, and the weight in stored order; their product is the same.
 
-    On a GPU it shares the plan of the weight, where the next product looks for prepared launches.
+    On a GPU that weight shares this weight's plan, where the next product finds prepared launches.
     """
     if packed.order is None:
         return x, packed
@@ -99,7 +99,7 @@ def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: st
 
 
 def _invariant_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
-    """The batch-invariant product on a CPU: a row's bits do not depend on other rows, because rows are multiplied alone."""
+    """The batch-invariant product on a CPU: rows are multiplied one by one, so that their bits do not depend on other rows."""
     out = x.new_empty(x.shape[0], packed.shape[0])
     for start, stop in row_tiles(packed, weights=tile_weights(x)):
         weight = _weights(packed, start, stop, x.dtype)
@@ -110,7 +110,7 @@ def _invariant_product(x: Tensor, packed: PackedWeight, bias: Tensor | None) -> 
 
 
 def _narrow_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: str) -> Tensor:
-    """The product with x quantized to 8 bits: by a kernel, or where there is none with x as it then is, in float32."""
+    """The product with x quantized to 8 bits: by a kernel, or without one by dequantizing x and multiplying in float32."""
     scale = _static_scale(mode)
     if not runs_kernels(x.device) or not launch.has_w8a8(x, packed):
         return packed_linear(eight.rounded(x, packed, scale), packed, bias).to(x.dtype)
@@ -118,7 +118,7 @@ def _narrow_product(x: Tensor, packed: PackedWeight, bias: Tensor | None, mode: 
 
 
 def packed_matmul(gradient: Tensor, packed: PackedWeight) -> Tensor:
-    """gradient [M, N] @ w: [M, K], summed over tiles in float32, or in float64 for a gradient in float64."""
+    """gradient [M, N] @ w: [M, K], summed over tiles in float32, or in float64 for a float64 gradient."""
     packed = packed.decode_streams()
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     wide = gradient.to(dtype)
@@ -129,12 +129,12 @@ def packed_matmul(gradient: Tensor, packed: PackedWeight) -> Tensor:
 
 
 def tile_weights(x: Tensor) -> int:
-    """Weights dequantized at a time: a cache's worth on a CPU, 64 MB of float16 on a GPU."""
+    """Weights to dequantize at a time: as many as fit a cache on a CPU, 64 MB of float16 on a GPU."""
     return 1 << 18 if x.device.type == "cpu" else DECODED
 
 
 def _weights(packed: PackedWeight, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """Rows [start, stop) of the weight."""
+    """Rows [start, stop) of the decoded weight."""
     weight = torch.empty(stop - start, packed.shape[1], dtype=dtype, device=packed.device)
     if runs_kernels(packed.device):
         launch.dequantize(packed.cut("N", start, stop), weight)

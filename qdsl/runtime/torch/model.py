@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Report:
-    """The replaced and the skipped linear layers of a model, by name; `done` is a summary.
+    """The replaced and skipped linear layers of a model, by name; `done` is a summary.
 
-    quantized: bytes of the weight before and after.  skipped: why a layer stayed as it was.  notes: what else to know of one.
+    quantized: bytes of the weight before and after.  skipped: why a layer was not replaced.  notes: advice on a layer.
     """
 
     done: str
@@ -43,10 +43,10 @@ def quantize_model(model: nn.Module, format: Format, filter: Callable[[nn.Module
                    ) -> Report:
     """Replace nn.Linear layers of a model by Linear layers of a format, one after the other.
 
-    filter: whether a layer, given with its name, is to be replaced.  options: those of the format's `quantize`.  At no time
-    is there more than one weight in both forms, and whatever stops this leaves every layer either as it was or replaced: the
-    rest can be done by a second call.  A layer keeps its bias, its device and its mode.  Layers that cannot be replaced are
-    left, and the report says why.  Raises FormatError, before anything changes, for options that the format does not have.
+    filter(layer, name): whether to replace a layer.  options: of the format's `quantize`.  Only one weight at a time exists in
+    both forms.  If an error stops this, every layer is either unchanged or replaced; call again to do the rest.  A layer keeps
+    its bias, device and mode.  Layers that cannot be replaced are skipped, and the report says why.  Raises FormatError, before
+    anything changes, for options that the format does not have.
     """
     format.chosen(options)
     if isinstance(model, nn.Linear):
@@ -56,11 +56,11 @@ def quantize_model(model: nn.Module, format: Format, filter: Callable[[nn.Module
         if filter is None or filter(model.get_submodule(names[0]), names[0]):
             why = _reason(model.get_submodule(names[0])) or _replace(model, names, format, options, report)
             report.skipped.update(dict.fromkeys(names, why) if why else {})
-    return report                                                # no name here kept a layer while the next was quantized
+    return report                                                # no local variable kept a layer alive during the next one
 
 
 def _places(model: nn.Module) -> list[list[str]]:
-    """The names of every linear layer; a layer that stands in several places has several."""
+    """The names of every linear layer; a layer that occurs several times has several."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
@@ -69,7 +69,7 @@ def _places(model: nn.Module) -> list[list[str]]:
 
 
 def _reason(layer: nn.Module) -> str:
-    """Why a layer cannot be replaced, if so."""
+    """Why a layer cannot be replaced; '' if it can."""
     if isinstance(layer, QuantizedLinear):
         return f"holds a {layer.format.name} weight already"
     if type(layer) is not nn.Linear:
@@ -82,7 +82,7 @@ def _reason(layer: nn.Module) -> str:
 
 
 def _replace(model: nn.Module, names: list[str], format: Format, options: Mapping[str, Any], report: Report) -> str:
-    """Quantize a layer and put the new one in all its places; or say why not."""
+    """Quantize a layer and put the new one in all its places; returns why not, or ''."""
     old = model.get_submodule(names[0])
     assert isinstance(old, nn.Linear)
     try:
@@ -91,7 +91,7 @@ def _replace(model: nn.Module, names: list[str], format: Format, options: Mappin
     except FormatError as error:
         return str(error)
     new = format.Linear(packed, old.bias, old.weight.dtype)
-    new.bias = old.bias                                          # the same parameter, for whoever trains it
+    new.bias = old.bias                                          # the same parameter, in case it is trained
     new.train(old.training)
     tied = [name for name, other in model.named_parameters(remove_duplicate=False)
             if other is old.weight and name.removesuffix(".weight") not in names]
@@ -104,10 +104,10 @@ def _replace(model: nn.Module, names: list[str], format: Format, options: Mappin
 
 
 def planar_model(model: nn.Module, filter: Callable[[nn.Module, str], bool] | None = None, larger: bool = False) -> Report:
-    """Store the weights of a model's quantized layers as the kernels for matrix units want them, one after the other.
+    """Convert the weights of a model's quantized layers to storage planar, one after the other.
 
-    filter: whether a layer, passed with its name, may change.  Layers that have no such storage, or would grow (Format.planar),
-    are left, and the report says so.  larger: they may grow.
+    filter(layer, name): whether a layer may change.  Layers without a planar form, or that would grow (Format.planar), are
+    skipped, and the report says why.  larger: they may grow.
     """
     return replace_layers(model, "stored for matrix units", partial(_planar_layer, larger=larger), filter)
 
@@ -122,10 +122,10 @@ def _planar_layer(old: QuantizedLinear, larger: bool) -> QuantizedLinear | str:
 
 
 def use_fastest_storages(model: nn.Module, filter: Callable[[nn.Module, str], bool]) -> Report:
-    """Store the weights of quantized layers planar where placement.fastest_storage says so, in place, one at a time.
+    """Convert weights of quantized layers to planar if placement.fastest_storage does, in place, one at a time.
 
-    filter: whether a layer, by its name, may be changed.  Layers whose tensors other modules have too, that accelerate offloads,
-    or that FSDP shards, stay as they are.
+    filter(layer, name): whether a layer may change.  Layers that share tensors with other modules, that accelerate offloads, or
+    that FSDP shards are skipped.
     """
     owners = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values() if tensor is not None)
 
@@ -143,11 +143,11 @@ def use_fastest_storages(model: nn.Module, filter: Callable[[nn.Module, str], bo
 
 def replace_layers(model: nn.Module, done: str, rule: Callable[[QuantizedLinear], QuantizedLinear | str],
                    filter: Callable[[nn.Module, str], bool] | None = None) -> Report:
-    """Replace a model's quantized linear layers by layers that store the same weights otherwise, in place, one at a time.
+    """Replace a model's quantized linear layers by layers that store the same weights differently, in place, one at a time.
 
-    rule: the new layer for a layer, or why the old one stays.  done: what the report says of replaced layers.  filter: whether a
-    layer, passed with its name, may change; all may without it.  A layer keeps its bias, its mode and its hooks.  At no time is
-    more than one weight there in both storages.  Raises FormatError for a model that is itself a linear layer.
+    rule(layer): the new layer, or why the old one stays.  done: the report's text for replaced layers.  filter(layer, name):
+    whether a layer may change; by default all may.  A layer keeps its bias, mode and hooks.  Only one weight at a time exists in
+    both storages.  Raises FormatError for a model that is itself a linear layer.
     """
     if isinstance(model, QuantizedLinear):
         raise FormatError("the model is itself a linear layer, which cannot be replaced in place: wrap it in an nn.Sequential")
@@ -166,11 +166,11 @@ def replace_layers(model: nn.Module, done: str, rule: Callable[[QuantizedLinear]
 
 def _replace_layer(model: nn.Module, names: list[str], old: QuantizedLinear,
                    rule: Callable[[QuantizedLinear], QuantizedLinear | str]) -> tuple[int, int] | str:
-    """Put a new layer in all places of an old one: the bytes of both weights; or why the old one stays."""
+    """Put a new layer in all places of an old one; returns the bytes of both weights, or why the old one stays."""
     new = rule(old)
     if isinstance(new, str):
         return new
-    new.bias = old.bias                                          # the same parameter, for whoever trains it
+    new.bias = old.bias                                          # the same parameter, in case it is trained
     new.train(old.training)
     new.batch_invariant = old.batch_invariant
     vars(new).update({key: value for key, value in vars(old).items() if key.endswith("_hooks")})

@@ -20,9 +20,9 @@ from qdsl.runtime.weight.wrap import unfilled
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
 
-# What may be loaded into a tensor of another dtype: decoding widens a scale to float32 in any case, before it computes.
+# Dtypes that may be loaded into a tensor of another dtype: decoding converts the scale to float32 anyway.
 WIDENED = {torch.float32: (torch.float16, torch.bfloat16)}
-# Floats that hold every number of a stored dtype: a cast to one of them, by those who cast parameters, can be undone.
+# Floats that hold every number of a stored dtype, so that a cast to one of them can be undone.
 WIDER: dict[torch.dtype, tuple[torch.dtype, ...]] = {
     **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8),
                     (torch.float16, torch.bfloat16, torch.float32, torch.float64)),
@@ -36,20 +36,19 @@ WIDER: dict[torch.dtype, tuple[torch.dtype, ...]] = {
 
 
 class PackedModule(nn.Module):
-    """A module over a packed weight: the checkpoint's own tensors, under their own names, are its parameters.
+    """A module over a packed weight: the checkpoint's tensors are its parameters, under their own names.
 
-    They keep their dtypes through `.to`, `.half()` and friends, and appear in `state_dict` as the checkpoint has them.
-    `weight` is a NoWeight; a stored tensor of that name is in `named_parameters()` and `_parameters`.  compute_dtype is what
-    the weight of a dense layer would have for its dtype: the one that the layer was last cast to.
+    `.to`, `.half()` and similar calls keep their dtypes, and `state_dict` has them as the checkpoint does.  `weight` is a
+    NoWeight; a stored tensor of that name is in `named_parameters()` and `_parameters`.  compute_dtype is the dtype that a dense
+    layer's weight would have: the last one that the layer was cast to.
 
-    A tensor is validated once, when it comes into the layer: its dtype, its shape, and of an index whether the groups exist
-    and whether the columns lie in order, which is noted on the tensor itself.  One that was put in place of it by other means
-    than loading has no note, and is validated when the layer is next used.  So is one whose version shows that it was changed in
-    place, and one that was cast, as by `p.data = p.data.to(dtype)`: it gets its dtype back where the cast lost nothing, else
-    using the layer is an error.
+    A tensor is validated once, when the layer gets it: its dtype, its shape, and that the groups of an index exist.  Validation
+    also records on the tensor whether columns are in order.  A tensor that was replaced without loading has no record and is
+    validated at the next use.  So is a tensor that was changed in place, or cast, as by `p.data = p.data.to(dtype)`: a lossless
+    cast is undone, and any other raises an error at use.
 
-    Who asks a model's parameters for its dtype may meet a stored one, such as float8: `next(model.parameters()).dtype` is that of
-    the first.  Ask `layer.weight.dtype` or `compute_dtype`.  For DDP and FSDP2 see qdsl.ignore_packed_.
+    A stored parameter may have a dtype such as float8: `next(model.parameters()).dtype` is that of the first.  Use
+    `layer.weight.dtype` or `compute_dtype` instead.  For DDP and FSDP2 see qdsl.ignore_packed_.
     """
 
     format: Format
@@ -57,7 +56,7 @@ class PackedModule(nn.Module):
     _has_branch: bool = False
 
     def _hold(self, packed: PackedWeight) -> None:
-        """Make the weight's tensors parameters.  Raises FormatError for one of another format."""
+        """Make the weight's tensors parameters.  Raises FormatError for a weight of another format."""
         if packed.format is not self.format:
             raise FormatError(f"a {type(self).__name__} of {self.format.name} cannot hold a weight of {packed.format.name}")
         self._packed, self._has_branch = packed.derive({}), packed.has_branch
@@ -78,7 +77,7 @@ class PackedModule(nn.Module):
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight with the tensors that the module holds now.  Raises FormatError where something made them others."""
+        """The weight with the tensors that the module has now.  Raises FormatError if they were changed to invalid ones."""
         tensors, dtypes = self._stored_tensors(), self._dtypes
         if torch.compiler.is_compiling():
             if any(tensor.dtype != dtypes[name] for name, tensor in tensors.items()):
@@ -94,16 +93,16 @@ class PackedModule(nn.Module):
         return packed
 
     def stored_parameters(self) -> dict[str, nn.Parameter]:
-        """The stored tensors, by the names that they have in `named_parameters()`."""
+        """The stored tensors, by their names in `named_parameters()`."""
         stored = ((name, self._parameters.get(name)) for name in self._names.values())
         return {name: parameter for name, parameter in stored if parameter is not None}
 
     def _stored_tensors(self) -> dict[str, Tensor]:
-        own: Mapping[str, Any] = self._parameters                # first, because asking nn.Module costs more
+        own: Mapping[str, Any] = self._parameters                # asking nn.Module costs more
         return {name: own[word] if word in own else getattr(self, word) for name, word in self._names.items()}
 
     def _unchanged(self, names: Sequence[str]) -> list[Tensor] | None:
-        """Stored tensors by name, as `packed` has them; None where one was replaced, cast or changed since it was noted."""
+        """Stored tensors by name; None if one was replaced, cast or changed since it was recorded."""
         attributes = self.__dict__
         own, words, dtypes = attributes["_parameters"], attributes["_names"], attributes["_dtypes"]
         tensors: list[Tensor] = []
@@ -114,7 +113,7 @@ class PackedModule(nn.Module):
             try:
                 if tensor._noted != tensor._version:             # type: ignore[attr-defined]
                     return None
-            except (AttributeError, RuntimeError):               # not noted; of inference mode, which counts no changes
+            except (AttributeError, RuntimeError):               # no record, or inference mode, which counts no changes
                 if getattr(tensor, "_noted", None) != _version(tensor):
                     return None
             tensors.append(tensor)
@@ -122,7 +121,7 @@ class PackedModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the packed tensors are."""
+        """The device of the packed tensors."""
         return next(iter(self._stored_tensors().values())).device
 
     def __getattr__(self, name: str) -> Any:
@@ -131,14 +130,14 @@ class PackedModule(nn.Module):
         return super().__getattr__(name)
 
     def _weight_stand_in(self) -> Any:
-        """The stand-in for the dense weight, or the `weight` that FSDP2 has sharded, because FSDP2 compares it by identity."""
+        """The stand-in for the dense weight, or the `weight` that FSDP2 has sharded: it compares weights by identity."""
         stored = self._parameters.get("weight")
-        if stored is None or torch.compiler.is_compiling():      # dynamo takes the class for the one that StoredWeight claims
+        if stored is None or torch.compiler.is_compiling():      # dynamo confuses it with the class that StoredWeight claims
             return NoWeight(self, None if stored is None else stored.shape)
         return stored if is_fsdp_shard(stored) else StoredWeight(self)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As nn.Module does; another packed layer's `weight`, as tying assigns it, is its stored tensor."""
+        """As nn.Module; assigning another packed layer's `weight`, to tie weights, assigns its stored tensor."""
         shown: Any = param
         super().register_parameter(name, shown.stored if type(shown) is StoredWeight else param)
 
@@ -147,21 +146,21 @@ class PackedModule(nn.Module):
         return self.format.dequantize(self.packed, dtype)
 
     def checkpoint_weight(self) -> PackedWeight:
-        """The weight as the checkpoint stores it: `packed`, unless the layer stores it otherwise to run it."""
+        """The weight as the checkpoint stores it, even if the layer stores it differently to run it."""
         return self.packed
 
     def reset_parameters(self) -> None:
-        """Raises FormatError: a packed weight is loaded or quantized."""
+        """Raises FormatError: a packed weight cannot be initialised."""
         raise FormatError(f"a {self.format.name} weight is loaded or quantized, not initialised")
 
     # -- what comes in -------------------------------------------------------------------------------------------------
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
                               missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
-        """Loads all tensors of state_dict, or none where one does not fit, which error_msgs then says.
+        """Load all tensors of state_dict, or none if one does not fit; error_msgs then says which.
 
-        torch would cast silently when it copies, and take any dtype when it assigns.  Raw bytes are 8-bit floats here, as in
-        `wrap`, and 16-bit floats go into float32, where they mean the same numbers; no other dtype is converted.
+        torch would silently cast when it copies, and take any dtype when it assigns.  Here raw bytes are accepted for 8-bit
+        floats, as in `wrap`, and 16-bit floats for float32, which holds the same numbers.  No other dtype is converted.
         """
         loaded: dict[str, Tensor] = {}
         wrong: list[str] = self._partial_stream_errors(state_dict, prefix)
@@ -185,7 +184,7 @@ class PackedModule(nn.Module):
             error_msgs += wrong
             return
         for name, tensor in loaded.items():
-            if tensor.shape != self._stored_tensors()[name].shape:         # its size depends on the weights
+            if tensor.shape != self._stored_tensors()[name].shape:         # the size depends on the numbers
                 room = torch.empty_like(tensor, device=self._stored_tensors()[name].device)
                 self.register_parameter(self._names[name], nn.Parameter(room, requires_grad=False))
         if not local_metadata.get("assign_to_params_buffers"):
@@ -195,7 +194,7 @@ class PackedModule(nn.Module):
         self._validate()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Saves as nn.Module does, in the dtypes of the checkpoint, even where tensors were cast or the device lacks a dtype."""
+        """Save as nn.Module does, in the checkpoint's dtypes, even if tensors were cast or the device lacks a dtype."""
         tensors = self._stored_tensors()
         if is_plain(*tensors.values()):
             self._undo_casts(tensors)
@@ -214,12 +213,12 @@ class PackedModule(nn.Module):
                 f"state_dict lacks {', '.join(missing)}"]
 
     def _own_shape(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The layer's own tensor that says the shape, where a state_dict does not have it."""
+        """The layer's own shape tensor, if a state_dict does not have one."""
         name = self._packed.layout.shape
         return {name: self._stored_tensors()[name]} if name and name not in loaded else {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move stored tensors, and give them no other dtype: a scale or a code that is cast is another weight."""
+        """Move stored tensors without changing dtypes: casting a scale or code would change the weight."""
         stored = {id(tensor): tensor.dtype for tensor in self._uncast_tensors()}
         dtypes = self._packed.dtypes
         stored |= {id(tensor): dtypes[name] for name, tensor in self._stored_tensors().items()}
@@ -245,10 +244,10 @@ class PackedModule(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_parameters": unpickled(state["_parameters"])})  # type: ignore[no-untyped-call]
-        self._validate()                                         # a copied tensor has no note
+        self._validate()                                         # a copied tensor has no record
 
     def _validate(self) -> None:
-        """Validates the tensors again.  Errors are raised when the layer is used, because tensors may not be filled yet."""
+        """Validate the tensors again.  Errors are raised when the layer is used, because tensors may not be filled yet."""
         tensors, dtypes = self._stored_tensors(), self._packed.dtypes
         for name, tensor in tensors.items():
             vars(tensor).pop("_noted", None)
@@ -261,13 +260,13 @@ class PackedModule(nn.Module):
                 return
 
     def _note(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Validates the tensors, records what they imply (order, finiteness, streams), and returns them.  Raises FormatError.
+        """Validate the tensors, record what they imply (order, finiteness, streams), and return them.  Raises FormatError.
 
-        Without an index that nobody filled, as in `wrap`; it may not be filled yet, and is validated at every use.
+        An index that no one filled is dropped, as in `wrap`; it may be filled later, and is validated at every use.
         """
         absent = unfilled(self.format, self._packed.derive(tensors))
         checked = self.format.checked(self._packed.derive({**tensors, **absent}))
-        on_gpu = checked.device.type not in ("cpu", "meta")      # where kernels for matrix units ask for it, again and again
+        on_gpu = checked.device.type not in ("cpu", "meta")      # kernels for matrix units need it at every product
         self._packed.known_finite = checked.finite if on_gpu else None
         self._packed.stream_info = checked.stream_info
         self._packed.plan = self._packed.dense = None
@@ -276,9 +275,9 @@ class PackedModule(nn.Module):
         return filled
 
     def _undo_casts(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give tensors that were cast to a wider float their dtype back, in place, where every number survives both casts.
+        """Undo casts to a wider float, in place, if every number survives both casts.
 
-        All others stay as they are, and `_note` raises FormatError for them.
+        Other tensors stay as they are, and `_note` raises FormatError for them.
         """
         for name, tensor in tensors.items():
             if tensor.dtype in WIDER.get(self._dtypes[name], ()):
@@ -294,7 +293,7 @@ def _note(tensors: Mapping[str, Tensor], in_order: frozenset[str]) -> None:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; 0 for one of inference mode, which does not count that."""
+    """The number of in-place changes of a tensor; 0 in inference mode, which does not count them."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -303,7 +302,7 @@ def _ordered(tensors: Mapping[str, Tensor]) -> frozenset[str]:
 
 
 def _fitted(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | str:
-    """A tensor of a state_dict as the layer stores it, or what is wrong, with a place for its key."""
+    """A tensor of a state_dict as the layer stores it, or an error text with a placeholder for its key."""
     if not isinstance(tensor, Tensor):
         return f"{{}} is a {type(tensor).__name__} in the state_dict, not a tensor"
     if tensor.dtype == torch.uint8 and dtype.is_floating_point and dtype.itemsize == 1:

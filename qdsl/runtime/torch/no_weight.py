@@ -11,30 +11,30 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from qdsl.runtime.torch.module import PackedModule
 
-# Methods by which initialisers overwrite all numbers of a tensor, and those by which they then change what they wrote.
+# Methods by which initialisers overwrite a whole tensor, and methods that then modify the result.
 OVERWRITES = frozenset({"normal_", "uniform_", "zero_", "fill_", "trunc_normal_"})
 CHANGES = frozenset({"add_", "clamp_", "div_", "erfinv_", "mul_", "sub_"})
-# What offloading asks of a parameter, and gets from the stored tensor of that name.
+# Attributes of a parameter that offloading reads; they come from the stored tensor of that name.
 OF_STORED = frozenset({"data_ptr", "element_size", "is_contiguous", "nbytes", "storage_offset", "stride", "untyped_storage"})
 
 
 class NoWeight:
-    """The weight of a packed layer, as others see it: shape, device, and the dtype to which a model casts activations.
+    """The `weight` attribute of a packed layer: shape, device, and the dtype to which models cast activations.
 
-    Initialisers (`nn.init.normal_(layer.weight)`, `layer.weight.data[0].zero_()`) leave it alone: it has been loaded.  Whoever
-    wants its numbers gets an AttributeError or TypeError that says where they are.
+    Initialisers (`nn.init.normal_(layer.weight)`, `layer.weight.data[0].zero_()`) have no effect: the weight has been loaded.
+    Reading numbers raises an AttributeError or TypeError that says where they are.
     """
 
     requires_grad = False
     grad = None
     grad_fn = None
     is_leaf = True
-    is_meta = True                                               # no numbers here: torch's initialisers then return at once
+    is_meta = True                                               # torch's initialisers return at once for meta tensors
     _is_hf_initialized = True                                    # the same for transformers
 
     def __init__(self, layer: PackedModule, shape: torch.Size | None = None) -> None:
         self._layer = layer
-        self._part = shape                                       # of rows of it, which are for initialisers alone
+        self._part = shape                                       # a slice of rows, for initialisers only
         self._is_overwritten = False
 
     @property
@@ -44,12 +44,12 @@ class NoWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that products of the layer have."""
+        """The dtype of the layer's products."""
         return self._layer.compute_dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the packed tensors lie."""
+        """The device of the packed tensors."""
         return self._layer.device
 
     @property
@@ -59,14 +59,14 @@ class NoWeight:
 
     @property
     def data(self) -> NoWeight:
-        """Itself: it has no numbers of its own."""
+        """Itself: it has no numbers."""
         return self
 
     def __repr__(self) -> str:
         return f"NoWeight({list(self.shape)}, {self.dtype}, {self.device})"
 
     def size(self, dim: int | None = None) -> Any:
-        """The shape, or the extent of an axis."""
+        """The shape, or the length of one axis."""
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:
@@ -84,7 +84,7 @@ class NoWeight:
         return True
 
     def requires_grad_(self, requires_grad: bool = True) -> NoWeight:
-        """Itself.  Raises FormatError for requires_grad: a packed weight has no gradient."""
+        """Itself.  Raises TypeError if requires_grad is true: a packed weight has no gradient."""
         if requires_grad:
             raise TypeError(f"a packed weight is not trained: {self._advice}")
         return self
@@ -140,17 +140,17 @@ class NoWeight:
 
 
 class StoredWeight(NoWeight):
-    """The same of a layer whose checkpoint calls a stored tensor `weight`: that tensor is the parameter `weight`.
+    """The `weight` attribute if the checkpoint calls a stored tensor `weight`: that tensor is the parameter `weight`.
 
-    It is an instance of nn.Parameter to isinstance, so that `get_parameter` finds it.  It has the stored tensor's shape, address
-    and `to`, which offloading asks of the attribute before it replaces the parameter.
+    isinstance takes it for an nn.Parameter, so that `get_parameter` finds it.  It has the stored tensor's shape, address and
+    `to`, which offloading reads before it replaces the parameter.
     """
 
     __class__ = nn.Parameter  # type: ignore[assignment]
 
     @property
     def stored(self) -> nn.Parameter:
-        """The tensor that files hold."""
+        """The tensor as files store it."""
         parameter = self._layer._parameters["weight"]
         assert parameter is not None
         return parameter

@@ -1,16 +1,15 @@
-"""The operations as torch sees them: opaque, with shapes and gradients, for torch.compile, torch.export and the like.
+"""Custom operations for torch.compile, torch.export and similar tools: opaque, with shapes and gradients.
 
     qdsl::linear       x [..., K], bias [N]    ->  [..., N], by a mode of linear.py
     qdsl::transposed   gradient [..., N]       ->  [..., K], the gradient with respect to x
     qdsl::dequantize                           ->  [N, K]
 
-A packed weight is the tensors that are stored, and a text, its WeightKey: the format, its storage, its parameters, its shape
-and which of the storage's tensors there are.  One text, because torch takes 3 us to pass its parts one by one.  The format is
-called by its name and its spec's digest, so that a saved program finds the same format in another process, built or loaded from
-wherever, and no other format of that name.
+An operation takes a packed weight as its stored tensors and a text, its WeightKey: format, storage, parameters, shape and the
+names of the tensors.  It is one text because torch takes 3 us to pass the parts one by one.  The key names the format and its
+spec's digest, so that a saved program finds the same format in another process, and no other format of that name.
 
-What torch cannot do with an operation of one's own: transforms of torch.func inside torch.compile (outside they work, by
-_Matmul below), and torch's older vmap, that of is_grads_batched.  Both say so.
+torch does not support two things for custom operations, and raises errors: transforms of torch.func inside torch.compile (outside
+they work, by _Matmul below), and torch's older vmap, that of is_grads_batched.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class WeightKey(NamedTuple):
-    """A packed weight's description: everything but its tensors.
+    """Description of a packed weight without its tensors.
 
     names: of the tensors.  finite: whether no code is NaN or infinite.  shape: 'NxK'.
     """
@@ -74,7 +73,7 @@ class WeightKey(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The argument of operations from which `read_key` reads the key again."""
+        """The text that operations take; `read_key` is the inverse."""
         return f"{self.format}|{self.storage}|{self.params}|{self.names}|{self.finite}|{self.stream_info}|{self.shape}"
 
 
@@ -90,16 +89,14 @@ _unnamed = count(1)
 
 
 def register_format(format: Format, digest: str) -> str:
-    """A format's name in operations; without a digest a name that no other format of this process has."""
+    """The format's name in operations; without a digest a name that is unique in this process."""
     key = f"{format.name}@{digest or f'unnamed-{next(_unnamed)}'}"
-    _formats[key] = format                                       # another module of the same spec may take its place
+    _formats[key] = format                                       # a second module of the same spec may replace the first
     return key
 
 
 def weight_key(packed: PackedWeight) -> tuple[list[Tensor], WeightKey]:
-    """The tensors and the key of a packed weight, without tensors that add nothing: an index whose columns lie in order, and what
-    says the shape.
-    """
+    """The tensors and the key of a packed weight, without an index of columns in order and without the shape tensor."""
     spare = {*packed.in_order, packed.layout.shape}
     stored = {name: tensor for name, tensor in packed.tensors.items() if name not in spare}
     tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in stored.values()]
@@ -108,15 +105,15 @@ def weight_key(packed: PackedWeight) -> tuple[list[Tensor], WeightKey]:
 
 
 def operands(packed: PackedWeight) -> tuple[list[Tensor], str]:
-    """A packed weight as operations take it: its tensors, and the text of its key."""
+    """A packed weight as arguments of operations: its tensors, and the text of its key."""
     tensors, key = weight_key(packed)
     return tensors, key.text
 
 
 def _is_finite(packed: PackedWeight) -> bool:
-    """Whether codes are known to be finite.  Of tensors that are traced, whose codes cannot be read, only what was known before.
+    """Whether codes are known to be finite.  Traced tensors cannot be read, so only earlier knowledge counts for them.
 
-    False is always right: then the kernels serve that keep a NaN.
+    False is always safe: it selects kernels that keep NaN.
     """
     if packed.known_finite is not None or not has_special_codes(packed):
         return packed.known_finite is not False
@@ -136,7 +133,7 @@ def _format_of(key: str, params: str) -> tuple[Format, dict[str, int | str]]:
 
 
 def packed_weight(tensors: Sequence[Tensor], weight: str) -> PackedWeight:
-    """The packed weight of an operation's arguments: its tensors, and the text of its key."""
+    """The packed weight from an operation's arguments: its tensors, and the text of its key."""
     key = read_key(weight)
     format, params = _format_of(key.format, key.params)
     return PackedWeight(format, key.storage, dict(zip(key.names.split(), tensors, strict=True)), (key.n, key.k), params,
@@ -149,10 +146,10 @@ def packed_weight(tensors: Sequence[Tensor], weight: str) -> PackedWeight:
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, mode: str = "") -> Tensor:
     """x [..., K] times the weight's transpose, plus bias [N]: [..., N] in x's dtype, or under autocast in autocast's.
 
-    Differentiable in x and bias, to any order; the weight itself is not trained.  Sums are float32, or on a CPU float64
-    for x in float64.  On a GPU a fused kernel multiplies exact weights; where runtime/gpu/plan.py chooses to decode, and on a
-    CPU, weights are first rounded to x's dtype.  mode: of linear.py, as Format.linear explains them; x in 8 bits has
-    the gradients of the product without.  Raises FormatError where x does not fit, or codes are no 8 bits.
+    Differentiable in x and bias, to any order; the weight is not trained.  Sums are float32, or float64 on a CPU for float64 x.
+    On a GPU a fused kernel multiplies exact weights.  If runtime/gpu/plan.py chooses to decode, and on a CPU, weights are first
+    rounded to x's dtype.  mode: of linear.py, see Format.linear; 8-bit x has the gradients of unquantized x.  Raises FormatError
+    if x does not fit, or if quantize_x needs 8-bit codes.
     """
     if is_direct(x, bias) and (plan := packed.plan) is not None and not packed.has_branch:
         if is_autocast_enabled():
@@ -179,7 +176,7 @@ def dequantize(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def autocast(x: Tensor) -> Tensor:
-    """x in the dtype in which a dense layer would take it; autocast leaves float64 alone."""
+    """x in the dtype that a dense layer would cast it to; autocast does not change float64."""
     device = x.device.type
     if x.dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return x.to(torch.get_autocast_dtype(device))
@@ -187,12 +184,12 @@ def autocast(x: Tensor) -> Tensor:
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether tensors have numbers, and no tracing, transform or dispatch mode must see the operation.
+    """Whether tensors have numbers, and no tracing, transform or dispatch mode needs to see the operation.
 
-    Then an operation's work is done without the operation, whose dispatch costs some 10 us, and 40 with gradients.  Whatever
-    wants to see the operation answers here first: torch.compile, torch.export and torch.jit.trace; make_fx, FakeTensorMode and
-    every other dispatch mode; tensor subclasses, FakeTensor outside its mode among them; meta tensors.  The
-    answer errs towards the operation, which does the same.  (Transforms of torch.func end in plain tensors: see _Matmul.)
+    Then it is computed without a dispatch, which costs about 10 us, and 40 with gradients.  False for torch.compile, torch.export
+    and torch.jit.trace; make_fx, FakeTensorMode and other dispatch modes; tensor subclasses, such as FakeTensor outside its mode;
+    and meta tensors.  False is always safe, because the operation computes the same.  (Transforms of torch.func end in plain
+    tensors: see _Matmul.)
     """
     if is_recorded() or is_in_torch_dispatch_mode():
         return False
@@ -200,7 +197,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def is_recorded() -> bool:
-    """Whether this call becomes part of a program, with the gradients that the operation has."""
+    """Whether this call becomes part of a recorded program, with the gradients of the operation."""
     return torch.compiler.is_compiling() or is_jit_traced()
 
 
@@ -212,9 +209,9 @@ def is_differentiated(x: Tensor, bias: Tensor | None) -> bool:
 
 
 def _matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str) -> Tensor:
-    """x [..., K] @ w.T + bias, or where `transposed` x [..., N] @ w; without gradients."""
+    """x [..., K] @ w.T + bias, or x [..., N] @ w if transposed; without gradients."""
     if not transposed and (plan := packed.plan) is not None and not packed.has_branch and is_direct(x, bias):
-        # Within a product with gradients.
+        # Inside a product with gradients.
         out = quick(x, plan, plan.tensors_of(packed.tensors), bias, mode)
         if out is not None:
             return out
@@ -223,26 +220,26 @@ def _matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bo
 
 
 def computed(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str = "") -> Tensor:
-    """x [..., K] @ w.T + bias, or x [..., N] @ w where transposed: computed at once, without gradients."""
+    """x [..., K] @ w.T + bias, or x [..., N] @ w if transposed; computed at once, without gradients."""
     if packed.has_branch:
         return _computed_sum(x, packed, bias, transposed, mode)
     if bias is not None and packed.layout.streams and x.dim() != 2 and not x.is_contiguous():
-        # As torch does: it rounds the product before it adds the bias.
+        # torch also rounds the product before it adds the bias.
         return computed(x, packed, None, transposed, mode).add_(bias)
-    with torch.no_grad(), on_device(x.device):                   # stored tensors that ask for gradients get none
-        rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()    # K = 0 too
+    with torch.no_grad(), on_device(x.device):                   # stored tensors may require gradients
+        rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()    # works for K = 0
         if not transposed:
             out = packed_linear(*as_stored(rows, packed), bias, mode)
         elif packed.order is None:
             out = packed_matmul(rows, packed)
         else:
             out = packed_matmul(rows, packed.as_stored()).index_select(1, order.places(packed.order))
-        # Autograd refuses to change a view in place that was made without gradients, as `layer(x).add_(y)` would.
+        # Autograd refuses in-place changes of a view that was made without gradients, as in `layer(x).add_(y)`.
         return out if x.dim() == 2 else torch.ops.aten._unsafe_view(out, (*x.shape[:-1], packed.shape[transposed]))
 
 
 def _computed_sum(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed: bool, mode: str) -> Tensor:
-    """The product with a weight that has branches: that of its base, and theirs."""
+    """The product with a weight that has branches: the product with its base plus those with the branches."""
     base = packed.base
     out = computed(x, base, bias, transposed, mode)
     packed.plan, packed.dense = base.plan, base.dense
@@ -257,9 +254,9 @@ def _operation(x: Tensor, packed: PackedWeight, bias: Tensor | None, transposed:
 
 
 class _Matmul(torch.autograd.Function):
-    """The product with its derivatives, for autograd and torch.func: linear in x, so that each direction is the other's.
+    """The product as an autograd function; it is linear in x, so its gradient is the transposed product and vice versa.
 
-    Derivatives of a quantized x are 1, as if it were not.
+    Gradients ignore the rounding of quantize_x.
     """
 
     @staticmethod
@@ -306,9 +303,9 @@ def _bias_gradient(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
-# The plans of the weights that operations are called with, by the texts of their keys.
+# Plans of weights that operations are called with, by the text of the key.
 _plans: dict[str, Plan] = {}
-MOST = 4096                                                      # of these
+MOST = 4096                                                      # the most plans to keep
 
 
 def _computed_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, weight: str, mode: str = "") -> Tensor:
@@ -318,7 +315,7 @@ def _computed_linear(x: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, 
         if out is not None:
             return out
     packed = packed_weight(tensors, weight)
-    packed.plan = plan if packed.has_branch else None            # of its base
+    packed.plan = plan if packed.has_branch else None            # the plan belongs to the base
     out = computed(x, packed, bias, False, mode)
     if packed.plan is not None and (packed.has_branch or " ".join(packed.plan.names) == read_key(weight).names):
         if len(_plans) >= MOST:
@@ -349,13 +346,13 @@ def _empty_dequantize(tensors: Sequence[Tensor], weight: str, dtype: torch.dtype
     return tensors[0].new_empty(key.n, key.k, dtype=dtype)
 
 
-# -- gradients of the operations: what a compiled program is differentiated by ---------------------------------------------
+# -- gradients of the operations in compiled programs ---------------------------------------------------------------------
 
 
 def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Saves the packed tensors and their key for gradients, never the dense weight."""
+    """Save the packed tensors and their key for gradients, never the dense weight."""
     _, tensors, bias, ctx.weight, mode = inputs
-    ctx.others = 1 + bool(mode)                                  # torch counts no argument that has its default
+    ctx.others = 1 + bool(mode)                                  # torch does not count arguments with default values
     ctx.bias = None if bias is None else bias.dtype
     ctx.save_for_backward(*tensors)
 
@@ -377,14 +374,14 @@ def _of_transposed(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return _linear(gradient, tensors, None, ctx.weight), [None] * len(tensors), None
 
 
-# -- their registration: by torch.library.Library, whose calls cost half of those of a custom_op --------------------------------
+# -- registration by torch.library.Library: its calls cost half of a custom_op's ------------------------------------------
 
 
 def define(name: str, function: Callable[..., Tensor], fake: Callable[..., Tensor], gradients: Callable[..., Any] | None = None,
            keep: Callable[..., None] | None = None, bias: int | None = None) -> Any:
-    """An operation of torch.ops.qdsl with a fake function, and gradients if it is differentiable; bias: that argument's place.
+    """Define an operation of torch.ops.qdsl with a fake function, and with gradients if given; bias: index of that argument.
 
-    Where nothing asks for gradients, and nothing else watches, it computes at once, without a second dispatch.
+    If nothing needs gradients or watches the call, it computes at once, without a second dispatch.
     """
     schema = name + torch.library.infer_schema(function, mutates_args=())
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]

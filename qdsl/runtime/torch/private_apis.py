@@ -1,6 +1,6 @@
-"""What qdsl uses of torch and Triton beyond their documented interfaces; nothing else names it.
+"""The undocumented interfaces of torch and Triton that qdsl uses; no other module names them.
 
-tests/unit/test_private_apis.py checks what each part is relied on for, on the torch and the Triton that are installed.
+tests/unit/test_private_apis.py checks each of them on the installed torch and Triton.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from qdsl.runtime.gpu.triton import triton, use_writable_cache
 
 __all__ = ["FakeTensor", "is_in_torch_dispatch_mode"]
 
-PLAIN = (Tensor, nn.Parameter)                                   # types whose numbers are computed with directly
+PLAIN = (Tensor, nn.Parameter)                                   # tensor types to compute with directly
 
 
 def allocation(tensor: Tensor) -> int:
-    """What two tensors have in common that are views of the same memory, on meta too."""
+    """A key that is equal for views of the same memory, on meta too."""
     return int(tensor.untyped_storage()._cdata)
 
 
-# -- who watches an operation ------------------------------------------------------------------------------------------
+# -- observers of an operation --------------------------------------------------------------------------------------------
 
 
 def is_jit_traced() -> bool:
@@ -41,7 +41,7 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-# Looked up once: every name costs 20 ns, and a product asks for them all.
+# Looked up once: a lookup costs 20 ns, and every product calls them all.
 _tracing_state, _dispatch_modes = torch._C._get_tracing_state, torch._C._len_torch_dispatch_stack
 _transform, _is_compiling = torch._C._functorch.peek_interpreter_stack, torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
@@ -49,10 +49,10 @@ is_autocast_enabled = torch._C._is_any_autocast_enabled          # on any device
 
 
 def is_direct(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether nothing watches or differentiates a product of x, and x and the bias are plain tensors.
+    """Whether nothing observes or differentiates a product of x, and x and the bias are plain tensors.
 
-    False is always right.  What may watch are a compiler, a tracer, a dispatch mode (that of an export too), a transform and
-    forward mode.  Tensors of autograd's own vmap are not told from plain ones, because asking costs 60 ns: see is_batched.
+    False is always safe.  Observers are a compiler, a tracer, a dispatch mode (also of an export), a transform and forward mode.
+    Tensors of autograd's own vmap count as plain, because testing for them costs 60 ns: see is_batched.
     """
     if _is_compiling() or _tracing_state() is not None or _dispatch_modes() or _transform() is not None or \
             forward_ad._current_level >= 0 or type(x) not in PLAIN:
@@ -63,7 +63,7 @@ def is_direct(x: Tensor, bias: Tensor | None) -> bool:
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether a tensor is one of autograd's own vmap (`is_grads_batched`), which has the type of a plain tensor."""
+    """Whether a tensor is one of autograd's own vmap (`is_grads_batched`), whose type is that of a plain tensor."""
     return bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
 
 
@@ -71,7 +71,7 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def gradient_kernel(operator: Any, gradients: Callable[..., Any], keep: Callable[..., None]) -> Callable[..., Any]:
-    """What torch.library.register_autograd has an operator do where gradients may be wanted: f(dispatch keys, *arguments).
+    """The function that torch.library.register_autograd gives an operator for gradients: f(dispatch keys, *arguments).
 
     gradients, keep: its `backward` and `setup_context`.
     """
@@ -82,27 +82,27 @@ def gradient_kernel(operator: Any, gradients: Callable[..., Any], keep: Callable
 
 
 def storage_key(tensor: Tensor) -> int:
-    """A number that tensors have in common which share a storage."""
+    """A key that is equal for tensors that share a storage."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """The names of a module's own buffers that are left out of its state dict."""
+    """The names of a module's own buffers that its state dict omits."""
     return set(module._non_persistent_buffers_set)
 
 
 def is_fsdp_shard(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a DTensor, as FSDP2 makes of those that it shards."""
+    """Whether a parameter is a DTensor, as made by FSDP2 for shards."""
     return hasattr(parameter, "_local_tensor")
 
 
 def ddp_ignored(model: nn.Module) -> set[str]:
-    """The names of parameters and buffers that DistributedDataParallel will leave alone."""
+    """The names of parameters and buffers that DistributedDataParallel ignores."""
     return set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def ignore_in_ddp_(model: nn.Module, names: Sequence[str]) -> None:
-    """Have DistributedDataParallel leave these parameters and buffers alone, and no others."""
+    """Have DistributedDataParallel ignore exactly these parameters and buffers."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
 
 
@@ -112,10 +112,10 @@ def ignore_in_ddp_(model: nn.Module, names: Sequence[str]) -> None:
 def compile_kernel(kernel: Any, types: Mapping[str, str], constants: Mapping[tuple[int, ...], Any],
                    hints: Mapping[tuple[int, ...], list[list[object]]], arch: int | str, warp: int, options: Mapping[str, Any],
                    ) -> Any:
-    """A kernel compiled for a GPU that need not be there.
+    """A kernel compiled for a GPU, which need not be present.
 
-    types: of arguments, by name.  constants, hints: values, and known divisors, by place.  arch: NVIDIA's compute capability
-    times 10, or what AMD calls an architecture ('gfx942').  warp: its threads.
+    types: of arguments, by name.  constants, hints: values, and known divisors, by index.  arch: NVIDIA's compute capability
+    times 10, or AMD's name of the architecture ('gfx942').  warp: threads per warp.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -126,15 +126,15 @@ def compile_kernel(kernel: Any, types: Mapping[str, str], constants: Mapping[tup
 
 
 def tool_path(tool: str) -> str:
-    """Where one of the NVIDIA programs that come with Triton lies: 'ptxas', 'nvdisasm', 'cuobjdump'."""
+    """The path of an NVIDIA program that comes with Triton: 'ptxas', 'nvdisasm', 'cuobjdump'."""
     return str(getattr(triton.knobs.nvidia, tool).path)
 
 
 def launch_state(device: int) -> tuple[dict[str, Any], str, str]:
-    """What launches past Triton's own launcher on a GPU depend on, by its index: names, and two expressions that use them.
+    """The state that direct launches on a GPU must check, by its index: names, and two expressions that use them.
 
-    The first is true where another device is current, or something asked Triton to be called at launches, as its profiler
-    does.  The second is the current stream.  -1 is whichever device is current.
+    The first expression is true if another device is current, or a launch hook of Triton is set, for example by its profiler.
+    The second is the current stream.  -1 is the current device.
     """
     driver, runtime = triton.runtime.driver.active, triton.knobs.runtime
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
@@ -151,8 +151,8 @@ def launch_state(device: int) -> tuple[dict[str, Any], str, str]:
 
 
 def allocator(kind: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] | None:
-    """What allocates a tensor of sizes, strides and a type on the current device of a kind, in half the time of `new_empty`.
+    """A function that allocates a tensor from sizes, strides and a dtype on the current device, in half the time of `new_empty`.
 
-    Compiled programs of torch allocate by it.  None where this torch has none.
+    Compiled programs of torch allocate with it.  kind: of the device.  None if this torch has none.
     """
     return getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)
