@@ -1,7 +1,7 @@
-"""Rows, pieces and joins of packed weights where tensors cannot be cut as they are: by fields, packed again.
+"""Rows, slices and joins of packed weights whose tensors cannot be sliced directly: fields are gathered and packed again.
 
 The result is in the source's storage if that can hold it; else in smaller blocks, if a parameter of the format lists them; else
-in the storage `planar`.
+in storage `planar`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 def rows(packed: PackedWeight, index: Tensor) -> PackedWeight:
-    """The weight of these rows, index integers [M], by its fields.  Raises FormatError where rows share a block."""
+    """The weight of these rows, index integers [M], by its fields.  Raises FormatError if rows share a block."""
     n, k = packed.shape
-    any_rows = torch.arange(index.numel(), device="cpu") % 2 * max(0, n - 1)     # for an index on meta: no two are of one block
+    any_rows = torch.arange(index.numel(), device="cpu") % 2 * max(0, n - 1)     # for an index on meta: no two share a block
     source = Source(packed, any_rows if index.is_meta else index.cpu().long(), 0, k)
     if source.rows.numel() and not 0 <= int(source.rows.min()) <= int(source.rows.max()) < n:
         raise IndexError(f"rows {int(source.rows.min())} to {int(source.rows.max())} of a weight that has {n}")
@@ -47,9 +47,9 @@ def rows(packed: PackedWeight, index: Tensor) -> PackedWeight:
 
 
 def piece(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight:
-    """Rows or columns [start, stop) by the weight's fields.  Raises FormatError with the nearest borders that work.
+    """Rows or columns [start, stop) by the weight's fields.  Raises FormatError with the nearest legal borders.
 
-    Blocks that end at both borders come first, so that pieces of a weight are alike; then those that go on beyond.
+    Prefers blocks that end at both borders, so that slices of a weight are alike, to blocks that extend beyond.
     """
     band = streams.row_band(packed, start, stop) if dim == "N" else None
     if band is not None:
@@ -72,8 +72,9 @@ def piece(packed: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight
 
 
 def _packed_again(source: Source, check: Callable[[Mapping[str, int]], None] = lambda sizes: None) -> PackedWeight:
-    """The weight of a source's rows and columns, by its fields, in the first storage and parameters that `check` does not
-    refuse and that can hold it.  Raises FormatError.
+    """The weight of a source's rows and columns, packed again in the first storage and parameters that can hold it.
+
+    check: raises FormatError for size parameters to skip.  Raises FormatError if none is left.
     """
     packed, fields = source.packed, dict[str, Tensor]()
 
@@ -94,7 +95,7 @@ def _packed_again(source: Source, check: Callable[[Mapping[str, int]], None] = l
 
 
 def shard_step(packed: PackedWeight, dim: str) -> int:
-    """The least number of rows or columns at whose multiples `shard` works; all of them where only the whole is left."""
+    """The smallest step of rows or columns at whose multiples `shard` works; all of them if only the whole weight works."""
     return min(_step(packed, dim, storage, params) for storage, params in _targets(packed))
 
 
@@ -103,7 +104,7 @@ def _step(packed: PackedWeight, dim: str, storage: str, params: Mapping[str, int
     n, k = packed.shape
     whole = max(1, n if dim == "N" else k)
     if (dim == "K" or storage != packed.storage) and group_index(packed) is not None:
-        return whole                                             # other storages may have no columns in act-order
+        return whole                                             # other storages may not support act-order
     step = piece_step(packed.format.description, packed.params, packed.shape, dim, storage, params)
     try:
         for size in {step, whole % step or step}:
@@ -114,7 +115,7 @@ def _step(packed: PackedWeight, dim: str, storage: str, params: Mapping[str, int
 
 
 def _check_blocks_end(packed: PackedWeight, dim: str, borders: Sequence[int], sizes: Mapping[str, int]) -> None:
-    """Raises FormatError for a border inside one of several blocks."""
+    """Raises FormatError for a border inside a block of a divided axis."""
     for name, kind in packed.variant.fields.items():
         for axis in kind.axes:
             step = border_step(axis, sizes, dim, packed.shape)
@@ -127,7 +128,7 @@ def _name(packed: PackedWeight) -> str:
 
 
 def refusal(packed: PackedWeight, dim: str, start: int, stop: int, why: str, step: int) -> str:
-    """The error for a piece that cannot be had: why, and next to borders that are none those that are, multiples of `step`."""
+    """The error for an illegal slice: the reason, and the nearest legal borders, multiples of `step`."""
     whole = packed.shape[dim == "K"]
     near = [f"the nearest borders to {border} are {border // step * step} and {min(whole, -(-border // step) * step)}"
             for border in dict.fromkeys((start, stop)) if border % step and border != whole]
@@ -138,14 +139,14 @@ def refusal(packed: PackedWeight, dim: str, start: int, stop: int, why: str, ste
 
 
 def _targets(packed: PackedWeight) -> Iterator[tuple[str, dict[str, int | str]]]:
-    """The storages and parameters that a result may have: the source's own, then smaller blocks, then the storage `planar`."""
+    """The storages and parameters to try for a result: the source's own, then smaller blocks, then storage `planar`."""
     return targets(packed.format.description, packed.storage, packed.params, packed.shape)
 
 
 def _first_allowed(packed: PackedWeight, make: Callable[[str, dict[str, int | str]], PackedWeight]) -> PackedWeight:
-    """What `make` returns for the first target that it does not refuse.
+    """The result of `make` for the first target that it does not refuse.
 
-    Raises its FormatError for the smallest blocks in the weight's own storage.
+    If it refuses all, raises its FormatError for the smallest blocks in the weight's own storage.
     """
     refused: FormatError | None = None
     for storage, params in _targets(packed):
@@ -153,12 +154,12 @@ def _first_allowed(packed: PackedWeight, make: Callable[[str, dict[str, int | st
             return make(storage, params)
         except FormatError as error:
             refused = error if refused is None or storage == packed.storage else refused
-    assert refused is not None                                   # a weight's own storage and parameters are a target
+    assert refused is not None                                   # the weight's own storage and parameters are a target
     raise refused
 
 
 def _template(packed: PackedWeight, storage: str, params: Mapping[str, int | str], shape: tuple[int, int]) -> PackedWeight:
-    """A weight on meta in another shape, with the optional tensors for the same fields.  Raises FormatError."""
+    """A weight on meta with another shape, with optional tensors for the same fields.  Raises FormatError."""
     layout = packed.format.variant(params).storages[storage]
     missing = {stored.optional for name, stored in packed.layout.tensors.items() if name not in packed.tensors}
     fields = packed.variant.fields.keys() - missing - {*packed.layout.where} | {*layout.always}
@@ -171,7 +172,7 @@ def _template(packed: PackedWeight, storage: str, params: Mapping[str, int | str
 
 
 def _labelled(result: PackedWeight, packed: PackedWeight) -> PackedWeight:
-    """A result with the source's notes, and with its names of tensors where they are the same tensors."""
+    """The result with the source's notes, and with its tensor names if the storage is the same."""
     result.notes = packed.notes
     result.names = dict(packed.names) if result.storage == packed.storage else {}
     return result
@@ -181,7 +182,7 @@ def _labelled(result: PackedWeight, packed: PackedWeight) -> PackedWeight:
 
 
 def join(parts: Sequence[PackedWeight], dim: str) -> PackedWeight:
-    """The weight whose rows or columns are those of the parts, one after the other.  Raises FormatError."""
+    """The weight whose rows or columns are those of the parts, in order.  Raises FormatError."""
     _check_alike(parts, dim)
     if len(parts) == 1:
         return parts[0]
@@ -200,9 +201,9 @@ def join(parts: Sequence[PackedWeight], dim: str) -> PackedWeight:
 
 
 def concatenated(parts: Sequence[PackedWeight]) -> PackedWeight | None:
-    """The weight of all rows of the parts where their tensors can be concatenated; None where they must be packed again.
+    """The rows of all parts as one weight, if tensors can be concatenated; None if they must be packed again.
 
-    Cutting it at the borders of the parts gives the same bytes back.  It is a copy, except of tensors that all parts share.
+    Slicing it at the borders of the parts gives the same bytes back.  It is a copy, except of tensors that all parts share.
     """
     if any(part.has_branch or part.layout.streams or part.tensors.keys() != parts[0].tensors.keys() for part in parts):
         return None
@@ -214,7 +215,7 @@ def concatenated(parts: Sequence[PackedWeight]) -> PackedWeight | None:
 
 
 def _check_alike(parts: Sequence[PackedWeight], dim: str) -> None:
-    """Raises FormatError for parts that are no weights of one format, storage, set of parameters, device and other extent."""
+    """Raises FormatError unless the parts have the same format, storage, parameters, device and other extent."""
     if not parts or dim not in UNITS:
         raise FormatError(f"join takes one weight or more and 'N' (rows) or 'K' (columns), not {len(parts)} along {dim!r}")
     other = "K" if dim == "N" else "N"
@@ -249,24 +250,24 @@ class _Joint:
 
     @cached_property
     def ends(self) -> list[int]:
-        """The row or column after the last of every part."""
+        """For every part, its last row or column plus one."""
         return list(accumulate(part.shape[self.dim == "K"] for part in self.parts))
 
     @cached_property
     def first_columns(self) -> list[int]:
-        """The column of the joined weight at which every part begins."""
+        """For every part, its first column in the joined weight."""
         return [0, *self.ends[:-1]] if self.dim == "K" else [0] * len(self.parts)
 
     def concatenated(self) -> PackedWeight | None:
-        """The joined weight, every tensor copied once; None where parts end inside blocks, or differ in what they share."""
-        fullest = max(self.parts, key=lambda part: len(part.tensors))            # the index of columns in order may be missing
+        """The joined weight, every tensor copied once; None if parts end inside blocks or their shared tensors differ."""
+        fullest = max(self.parts, key=lambda part: len(part.tensors))            # a part may lack the index of columns in order
         template = _template(fullest, fullest.storage, fullest.params, self.shape)
         step = template.step(self.dim)
         if template.layout.streams or any(end % step and end != self.ends[-1] for end in self.ends) or \
                 any(name not in fullest.tensors for part in self.parts for name in part.tensors):
             return None
         tensors: dict[str, Tensor] = dict(fullest.tensors)
-        for name in sorted(tensors, key=self._is_divided):       # shared ones first: where they differ, nothing is copied
+        for name in sorted(tensors, key=self._is_divided):       # shared ones first: if they differ, nothing is copied
             joined = tensors[name] if name == template.layout.shape else self._tensor(name)
             if joined is None:
                 return None
@@ -278,7 +279,7 @@ class _Joint:
         return result
 
     def _tensor(self, name: str) -> Tensor | None:
-        """A tensor of the joined weight; None where parts lack it, or differ in one that they share."""
+        """A tensor of the joined weight; None if parts lack it, or if it is shared and differs."""
         stored, is_order = self.parts[0].layout.tensors[name], name == self.parts[0].layout.order
         if is_order or stored.dtype == "index":
             values = [_column_numbers(part, name, 1 if is_order else group_size(part), start)
@@ -291,7 +292,7 @@ class _Joint:
         return torch.cat(values, places[0]) if places else common(values)
 
     def _is_divided(self, name: str) -> bool:
-        """Whether parts have rows, or columns, of a tensor for themselves."""
+        """Whether a tensor is divided among the parts, instead of shared."""
         return any(axis.dim in (self.dim, "N*K") for axis in self.parts[0].layout.tensors[name].axes)
 
     def packed_again(self, storage: str, params: Mapping[str, int | str]) -> PackedWeight:
@@ -314,7 +315,7 @@ class _Joint:
         return _labelled(first.format.pack(joined, storage, **params), first)
 
     def _check_ends(self, name: str, axis: Axis, sizes: Mapping[str, int]) -> None:
-        """Raises FormatError where a block of a field would be of two parts."""
+        """Raises FormatError if a block of a field would span two parts."""
         if axis.dim == "N*K" and is_scattered(self.parts[0].variant):
             raise FormatError(f"one value of '{name}' is for weights all over the matrix")
         step = border_step(axis, sizes, self.dim, self.parts[0].shape)
@@ -324,7 +325,7 @@ class _Joint:
                               f"{UNITS[self.dim]}")
 
     def _field(self, name: str, values: list[Tensor], sizes: Mapping[str, int], params: Mapping[str, int | str]) -> Tensor:
-        """A field of the joined weight: the parts' one after the other, or the one that they share."""
+        """A field of the joined weight: the parts' fields concatenated, or the one that they share."""
         kind = self.parts[0].variant.fields[name]
         if kind.groups is not None:
             values = [value + start // kind.groups.by(sizes) for value, start in zip(values, self.first_columns, strict=True)]
@@ -349,7 +350,7 @@ def _column_numbers(part: PackedWeight, name: str, unit: int, start: int) -> Ten
 
 
 def _all_fields(parts: Sequence[PackedWeight]) -> list[dict[str, Tensor]]:
-    """The fields of every part, with the defaults of those that only other parts store."""
+    """The fields of every part, with defaults for fields that only other parts store."""
     def default(part: PackedWeight, name: str) -> Tensor:
         return default_field(part.format, part.variant, name, part.shape, part.params, part.device)
 

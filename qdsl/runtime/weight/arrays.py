@@ -1,4 +1,4 @@
-"""Small helpers of generated references: ceiling division, bytes as integers and in parts, padding, and fresh outputs."""
+"""Helpers of generated references: ceiling division, bytes as integers and bit fields, padding, and new tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from qdsl.runtime.torch.private_apis import FakeTensor
 from qdsl.runtime.weight.device_dtypes import dtype_on
 
-CHUNK = 1 << 18                                                  # words at a time, which stay in a cache
-SWAP_NIBBLES = 4097                                              # times a word: its lowest bits 12 higher too
-KEPT = 31 << 20                                                  # bytes
+CHUNK = 1 << 18                                                  # words at a time, which fit a cache
+SWAP_NIBBLES = 4097                                              # factor of a word: copies its lowest bits 12 bits higher
+KEPT = 31 << 20                                                  # bytes of freed memory to keep
 
-# glibc gives the pages of what is freed back to the system, which has to clear others for the next tile; it keeps twice as much
-# as the largest block that was freed, up to 32 MiB.  A block whose pages nobody touches costs nothing.
+# glibc returns freed pages to the system, which must clear new ones for the next tile.  It keeps twice the size of the largest
+# freed block, up to 32 MiB.  A block whose pages are never touched costs nothing.
 np.empty(KEPT, dtype=np.uint8)
 
 
@@ -27,9 +27,9 @@ def cdiv(a: int, b: int) -> int:
 
 
 def as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes along the last axis as elements of another dtype; copied where they do not lie together or aligned.
+    """The bytes along the last axis as elements of another dtype; copied if they are not contiguous or aligned.
 
-    8-bit floats stay bytes on a device that lacks them: decoding takes either.
+    8-bit floats stay bytes on a device that lacks them: decoding accepts both.
     """
     if tensor.element_size() == dtype.itemsize:
         return tensor.view(dtype_on(tensor.device, dtype))
@@ -37,21 +37,21 @@ def as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor.clone(memory_format=torch.contiguous_format).view(dtype)
     step = 1
     for extent, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if stride != step:                                       # axes of one element count: torch's view looks at them
+        if stride != step:                                       # torch's view checks axes of length 1
             return tensor.clone(memory_format=torch.contiguous_format).view(dtype)
         step *= extent
     return tensor.view(dtype)
 
 
 def workspace(out: Tensor | None) -> Tensor | None:
-    """`out`, where it can hold what comes before the last operation: float32, rounded only there to another type."""
+    """`out` if it can hold intermediate results: float32, rounded to another dtype only at the end."""
     return out if out is not None and out.dtype == torch.float32 else None
 
 
 def rounded(values: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """float32 values rounded to a shorter dtype, ties to even, as float32, or in `out`.
 
-    Raises RuntimeError in a program that is traced: a compiler may leave out a cast and its way back.
+    Raises RuntimeError in a traced program: a compiler may remove a cast and its inverse.
     """
     if isinstance(values, FakeTensor):
         raise RuntimeError("values are not rounded in a program that is traced")
@@ -59,13 +59,13 @@ def rounded(values: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Te
 
 
 def as_float(numbers: Tensor, out: Tensor | None) -> Tensor:
-    """Integers as float32, in the memory of `out` if it is that: a pass of its own is faster than an operation that casts."""
+    """Integers as float32, in `out` if possible: a separate pass is faster than an operation that casts."""
     space = workspace(out)
     return numbers.float() if space is None else space.copy_(numbers)
 
 
 def integer(bytes_: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Little-endian integers of the bytes along the last axis: without a dtype int32 for up to 3 bytes, else int64."""
+    """Little-endian integers of the bytes along the last axis; by default int32 for up to 3 bytes, else int64."""
     wide = dtype or (torch.int32 if bytes_.shape[-1] <= 3 else torch.int64)
     value = bytes_[..., 0].to(wide)
     for i in range(1, bytes_.shape[-1]):
@@ -75,7 +75,7 @@ def integer(bytes_: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 @cache
 def _spreads(width: int) -> Tensor:
-    """For every byte its fields of 1 or 2 bits, a byte each, as one word."""
+    """For every byte, its fields of 1 or 2 bits, one byte each, as one word."""
     fields = [[byte >> at & (1 << width) - 1 for at in range(0, 8, width)] for byte in range(256)]
     return torch.tensor(fields, dtype=torch.uint8, device="cpu").view(torch.int64 if width == 1 else torch.int32).flatten()
 
@@ -83,7 +83,7 @@ def _spreads(width: int) -> Tensor:
 def spread(bytes_: Tensor, width: int, *, high_first: bool = False) -> Tensor:
     """The fields of `width` bits of each byte along a new last axis, low bits first.
 
-    Operations on whole words are several times as fast as cutting each field.
+    Uses operations on whole words, which are several times as fast as extracting each field.
     """
     if bytes_.device.type == "meta":
         return bytes_.new_empty((*bytes_.shape, 8 // width))
@@ -99,18 +99,18 @@ def spread(bytes_: Tensor, width: int, *, high_first: bool = False) -> Tensor:
 
 
 def joined(fields: Tensor, width: int, *, high_first: bool = False) -> Tensor:
-    """The inverse of spread: bytes of 8 // width neighbours along the last axis, uint8 whose bits from `width` on are 0."""
+    """The inverse of spread: bytes of 8 // width adjacent fields along the last axis; bits of uint8 from `width` on must be 0."""
     count = 8 // width
     words = as_type(fields, {2: torch.int16, 4: torch.int32, 8: torch.int64}[count])
     places = SWAP_NIBBLES if high_first else sum(1 << 8 * (count - 1) - (8 - width) * i for i in range(count))
     packed = empty(words.shape, torch.uint8, words.device)
     for part, into in zip(torch.split(words.flatten(), CHUNK), torch.split(packed.view(-1), CHUNK), strict=True):
-        into.copy_((part * places).bitwise_right_shift_(8 * (count - 1)))     # no two of the products' bits meet
+        into.copy_((part * places).bitwise_right_shift_(8 * (count - 1)))     # bits of the products do not overlap
     return packed
 
 
 def pad(field: Tensor, amounts: Sequence[int]) -> Tensor:
-    """Bits of 0 after the last elements; amounts as (before, after) pairs from the last axis on."""
+    """Append zero bits after the last elements; amounts as (before, after) pairs from the last axis on."""
     if not any(amounts):
         return field
     if field.is_floating_point() and field.element_size() == 1:  # E8M0 has no 0
@@ -119,7 +119,7 @@ def pad(field: Tensor, amounts: Sequence[int]) -> Tensor:
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor.  On a CPU its pages come from numpy, which gets them several times faster than torch."""
+    """An uninitialised tensor.  On a CPU numpy allocates it, which is several times faster than torch."""
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     raw = np.empty((*shape, dtype.itemsize), dtype=np.uint8)
@@ -127,7 +127,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def common(values: Sequence[Tensor]) -> Tensor | None:
-    """The first of tensors that have the same bits, NaN included; None where they differ.  On meta they count as equal."""
+    """The first tensor if all have the same bits, NaN included; None if they differ.  On meta they count as equal."""
     first = values[0]
     same = first.is_meta or all(value is first or (value.shape == first.shape and torch.equal(_bytes(value), _bytes(first)))
                                 for value in values)

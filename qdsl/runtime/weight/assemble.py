@@ -1,4 +1,4 @@
-"""The tensors of a weight: what a storage has, and the checks of those that come together as a PackedWeight."""
+"""The tensors of a weight: the ones that a storage has, and the validation of those that form a PackedWeight."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from qdsl.runtime.weight.packed import FormatError, PackedWeight, shape_tensor
 if TYPE_CHECKING:
     from qdsl.runtime.format import Format
 
-LARGEST = 1 << 60                                                # weights, whose bytes and bits still fit an int64
+LARGEST = 1 << 60                                                # weights, so that counts of bytes and bits fit an int64
 
 
 def assemble(format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], params: Mapping[str, int | str],
              notes: Sequence[str] = (), names: Mapping[str, str] | None = None) -> PackedWeight:
-    """A weight of tensors in the storage's own shapes and dtypes, with its index tensors range-checked."""
+    """A weight of tensors in the storage's own shapes and dtypes; validates its index tensors."""
     layout = format.variant(params).storages[storage]
     sizes = format.sizes(params, shape)
     if why := layout.why_not(shape, sizes):
@@ -40,8 +40,9 @@ def assemble(format: Format, storage: str, tensors: Mapping[str, Tensor], shape:
 
 
 def check_again(packed: PackedWeight) -> PackedWeight:
-    """The same weight with its tensors validated again.  Raises FormatError for those that do not fit, for groups that do
-    not exist, and for an order that is no permutation.
+    """The same weight with its tensors validated again.
+
+    Raises FormatError for tensors that do not fit, for groups that do not exist, and for an order that is no permutation.
     """
     wanted = stored_tensors(packed)
     for name, tensor in packed.tensors.items():
@@ -54,8 +55,9 @@ def check_again(packed: PackedWeight) -> PackedWeight:
 
 def check_columns(format: Format, name: str, tensor: Tensor, is_order: bool, shape: tuple[int, int],
                   params: Mapping[str, int | str]) -> bool:
-    """Whether an index or order says that columns are in order.  Raises FormatError for groups that do not exist, and for
-    an order that is no permutation.
+    """Whether an index or order says that columns are in order.
+
+    Raises FormatError for groups that do not exist, and for an order that is no permutation.
     """
     if tensor.is_meta:
         return False
@@ -71,7 +73,7 @@ def check_columns(format: Format, name: str, tensor: Tensor, is_order: bool, sha
 
 def check_shape(format: Format, name: str, layout: Storage, shape: tuple[int, int], sizes: Mapping[str, int],
                 included: Collection[str]) -> None:
-    """Raises FormatError for a shape that the storage is not for.  included: the optional fields that are stored."""
+    """Raises FormatError for a shape that the storage does not support.  included: the optional fields that are stored."""
     for stored in layout.tensors.values():
         for axis in stored.axes if not stored.optional or stored.optional in included else ():
             if axis.extent(*shape, sizes) is None:
@@ -81,7 +83,7 @@ def check_shape(format: Format, name: str, layout: Storage, shape: tuple[int, in
 
 
 def whole_shape(format: Format, shape: Sequence[int]) -> tuple[int, int]:
-    """A shape that a caller states, as (N, K).  Raises FormatError."""
+    """A caller's shape as (N, K).  Raises FormatError."""
     try:
         n, k = map(int, shape)
         whole = (n, k) == tuple(shape)
@@ -96,9 +98,9 @@ def whole_shape(format: Format, shape: Sequence[int]) -> tuple[int, int]:
 
 def empty_weight(format: Format, shape: tuple[int, int], storage: str | None, device: torch.device | str,
                  optional: Sequence[str] | None, params: Mapping[str, int | str]) -> PackedWeight:
-    """A weight [N, K] of the tensors that its storage would have, on a device that need not hold them, not filled.
+    """A weight [N, K] with the uninitialised tensors of a storage, on a device (meta needs no memory).
 
-    optional: which of the tensors that may be missing it has, by default scales.  Raises FormatError.
+    optional: the optional tensors to include, by default scales.  Raises FormatError.
     """
     chosen, shape = format.complete(params), whole_shape(format, shape)
     name, layout = format.storage(storage, chosen)
@@ -119,7 +121,7 @@ def empty_weight(format: Format, shape: tuple[int, int], storage: str | None, de
 
 
 def full_template(format: Format, storage: str, shape: tuple[int, int], params: Mapping[str, int | str]) -> PackedWeight:
-    """A weight of all the tensors that a storage can have, on meta.  Raises FormatError for a shape that does not fit."""
+    """A weight on meta with all tensors that a storage can have.  Raises FormatError for a shape that does not fit."""
     layout = format.variant(params).storages[storage]
     check_shape(format, storage, layout.decoded, shape, format.sizes(params, shape), ())
     packed = PackedWeight(format, storage, {}, shape, params)
@@ -129,9 +131,9 @@ def full_template(format: Format, storage: str, shape: tuple[int, int], params: 
 
 
 def stored_tensors(packed: PackedWeight, more: Collection[str] = ()) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The dtype and the shape of every tensor that a weight's storage has; extents that depend on the weights are its own.
+    """The dtype and shape of every tensor of a weight's storage; extents that depend on the numbers are this weight's.
 
-    more: tensors of branches that it does not have.
+    more: further tensors of branches to include.
     """
     stored, dtypes = {}, packed.dtypes
     named = {*packed.layout.tensors, *packed.branch_names, *more}
@@ -141,7 +143,7 @@ def stored_tensors(packed: PackedWeight, more: Collection[str] = ()) -> dict[str
         own = packed.tensors[name].shape if name in packed.tensors else ()
         shape = extents(tensor.axes, *packed.shape, packed.sizes, own)
         if shape is None and tensor.optional:
-            continue                                         # it cannot be there
+            continue                                         # the weight cannot have it
         assert shape is not None                             # a packed weight has a shape that its storage can hold
         dtype = dtypes[name]
         stored[name] = (dtype_on(packed.tensors[name].device, dtype) if name in packed.tensors else dtype, shape)

@@ -1,6 +1,6 @@
-"""bfloat16 weights of exponents and other bits, and back: what a storage's unpack and pack do, in one pass on a CPU.
+"""Splits bfloat16 weights into exponents and other bits, and joins them: a storage's pack and unpack in one pass on a CPU.
 
-Storages of entropy-coded exponents have them.  Loops of the codecs do the work (qdsl/codecs/exponents.py).
+It serves storages with entropy-coded exponents, by loops of the codecs (qdsl/codecs/exponents.py).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from qdsl.runtime.weight.layout import Storage, Variant
 if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight
 
-EIGHT = 8                                                        # columns whose bits lie together
+EIGHT = 8                                                        # columns whose bits are adjacent
 Unpack = Callable[..., dict[str, Tensor]]
 
 
 def write(packed: PackedWeight, out: Tensor) -> bool:
-    """Writes a weight whose streams are decoded to out [N, K]; False where it has no such storage, or out another type."""
+    """Write a weight with decoded streams to out [N, K]; False if its storage or the dtype of out does not fit."""
     if packed.variant.copies is None or out.dtype != torch.bfloat16 or not out.is_contiguous():
         return False
     arrangement = _arrangement(packed.layout)
@@ -45,7 +45,7 @@ def write(packed: PackedWeight, out: Tensor) -> bool:
 
 
 def fields_of(packed: PackedWeight, tensors: Iterable[Tensor | None]) -> dict[str, Tensor]:
-    """The fields of the tensors that unpack takes.  packed: the weight, its streams decoded."""
+    """The fields of the tensors that unpack takes.  packed: the weight, with its streams decoded."""
     if packed.variant.copies is not None and packed.device.type == "cpu" and _arrangement(packed.layout):
         weight = torch.empty(packed.shape, dtype=torch.bfloat16)
         if write(packed, weight):
@@ -66,14 +66,14 @@ def tensors_of(variant: Variant, layout: Storage, fields: Mapping[str, Tensor | 
 
 
 def _is_plain(*tensors: Tensor) -> bool:
-    """Whether tensors have numbers on a CPU, which nothing but this call has to see."""
+    """Whether tensors are plain CPU tensors with numbers, not traced or otherwise observed."""
     return not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode() and all(
         type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and not is_batched(tensor)
         for tensor in tensors)
 
 
 def _patterns(weight: Tensor) -> NDArray[np.uint16]:
-    """The bits of a contiguous bfloat16 tensor, in its memory."""
+    """The bits of a contiguous bfloat16 tensor, without a copy."""
     array: NDArray[np.uint16] = weight.view(torch.int16).numpy().view(np.uint16)
     return array
 
@@ -84,7 +84,7 @@ def _decoded(layout: Storage) -> Storage:
 
 
 def _arrangement(layout: Storage) -> str:
-    """'quads' or 'flat' where two tensors of bytes are what `split_rows` or `split` of the codecs make; else ''."""
+    """'quads' or 'flat' if `split_rows` or `split` of the codecs make the storage's two byte tensors; else ''."""
     decoded = _decoded(layout)
     stored = [decoded.tensors[name] for name in decoded.coded]
     if [one.dtype for one in stored] != ["u8", "u8"] or not set(layout.reads) <= {"N", "K"}:
@@ -94,7 +94,7 @@ def _arrangement(layout: Storage) -> str:
 
 @lru_cache(maxsize=64)
 def _proven(unpack: Unpack, is_flat: bool, reads: Sequence[str]) -> str:
-    """The arrangement of an unpack function.  It and the codecs only move bits, so that single bits tell."""
+    """The arrangement that an unpack function has.  It and the codecs only move bits, so testing single bits proves it."""
     single = np.packbits(np.eye(16 * EIGHT, dtype=np.uint8), axis=1)
     symbols, uncoded = (np.ascontiguousarray(half) for half in np.split(single, [EIGHT], axis=1))
     weights = np.empty(symbols.shape, np.uint16)

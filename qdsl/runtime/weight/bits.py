@@ -1,8 +1,8 @@
-"""Where the bits of stored tensors lie, as digits: what changes of storage are made from (runtime/weight/transpose.py).
+"""Where the bits of stored tensors lie, as digits of coordinates, for storage changes (runtime/weight/transpose.py).
 
-A generated module says it of each tensor, where it can.  `q[2:16 4:4 1@1, 1@0]` is AWQ's: codes q, whose coordinate n is a
-digit of 2 that moves 16 bits, one of 4 that moves 4 bits, and the rest, which moves one element along axis 1 of the tensor;
-coordinate k moves along axis 0.  `q.at(2):1[...]` is bit 2 of each code, and `d+128[...]` begins 128 bits into a record.
+A generated module states it for each tensor that allows it.  `q[2:16 4:4 1@1, 1@0]` is AWQ's: codes q with coordinates n and k.
+n has a digit of 2 with a step of 16 bits, one of 4 with a step of 4 bits, and the rest steps by one element along axis 1 of the
+tensor; k steps along axis 0.  `q.at(2):1[...]` is bit 2 of each code, and `d+128[...]` begins 128 bits into a record.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DIGIT = re.compile(r"(?:(?P<extent>\d+):)?(?P<step>\d+)(?:@(?P<axis>\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """A digit of a coordinate: its extent, 0 for all that is left, and its step in bits, or in elements along an axis."""
+    """A digit of a coordinate: its extent, 0 for the rest, and its step in bits, or in elements along an axis."""
 
     extent: int
     step: int
@@ -28,7 +28,7 @@ class Digit:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bits [lo, lo + width) of a field's elements, all where width is 0: per coordinate its digits, fastest first."""
+    """Bits [lo, lo + width) of a field's elements, all bits if width is 0; digits: per coordinate, fastest first."""
 
     field: str
     lo: int
@@ -38,7 +38,7 @@ class Piece:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What pieces of two storages have in common that hold the same bits."""
+        """A key that is equal for pieces of two storages that hold the same bits."""
         return self.field, self.lo, self.width
 
 
@@ -51,7 +51,7 @@ class Placed:
     coordinates: tuple[tuple[tuple[int, int], ...], ...]
 
     def rows(self, start: int, count: int) -> Placed:
-        """Rows [start, start + count) alone, whole runs of all digits but the slowest."""
+        """The piece for rows [start, start + count), which are multiples of all digits but the slowest."""
         digits = self.coordinates[0]
         run = math.prod(extent for extent, _ in digits[:-1])
         cut = (*digits[:-1], (count // run, digits[-1][1]))
@@ -60,7 +60,7 @@ class Placed:
 
 @cache
 def pieces(texts: tuple[str, ...]) -> tuple[Piece, ...]:
-    """The pieces that texts such as those of Stored.bits describe, parsed."""
+    """Parses the texts of Stored.bits."""
     parsed: list[Piece] = []
     for part in texts:
         match = PIECE.fullmatch(part)
@@ -78,9 +78,9 @@ def _digit(text: str) -> Digit:
 
 
 def place(piece: Piece, shape: Sequence[int], bits: int, extents: Sequence[int]) -> Placed | None:
-    """A piece in a contiguous tensor of this shape and `bits` per element, for a field of these extents.
+    """A piece placed in a contiguous tensor of this shape with `bits` per element, for a field of these extents.
 
-    None where the last record along a coordinate is not full.
+    None if the last record along a coordinate is partial.
     """
     strides = [bits * math.prod(shape[axis + 1:]) for axis in range(len(shape))]
     coordinates: list[tuple[tuple[int, int], ...]] = []

@@ -1,4 +1,4 @@
-"""The kinds of side branches, on their fields: validated, added to a weight, cut, gathered, joined.
+"""The kinds of side branches: functions on their fields that validate, add to a weight, slice, gather and join.
 
 `runtime/torch/branches.py` multiplies with them.
 """
@@ -16,15 +16,15 @@ from qdsl.runtime.weight.arrays import common
 
 Fields = dict[str, Tensor]
 Shape = tuple[int, int]
-Wrong = tuple[str, str] | None                                   # a field, and what is wrong with it
+Wrong = tuple[str, str] | None                                   # a field and the problem with it
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Functions of a kind of branch.
+    """Functions of one kind of branch.
 
-    wrong: of fields of a weight [N, K], what does not fit.  add: to float32 weights, in place.  cut: rows or columns
-    [start, stop).  rows: int64 numbers [M].  nothing: fields like these that add nothing to a weight [N, K].  join: along N or K.
+    wrong: the problem of fields for a weight [N, K].  add: to float32 weights, in place.  cut: rows or columns [start, stop).
+    rows: int64 numbers [M].  nothing: fields that add nothing to a weight [N, K].  join: along N or K.
     """
 
     wrong: Callable[[Fields, Shape], Wrong]
@@ -45,7 +45,7 @@ def _shown(tensor: Tensor) -> str:
 
 
 def _block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
-    """Matrices one after the other along both axes, and zeros."""
+    """A block-diagonal matrix of the blocks."""
     whole: Tensor = torch.block_diag(*blocks)                    # type: ignore[no-untyped-call]
     return whole
 
@@ -79,7 +79,7 @@ def _no_factors(like: Fields, shape: Shape) -> Fields:
 
 
 def _join_factors(parts: Sequence[Fields], shapes: Sequence[Shape], dim: str) -> Fields:
-    """Factors that all parts share stay one; else each part has its own r."""
+    """Keep factors that all parts share; else each part gets its own r."""
     own, other = ("up", "down") if dim == "N" else ("down", "up")
     places = {"up": 0, "down": 1}
     shared = common([part[other] for part in parts])
@@ -119,7 +119,7 @@ def row_numbers(start: Tensor, count: int) -> Tensor:
 
 
 def moved(fields: Fields, columns: Tensor, rising: bool = True) -> Fields:
-    """Entries like these whose column j is columns[j].  rising: those of a row are sorted by their columns."""
+    """The entries with column j renamed to columns[j].  rising: sort each row's entries by column."""
     start, column = fields["start"], columns[fields["column"].long()].to(torch.int32)
     if not rising:
         return {**fields, "column": column}
@@ -130,17 +130,17 @@ def moved(fields: Fields, columns: Tensor, rising: bool = True) -> Fields:
 def _add_entries(fields: Fields, weight: Tensor) -> None:
     column = fields["column"].long()
     place = (row_numbers(fields["start"], column.numel()), column)
-    weight[place] = weight[place] + fields["value"].float()       # an entry has a place of its own
+    weight[place] = weight[place] + fields["value"].float()       # no two entries share a place
 
 
 def _starts(counts: Tensor) -> Tensor:
-    """int32 [N + 1], where rows of so many entries begin."""
+    """int32 [N + 1], the offset at which each row's entries begin."""
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
 
 
 def _cut_entries(fields: Fields, dim: str, start: int, stop: int) -> Fields:
     first, column, value = fields["start"], fields["column"], fields["value"]
-    if first.is_meta:                                            # how many there will be is not known
+    if first.is_meta:                                            # their number is unknown on meta
         rows = stop - start if dim == "N" else first.numel() - 1
         return {"start": first.new_empty(rows + 1), "column": column.new_empty(0), "value": value.new_empty(0)}
     if dim == "N":
@@ -175,7 +175,7 @@ def _join_entries(parts: Sequence[Fields], shapes: Sequence[Shape], dim: str) ->
         return {"start": _starts(torch.cat(counts)), **lists}
     first = [0, *accumulate(shape[1] for shape in shapes)]
     rows = torch.cat([row_numbers(part["start"], part["column"].numel()) for part in parts])
-    order = torch.argsort(rows, stable=True)                     # columns of a row come from parts in their order
+    order = torch.argsort(rows, stable=True)                     # within a row, parts stay in order
     columns = torch.cat([part["column"] + before for part, before in zip(parts, first, strict=False)])
     return {"start": _starts(torch.stack(counts).sum(0)), "column": columns[order],
             "value": torch.cat([part["value"] for part in parts])[order]}

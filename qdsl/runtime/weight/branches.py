@@ -1,11 +1,11 @@
-"""Side branches of a weight: what is added to its decoded numbers, from tensors of their own beside those of the storage.
+"""Side branches of a weight: terms that are added to its decoded numbers, stored in tensors of their own.
 
     low_rank      w[n, k] += up[n, r] * down[r, k], one r after the other (SVDQuant, LoftQ, LQER)
     csr           w[n, k] += value[e] for the entry e of row n in column k (SqueezeLLM, SpQR)
     dense_rows    w[row[r], k] += row_value[r, k], one r after the other
 
-Every product and every sum is rounded to float32.  A weight with a branch is a sum of two, `packed.base` and the branch: both
-are cut, gathered and joined alike.  Kinds work on fields, matrices and lists by name; a BranchTensor is where one lies.
+Every product and every sum is rounded to float32.  A weight with a branch is the sum of `packed.base` and the branch; both are
+sliced, gathered and joined alike.  Kinds work on fields, matrices and lists by name; a BranchTensor stores one field.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from qdsl.runtime.weight.packed import PackedWeight
 
 Shape = tuple[int, int]
-INDEX, HALF = "i32", 16                                          # the type of an index, and bits of half a word
+INDEX, HALF = "i32", 16                                          # the type of an index; bits of half a word
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class BranchTensor:
-    """The tensor of a field of a branch, a list or a matrix.
+    """The tensor that stores a branch's field, a list or a matrix.
 
-    digits: extents of the digits of its positions, slowest first.  order: of the field's rows and of its columns the places of
-    their digits.  Both are empty where the field is the tensor, or half of its words: from bit `at`, of type `kind`.
+    digits: extents of the digits of its positions, slowest first.  order: for the field's rows and columns, the indices of their
+    digits.  Both are empty if the field is the tensor, or half of its words: from bit `at`, of type `kind`.
     """
 
     name: str
@@ -65,7 +65,7 @@ class BranchTensor:
         return stored_dtype(str(params.get(self.kind, self.kind)))
 
     def step(self, dim: str) -> int:
-        """At which multiples of N or K the field can be cut."""
+        """The step of N or K at whose multiples the field can be sliced."""
         return lcm(*(digit.by({}) for digit in self.digits if digit.dim == dim))
 
     def field(self, tensor: Tensor, shape: Shape) -> Tensor:
@@ -82,9 +82,9 @@ class BranchTensor:
         return tensor.reshape(sizes).permute(places).reshape([prod(sizes[place] for place in digits) for digits in self.order])
 
     def tensor(self, field: Tensor, shape: Shape) -> Tensor:
-        """The tensor that holds a field, of words those with its half alone; the inverse of `field`.
+        """The tensor that holds a field; for half words, a tensor with only that half filled.  The inverse of `field`.
 
-        Raises FormatError where the field has no such tensor.
+        Raises FormatError if the field does not fit.
         """
         if self.at is not None:
             if self.kind == INDEX and not field.is_meta and bool((wrong := (field < 0) | (field > 0xFFFF)).any()):
@@ -113,9 +113,9 @@ class BranchTensor:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Branch:
-    """What a format adds to its decoded weight.  kind: of core/branches.py.  tensors: those of its fields.
+    """A term that a format adds to its decoded weight.  kind: of core/branches.py.  tensors: of its fields.
 
-    ordered: its tensors say places of columns where the weight has an order of columns; its fields say columns.
+    ordered: if the weight has a column order, tensors store places of columns; fields always have columns.
     """
 
     kind: str
@@ -129,33 +129,33 @@ class Branch:
 
     @property
     def names(self) -> list[str]:
-        """What its tensors are called."""
+        """The names of its tensors."""
         return list(dict.fromkeys(tensor.name for tensor in self.tensors.values()))
 
     def fields(self, packed: PackedWeight, rising: bool = True) -> Fields | None:
-        """Its fields of a weight; None of a weight without this branch.  rising: the columns of a row rise."""
+        """Its fields for a weight; None if the weight does not have this branch.  rising: sort the columns of a row."""
         fields = self.stored_fields(packed)
         columns = packed.order if self.ordered and fields is not None and packed.device.type != "meta" else None
         return fields if fields is None or columns is None else moved(fields, columns, rising)
 
     def stored_fields(self, packed: PackedWeight) -> Fields | None:
-        """The same with places in place of columns, where its tensors say these."""
+        """The fields with places instead of columns, if its tensors store places."""
         if any(name not in packed.tensors for name in self.names):
             return None
         return {role: tensor.field(packed.tensors[tensor.name], packed.shape) for role, tensor in self.tensors.items()}
 
     def add(self, fields: Fields, weight: Tensor) -> None:
-        """Adds the branch to float32 weights [N, K], in place."""
+        """Add the branch to float32 weights [N, K], in place."""
         KINDS[self.kind].add(fields, weight)
 
 
 def stored(plus: Sequence[Branch]) -> dict[str, Stored]:
-    """The tensors of branches by name, as those of a storage are described."""
+    """Descriptions of the branches' tensors by name, like those of a storage."""
     return {tensor.name: tensor.stored for branch in plus for tensor in branch.tensors.values()}
 
 
 def check_names(format: str, plus: Sequence[Branch], names: Sequence[str]) -> None:
-    """Raises FormatError for some tensors of a branch without the others."""
+    """Raises FormatError if some tensors of a branch are present without the others."""
     for branch in plus:
         present = [name for name in branch.names if name in names]
         if present and len(present) < len(branch.names):
@@ -164,7 +164,7 @@ def check_names(format: str, plus: Sequence[Branch], names: Sequence[str]) -> No
 
 
 def check(packed: PackedWeight) -> None:
-    """Raises FormatError for tensors of branches that do not fit each other, point outside of the weight, or are not finite."""
+    """Raises FormatError for branch tensors that do not fit each other, point outside of the weight, or are not finite."""
     for branch in packed.variant.plus if packed.has_branch else ():
         fields = branch.stored_fields(packed)
         wrong = None if fields is None else KINDS[branch.kind].wrong(fields, packed.shape)
@@ -173,14 +173,14 @@ def check(packed: PackedWeight) -> None:
 
 
 def fields(packed: PackedWeight) -> dict[str, Tensor]:
-    """The fields of all branches that a weight has."""
+    """The fields of all branches of a weight."""
     return {role: value for branch in packed.variant.plus for role, value in (branch.fields(packed) or {}).items()}
 
 
 def with_fields(base: PackedWeight, values: Fields, names: Mapping[str, str] | None = None) -> PackedWeight:
-    """A weight without branches, with those of these fields.  names: what the checkpoint calls their tensors.
+    """A weight with branches from these fields.  base: without branches.  names: the checkpoint's names of tensors.
 
-    Raises FormatError for some fields of a branch without the others, and for those of another dtype or shape.
+    Raises FormatError for an incomplete branch, and for fields of another dtype or shape.
     """
     tensors = dict(base.tensors)
     for branch in base.variant.plus:
@@ -210,13 +210,13 @@ def with_fields(base: PackedWeight, values: Fields, names: Mapping[str, str] | N
 
 
 def step(packed: PackedWeight, dim: str) -> int:
-    """At which multiples of rows or columns the branches of a weight can be cut."""
+    """The step of rows or columns at whose multiples all branches of a weight can be sliced."""
     return lcm(*(tensor.step(dim) for branch in packed.variant.plus for tensor in branch.tensors.values()
                  if tensor.name in packed.tensors))
 
 
 def piece(packed: PackedWeight, base: PackedWeight, dim: str, start: int, stop: int) -> PackedWeight:
-    """Rows or columns [start, stop) of a weight, of which `base` is that piece without branches.  Raises FormatError."""
+    """Rows or columns [start, stop) of a weight; `base` is that slice without branches.  Raises FormatError."""
     cut: Fields = {}
     for branch in packed.variant.plus:
         if (values := branch.fields(packed)) is not None:
@@ -225,7 +225,7 @@ def piece(packed: PackedWeight, base: PackedWeight, dim: str, start: int, stop: 
 
 
 def rows(packed: PackedWeight, base: PackedWeight, index: Tensor) -> PackedWeight:
-    """The rows of a weight by their numbers, of which `base` are those without branches.  Raises FormatError."""
+    """Rows of a weight by their numbers; `base` has these rows without branches.  Raises FormatError."""
     taken: Fields = {}
     for branch in packed.variant.plus:
         if (values := branch.fields(packed)) is not None:
@@ -234,7 +234,7 @@ def rows(packed: PackedWeight, base: PackedWeight, index: Tensor) -> PackedWeigh
 
 
 def joined(parts: Sequence[PackedWeight], base: PackedWeight, dim: str) -> PackedWeight:
-    """The weight of parts one after the other, of which `base` is that without branches."""
+    """The parts joined; `base` is the joined weight without branches."""
     values: Fields = {}
     for branch in base.variant.plus:
         every = [branch.fields(part) for part in parts]
@@ -248,7 +248,7 @@ def joined(parts: Sequence[PackedWeight], base: PackedWeight, dim: str) -> Packe
 
 
 def check_kinds(format: Format, packed: PackedWeight) -> None:
-    """Raises FormatError where a format has no place for a branch of a weight."""
+    """Raises FormatError if a format does not support a branch of a weight."""
     kinds = {branch.kind for branch in next(iter(format.variants.values())).plus}
     for branch in packed.variant.plus:
         if branch.kind not in kinds and branch.fields(packed) is not None:
@@ -256,9 +256,9 @@ def check_kinds(format: Format, packed: PackedWeight) -> None:
 
 
 def converted(packed: PackedWeight, base: PackedWeight) -> PackedWeight:
-    """A weight of which `base` is converted, and has no branches, with those that it has.
+    """The converted weight with the branches of `packed`; `base` is the converted weight without branches.
 
-    Raises FormatError for numbers that the types there do not hold.
+    Raises FormatError for numbers that the new types cannot hold.
     """
     values = fields(packed)
     for branch in base.variant.plus:

@@ -1,7 +1,7 @@
-"""A weight in another storage of its format, with the same numbers.
+"""Converts a weight to another storage of its format, exactly.
 
-Tensors whose bits lie at digits in both storages are moved by words (transpose.py), those that are alike are shared,
-and what is left goes through the fields, in tiles of rows where that is most of the weight.
+Tensors whose bits are at digits in both storages are moved word by word (transpose.py), and identical tensors are shared.  Other
+tensors are made from the fields, in tiles of rows if they are most of the weight.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 def convert(format: Format, packed: PackedWeight, storage: str) -> dict[str, Tensor]:
-    """The tensors of a weight in another storage.  Raises FormatError where it cannot hold them."""
+    """The tensors of a weight in another storage.  Raises FormatError if that cannot hold them."""
     other = PackedWeight(format, storage, {}, packed.shape, packed.params)
     index = {name for name, field in packed.variant.fields.items() if field.groups is not None}
-    fixed = {*other.layout.where} - {*packed.layout.where} - index             # what the other storage holds one value of
+    fixed = {*other.layout.where} - {*packed.layout.where} - index             # fields with one value in the other storage
     fixed |= {layout.order for layout in (packed.layout, other.layout) if packed.order is not None and not layout.is_order_plain}
     tensors = ({} if fixed else by_words(format, packed, other)) or by_fields(format, packed, other)
     left = omitted(packed, other.layout)
@@ -40,9 +40,9 @@ def convert(format: Format, packed: PackedWeight, storage: str) -> dict[str, Ten
 
 
 def with_indices(packed: PackedWeight) -> PackedWeight:
-    """A weight as files hold it: with its index of columns even where they are in order, unless its storage omits that.
+    """A weight as files store it: with its index of columns even if they are in order, unless its storage omits that.
 
-    Readers of GPTQ folders allocate `g_idx` and leave it uninitialized where the file has none.
+    Readers of GPTQ folders allocate `g_idx` and leave it uninitialized if the file has none.
     """
     layout = packed.layout
     index = {name for name, stored in layout.tensors.items() if stored.dtype == "index" and stored.optional not in layout.omits}
@@ -51,7 +51,7 @@ def with_indices(packed: PackedWeight) -> PackedWeight:
 
 
 def omitted(packed: PackedWeight, layout: Storage) -> set[str]:
-    """The tensors that another storage leaves out, because their fields have their defaults in all of a weight."""
+    """The tensors that another storage omits because their fields have only default values."""
     if not layout.omits or packed.order is not None:
         return set()
     left = usual(packed, layout.omits)
@@ -59,13 +59,13 @@ def omitted(packed: PackedWeight, layout: Storage) -> set[str]:
 
 
 def usual(packed: PackedWeight, names: Collection[str]) -> set[str]:
-    """Those of some fields that have their default in all of a weight."""
+    """The fields, among `names`, that have only default values."""
     fields = unpacked(packed, lambda stored_fields: stored_fields.isdisjoint(names))
     return {name for name in names if name not in fields or is_default(packed.variant, name, fields[name], packed.sizes)}
 
 
 def unpacked(packed: PackedWeight, may_skip: Callable[[set[str]], bool]) -> dict[str, Tensor]:
-    """The fields of a weight; tensors for whose fields may_skip is true are on meta, and so are their fields."""
+    """The fields of a weight.  Tensors are read as meta, and give meta fields, if may_skip(their fields) is true."""
     operands: list[Tensor | None] = []
     for name in packed.layout.coded:
         tensor, stored_fields = packed.tensors.get(name), {piece.field for piece in pieces(packed.layout.tensors[name].bits)}
@@ -74,10 +74,10 @@ def unpacked(packed: PackedWeight, may_skip: Callable[[set[str]], bool]) -> dict
 
 
 def default_tensors(weight: PackedWeight, names: Collection[str]) -> dict[str, Tensor]:
-    """Optional tensors of a weight that has none of these, as their defaults would be stored."""
+    """The optional tensors that a weight lacks, as their default values would be stored."""
     if not names:
         return {}
-    fields: dict[str, Tensor] = unpacked(weight, lambda stored_fields: True)      # without numbers, for their shapes
+    fields: dict[str, Tensor] = unpacked(weight, lambda stored_fields: True)      # meta fields, for their shapes
     for name in names:
         own = str(weight.layout.tensors[name].optional)
         fields[own] = default_field(weight.format, weight.variant, own, weight.shape, weight.params, weight.device)
@@ -91,13 +91,13 @@ def default_tensors(weight: PackedWeight, names: Collection[str]) -> dict[str, T
 
 def by_words(format: Format, packed: PackedWeight, other: PackedWeight, changed: ChangedFields | None = None,
              ) -> dict[str, Tensor]:
-    """The tensors of the storage of `other`, most of them moved by words; none where that is no way to make them.
+    """The tensors for the storage of `other`, most of them moved word by word; none if moves are not possible.
 
-    changed: where `other` is of another format, what becomes of fields that do not keep their bits.
+    changed: if `other` has another format, the conversion of fields that do not keep their bits.
     """
     ordered = _ordered(packed, other)
     if ordered is None or not math.prod(packed.shape) or packed.layout.streams or other.layout.streams:
-        return {}                                                # bits of an entropy code lie anywhere
+        return {}                                                # entropy-coded bits have no fixed place
     moved, columns = ordered
     change = _Change(packed, other, format.stored(other), columns, changed)
     for name in change.wanted:
@@ -111,15 +111,15 @@ def by_words(format: Format, packed: PackedWeight, other: PackedWeight, changed:
 
 
 def _with_shape(tensors: dict[str, Tensor], other: PackedWeight) -> dict[str, Tensor]:
-    """Adds the tensor that stores the shape, where the storage has one."""
+    """Add the tensor that stores the shape, if the storage has one."""
     device = next(iter(tensors.values())).device
     return {**tensors, other.layout.shape: shape_tensor(other.shape, device)} if other.layout.shape else tensors
 
 
 def _ordered(packed: PackedWeight, other: PackedWeight) -> tuple[dict[str, Tensor], Tensor | None] | None:
-    """The tensors that say where columns are, and where each column is stored now if they move.
+    """The tensors that give the order of columns, and the stored place of each column if columns move.
 
-    None where the other storage has columns in order and these are not.
+    None if the other storage needs columns in order and these are not.
     """
     index = [name for name in packed.tensors if packed.layout.tensors[name].dtype == "index"]
     into = [name for name, stored in other.layout.tensors.items() if stored.dtype == "index"]
@@ -138,7 +138,7 @@ def _ordered(packed: PackedWeight, other: PackedWeight) -> tuple[dict[str, Tenso
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """A piece of `width` bits of a stored tensor, and where it goes.  by: the tensor's name; moves: its columns move, too."""
+    """A piece of `width` bits of a stored tensor, and its destination.  by: the tensor's name; moves: its columns move too."""
 
     by: str
     source: Placed
@@ -155,7 +155,7 @@ class _Move:
 
 @dataclass
 class ChangedFields:
-    """Conversion of the fields of one format to those of another: `kept` keep their bits; `all` returns all, kept ones too."""
+    """Converts fields of one format to another: `kept` keep their bits; `all` returns all fields, kept ones included."""
 
     kept: Collection[str]
     all: Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -163,7 +163,7 @@ class ChangedFields:
 
 @dataclass
 class _Change:
-    """A change of storage to one with the tensors `wanted`.  columns: where the source stores every column, if they move."""
+    """A change of storage to one with the tensors `wanted`.  columns: the stored place of every column, if columns move."""
 
     packed: PackedWeight
     other: PackedWeight
@@ -173,12 +173,12 @@ class _Change:
 
     @cached_property
     def source_pieces(self) -> dict[str, tuple[Piece, ...]]:
-        """The pieces of the source's tensors; none for tensors whose bits do not lie at digits."""
+        """The pieces of the source's tensors; none for tensors whose bits are not at digits."""
         return {name: pieces(self.packed.layout.tensors[name].bits) for name in self.packed.tensors
                 if name not in (self.packed.layout.order, self.packed.layout.shape)}
 
     def tensor(self, name: str) -> Tensor | None:
-        """A tensor of the result; None where moves of words do not make it."""
+        """A tensor of the result; None if moves of words cannot make it."""
         stored, (dtype, shape) = self.other.layout.tensors[name], self.wanted[name]
         moves = [self._move(piece, name) for piece in pieces(stored.bits)]
         moved = [move for move in moves if move is not None]
@@ -228,7 +228,7 @@ class _Change:
     # -- what is left -------------------------------------------------------------------------------------------------
 
     def left(self, moved: Mapping[str, Tensor]) -> list[str]:
-        """Tensors that are made from fields: those that the result must have, and those whose fields are there to be stored."""
+        """Tensors to make from fields: the required ones, and optional ones whose fields exist."""
         used = {piece.field for name in moved for piece in pieces(self.other.layout.tensors[name].bits)}
         open_ = any(not stored_pieces or not {piece.field for piece in stored_pieces} <= used | set(self.other.layout.where)
                     for stored_pieces in self.source_pieces.values())
@@ -243,7 +243,7 @@ class _Change:
             axis.text == "K" for field in fields for axis in self.other.variant.fields[field].axes))
 
     def size(self, names: Sequence[str]) -> int:
-        """Bytes of tensors of the result."""
+        """The bytes of tensors of the result."""
         return sum(math.prod(self.wanted[name][1]) * self.wanted[name][0].itemsize for name in names)
 
     def remaining_tensors(self, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -261,7 +261,7 @@ class _Change:
 
 
 def _is_whole(plan: transpose.Plan) -> bool:
-    """Whether a plan writes no bits but those of its piece."""
+    """Whether a plan writes exactly the bits of its piece."""
     return not plan.clear and all(axis.source is not None for axis in plan.axes)
 
 
@@ -269,14 +269,14 @@ def _is_whole(plan: transpose.Plan) -> bool:
 
 
 def by_fields(format: Format, packed: PackedWeight, other: PackedWeight) -> dict[str, Tensor]:
-    """Unpacked and packed."""
+    """Unpack the weight and pack its fields."""
     return in_rows(packed, other, lambda part, start: format.pack(format.unpack(part), storage=other.storage, **packed.params))
 
 
 def in_rows(packed: PackedWeight, other: PackedWeight, make: Callable[[PackedWeight, int], PackedWeight]) -> dict[str, Tensor]:
-    """The tensors of `other`, of which make(part, start) makes those of rows from `start` on.
+    """The tensors of `other`, filled with the tensors of make(part, start) for tiles of rows from `start` on.
 
-    Beside both weights this needs memory for a tile of rows, which are whole blocks and records of both.
+    Besides both weights this needs memory for one tile, whole blocks and records of both.
     """
     n, k = packed.shape
     axes = [axis for stored in other.layout.tensors.values() for axis in stored.axes]
