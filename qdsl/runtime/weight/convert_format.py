@@ -1,8 +1,8 @@
-"""A weight of another format that has the same codes: where the numbers are equal too, it is one of both.
+"""Converts a weight to another format with the same codes, if the numbers are equal too.
 
-GGML's MXFP4 and OCP's are two formats because code 8 is +0 in one and -0 in the other, and a scale of 255 is 2^127 and NaN; all
-other codes mean the same.  GPTQ's (q - z) * s is (q - 8) * s + (8 - z) * s, as torch's int4pack stores it, where floats hold
-that.  Every number is compared, and a weight of which one would change is refused.
+GGML's MXFP4 and OCP's are two formats because code 8 is +0 in one and -0 in the other, and scale 255 is 2^127 and NaN; all other
+codes mean the same.  GPTQ's (q - z) * s is (q - 8) * s + (8 - z) * s, as torch's int4pack stores it, if floats hold these terms.
+Every number is compared, and a weight is refused if one would change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WIDEST = "f32"
 
 
 def converted(format: Format, packed: PackedWeight, storage: str, params: Mapping[str, int | str]) -> PackedWeight:
-    """The same numbers in a storage of a format.  Raises FormatError where it cannot hold them.
+    """The same numbers in a storage of a format.  Raises FormatError if it cannot hold them.
 
     params: those that the result must have.
     """
@@ -56,7 +56,7 @@ def converted(format: Format, packed: PackedWeight, storage: str, params: Mappin
 
 @contextmanager
 def _offering_requantize(format: Format, storage: str) -> Iterator[None]:
-    """Errors of a conversion name `requantize`, where the format has the storage and quantizes."""
+    """Adds a hint at `requantize` to errors of a conversion, if the format has the storage and quantizes."""
     try:
         yield
     except FormatError as error:
@@ -67,12 +67,11 @@ def _offering_requantize(format: Format, storage: str) -> Iterator[None]:
 
 def convert_format(format: Format, packed: PackedWeight, storage: str, wanted: Mapping[str, int | str],
           ) -> tuple[dict[str, Tensor], dict[str, int | str]]:
-    """The codes of `packed`, a weight of another format or of other parameters, as tensors of a storage of `format`, and its
-    parameters.
+    """The tensors and parameters of `packed`, a weight of another format or of other parameters, in a storage of `format`.
 
-    wanted: parameters that the result must have.  Without them types of scales stay what they are, or become float32.  Zeros may
-    change their sign, nothing else.  Raises FormatError where fields differ in more than their types, with the place of the first
-    number that would change, and where the storage cannot hold the weight.
+    wanted: parameters that the result must have.  By default types of scales stay, or become float32.  Zeros may change their
+    sign, nothing else changes.  Raises FormatError if fields differ in more than their types, with the place of the first number
+    that would change, and if the storage cannot hold the weight.
     """
     failed: FormatError | None = None
     for params in _choices(format, packed, wanted):
@@ -89,7 +88,7 @@ def convert_format(format: Format, packed: PackedWeight, storage: str, wanted: M
 
 
 def _choices(format: Format, packed: PackedWeight, wanted: Mapping[str, int | str]) -> Iterator[dict[str, int | str]]:
-    """Parameters of the format: those that are wanted, else those of the weight, and then types as wide as they can be."""
+    """Parameters to try: the wanted ones, else those of the weight, then the widest types first."""
     shared: dict[str, int | str] = {}
     for name, values in format.params.items():
         if name in wanted:
@@ -110,9 +109,9 @@ def _choices(format: Format, packed: PackedWeight, wanted: Mapping[str, int | st
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a field is converted: it keeps its bits, or its numbers, or becomes the value of the weight at a code.
+    """How a field is converted: it keeps its bits, or its values, or becomes the value of the weight at a code.
 
-    choices: how many values a field of integers has; of these it takes the one that makes the weight at the code what it was.
+    choices: the number of values of an integer field; the one is chosen that keeps the weight's value at the code.
     """
 
     dtype: torch.dtype
@@ -133,7 +132,7 @@ class _Conversion:
             raise FormatError(f"{format.name}.{storage} has columns in order; those of this weight belong to groups all over K "
                               "(act-order)")
         self.ways = self._ways()
-        format.empty(packed.shape, storage, "meta", (), **params)  # refuses a shape that the storage cannot hold
+        format.empty(packed.shape, storage, "meta", (), **params)  # raises for a shape that the storage cannot hold
 
     def tensors(self) -> dict[str, Tensor]:
         if self._blocks() is not None:
@@ -145,7 +144,7 @@ class _Conversion:
                 tensors = convert.by_words(self.other.format, self.packed, self.other, changed)
                 if tensors:
                     return tensors
-        return convert.in_rows(self.packed, self.other, self._part)          # perhaps the weight has no code that differs
+        return convert.in_rows(self.packed, self.other, self._part)          # the weight may lack the codes that differ
 
     def _part(self, part: PackedWeight, start: int) -> PackedWeight:
         fields = self._converted(part, part.format.unpack(part))
@@ -179,7 +178,7 @@ class _Conversion:
         return ways
 
     def _converted(self, part: PackedWeight, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The fields of the other format, of rows of the weight."""
+        """The fields of the other format for rows of the weight."""
         converted: dict[str, Tensor] = {}
         for name, way in self.ways.items():
             if way.choices:
@@ -196,7 +195,7 @@ class _Conversion:
         return {**converted, **index}
 
     def _solved(self, way: _Way, name: str, converted: Mapping[str, Tensor], wanted: Tensor) -> Tensor:
-        """A field of integers with which the weight at a code is `wanted`; the middle one where several or none are such."""
+        """The integer field that makes the weight at a code `wanted`; the middle one if several or none do."""
         assert way.code is not None
         first = way.choices // 2
         solved = torch.full(wanted.shape, first, dtype=way.dtype, device=wanted.device)
@@ -212,7 +211,7 @@ class _Conversion:
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def _blocks(self) -> list[tuple[str, tuple[int | str, ...]]] | None:
-        """The axes that all fields but the code have in both formats, by blocks of K whose size is a parameter; else None."""
+        """The axes that all fields but the code share in both formats, as blocks of K whose size is a parameter; else None."""
         axes = [_steps(field) for weight in (self.packed, self.other) for name, field in _fields(weight.variant).items()
                 if name != _code(weight.variant)]
         same = bool(axes) and all(steps == axes[0] for steps in axes) and None not in map(_code, (self.packed.variant,
@@ -221,7 +220,7 @@ class _Conversion:
         return axes[0] if whole and any(isinstance(step, str) for step in axes[0][1][1]) else None
 
     def _agrees(self, fields: dict[str, Tensor]) -> bool:
-        """Whether every code of every block is the same number in both formats; the field of codes need have no numbers."""
+        """Whether every code of every block is the same number in both formats; the codes field may have no numbers."""
         converted = self._converted(self.packed, fields)
         sides = [(part, {name: _ready(value) for name, value in values.items()})
                  for part, values in ((self.packed, fields), (self.other, converted))]
@@ -233,31 +232,31 @@ class _Conversion:
 
 
 def _fields(variant: Variant) -> dict[str, Field]:
-    """All but an index."""
+    """All fields but an index."""
     return {name: field for name, field in variant.fields.items() if field.groups is None}
 
 
 def _code(variant: Variant) -> str | None:
-    """The field that each weight has for itself, where there is one, of codes."""
+    """The codes field, which has a value per weight; None if there is none."""
     codes = [name for name, field in _fields(variant).items() if _steps(field) == [("N", ()), ("K", ())]]
     kind = number(variant.fields[codes[0]].type) if len(codes) == 1 else None
     return codes[0] if kind is not None and not kind.is_float and kind.kind == "unsigned" and kind.bits <= 8 else None
 
 
 def _ready(value: Tensor) -> Tensor:
-    """A field as decode reads it sooner or later, which it is to do often."""
+    """A field in the dtype that decode converts it to, because it will be decoded often."""
     return value.float().contiguous() if value.dtype in FLOATS.values() else value.contiguous()
 
 
 def _count(variant: Variant) -> int:
-    """How many codes there are."""
+    """The number of codes."""
     kind = number(variant.fields[str(_code(variant))].type)
     assert kind is not None
     return 1 << kind.bits
 
 
 def _at(part: PackedWeight, fields: Mapping[str, Tensor], code: int) -> Tensor:
-    """What weights with this code are, float32 [N, blocks]."""
+    """The values of weights with this code, float32 [N, blocks]."""
     name = str(_code(part.variant))
     blocks = {key: value for key, value in fields.items() if key in _fields(part.variant) and key != name}
     one = next(iter(blocks.values()))
@@ -265,20 +264,20 @@ def _at(part: PackedWeight, fields: Mapping[str, Tensor], code: int) -> Tensor:
 
 
 def _choices_of(kind: str) -> int:
-    """How many values a type of unsigned integers of up to 8 bits has; 0 for other types."""
+    """The number of values of an unsigned integer type of up to 8 bits; 0 for other types."""
     scalar = number(kind)
     is_small = scalar is not None and not scalar.is_float and scalar.kind == "unsigned" and scalar.bits <= 8
     return 1 << scalar.bits if scalar is not None and is_small else 0
 
 
 def _code_of(packed: PackedWeight, name: str) -> int | None:
-    """The code at which decode is this field, whatever the others, floats all, are; None where there is none."""
+    """The code at which decode returns this field, whatever the other fields are, all floats; None if there is none."""
     return _code_at(packed.format, tuple(packed.params.items()), name)
 
 
 @cache
 def _code_at(format: Format, params: tuple[tuple[str, int | str], ...], name: str) -> int | None:
-    """As _code_of: by trying two numbers for each field."""
+    """As _code_of, by trying two values for each field."""
     values = dict(params)
     variant = format.variant(values)
     code = str(_code(variant))
@@ -301,7 +300,7 @@ def _bits(kind: str) -> tuple[int, int]:
 
 
 def _steps(field: Field) -> list[tuple[str, tuple[int | str, ...]]]:
-    """The dim and the step of every axis of a field."""
+    """The dim and step of every axis of a field."""
     return [(axis.dim, axis.step) for axis in field.axes]
 
 
@@ -310,12 +309,12 @@ def _text(field: Field) -> str:
 
 
 def _wrong(before: Tensor, after: Tensor) -> Tensor:
-    """Where a number changes; NaN stays NaN."""
+    """A mask of numbers that change; NaN stays NaN."""
     return ~((before == after) | (before.isnan() & after.isnan()))
 
 
 def _check_equal(part: PackedWeight, converted: PackedWeight, start: int) -> None:
-    """Refuse a number that would change."""
+    """Raises FormatError for a number that would change."""
     before, after = (weight.format.dequantize(weight, torch.float32) for weight in (part, converted))
     wrong = _wrong(before, after)
     if bool(wrong.any()):
@@ -325,4 +324,4 @@ def _check_equal(part: PackedWeight, converted: PackedWeight, start: int) -> Non
 
 
 def _shown(weight: Tensor, n: int, k: int) -> str:
-    return f"{float(weight[n, k]):.9g}"                         # as many digits as tell floats apart
+    return f"{float(weight[n, k]):.9g}"                         # enough digits to distinguish floats

@@ -1,4 +1,4 @@
-"""Values of the fields that a weight may lack: those of columns in order, and those that the spec states."""
+"""Default values of optional fields: of an index for columns in order, and of fields whose default the spec states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def default_field(format: Format, variant: Variant, name: str, shape: tuple[int, int], params: Mapping[str, int | str],
                   device: torch.device) -> Tensor:
-    """The field where no tensor says what it is."""
+    """The field that a missing tensor stands for."""
     field, value = variant.fields[name], variant.defaults[name]
     sizes, type = format.sizes(params, shape), str(params.get(field.type, field.type))
     if field.groups is not None:
@@ -30,7 +30,7 @@ def default_field(format: Format, variant: Variant, name: str, shape: tuple[int,
 
 
 def is_default(variant: Variant, name: str, value: Tensor, sizes: Mapping[str, int]) -> bool:
-    """Whether a field that may be missing is as if it were."""
+    """Whether an optional field has its default value everywhere."""
     default = variant.defaults[name]
     if default is not None:
         return bool((value == default).all())

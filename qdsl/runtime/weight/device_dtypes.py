@@ -1,4 +1,4 @@
-"""8-bit floats on devices that lack them, such as Apple's GPUs: a stored tensor of them is uint8 bytes there."""
+"""8-bit floats on devices that lack them, such as Apple's GPUs: their tensors are uint8 bytes there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_float8(dtype: torch.dtype) -> bool:
 
 
 def has_dtype(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device can hold tensors of an 8-bit float; every device is assumed to have all other dtypes."""
+    """Whether a device supports an 8-bit float dtype; other dtypes are assumed to be supported."""
     if device.type in COMPLETE or not is_float8(dtype):
         return True
     key = device.type, dtype
@@ -31,22 +31,22 @@ def has_dtype(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def dtype_on(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a device holds stored elements of a dtype: uint8 for 8-bit floats that it lacks."""
+    """The dtype of stored tensors on a device: uint8 for 8-bit floats that it lacks."""
     return dtype if has_dtype(device, dtype) else torch.uint8
 
 
 def as_stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in its stored dtype, as files and other devices have it: on the CPU where its own device lacks an 8-bit float."""
+    """A tensor in its stored dtype, as files have it; on the CPU if its own device lacks an 8-bit float."""
     return tensor.detach().cpu().view(dtype) if is_float8(dtype) and tensor.dtype == torch.uint8 else tensor
 
 
 def as_bytes_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor of 8-bit floats as uint8 where `like`, into which it is copied, is uint8; else as it is."""
+    """A tensor of 8-bit floats as uint8 if `like`, its destination, is uint8; else unchanged."""
     return tensor.view(torch.uint8) if is_float8(tensor.dtype) and like.dtype == torch.uint8 else tensor
 
 
 def moved(tensor: Tensor, dtype: torch.dtype, move: Callable[[Tensor], Tensor]) -> Tensor:
-    """move(tensor), for a stored tensor of a dtype; an 8-bit float moves as bytes from and to devices that lack it."""
+    """move(tensor) for a stored tensor of a dtype; 8-bit floats move as bytes to and from devices that lack them."""
     if not is_float8(dtype):
         return move(tensor)
     target = move(torch.empty(0, device=tensor.device)).device

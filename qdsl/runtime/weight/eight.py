@@ -1,11 +1,11 @@
-"""Quantizes x to 8 bits by torch, for weights with 8-bit codes.  gpu/kernels/eight_bit.py makes the same bits in a kernel.
+"""Quantizes x to 8 bits by torch, for weights with 8-bit codes; gpu/kernels/eight_bit.py makes the same bits in a kernel.
 
-A group of columns of a row of x has a scale, its largest magnitude by the type's largest number (448 of e4m3, 127 of i8), at
-least 2^-126; and codes, x times 1 / scale, rounded to nearest even.  Each step is rounded to float32.  A group is 128 columns
-where the weight's scales vary along K, else the whole row.  Where a number is not finite the scale is NaN, and codes are 0.
+A group of columns of a row of x has a scale: its largest magnitude divided by the type's largest number (448 for e4m3, 127 for
+i8), at least 2^-126.  Codes are x times 1 / scale, rounded to nearest even.  Each step is rounded to float32.  A group is 128
+columns if the weight's scales vary along K, else the whole row.  If a number is not finite, the scale is NaN and codes are 0.
 
-A static scale (a checkpoint's input_scale) takes the place of all of these: codes are x / scale, rounded to nearest even and cut
-to the type's range, -448 to 448 or -128 to 127.  Infinities are cut too; where a number is NaN the scale is NaN, and codes are 0.
+With a static scale (a checkpoint's input_scale) codes are x / scale, rounded to nearest even and clamped to the type's range,
+-448 to 448 or -128 to 127.  Infinities are clamped too; if a number is NaN, the scale is NaN and codes are 0.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from qdsl.runtime.weight.arrays import cdiv
 from qdsl.runtime.weight.layout import W8A8
 from qdsl.runtime.weight.packed import FormatError, PackedWeight
 
-CHUNK = 128                                                      # columns of a group
+CHUNK = 128                                                      # columns per group
 LARGEST = {"e4m3": 448.0, "i8": 127.0}
-SMALLEST = 2.0 ** -126                                           # normal, so that nothing depends on how subnormals are treated
+SMALLEST = 2.0 ** -126                                           # a normal number, so that flushing subnormals does not matter
 
 
 def check(packed: PackedWeight) -> None:
-    """Raises FormatError unless the weight can be multiplied with x in 8 bits."""
+    """Raises FormatError unless the weight can be multiplied by 8-bit x."""
     kernels = packed.layout.kernels.matrix_unit
     name = f"{packed.format.name}.{packed.storage}"
     if kernels is None or kernels.w8a8 is None:
@@ -34,7 +34,7 @@ def check(packed: PackedWeight) -> None:
 
 
 def is_possible(packed: PackedWeight) -> bool:
-    """Whether the weight can be multiplied with x in 8 bits."""
+    """Whether the weight can be multiplied by 8-bit x."""
     try:
         check(packed)
     except FormatError:
@@ -45,7 +45,7 @@ def is_possible(packed: PackedWeight) -> bool:
 def quantized(x: Tensor, kind: str, groups: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """x [M, K] as codes [M, K], float8_e4m3fn or int8, and scales float32 [M, ceil(K/128)], or [M, 1] without groups.
 
-    scale: the static one, in place of those of x.
+    scale: a static scale, used instead of scales from x.
     """
     size = CHUNK if groups else max(1, x.shape[1])
     wide = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size)).view(len(x), cdiv(x.shape[1], size), size)
@@ -56,7 +56,7 @@ def quantized(x: Tensor, kind: str, groups: bool, scale: float | None = None) ->
         values = wide * (1 / scales)[..., None]
     else:
         usable = ~wide.isnan().any(2)
-        static = torch.full((), scale, dtype=torch.float32, device=x.device)    # a tensor: a GPU would multiply with 1 / number
+        static = torch.full((), scale, dtype=torch.float32, device=x.device)    # by a number a GPU would multiply by 1 / scale
         scales = static.expand(usable.shape).masked_fill(~usable, torch.nan)
         values = wide / static
     values = values.masked_fill(~usable[..., None], 0)
@@ -65,7 +65,7 @@ def quantized(x: Tensor, kind: str, groups: bool, scale: float | None = None) ->
 
 
 def rounded(x: Tensor, packed: PackedWeight, scale: float | None = None) -> Tensor:
-    """x [M, K], quantized for a weight and dequantized: float32 [M, K], or float64 for x in float64.  scale: a static one."""
+    """x [M, K] quantized for a weight and dequantized: float32 [M, K], or float64 for float64 x.  scale: a static one."""
     kernel = _w8a8(packed)
     dtype = torch.promote_types(x.dtype, torch.float32)
     if not x.numel():

@@ -1,4 +1,4 @@
-"""Errors that tensors, fields and parameters raise where they make no weight of a format."""
+"""Errors of tensors, fields and parameters that do not form a weight of a format."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from qdsl.codecs.lookup import StreamError
 
 
 class FormatError(ValueError):
-    """Tensors, fields or parameters that do not make a weight of the format; the message says what it needs."""
+    """Tensors, fields or parameters do not form a weight of the format; the message says what the format needs."""
 
 
 class UnrepresentableValue(FormatError):
-    """A number of a weight that its format cannot hold; {row} in the text is the row, or block of rows, where it is."""
+    """A format cannot hold a number of a weight; {row} in the text is replaced by its row, or block of rows."""
 
     def __init__(self, text: str, row: int) -> None:
         super().__init__(text.format(row=row))
         self.text, self.row = text, row
 
     def after(self, rows: int) -> UnrepresentableValue:
-        """The same of a weight with so many more rows, or blocks of them, ahead."""
+        """The same error with `rows` more rows, or blocks of them, before it."""
         return UnrepresentableValue(self.text, self.row + rows)
 
 
 @contextmanager
 def stream_errors(format: str) -> Iterator[None]:
-    """Raises a FormatError in place of a StreamError."""
+    """Turns a StreamError into a FormatError."""
     try:
         yield
     except StreamError as error:

@@ -1,4 +1,4 @@
-"""The fields of a weight, out of the tensors of its storage and into them."""
+"""Unpacks the fields of a weight from the tensors of its storage, and packs them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def unpack(packed: PackedWeight) -> dict[str, Tensor]:
-    """The fields by name: uint8 codes up to 8 bits, int32 above, floats in their own dtype; missing optional ones absent."""
+    """The fields by name: uint8 codes up to 8 bits, int32 above, floats in their own dtype; without missing optional ones."""
     if packed.has_branch:
         return {**unpack(packed.base), **branches.fields(packed)}
     packed = packed.decode_streams()
@@ -37,9 +37,9 @@ def unpack(packed: PackedWeight) -> dict[str, Tensor]:
 
 
 def pack(format: Format, fields: Mapping[str, Tensor], storage: str | None, params: Mapping[str, int | str]) -> PackedWeight:
-    """Fields as a weight in a storage; the inverse of unpack.
+    """The weight that holds these fields in a storage; the inverse of unpack.
 
-    params: those that the fields' dtypes do not decide.  Raises FormatError for fields of the wrong dtype, shape or range, and
+    params: those that the fields' dtypes do not determine.  Raises FormatError for fields of the wrong dtype, shape or range, and
     for values that the storage cannot hold.
     """
     present = {key: value for key, value in fields.items() if value is not None}
@@ -91,7 +91,7 @@ def pack(format: Format, fields: Mapping[str, Tensor], storage: str | None, para
 
 def _order_of(format: Format, layout: Storage, storage: str, name: str, field: Tensor, shape: tuple[int, int],
               params: Mapping[str, int | str]) -> dict[str, Tensor]:
-    """The order of columns by which a storage holds an index that it does not store.  Raises FormatError for all else."""
+    """The order of columns that replaces an index which a storage does not store.  Raises FormatError for other fields."""
     variant = format.variant(params)
     default = variant.defaults[name]
     if default is not None or not layout.order:
@@ -105,7 +105,7 @@ def _order_of(format: Format, layout: Storage, storage: str, name: str, field: T
 
 
 def _dtype_params(format: Format, fields: Mapping[str, Tensor]) -> dict[str, int | str]:
-    """Type parameters that the fields' dtypes decide."""
+    """Type parameters, as the fields' dtypes determine them."""
     params: dict[str, int | str] = {}
     for name, field in next(iter(format.variants.values())).fields.items():
         if field.type in format.params and name in fields:
@@ -115,7 +115,7 @@ def _dtype_params(format: Format, fields: Mapping[str, Tensor]) -> dict[str, int
 
 
 def _fields_shape(format: Format, variant: Variant, fields: Mapping[str, Tensor]) -> tuple[int, int]:
-    """(N, K) of the field that has a value for every weight, or for runs of columns that are always whole."""
+    """(N, K) from the field with a value per weight, or per run of columns that divides K."""
     telling = {name: field.axes for name, field in variant.fields.items() if [axis.dim for axis in field.axes] == ["N", "K"]
                and all(axis.solve(axis.words) is not None for axis in field.axes)}
     full = min(telling, key=lambda name: telling[name][1].by({}))
@@ -147,7 +147,7 @@ def _check_field(format: Format, variant: Variant, name: str, value: Tensor, sha
 
 
 def _moved(variant: Variant, fields: Mapping[str, Tensor], columns: Tensor) -> dict[str, Tensor]:
-    """Fields of the weight whose column j is column columns[j]; what belongs to groups stays with them."""
+    """Fields of the weight with column j = old column columns[j]; fields of groups do not move."""
     moved = dict(fields)
     for name, field in fields.items():
         for place, axis in enumerate(variant.fields[name].axes):

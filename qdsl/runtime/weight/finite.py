@@ -1,4 +1,4 @@
-"""Whether 8-bit float codes hold a NaN or an infinity, which the kernels for matrix units would take for numbers."""
+"""Whether 8-bit float codes hold a NaN or an infinity, which the kernels for matrix units would decode as numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIGN = 128
 
 
 def has_special_codes(packed: PackedWeight) -> bool:
-    """Whether a weight's kernels for matrix units cannot take all codes that its tensors can hold."""
+    """Whether a weight's tensors can hold codes that its kernels for matrix units cannot decode."""
     kernels = packed.layout.kernels.matrix_unit
     return kernels is not None and kernels.special != 0
 
@@ -21,7 +21,7 @@ def has_special_codes(packed: PackedWeight) -> bool:
 def are_codes_finite(packed: PackedWeight) -> bool:
     """Whether no code is NaN or infinite.  Reads every code, at memory speed; on a GPU it waits for the answer.
 
-    The bits of `special` are the upper ones below the sign, so a largest code of either sign tells, without a mask per code.
+    The bits of `special` are the upper ones below the sign, so the largest code of each sign is enough, without a mask per code.
     """
     kernels = packed.layout.kernels.matrix_unit
     codes = None if kernels is None else packed.tensors.get(kernels.codes)

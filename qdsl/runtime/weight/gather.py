@@ -1,7 +1,7 @@
-"""Fields of chosen rows and columns of a weight, in the same blocks or in smaller ones.
+"""Gathers the fields of chosen rows and columns of a weight, in the same blocks or in smaller ones.
 
-A block has one value, so all weights of a block of the result must come from one block of the source.  Where blocks become
-smaller, what a larger one shares is repeated.  Nothing is decoded, so the numbers stay the same bit for bit.
+A block has one value, so all weights of a block of the result must come from one block of the source.  A smaller block repeats
+the value of the larger one.  Nothing is decoded, so numbers keep their bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Rows, by number (int64 on the CPU), and columns [start, stop) of a weight, of which another weight is made."""
+    """The rows, by number (int64 on the CPU), and columns [start, stop) of a weight to make a new weight from."""
 
     packed: PackedWeight
     rows: Tensor
@@ -46,7 +46,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """For every field the axes to gather along, with the elements to take; and the group of each column, if not in order."""
+    """For every field the axes and element numbers to gather; and the group of each column, if columns are not in order."""
 
     elements: Mapping[str, list[tuple[int, Tensor]]]
     index: Tensor | None
@@ -55,7 +55,7 @@ class Gather:
 def plan(source: Source, sizes: Mapping[str, int]) -> Gather:
     """How to gather fields for the rows and columns of `source`, in blocks of `sizes`.
 
-    Raises FormatError where weights of one block of the result would come from several blocks of the source.
+    Raises FormatError if a block of the result would have weights from several blocks of the source.
     """
     variant = source.packed.variant
     groups, index = variant.index_groups, group_index(source.packed)
@@ -90,7 +90,7 @@ def gathered(source: Source, sizes: Mapping[str, int], gather: Gather, fields: M
 
 
 def group_index(packed: PackedWeight) -> Tensor | None:
-    """int32 [K], the group of each column, where columns are not in order (act-order); None where they are, and on meta."""
+    """int32 [K], the group of each column, if columns are not in order (act-order); None if they are, and on meta."""
     stored = [name for name in packed.tensors if packed.layout.tensors[name].dtype == "index" and name not in packed.in_order]
     if packed.device.type == "meta" or (packed.order is None and not stored):
         return None
@@ -100,21 +100,21 @@ def group_index(packed: PackedWeight) -> Tensor | None:
 
 
 def group_size(packed: PackedWeight) -> int:
-    """Columns of a group, of a weight whose format has an index of groups."""
+    """Columns per group, for a format with an index of groups."""
     groups = packed.variant.index_groups
     assert groups is not None
     return groups.by(packed.sizes)
 
 
 def is_scattered(variant: Variant) -> bool:
-    """Whether the weights of one block lie all over the matrix."""
+    """Whether a block has weights all over the matrix."""
     return variant.cuts[1] == "1"
 
 
 def _groups_taken(source: Source, sizes: Mapping[str, int], groups: Axis, index: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The groups that the columns of `source` belong to, repeated up to as many as the result has, and its index.
+    """The groups of the columns of `source`, padded to the number that the result has, and its index.
 
-    None for all groups as they are; no index where one group is left, which all groups of the result then repeat.
+    None for all groups in order; no index if only one group is left, which all groups of the result then repeat.
     """
     part, count = index[source.start:source.stop], groups.extent(*source.shape, sizes) or 0
     if part.numel() == index.numel() and count == groups.extent(*source.packed.shape, source.packed.sizes):
@@ -128,7 +128,7 @@ def _groups_taken(source: Source, sizes: Mapping[str, int], groups: Axis, index:
 
 
 def _elements(source: Source, sizes: Mapping[str, int], name: str, axis: Axis) -> Tensor:
-    """Which element of a field's axis in the source each element in the result is."""
+    """For each element of a field's axis in the result, its element in the source."""
     old, new = axis.by(source.packed.sizes), axis.by(sizes)
     if axis.dim == "N*K":
         if is_scattered(source.packed.variant):
@@ -147,9 +147,9 @@ def _elements(source: Source, sizes: Mapping[str, int], name: str, axis: Axis) -
 
 
 def _flat_elements(source: Source, old: int, new: int) -> Tensor | None:
-    """The same of blocks of consecutive weights, which may go over the ends of rows; None where a block would be mixed.
+    """The same for blocks of consecutive weights across row ends; None if a block would mix several source blocks.
 
-    A run is as many rows as end with a block; its rows must be consecutive, and so must the weights of its rows.
+    A run of rows ends at the end of a block; its rows, and the columns of each, must be consecutive.
     """
     (m, width), k = source.shape, source.packed.shape[1]
     if not prod(source.shape):
@@ -162,12 +162,12 @@ def _flat_elements(source: Source, old: int, new: int) -> Tensor | None:
     count = -(-m * width // new)
     first = (starts[:, None] * k + source.start + torch.arange(0, run * width, new, device="cpu")).flatten()[:count]
     last = first + new - 1
-    last[-1] = int(source.rows[-1]) * k + source.stop - 1        # the last block may be short
+    last[-1] = int(source.rows[-1]) * k + source.stop - 1        # the last block may be partial
     return first // old if torch.equal(first // old, last // old) else None
 
 
 def _take(value: Tensor, place: int, elements: Tensor) -> Tensor:
-    """Elements along an axis, without a copy where they are consecutive."""
+    """Elements along an axis; a view if they are consecutive."""
     first, count = int(elements[0]) if elements.numel() else 0, elements.numel()
     if torch.equal(elements, torch.arange(first, first + count, device="cpu")):
         return value.narrow(place, first, count)

@@ -1,4 +1,4 @@
-"""Descriptions of a format in its generated module: fields, storages and variants, as data and functions."""
+"""The description of a format in its generated module: fields, storages and variants."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from qdsl.runtime.weight.branches import BranchTensor as BranchTensor
 from qdsl.runtime.weight.branches import stored
 from qdsl.runtime.weight.tables import Table
 
-CHUNK = 128                                                      # columns that share 16 words of a plane of 4 bits
-SHORT = (16, 32, 64)                                             # columns of blocks that a chunk has several of
-SMALL_FLOATS = ("e8m0", "e8m0h", "ue4m3", "e4m3")                # of 8 bits, in tensors of bytes
-LOOKED_UP, SHARED = -5, -6                                       # kinds of numbers that follow those (group_numbers.loaded)
-PART = 32                                                        # in the kind of a byte's part, what its lowest bit + 1 is times
+CHUNK = 128                                                      # columns whose codes fill 16 words of a 4-bit plane
+SHORT = (16, 32, 64)                                             # block lengths of which a chunk has several
+SMALL_FLOATS = ("e8m0", "e8m0h", "ue4m3", "e4m3")                # 8-bit types that are stored as bytes
+LOOKED_UP, SHARED = -5, -6                                       # further kinds of numbers (group_numbers.loaded)
+PART = 32                                                        # kind of bits in a byte: PART * (lowest bit + 1) + width
 FLOATS: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, name in TORCH_FLOATS.items()}
 
 
@@ -29,7 +29,7 @@ FLOATS: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, name in T
 class Field:
     """A field: a number type ('u4', 'f16', 'index', or a parameter that lists types) and its axes ('N', 'K/32').
 
-    groups: for an index, how many groups there are; in order, column k is in group k // its step.
+    groups: for an index, the axis of groups; if columns are in order, column k is in group k // its step.
     """
 
     type: str
@@ -44,10 +44,10 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class W8A8:
-    """A kernel that multiplies 8 bits of x with a weight's codes of 8 bits.
+    """A kernel that multiplies 8-bit x by a weight's 8-bit codes.
 
-    type: of both, 'e4m3' or 'i8'.  codes: the tensor of the weight's.  groups: x has a scale per 128 columns, else per row.
-    sums: the kernel takes the sums of x's codes, too.
+    type: of both, 'e4m3' or 'i8'.  codes: the tensor of the weight's codes.  groups: x has a scale per 128 columns, else per row.
+    sums: the kernel takes the sums of x's codes.
     """
 
     kernel: Any
@@ -59,10 +59,10 @@ class W8A8:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Records of 256 columns that hold codes and numbers of groups, in words of 32 bits.
+    """Records of 256 columns that hold codes and numbers of groups, in 32-bit words.
 
-    tensor: of any elements.  size: words of a record.  codes: the first of its codes.  head: the first words of the fours that
-    hold its other numbers.
+    tensor: of any element type.  size: words per record.  codes: index of the first word of codes.  head: first words of the
+    groups of four words that hold the other numbers.
     """
 
     tensor: str
@@ -73,12 +73,12 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class GroupField:
-    """Where kernels read a number of a group of weights, such as its scale.
+    """How kernels read a number of a group of weights, such as its scale.
 
-    tensor: of the storage.  rows, columns: how many of them share a number, as numbers or size parameters; 0 is all of an axis.
-    kind: how it is stored, an integer's bits, one of SMALL_FLOATS, or 0 for a float that its dtype tells.  default: the number
-    where the tensor is missing.  table: in which its integers are looked up.  shared: how many blocks, counted over all rows,
-    have a float in common.  at: an integer's lowest bit, where the other bits of its bytes are another field's.
+    tensor: of the storage.  rows, columns: how many share a number, as numbers or size parameters; 0 is the whole axis.  kind:
+    how it is stored: bits of an integer, one of SMALL_FLOATS, or 0 for a float, by its dtype.  default: the number if the tensor
+    is missing.  table: the lookup table of its integers.  shared: how many blocks, counted over all rows, share a float.  at: an
+    integer's lowest bit, if other fields have bits in its bytes.
     """
 
     tensor: str
@@ -92,8 +92,10 @@ class GroupField:
 
     def constants(self, tensors: Sequence[str], sizes: Mapping[str, int], tables: Sequence[Table] = (),
                   ) -> tuple[int | float, ...]:
-        """The field as a constant of a launch: the place of its tensor, rows, columns, kind (group_numbers.number), default; then
-        the place of its table, which follow the tensors, and the kind of what is looked up, or how many blocks share a number.
+        """The field as a constexpr: index of its tensor, rows, columns, kind (group_numbers.number), default.
+
+        Two more for kinds that need them: the index of its table, after the tensors, and the integers' kind; or the blocks per
+        number.
         """
         kind = self.kind if isinstance(self.kind, int) else -1 - SMALL_FLOATS.index(self.kind)
         kind += 0 if self.at is None else PART * (1 + self.at)
@@ -108,25 +110,22 @@ class GroupField:
 
 @dataclass(frozen=True, slots=True)
 class MatrixUnitKernels:
-    """Kernels for matrix units: `skinny` for up to 8 rows of x, `gemv` for one, `tile_gemm` for more; None where there is none.
+    """A storage's kernels for matrix units: `skinny` for up to 8 rows of x, `gemv` for one, `tile_gemm` for more; or None.
 
-    These are families (runtime/gpu/kernels), and the storage's functions complete them: words, numbers, table, scale, finish, and
-    of records fields and start.
+    Functions of the storage complete these kernel families (runtime/gpu/kernels): words, numbers, table, scale and finish, and
+    for records fields and start.
 
-    group_fields, row_fields: what scale and finish take.  point: the place among group_fields of the zero point, where
-    `tile_gemm` takes it off codes.
-    blocks: how many columns share a value, of each field that varies along K, as numbers or size parameters.
-    size: columns that share a sum where a block is shorter than 128 columns.  in_order: codes are bytes, row by row.
-    special: the bits that all are set in a NaN or infinite byte of tensor `codes`.
-    width, bits: of the first plane of codes, and of codes that are operands where they lie, 0 for others; signed: they are.
-    levels: the table of a weight, of its blocks of rows or of the format that codes are looked up in; entries: how many it has.
-    unit, base: what sums are multiplied with in the end, and what operands have more than codes, in float16 and bfloat16; a unit
-    of 0 says that float16 has no such numbers.
-    ones: `finish` takes the sums of x.  double: bfloat16, whose numbers have 8 bits, takes two products for a code.
-    zero: what `tile_gemm` adds to codes, in float16 and bfloat16; exact: it thereby takes off their zero point.
-    sums_in_tile_gemm: it needs the sums of x.  spans: by plane, how many bits the second chunk of a span lies higher.
-    tall: `tile_gemm` keeps sums of 128 rows of x in registers, where its groups have 128 columns or more; else of 64.
-    w8a8: the kernel for x in 8 bits.  records: how they lie where codes and numbers of groups are in records.
+    group_fields, row_fields: arguments of scale and finish.  point: the index in group_fields of the zero point, if `tile_gemm`
+    subtracts it from codes.  blocks: columns per value, for each field that varies along K, as numbers or size parameters.  size:
+    columns per sum if a block is shorter than 128 columns.  in_order: codes are bytes in row order.  special: the bits that are
+    all set in a NaN or infinite byte of tensor `codes`.  width, bits: of the first plane of codes, and of codes that are operands
+    without conversion, 0 for others; signed: they are.  levels: the lookup table of codes: of the weight, of blocks of rows or of
+    the format; entries: its length.  unit, base: the factor of the sums, and the difference of operands and codes, for float16
+    and bfloat16; a unit of 0: float16 is not supported.  ones: `finish` takes the sums of x.  double: in bfloat16 a code takes
+    two products, because it has only 8 bits.  zero: `tile_gemm` adds it to codes, for float16 and bfloat16; exact: this subtracts
+    their zero point.  sums_in_tile_gemm: it needs the sums of x.  spans: by plane, how many bits higher the second chunk of a
+    span is.  tall: `tile_gemm` can keep sums of 128 rows of x in registers for groups of 128 columns or more; else of 64.  w8a8:
+    the kernel for 8-bit x.  records: the layout of records that hold codes and numbers of groups.
     """
 
     skinny: Any
@@ -166,23 +165,23 @@ class MatrixUnitKernels:
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """The tables that numbers of groups, or codes, are looked up in."""
+        """The lookup tables of numbers of groups and of codes."""
         read = (self.levels, *(group.table for group in (*self.group_fields, *self.row_fields)))
         return tuple(dict.fromkeys(table for table in read if isinstance(table, Table)))
 
     @property
     def least(self) -> int:
-        """The shortest block that the kernels serve."""
+        """The shortest block that the kernels support."""
         return CHUNK if self.in_order else 16
 
     def serves(self, size: int) -> bool:
-        """Whether the kernels serve blocks of so many columns."""
+        """Whether the kernels support blocks of so many columns."""
         return size >= self.least and (size in SHORT or size % CHUNK == 0)
 
     def constants(self, kind: str, half: bool, sizes: Mapping[str, int], tensors: Sequence[str]) -> dict[str, Any]:
         """Constants of kernel `kind` ('skinny', 'gemv', 'tile_gemm', 'w8a8'); half: x is float16, not bfloat16.
 
-        tensors: those that the kernel takes, by name.
+        tensors: the names of the kernel's tensors.
         """
         place, blocks = int(not half), self.sizes(sizes)
         codes = {"numbers": self.numbers, "WIDTH": self.width, "BITS": self.bits, "SIGNED": self.signed,
@@ -207,21 +206,21 @@ class MatrixUnitKernels:
                 "ONES": self.sums_in_tile_gemm, "SPANS": self.spans}
 
     def sizes(self, sizes: Mapping[str, int]) -> list[int]:
-        """The blocks as numbers, for these size parameters."""
+        """The block lengths as numbers, for these size parameters."""
         return [int(block) if block.isdigit() else sizes[block] for block in self.blocks]
 
     def trip(self, sizes: Mapping[str, int]) -> int:
-        """Columns of w that a warp takes in a trip of the loop of `gemv`."""
+        """Columns of w per warp in one loop iteration of `gemv`."""
         return 256 if self.records is not None else max(256, 8 * min([64, *self.sizes(sizes)]))
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """How kernels combine the symbols of a stream with the other bits into weights of 16 bits, eight columns at a time.
+    """How kernels join symbols of a stream and uncoded bits to 16-bit weights, eight columns at a time.
 
     weights: the device function that returns the four pairs of weights.  It takes four pairs of symbols, at bit `at` of the
-    halves of a word, and the two words of the other bits.  type: of the weights.  stream, uncoded: the tensors of the symbols
-    and of the other bits.
+    halves of a word, and the two words of uncoded bits.  type: of the weights.  stream, uncoded: the tensors of the symbols and
+    of the uncoded bits.
     """
 
     weights: Any
@@ -233,14 +232,14 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Functions and constants that specialize the kernels for a storage, and how their grids cover a weight.
+    """Functions and constants that specialise the kernels for a storage, and their grids.
 
-    decode: the function of `dequantize` and `matvec` (runtime/gpu/kernels), which decodes a unit.  rows, units: how many rows of
-    tiles and units along K there are, as axes.  last: 'n' or 'k', along which units neighbour in memory.
-    sums: rows of a unit.  divides: decode divides by what is stored.  tables: what decode looks up, behind the tensors.
-    digits, lanes: extents of a unit's number within its record, and of its weights.  order: which of the row of tiles, the
-    record, the digits and the lanes make rows of w and then columns, slowest first; () where these are no digits of a column.
-    pairs: what kernels of the storage's stream (codecs) make weights with, where it can be done in registers.
+    decode: decodes a unit, for `dequantize` and `matvec` (runtime/gpu/kernels).  rows, units: axes with the rows of tiles, and
+    the units along K.  last: 'n' or 'k', the axis along which adjacent units are contiguous.  sums: rows per unit.  divides:
+    decode divides by stored numbers.  tables: lookup tables of decode, passed after the tensors.  digits, lanes: extents of a
+    unit's number within its record, and of its weights.  order: how the row of tiles, the record, the digits and the lanes make
+    rows of w and then columns, slowest first; () if they are not digits of a column.  pairs: how kernels of the storage's stream
+    (codecs) make weights in registers, if they can.
     """
 
     decode: Any
@@ -258,7 +257,7 @@ class Kernels:
 
     @property
     def every_table(self) -> tuple[Table, ...]:
-        """Those of kernels for matrix units, too."""
+        """All tables, including those of kernels for matrix units."""
         return (*self.tables, *(() if self.matrix_unit is None else self.matrix_unit.tables))
 
     @property
@@ -267,7 +266,7 @@ class Kernels:
         return {"decode": self.decode, "ROWS": self.sums, "AXIS": int(self.last == "k")}
 
     def rounds(self, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether kernels for matrix units round weights: to x's dtype, where that does not hold all numbers of a table.
+        """Whether kernels for matrix units round weights because x's dtype does not hold all numbers of a table.
 
         tensors: of the weight.
         """
@@ -280,8 +279,9 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Stream:
-    """An entropy code that holds a tensor's elements (streams.py): which, what the tensor would be, and of each of
-    the code's tensors what the storage calls it.
+    """An entropy code that holds a tensor's elements (streams.py).
+
+    It has the code, the decoded tensor's description, and the storage's names of the code's tensors.
     """
 
     coding: str
@@ -298,16 +298,14 @@ class Stream:
 class Storage:
     """One storage: its tensors in order, and the functions between them and the fields.
 
-    where: fields that are not stored because here they always have their default; always: those that are stored, default or
-    not, although other storages may leave them out; omits: those that a quantizer leaves out where they have their default.
-    reads, extents: which of N, K and the size parameters unpack and pack take.  whole: no row lies by itself, so that nothing
-    can be cut.
-    order: the tensor that may say in which order columns are stored (runtime/weight/order.py); all else then is of that weight,
-    but for the tensors [K] in `unordered`, whose columns are in order.
-    streams: tensors that unpack takes and pack makes, and that the storage holds in an entropy code.
-    shape: the tensor that says N and K, int64 [2].  options: those of `encode` that its producers choose.
-    least: of axes, the fewest elements that a weight here has.  fixed: N or K, where all weights have the same.
-    factor: the tensor [K] that kernels for matrix units leave to x, which they take multiplied with it, or divided: '/name'.
+    where: fields that this storage omits because they always have their default; always: optional fields that it always stores;
+    omits: fields that a quantizer omits if they have their default.  reads, extents: which of N, K and the size parameters unpack
+    and pack take.  whole: rows are not separate, so that no slice is possible.  order: the tensor that may state the stored order
+    of columns (runtime/weight/order.py); all other tensors are in stored order, except the tensors [K] in `unordered`.  streams:
+    tensors of unpack and pack that the storage holds in an entropy code.  shape: the tensor that holds N and K, int64 [2].
+    options: options of `encode` that its producers choose.  least: the fewest elements of axes that a weight here has.  fixed: N
+    or K, if all weights have the same.  factor: the tensor [K] by which x is multiplied before kernels for matrix units; '/name':
+    divided.
     """
 
     tensors: Mapping[str, Stored]
@@ -331,12 +329,12 @@ class Storage:
 
     @property
     def is_order_plain(self) -> bool:
-        """Whether weights have their tensors as kernels take them next to an order, int32, in which x is brought first."""
+        """Whether kernels take the tensors next to an order, int32, by which x is permuted first."""
         return not self.unordered and (not self.order or self.tensors[self.order].dtype == "i32")
 
     @property
     def decoded(self) -> Storage:
-        """The storage with decoded tensors in place of streams: what unpack and the kernels take."""
+        """The storage with decoded tensors instead of streams, as unpack and the kernels take them."""
         inside = {name: key for key, stream in self.streams.items() for name in stream.names.values()}
         tensors = {inside.get(name, name): self.streams[inside[name]].plain if name in inside else stored
                    for name, stored in self.tensors.items()}
@@ -347,11 +345,11 @@ class Storage:
         return _present(self.unpack(*tensors, **{name: extents[name] for name in self.reads}))
 
     def tensors_of(self, fields: Mapping[str, torch.Tensor | None], extents: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """The tensors that pack returns for all fields that it takes, None where one is missing."""
+        """The tensors that pack returns for all its fields, None if one is missing."""
         return _present(self.pack(**fields, **{name: extents[name] for name in self.extents}))
 
     def why_not(self, shape: tuple[int, int], sizes: Mapping[str, int]) -> str:
-        """Why the storage is not for weights of this shape, too few elements or another N or K; '' where it is."""
+        """Why the storage does not support weights of this shape (too few elements, or another N or K); '' if it does."""
         for dim, extent in zip("NK", shape, strict=True):
             if self.fixed.get(dim, extent) != extent:
                 return f"it is for weights with {dim} = {self.fixed[dim]}, not {list(shape)}"
@@ -362,27 +360,26 @@ class Storage:
 
     @property
     def coded(self) -> list[str]:
-        """The tensors that hold the fields, which unpack and the kernels take."""
+        """The tensors that hold the fields, as unpack and the kernels take them."""
         return [name for name in self.tensors if name not in (self.order, self.shape)]
 
 
 def _present(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """What is there: functions of generated modules return None for what is missing."""
+    """The tensors that exist: functions of generated modules return None for missing ones."""
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The part of a format that depends on the parameters which shape the bits.
+    """The part of a format that depends on parameters that change the bits.
 
-    defaults: values of fields that may be missing; None is an index in order.  decode takes fields by name and returns
-    float32 [rows, columns]; its blocks must be whole, or alone on their axis: `cuts` are axes whose steps say where a caller
-    cuts, '1' where it cannot.  encode takes the weight, and returns the fields it chooses; importance: it takes those of
-    columns, too; options: what a caller may choose about it, none listed where that is any positive number.  copies: decode is
-    this field unchanged.
-    scheme: what encode calls, where kernels encode rows by it too; roles: the fields that it chooses; settings: its constants
-    and the options of the spec.  plus: what is added to the numbers that decode returns.  appended: fields [N, extent] of numbers
-    behind the K columns of a row, which decode does not read, and which are 0 where a weight is quantized.
+    defaults: values of optional fields; None is an index in order.  decode takes fields by name and returns float32 [rows,
+    columns].  Blocks must be whole, or alone on their axis: `cuts` are axes whose steps are legal borders; '1' allows none.
+    encode takes the weight, and returns the fields that it chooses.  importance: encode uses the importance of columns.  options:
+    choices for encode; an empty list means any positive number.  copies: decode returns this field unchanged.  scheme: the scheme
+    of encode, if kernels encode rows by it too; roles: the fields that it chooses; settings: its constants and the options of the
+    spec.  plus: branches that are added to decoded numbers.  appended: fields [N, extent] of plain numbers behind the K columns
+    of a row; decode does not read them, and quantize sets them to 0.
     """
 
     fields: Mapping[str, Field]
@@ -401,10 +398,10 @@ class Variant:
     appended: tuple[str, ...] = ()
 
     def tensors(self, storage: str) -> dict[str, Stored]:
-        """The tensors that a weight in a storage may have: those of branches are behind its own."""
+        """The tensors that a weight in a storage may have: its own, then those of branches."""
         return {**self.storages[storage].tensors, **stored(self.plus)}
 
     @property
     def index_groups(self) -> Axis | None:
-        """How many groups columns are put into, by the index field; None without one."""
+        """The number of groups that the index field assigns columns to, as an axis; None without an index."""
         return next((field.groups for field in self.fields.values() if field.groups is not None), None)

@@ -1,4 +1,4 @@
-"""Matches tensors with storages: views them in the dtypes and shapes that `qdsl.core.stored` computes."""
+"""Matches tensors with storages, viewed in the dtypes and shapes that `qdsl.core.stored` computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """One way to read the tensors."""
+    """One interpretation of tensors: a storage, its parameters and the shape."""
 
     storage: str
     params: Mapping[str, int | str]
@@ -29,7 +29,7 @@ class Match:
 
 def matches(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None, storage: str | None,
             params: Mapping[str, int | str]) -> list[Match]:
-    """Every way to read the tensors.  Raises FormatError with the reason of the nearest miss where there is none."""
+    """All interpretations of the tensors.  Raises FormatError with the reason of the nearest miss if there is none."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise FormatError(f"'{name}' is a {type(tensor).__name__}, not a torch tensor")
@@ -54,7 +54,7 @@ def _values(tensor: Tensor) -> tuple[int, ...]:
 
 
 def torch_dtype(kind: str) -> torch.dtype:
-    """The torch dtype of a field: codes up to 8 bits and floats that torch lacks are bytes, wider codes and indices int32."""
+    """The torch dtype of a field: uint8 for codes up to 8 bits and floats that torch lacks, int32 for wider codes and indices."""
     return _dtype(field_dtype(kind))
 
 

@@ -1,4 +1,4 @@
-"""Bit patterns as float32 tensors: the torch forms of qdsl/core/numbers.py, and back from values to codes.
+"""Decodes bit patterns to float32 tensors, and encodes values: the torch forms of qdsl/core/numbers.py.
 
 Decoders take codes as uint8 or in torch's own 8-bit float dtypes and return float32, exact on every code.
 """
@@ -12,14 +12,14 @@ from qdsl.runtime.torch.private_apis import FakeTensor
 
 
 def _codes(code: Tensor) -> Tensor:
-    """The bits as int32, with the sign of the byte: bit 7 fills the bits above."""
+    """The bits as int32, sign-extended from bit 7."""
     return code.view(torch.int8).to(torch.int32)
 
 
 def _scaled(code: Tensor, mantissa: int, bias: int, sign: int) -> Tensor:
-    """Sign, exponent and mantissa at their places in float32, scaled by a power of two: exact, subnormals included.
+    """Sign, exponent and mantissa moved to their places in float32, and scaled by a power of two: exact, also for subnormals.
 
-    Works in place on `code`, int32 of its own.
+    Works in place on `code`, an int32 tensor of the caller.
     """
     bits = code.bitwise_left_shift_(23 - mantissa)
     bits &= (1 << 23 - mantissa + sign) - 1 | -(1 << 31)
@@ -27,9 +27,9 @@ def _scaled(code: Tensor, mantissa: int, bias: int, sign: int) -> Tensor:
 
 
 def _holds(codes: Tensor, code: int) -> bool:
-    """Whether the largest of some codes is `code`: one fast pass, so that special codes cost where they are.
+    """Whether some code is `code`, the largest possible: one fast pass decides whether special codes need work.
 
-    While a program is traced there are no codes to compare: then it may be.
+    True in a traced program, whose codes are not known.
     """
     if isinstance(codes, FakeTensor):
         return True
@@ -51,7 +51,7 @@ def e5m2(code: Tensor) -> Tensor:
 def e4m3fnuz(code: Tensor) -> Tensor:
     """float32 of E4M3FNUZ codes: 0x80 is NaN."""
     value = _scaled(_codes(code), 3, 8, 7)
-    lone = code.view(torch.uint8) ^ 127                          # 0x80 becomes the largest
+    lone = code.view(torch.uint8) ^ 127                          # turns 0x80 into the largest code
     return value.masked_fill_(lone == 255, torch.nan) if _holds(lone, 255) else value
 
 
@@ -103,14 +103,14 @@ _TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def to_minifloat(value: Tensor, kind: str, ties: str = "even") -> Tensor:
-    """Codes of e3m2, e2m3, e2m1 (uint8), e4m3 or e5m2 nearest to float32 values, cut to the largest; -0 keeps its sign.
+    """Codes of e3m2, e2m3, e2m1 (uint8), e4m3 or e5m2 nearest to float32 values, clamped to the largest; -0 keeps its sign.
 
-    ties: 'even', or 'zero' for towards it.
+    ties: 'even', or 'zero' for towards zero.
     """
     mantissa, bias, largest, sign = _MINIFLOATS[kind]
     size = value.abs().clamp(max=largest)
     power = torch.where(size > 0, torch.frexp(size).exponent - 1, 1 - bias).clamp(min=1 - bias)
-    exact = torch.ldexp(size, mantissa - power)                  # a power of two times the value
+    exact = torch.ldexp(size, mantissa - power)                  # the value times a power of two
     steps = torch.round(exact) if ties == "even" else torch.ceil(exact - 0.5)
     code = steps.to(torch.int32) + (power + bias - 1 << mantissa)
     codes = (code | torch.signbit(value).to(torch.int32) * sign).to(torch.uint8)

@@ -1,9 +1,8 @@
-"""Which columns belong to which group, and columns stored by their groups, for a weight whose index puts them into groups all
-over K (act-order).
+"""The groups of columns, and columns stored by group, for a weight with act-order.
 
-`order`, int32 [K], says which column of the weight is stored at each place: those of group 0 first, ascending within a group.
-Where every group has `size` columns, and only the last may have fewer, place j then belongs to group j // size, which is the
-whole index; and the product with a weight whose columns are moved is that with x moved alike.
+`order`, int32 [K], gives the column stored at each place: columns of group 0 first, ascending within a group.  If every group but
+the last has `size` columns, place j belongs to group j // size, so that no index is needed.  The product with a weight whose
+columns are permuted equals the product with x permuted alike.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from qdsl.runtime.weight.arrays import cdiv
 
 
 def columns(tensor: Tensor) -> Tensor:
-    """A stored order, int32 or int16 [K], as int32: the bits of 16 are those of columns up to 65535."""
+    """A stored order, int32 or int16 [K], as int32; int16 holds unsigned columns up to 65535."""
     return tensor if tensor.dtype == torch.int32 else tensor.to(torch.int32) & 0xFFFF
 
 
 def uneven(index: Tensor, size: int) -> str:
-    """Why columns with this index, int [K], cannot be stored by groups of `size`; '' where they can."""
+    """Why columns with this index, int [K], cannot be stored by groups of `size`; '' if they can."""
     if index.is_meta:
         return "its values are not there yet"
     k = index.numel()
@@ -35,7 +34,7 @@ def uneven(index: Tensor, size: int) -> str:
 
 
 def in_order(index: Tensor, size: int) -> Tensor:
-    """The index of as many columns, in order, in groups of `size`."""
+    """The index of the same number of columns, in order, in groups of `size`."""
     return torch.arange(index.numel(), dtype=index.dtype, device=index.device) // size
 
 
@@ -45,7 +44,7 @@ def by_groups(index: Tensor) -> Tensor:
 
 
 def places(order: Tensor) -> Tensor:
-    """Where each column is stored, the inverse of an order: int64 [K]."""
+    """The place of each column, the inverse of an order: int64 [K]."""
     inverse = torch.empty(order.shape, dtype=torch.int64, device=order.device)
     inverse[order.long()] = torch.arange(order.numel(), device=order.device)
     return inverse
@@ -57,7 +56,7 @@ def index_of(order: Tensor, size: int) -> Tensor:
 
 
 def wrong_index(index: Tensor, groups: int) -> str:
-    """What is wrong with an index, int [K], that a checkpoint gives; '' where all its groups exist."""
+    """What is wrong with a checkpoint's index, int [K]; '' if all its groups exist."""
     outside = torch.nonzero((index < 0) | (index >= groups))
     if not outside.numel():
         return ""
@@ -66,7 +65,7 @@ def wrong_index(index: Tensor, groups: int) -> str:
 
 
 def wrong_order(order: Tensor, size: int) -> str:
-    """What is wrong with an order, int [K], that a checkpoint gives; '' where it is one of groups of `size`."""
+    """What is wrong with a checkpoint's order, int [K]; '' if it is one of groups of `size`."""
     k = order.numel()
     outside = torch.nonzero((order < 0) | (order >= k))
     if outside.numel():

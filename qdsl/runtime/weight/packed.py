@@ -1,4 +1,4 @@
-"""A quantized weight: a storage's tensors, checked when they come together, that move as one."""
+"""A quantized weight: the tensors of a storage, validated together, that move as one."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ if TYPE_CHECKING:
 
 
 class PackedWeight:
-    """The weight [N, K] of a format in one of its storages.
+    """A weight [N, K] of a format in one of its storages.
 
-    tensors: the storage's tensors by name, in storage order (absent optional ones are missing).  shape: (N, K).
-    params: every parameter of the format.  known_finite: whether no code is NaN or infinite; None until `finite` is asked.
-    stream_info: what streams.check returned for its streams; '' before that.
-    names: what the checkpoint calls tensors that it names otherwise.
-    Made by the format's own functions, which check shapes, dtypes and indices.
+    tensors: the storage's tensors by name, in storage order, without missing optional ones.  shape: (N, K).  params: every
+    parameter of the format.  known_finite: whether no code is NaN or infinite; None until `finite` is read.  stream_info: the
+    result of streams.check for its streams; '' before.  names: the checkpoint's names of tensors, if different.  Only the
+    format's own functions make one, which validate shapes, dtypes and indices.
     """
 
     def __init__(self, format: Format, storage: str, tensors: Mapping[str, Tensor], shape: tuple[int, int],
@@ -48,8 +47,8 @@ class PackedWeight:
         self.tensors = dict(tensors)
         self.shape = shape
         self.params = dict(params)
-        self.params_text = " ".join([f"{name}={value}" for name, value in params.items()])  # here: torch.compile may not
-        self.shape_text = shape_text or f"{shape[0]}x{shape[1]}"  # nor from sizes that it takes for dynamic
+        self.params_text = " ".join([f"{name}={value}" for name, value in params.items()])  # torch.compile cannot do it later
+        self.shape_text = shape_text or f"{shape[0]}x{shape[1]}"  # from sizes that it takes for dynamic
         self.in_order = in_order
         self.known_finite = known_finite
         self.notes = tuple(notes)
@@ -61,11 +60,11 @@ class PackedWeight:
         plus = self.variant.plus
         self.branch_names = tuple([name for branch in plus for name in branch.names if name in self.tensors]) if plus else ()
         self.has_branch = bool(self.branch_names)
-        self.sizes = format.sizes(params, shape)                 # -1, the whole axis, written out
+        self.sizes = format.sizes(params, shape)                 # with -1, the whole axis, resolved
         self.extents = {**self.sizes, "N": shape[0], "K": shape[1]}
         self._steps: dict[str, tuple[int, str]] = {}
         self._base: PackedWeight | None = None
-        self.plan: Plan | None = None                            # these two products keep for the next one, of `base`; they
+        self.plan: Plan | None = None                            # products keep these two for the next product with `base`; they
         self.dense: Dense | None = None                          # are neither pickled nor derived
         self.stored_plan: Plan | None = None                     # of the weight that as_stored() returns
 
@@ -80,16 +79,16 @@ class PackedWeight:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors lie."""
+        """The device of its tensors."""
         return next(iter(self.tensors.values())).device
 
     @property
     def finite(self) -> bool:
-        """Whether no code is NaN or infinite.  The first time it reads every code, where the format has such codes."""
+        """Whether no code is NaN or infinite.  For formats with such codes, the first call reads every code."""
         if self.known_finite is None:
             finite = are_codes_finite(self)
             if self.device.type == "meta":
-                return finite                                    # of codes that are yet to come nothing is known
+                return finite                                    # unknown for codes that are not filled yet
             self.known_finite = finite
         return self.known_finite
 
@@ -100,14 +99,14 @@ class PackedWeight:
 
     @property
     def order(self) -> Tensor | None:
-        """int32 [K], column order[j] of the weight is stored at place j; None where columns are stored as they come."""
+        """int32 [K], the column of the weight that is stored at each place; None if columns are stored in order."""
         name = self.layout.order
         tensor = self.tensors.get(name) if name and name not in self.in_order else None
         return None if tensor is None else order.columns(tensor)
 
     @property
     def base(self) -> PackedWeight:
-        """The weight without what branches add to it; itself where it has none."""
+        """The weight without its branches; itself if it has none."""
         if not self.has_branch:
             return self
         if self._base is None:
@@ -117,22 +116,22 @@ class PackedWeight:
 
     @property
     def described(self) -> Mapping[str, Stored]:
-        """What its tensors are: those of the storage, and those of branches."""
+        """Descriptions of its tensors: those of the storage, and those of branches."""
         return {**self.layout.tensors, **branches.stored(self.variant.plus)}
 
     def as_stored(self) -> PackedWeight:
-        """The weight whose columns come as they are stored: that of the tensors without their order."""
+        """The weight with columns in stored order: the same tensors without their order."""
         columns, unordered = self.order, self.layout.unordered
         return self.derive({name: tensor if columns is None or name not in unordered else tensor.index_select(0, columns)
                             for name, tensor in self.tensors.items() if name != self.layout.order})
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> PackedWeight:
-        """The same weight with a function applied to every tensor; dtypes and shapes must stay."""
+        """The weight with a function applied to every tensor, which must keep dtypes and shapes."""
         return self.derive({name: function(tensor) for name, tensor in self.tensors.items()})
 
     def derive(self, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None = None,
                in_order: frozenset[str] | None = None) -> PackedWeight:
-        """The same parameters with other tensors, unchecked; one that says the shape says the new one."""
+        """A weight with the same parameters and other tensors, not validated; a shape tensor gets the new shape."""
         name = self.layout.shape
         if shape not in (None, self.shape) and name in tensors:
             tensors = {**tensors, name: shape_tensor(shape, tensors[name].device)}
@@ -142,10 +141,9 @@ class PackedWeight:
                             shape_text="" if shape else self.shape_text)
 
     def decode_streams(self) -> PackedWeight:
-        """The weight with its entropy-coded tensors decoded, which then can be cut; itself where it has no streams.
+        """The weight with its entropy-coded tensors decoded, so that it can be sliced; itself if it has no streams.
 
-        On meta the tensors have only dtypes and shapes.
-        Raises FormatError for a stream that is damaged.
+        On meta the tensors have only dtypes and shapes.  Raises FormatError for a damaged stream.
         """
         if not self.layout.streams:
             return self
@@ -159,9 +157,9 @@ class PackedWeight:
         return decoded
 
     def decode_rows(self, rows: Tensor) -> PackedWeight | None:
-        """The decoded weight of these rows, ascending int64 [M]; None where a stream, or another tensor, has no separate rows.
+        """The decoded weight of these rows, ascending int64 [M]; None if a stream, or another tensor, has no separate rows.
 
-        On a CPU.  Other rows are decoded only where they share lanes with these.  Raises FormatError for a damaged stream.
+        Runs on a CPU.  Other rows are decoded only if they share lanes with these.  Raises FormatError for a damaged stream.
         """
         if not streams.has_plain_rows(self):
             return None
@@ -170,9 +168,9 @@ class PackedWeight:
         return None if plain is None else self.with_plain(plain, rows)
 
     def with_plain(self, plain: Mapping[str, Tensor], rows: Tensor | None = None) -> PackedWeight:
-        """The weight with these tensors in place of the streams that hold them.
+        """The weight with these decoded tensors instead of its streams.
 
-        rows: int64 [M], the rows that they are of, if not all; see streams.has_plain_rows.
+        rows: int64 [M], the rows that the tensors have, if not all; see streams.has_plain_rows.
         """
         if rows is not None:
             tensors = dict(self.tensors)
@@ -181,36 +179,36 @@ class PackedWeight:
                     tensors[name] = tensors[name].index_select(place, rows) if axis.dim == "N" else tensors[name]
             return self.derive(tensors, (len(rows), self.shape[1])).with_plain(plain)
         decoded = PackedWeight(self.format, self.storage, {}, self.shape, self.params, is_decoded=True)
-        available = {**self.tensors, **plain}                    # without what operations leave out, such as the shape
+        available = {**self.tensors, **plain}                    # without tensors that operations omit, such as the shape
         decoded.tensors = {name: available[name] for name in decoded.layout.tensors if name in available}
         return decoded
 
     def to(self, *args: Any, **kwargs: Any) -> PackedWeight:
-        """All tensors on another device; a dtype is refused, because stored dtypes belong to the format."""
+        """The weight on another device; raises for another dtype, because stored dtypes belong to the format."""
         dtypes = self.dtypes
         return self.derive({name: _moved(tensor, dtypes[name], moved(tensor, dtypes[name], lambda part: part.to(*args, **kwargs)))
                             for name, tensor in self.tensors.items()})
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes that the storage names, which tensors have except 8-bit floats on a device that lacks them."""
+        """The dtypes of the storage's tensors; on a device that lacks 8-bit floats, tensors are bytes instead."""
         return {name: stored_dtype(str(self.params.get(tensor.dtype, tensor.dtype))) for name, tensor in self.described.items()}
 
     # -- rows, pieces and joins -------------------------------------------------------------------------------------------
 
     @property
     def has_separate_rows(self) -> bool:
-        """Whether every row is stored by itself, so that `rows` gathers rows of tensors and decodes nothing."""
+        """Whether every row is stored separately, so that `rows` gathers rows of tensors and decodes nothing."""
         if self.has_branch:
             return self.base.has_separate_rows and branches.step(self, "N") == 1
         return self._granule("N")[0] == 1 and not self.layout.whole and not self.layout.streams and not self._is_flat
 
     def rows(self, index: Tensor | Sequence[int]) -> PackedWeight:
-        """The weight of these rows, index int64 or int32 [M] in any order, with repeats: gathered, not decoded, where it can be.
+        """The weight of these rows, index int64 or int32 [M] in any order, with repeats; gathered, not decoded, if possible.
 
-        Where rows are not stored separately, the fields are gathered and packed again (entropy codes are encoded again).  The
-        result then may have shorter blocks or storage `planar`; its `params` and `storage` say so.
-        Raises FormatError where rows share a block that no parameter makes shorter, IndexError for rows that do not exist.
+        If rows are not stored separately, fields are gathered and packed again (entropy codes are encoded again).  The result may
+        have shorter blocks or storage `planar`; see its `params` and `storage`.  Raises FormatError if rows share a block that no
+        parameter makes shorter, IndexError for rows that do not exist.
         """
         if not isinstance(index, Tensor):
             index = torch.tensor(list(index), dtype=torch.int64, device=self.device)
@@ -227,7 +225,7 @@ class PackedWeight:
         return self.derive(tensors, (index.shape[0], self.shape[1]))
 
     def step(self, dim: str) -> int:
-        """The least number of rows (dim 'N') or columns ('K') at whose multiples `cut` works; all where it never does."""
+        """The smallest step of rows (dim 'N') or columns ('K') at whose multiples `cut` works; all of them if it never does."""
         if dim not in ("N", "K"):
             raise FormatError(f"a weight has rows ('N') and columns ('K'), not {dim!r}")
         whole = max(1, self.shape[dim == "K"])
@@ -238,9 +236,9 @@ class PackedWeight:
                      if not self._why_not(dim, size) and not self._why_not(dim, whole % size or size)), whole)
 
     def cut(self, dim: str, start: int, stop: int) -> PackedWeight:
-        """Rows (dim 'N') or columns ('K') [start, stop) as a weight of their own, without copying.
+        """Rows (dim 'N') or columns ('K') [start, stop) as a weight, without copying.
 
-        Raises FormatError where a cut would go through a block or a word; it names the nearest borders.  See `shard`.
+        Raises FormatError with the nearest legal borders if a border is inside a block or a word.  See `shard`.
         """
         if self.has_branch:
             return branches.piece(self, self.base.cut(dim, start, stop), dim, start, stop)
@@ -260,14 +258,13 @@ class PackedWeight:
         return self.derive(tensors, shape)
 
     def shard(self, dim: str, start: int, stop: int) -> PackedWeight:
-        """Rows (dim 'N') or columns ('K') [start, stop) as a weight of the same numbers: cut where it can be, else packed again.
+        """Rows (dim 'N') or columns ('K') [start, stop) as a weight of the same numbers: a view if possible, else packed again.
 
-        Rows of an entropy code keep their codes where the borders are those of its groups of rows.  Another piece that `cut`
-        refuses is unpacked and packed in the same storage (entropy codes are encoded again); if its borders are inside blocks,
-        with a smaller block size that the format has, repeating what the long blocks share; else in storage `planar`.  The
-        result's `storage` and `params` say which.  Columns in act-order keep their groups.
-        On meta the result has exact shapes, but tensors whose size depends on the numbers have no elements.
-        Raises FormatError with the reason and the nearest borders.
+        Entropy-coded rows keep their codes if the borders are those of its groups of rows.  Other slices that `cut` refuses are
+        unpacked and packed in the same storage (entropy codes are encoded again).  If the borders are inside blocks, the result
+        has a smaller block size of the format and repeats the values of long blocks; else storage `planar`.  See its `storage`
+        and `params`.  Act-order columns keep their groups.  On meta the result has exact shapes, but tensors whose size depends
+        on the numbers have no elements.  Raises FormatError with the reason and the nearest borders.
         """
         if self.has_branch:
             return branches.piece(self, self.base.shard(dim, start, stop), dim, start, stop)
@@ -275,16 +272,16 @@ class PackedWeight:
 
     @classmethod
     def join(cls, parts: Sequence[PackedWeight], dim: str = "N") -> PackedWeight:
-        """The weight whose rows (dim 'N') or columns ('K') are those of the parts one after the other: one copy per tensor.
+        """The weight with the rows (dim 'N') or columns ('K') of all parts, in order: one copy per tensor.
 
-        Parts have the same format, storage, parameters and other extent; what is stored once for all rows, or columns, must be
-        equal.  Parts that end inside blocks or words, and entropy codes, are unpacked and packed together, as in `shard`.
-        Raises FormatError with what differs.
+        Parts have the same format, storage, parameters and other extent.  Tensors that all rows, or columns, share must be equal.
+        Parts that end inside blocks or words, and entropy codes, are unpacked and packed together, as in `shard`.  Raises
+        FormatError with the difference.
         """
         return algebra.join(parts, dim)
 
     def _why_not_cut(self, dim: str, start: int, stop: int) -> str:
-        """Why tensors cannot be cut at these borders; '' where they can.  Raises FormatError for borders outside of it."""
+        """Why tensors cannot be sliced at these borders; '' if they can.  Raises FormatError for borders past the weight."""
         whole = self.shape[0 if dim == "N" else 1]
         if not 0 <= start <= stop <= whole or dim not in ("N", "K"):
             raise FormatError(f"rows ('N') or columns ('K') from {start} to {stop} of {dim} = {whole} are no part of the weight")
@@ -296,7 +293,7 @@ class PackedWeight:
         return self._why_not(dim, stop - start) if stop > start else ""
 
     def _granule(self, dim: str) -> tuple[int, str]:
-        """At which multiples of rows or columns tensors can be cut, all where none, and why not elsewhere."""
+        """The step of rows or columns at whose multiples tensors can be sliced, all if none, and why not elsewhere."""
         whole = max(1, self.shape[dim == "K"])
         if self.layout.streams:
             return whole, "an entropy code holds all of it"
@@ -305,7 +302,7 @@ class PackedWeight:
         if dim == "K" and self._is_flat:
             return whole, "it stores rows one after the other, so only rows can be cut"
         for name in self._indices if dim == "K" else ():
-            if name not in self.in_order and not self.tensors[name].is_meta:     # on meta columns are taken to be in order
+            if name not in self.in_order and not self.tensors[name].is_meta:     # on meta columns count as in order
                 groups = self.variant.index_groups
                 into = " into groups all over K (act-order)" if groups is None or groups.text != "K" else " all over K"
                 return whole, f"'{name}' puts columns{into}; only rows can be cut"
@@ -317,7 +314,7 @@ class PackedWeight:
         return step, f"its blocks and words have {step} {UNITS[dim]}"
 
     def _why_not(self, dim: str, size: int) -> str:
-        """Why the storage has no weight of so many rows or columns; '' where it has."""
+        """Why the storage has no weight of so many rows or columns; '' if it has."""
         shape = (size, self.shape[1]) if dim == "N" else (self.shape[0], size)
         return self.layout.why_not(shape, self.format.sizes(self.params, shape)) if self.layout.least or self.layout.fixed else ""
 
@@ -327,11 +324,11 @@ class PackedWeight:
 
     @property
     def _indices(self) -> list[str]:
-        """The tensors that say where columns belong: the groups of columns, or their order."""
+        """The tensors with the groups of columns, or their order."""
         return [name for name in self.tensors if name == self.layout.order or self.layout.tensors[name].dtype == "index"]
 
     def _span(self, axis: Axis, dim: str, start: int, stop: int) -> tuple[int, int]:
-        """First element and number of elements of an axis that rows or columns [start, stop) occupy."""
+        """The first element, and number of elements, of an axis for rows or columns [start, stop)."""
         if axis.dim == "N*K":
             start, stop = (start * self.shape[1], stop * self.shape[1]) if dim == "N" else (0, 0)
         first = axis.elements(start, self.sizes)

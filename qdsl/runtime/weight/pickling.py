@@ -1,4 +1,4 @@
-"""Pickling of 8-bit floats and unsigned words, which torch's own pickle does not take: as integers of the same size."""
+"""Pickles 8-bit floats and unsigned words, which torch's own pickle does not support, as integers of the same size."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 Tensors = Mapping[str, Any]
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}      # by their bytes
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}      # by bytes per element
 
 
 class StoredBits:
-    """A tensor that is pickled as integers and its dtype.  A deep copy of it is one of the tensor, memo and all."""
+    """A tensor that is pickled as integers and its dtype.  A deep copy is a deep copy of the tensor, memo included."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -33,13 +33,13 @@ def _stored_bits(data: Tensor, dtype: torch.dtype, is_parameter: bool) -> Stored
 
 
 def picklable(tensors: Tensors) -> dict[str, Any]:
-    """The same mapping, its tensors of 8-bit floats and of unsigned words as StoredBits."""
+    """The mapping with its tensors of 8-bit floats and unsigned words as StoredBits."""
     return {name: StoredBits(tensor) if isinstance(tensor, Tensor) and _is_odd(tensor) else tensor
             for name, tensor in tensors.items()}
 
 
 def _is_odd(tensor: Tensor) -> bool:
-    """Whether torch's pickle of a tensor cannot be read back."""
+    """Whether torch cannot read its own pickle of a tensor."""
     return tensor.dtype in (torch.uint16, torch.uint32) or (tensor.is_floating_point() and tensor.element_size() == 1)
 
 

@@ -1,4 +1,4 @@
-"""Whether a weight has a form for the kernels of matrix units, storage planar, and what that takes."""
+"""Whether a weight can be converted to planar, the storage for matrix-unit kernels, and at what size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qdsl.runtime.weight.packed import PackedWeight
 
 
 def why_not_planar(packed: PackedWeight, larger: bool = False) -> str:
-    """Why `planar` leaves a weight as it is; '' where it does not."""
+    """Why `planar` returns a weight unchanged; '' if it converts it."""
     packed = packed.base
     if packed.storage == PLANAR or PLANAR not in packed.variant.storages:
         return "it is that already" if packed.storage == PLANAR else "its format has no storage for matrix units"
@@ -36,7 +36,7 @@ def why_not_planar(packed: PackedWeight, larger: bool = False) -> str:
 
 
 def planar_template(packed: PackedWeight) -> PackedWeight:
-    """What `planar` makes of a weight, on meta: tensors of its dtypes and shapes, without numbers."""
+    """The planar form of a weight, on meta: tensors with dtypes and shapes, without numbers."""
     missing = {stored.optional for key, stored in packed.layout.tensors.items() if key not in packed.tensors}
     storage = packed.variant.storages[PLANAR]
     optional = [key for key, stored in storage.tensors.items() if stored.optional and (
@@ -45,5 +45,5 @@ def planar_template(packed: PackedWeight) -> PackedWeight:
 
 
 def _indices(packed: PackedWeight) -> list[str]:
-    """The tensors that put columns into groups all over K (act-order)."""
+    """The tensors that assign columns to groups (act-order)."""
     return [name for name in packed.tensors if packed.layout.tensors[name].dtype == "index" and name not in packed.in_order]

@@ -1,4 +1,4 @@
-"""Float weights in a format: the options that a caller gives, and the encode scheme's fields, packed in tiles of rows."""
+"""Quantizes float weights: validates options, and packs the fields that the encode scheme chooses, in tiles of rows."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 def quantize(format: Format, weight: Tensor, storage: str | None, importance: Tensor | None, options: Mapping[str, Any],
              ) -> PackedWeight:
-    """A float weight [N, K] in a format.
+    """Quantizes a float weight [N, K].
 
-    importance: floats [K], none negative, how much an error in each column counts; schemes without a use for it ignore it.
-    options: parameters of the format and options of its encode scheme.  Raises FormatError, with the row and column of a weight
-    that is not finite.
+    importance: floats [K], none negative: the weight of each column in the error; schemes that do not use it ignore it.  options:
+    parameters of the format and options of its encode scheme.  Raises FormatError, with the row and column of a weight that is
+    not finite.
     """
     params, scheme_options, name = choose_options(format, {"storage": storage, **options})
     variant = format.variant(params)
@@ -50,7 +50,7 @@ def quantize(format: Format, weight: Tensor, storage: str | None, importance: Te
     whole = full_template(format, name, shape, params)
     quantized = _stacked(whole, (pack(format, {**fields, **index, **_zeros(variant, fields, params)}, name, params)
         for fields in tiles.encode_rows(variant, weight, sizes, {**sizes, **types, **chosen}, whole.step("N"))))
-    free = "symmetric" in variant.options and not chosen.get("symmetric")   # then all layers have what any may need
+    free = "symmetric" in variant.options and not chosen.get("symmetric")   # then all layers have the tensors that any needs
     left = set() if free else convert.omitted(quantized, layout)
     if not left:
         return quantized
@@ -58,7 +58,7 @@ def quantize(format: Format, weight: Tensor, storage: str | None, importance: Te
 
 
 def _zeros(variant: Variant, fields: Mapping[str, Tensor], params: Mapping[str, int | str]) -> dict[str, Tensor]:
-    """The appended numbers of as many rows as the codes have."""
+    """Zeros for the appended numbers of each row."""
     zeros: dict[str, Tensor] = {}
     for name in variant.appended:
         field, codes = variant.fields[name], fields[variant.roles["code"]]
@@ -68,7 +68,7 @@ def _zeros(variant: Variant, fields: Mapping[str, Tensor], params: Mapping[str, 
 
 
 def _stacked(whole: PackedWeight, parts: Iterable[PackedWeight]) -> PackedWeight:
-    """The weight whose rows are those of the parts, one after the other.  whole: one of its shape, without numbers."""
+    """The weight with the rows of all parts, in order.  whole: a weight of the full shape, without numbers."""
     start = 0
     for part in parts:
         if part.shape == whole.shape:
@@ -83,7 +83,7 @@ def _stacked(whole: PackedWeight, parts: Iterable[PackedWeight]) -> PackedWeight
 
 
 def _checked_importance(format: Format, importance: Tensor, weight: Tensor) -> Tensor:
-    """float32 [K], on the weight's device."""
+    """The importance as float32 [K] on the weight's device.  Raises FormatError."""
     if not importance.is_floating_point() or importance.shape != weight.shape[1:]:
         raise FormatError(f"{format.name}: importance is floats [{weight.shape[1]}], one for each column, not "
                           f"{str(importance.dtype)[6:]} {list(importance.shape)}")
@@ -95,7 +95,7 @@ def _checked_importance(format: Format, importance: Tensor, weight: Tensor) -> T
 
 
 def choose_options(format: Format, options: Mapping[str, Any]) -> tuple[dict[str, int | str], dict[str, Any], str]:
-    """What options of quantize mean: parameters, options of the encode scheme, and the storage.  Raises FormatError."""
+    """The parameters, options of the encode scheme, and storage that options of quantize select.  Raises FormatError."""
     choices = next(iter(format.variants.values())).options
     params = format.complete({key: value for key, value in options.items() if key not in (*choices, "storage")})
     scheme_options = {key: value for key, value in options.items() if key in choices}

@@ -14,7 +14,7 @@ from qdsl.runtime.weight.packed import PackedWeight
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Errors of a requantized weight: the largest, their root mean square, and both beside the old weight's.
+    """Errors of a requantized weight.
 
     largest, rms: in units of the weight.  weight: the root mean square of the old weight.
     """
@@ -30,14 +30,14 @@ class Report:
 
     @property
     def relative(self) -> float:
-        """The errors' root mean square over the old weight's: 0 for the same weight."""
+        """The errors' root mean square divided by the old weight's: 0 for equal weights."""
         if self.rms == 0 or self.weight == 0:
             return 0.0 if self.rms == 0 else math.inf
         return self.rms / self.weight
 
     @property
     def decibels(self) -> float:
-        """Signal to noise, 20 log10 of the weight's root mean square over the errors': infinite where nothing has changed."""
+        """Signal-to-noise ratio, 20 log10 of the weight's root mean square over the errors'; infinite if nothing changed."""
         if self.rms == 0 or self.weight == 0:
             return math.inf if self.rms == 0 else -math.inf
         return 20 * math.log10(self.weight / self.rms)
@@ -49,7 +49,7 @@ class Report:
 
 
 def compare(weight: Tensor, stored: PackedWeight | Tensor) -> Report:
-    """The errors of a packed or rounded weight [N, K] against its source floats [N, K], a tile of rows at a time."""
+    """The errors of a packed or rounded weight [N, K] against its source floats [N, K], by tiles of rows."""
     largest = noise = signal = 0.0
     for start, stop in [(0, len(weight))] if isinstance(stored, Tensor) else tiles.row_tiles(stored):
         part = weight[start:stop].float()

@@ -1,6 +1,6 @@
-"""Codes of single weights, made of fields that a few columns share: rows of tables, signs, shifts.
+"""Codes per weight, computed from fields that a few columns share: table rows, signs, shifts.
 
-The planar storage of such a format has the codes, and everything else has the fields (compiler/passes/expand_codes.py).
+The planar storage of such a format has the codes; all other storages have the fields (compiler/passes/expand_codes.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from qdsl.runtime.weight.tables import Table
 
 
 class RowCodes:
-    """order: the joint number that each code stands for: places of the fields' numbers as digits, the first field's the highest.
+    """Converts between codes and fields.  order: the joint number of each code.  The first field's digit is the highest.
 
-    fields: a table whose rows a field chooses, or for a field that stands for itself how many numbers it has and how many
-    columns share one.
+    A digit is the index of a field's value.  fields: for each field the table whose rows it selects; for a field that is itself
+    the number, its number of values and the columns that share one.
     """
 
     def __init__(self, order: tuple[int, ...], **fields: Table | tuple[int, int]) -> None:
@@ -32,7 +32,7 @@ class RowCodes:
 
     @cached_property
     def _joints(self) -> Table:
-        """The joint number of a code; -1 for bytes that are none."""
+        """The joint number of a code; -1 for unused bytes."""
         return Table("i32", *self.order, *[-1] * (256 - len(self.order)))
 
     def codes(self, **fields: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class RowCodes:
         return self._codes[joint].to(torch.uint8)
 
     def fields(self, codes: Tensor) -> dict[str, Tensor]:
-        """The fields of codes uint8 [N, K].  Raises FormatError for a code, or a row of codes, that no field stands for."""
+        """The fields of codes uint8 [N, K].  Raises FormatError for a code, or a row of codes, that no field value gives."""
         joint = self._joints[codes]
         _check(joint, 1, "code")
         fields: dict[str, Tensor] = {}
@@ -56,14 +56,14 @@ class RowCodes:
 
 
 class _Rows:
-    """The rows of numbers that a field stands for, the numbers by their places in rising order."""
+    """The rows of numbers that a field's values select; numbers are indexed in rising order."""
 
     def __init__(self, source: Table | tuple[int, int]) -> None:
         self.source = source
 
     @cached_property
     def _places(self) -> Tensor:
-        """Places [values of the field, columns] of the numbers of every row."""
+        """Indices [values of the field, columns] of the numbers of every row."""
         if isinstance(self.source, tuple):
             count, columns = self.source
             return torch.arange(count, device="cpu")[:, None].expand(count, columns)
@@ -72,17 +72,17 @@ class _Rows:
 
     @cached_property
     def count(self) -> int:
-        """How many numbers there are."""
+        """How many different numbers there are."""
         return int(self._places.max()) + 1
 
     @cached_property
     def _table(self) -> Table:
-        """The places of rows, as what a code looks up."""
+        """The rows of indices, as a lookup table."""
         return Table("i8", *self._places.flatten().tolist(), columns=self._places.shape[1])
 
     @cached_property
     def _values(self) -> Table:
-        """The field's value by its row's places, which are the digits of a number; -1 for a row that no value has."""
+        """The field's value for a row of indices, read as digits of a number; -1 for rows that no value has."""
         columns = self._places.shape[1]
         digits = self.count ** torch.arange(columns, device="cpu")
         values = torch.full((self.count ** columns,), -1, dtype=torch.int32, device="cpu")
@@ -90,13 +90,13 @@ class _Rows:
         return Table("i32", *values.tolist())
 
     def places_of(self, field: Tensor) -> Tensor:
-        """Places int32 [N, K] of the numbers that single weights get of a field [N, K / columns]."""
+        """Indices int32 [N, K] of the numbers of single weights, for a field [N, K / columns]."""
         if self._places.shape[1] == 1:
             return field.to(torch.int32)
         return self._table[field].flatten(1).to(torch.int32)
 
     def values_of(self, places: Tensor, name: str) -> Tensor:
-        """The field [N, K / columns] of places int32 [N, K].  Raises FormatError for a row that no value has."""
+        """The field [N, K / columns] for indices int32 [N, K].  Raises FormatError for a row that no value has."""
         columns = self._places.shape[1]
         dtype = torch.uint8 if len(self._places) <= 256 else torch.int32
         if columns == 1:
@@ -111,7 +111,7 @@ class _Rows:
 
 
 def _check(values: Tensor, columns: int, what: str) -> None:
-    """Raises FormatError for the first value below 0.  columns: how many columns share one."""
+    """Raises FormatError for the first negative value.  columns: how many columns share one."""
     if values.is_meta or not (values < 0).any():
         return
     n, at = (int(place) for place in (values < 0).nonzero()[0])

@@ -1,4 +1,4 @@
-"""Tensors that a storage holds in entropy codes: decoded by qdsl/codecs on a CPU, elsewhere by the kernels of codings."""
+"""Tensors that a storage holds in entropy codes: decoded by qdsl/codecs on a CPU, by its kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Modules(dict[str, Any]):
-    """A module of each entropy code by the code's name, imported on first use: most formats have no streams."""
+    """A module of each entropy code by the code's name, imported on first use, because most formats have no streams."""
 
     def __init__(self, module: str) -> None:
         super().__init__()
@@ -40,16 +40,16 @@ class _Modules(dict[str, Any]):
 CODINGS: Mapping[str, Any] = _Modules("reference")
 LAUNCHES: Mapping[str, Any] = _Modules("launch")
 PAIRED = {"bf16": (torch.bfloat16, tl.bfloat16), "f16": (torch.float16, tl.float16)}
-SKINNY_ROWS = 16                                                 # rows of x up to which weights are made in registers (predicted)
+SKINNY_ROWS = 16                                                 # rows of x up to which kernels decode in registers (predicted)
 
 
 # -- on a CPU ----------------------------------------------------------------------------------------------------------
 
 
 def decode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-    """The tensors that a storage's streams hold, decoded by the CPU, on the weight's device.
+    """The decoded tensors of a storage's streams, decoded by the CPU, on the weight's device.
 
-    Raises StreamError for a stream that is damaged.
+    Raises StreamError for a damaged stream.
     """
     plain = {}
     for name, stream in layout.streams.items():
@@ -63,9 +63,9 @@ def decode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int
 
 
 def decode_rows(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int], rows: Tensor) -> dict[str, Tensor] | None:
-    """Some rows of the tensors that a storage's streams hold; None where a code has no way to them.  Raises StreamError.
+    """Some rows of the decoded tensors of a storage's streams; None if a code has no random access.  Raises StreamError.
 
-    rows: int64 [R], on the CPU, each within the weight.
+    rows: int64 [R], on the CPU, all within the weight.
     """
     plain = {}
     for name, stream in layout.streams.items():
@@ -81,7 +81,7 @@ def decode_rows(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int
 
 
 def encode(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
-    """The tensors of a storage, from those that pack returns.  Raises StreamError for elements that a code cannot hold."""
+    """The tensors of a storage from those that pack returns.  Raises StreamError for elements that a code cannot hold."""
     encoded: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name not in layout.streams:
@@ -110,13 +110,13 @@ def _tensors(stream: Stream, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     return {role: tensors[name] for role, name in stream.names.items()}
 
 
-# -- what kernels rely on ----------------------------------------------------------------------------------------------
+# -- facts that kernels rely on -------------------------------------------------------------------------------------------
 
 
 def check(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str:
     """Validates the tables, starts and indices of a storage's streams, and returns the stream info that kernels rely on.
 
-    It is text, as operations take it: 'exponents.threads=512 ...'.  Raises StreamError for streams that do not fit.
+    The result is text, as operations take it: 'exponents.threads=512 ...'.  Raises StreamError for streams that do not fit.
     """
     entries = []
     for name, stream in layout.streams.items():
@@ -131,7 +131,7 @@ def check(layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]
 
 
 def stream_info(format: str, layout: Storage, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str:
-    """What `check` returns, '' without streams and on meta.  Raises FormatError for damaged streams."""
+    """The result of `check`; '' without streams and on meta.  Raises FormatError for damaged streams."""
     if not layout.streams or any(tensor.is_meta for tensor in tensors.values()):
         return ""
     with stream_errors(format):
@@ -139,12 +139,12 @@ def stream_info(format: str, layout: Storage, tensors: Mapping[str, Tensor], sha
 
 
 def _like(tensor: Tensor) -> NDArray[Any]:
-    """Zeros in the shape of a tensor, which take no memory."""
+    """Zeros in the shape of a tensor, without memory."""
     return np.broadcast_to(torch.zeros((), dtype=tensor.dtype, device="cpu").numpy(), tuple(tensor.shape))
 
 
 def _stream_info(packed: PackedWeight, name: str) -> Mapping[str, int]:
-    """The stream info of a tensor's stream; on meta, where there is none, typical values.  Raises FormatError."""
+    """The stream info of a tensor's stream; typical values on meta.  Raises FormatError."""
     if not packed.stream_info and packed.device.type == "meta":
         assumed: Mapping[str, int] = LAUNCHES[packed.layout.streams[name].coding].ASSUMED
         return assumed
@@ -163,7 +163,7 @@ def _read(stream_info: str, name: str) -> Mapping[str, int]:
 
 
 def decoded(packed: PackedWeight) -> tuple[PackedWeight, list[Call]]:
-    """The weight with decoded tensors in place of its streams, and the launches that fill them; itself where it has no streams.
+    """The weight with decoded tensors instead of its streams, and the launches that fill them; itself if it has no streams.
 
     Raises FormatError.
     """
@@ -176,7 +176,7 @@ def decoded(packed: PackedWeight) -> tuple[PackedWeight, list[Call]]:
 def decode_calls(packed: PackedWeight, rows: Tensor | None = None) -> tuple[dict[str, Tensor], list[Call]]:
     """Empty tensors for the decoded streams, and the launches that fill them.  Raises FormatError.
 
-    rows: int64 [R] on the device, only these rows, in runs for which has_rows holds.
+    rows: int64 [R] on the device: decode only these rows, in runs for which has_rows holds.
     """
     plain: dict[str, Tensor] = {}
     calls: list[Call] = []
@@ -195,13 +195,13 @@ def decode_calls(packed: PackedWeight, rows: Tensor | None = None) -> tuple[dict
 
 
 def has_rows(packed: PackedWeight, run: int) -> bool:
-    """Whether kernels decode chosen rows alone: runs of `run` rows, from a multiple of it on."""
+    """Whether kernels can decode chosen rows: runs of `run` rows that begin at a multiple of it."""
     heights = [LAUNCHES[stream.coding].block_rows(packed.shape) for stream in packed.layout.streams.values()]
     return has_plain_rows(packed) and all(height and run % height == 0 for height in heights)
 
 
 def row_band(packed: PackedWeight, start: int, stop: int) -> PackedWeight | None:
-    """Rows [start, stop) as a weight in the same codes, nothing decoded; None for borders inside groups of rows, and on meta.
+    """Rows [start, stop) as a weight in the same codes, without decoding; None for borders inside groups of rows, and on meta.
 
     Raises FormatError for a damaged stream.
     """
@@ -215,7 +215,7 @@ def row_band(packed: PackedWeight, start: int, stop: int) -> PackedWeight | None
         for place, axis in enumerate(axes):
             tensors[name] = tensors[name].narrow(place, start, stop - start) if axis.dim == "N" else tensors[name]
     for name, stream in packed.layout.streams.items():
-        _stream_info(packed, name)                               # checks where groups begin
+        _stream_info(packed, name)                               # validates the starts of groups
         band = LAUNCHES[stream.coding].row_band(_tensors(stream, packed.tensors), packed.shape, start, stop)
         tensors |= {stream.names[role]: tensor for role, tensor in band.items()}
     result = packed.derive(tensors, (stop - start, k))
@@ -224,19 +224,19 @@ def row_band(packed: PackedWeight, start: int, stop: int) -> PackedWeight | None
 
 
 def has_plain_rows(packed: PackedWeight) -> bool:
-    """Whether every tensor beside the streams of a weight has rows of its own for each row, or serves all rows."""
+    """Whether every tensor besides the streams has separate rows, or serves all rows."""
     axes = [axis for stored in plain_axes(packed).values() for axis in stored]
     return all(axis.dim != "N*K" and (axis.dim != "N" or axis.by(packed.sizes) == 1) for axis in axes)
 
 
 def plain_axes(packed: PackedWeight) -> dict[str, Sequence[Axis]]:
-    """The axes of a weight's tensors that belong to no stream."""
+    """The axes of tensors that do not belong to a stream."""
     streamed = {name for stream in packed.layout.streams.values() for name in stream.names.values()}
     return {name: packed.layout.tensors[name].axes for name in packed.tensors if name not in streamed}
 
 
 def usual(packed: PackedWeight) -> PackedWeight:
-    """A weight on meta, with streams as large as those of normal weights are."""
+    """A weight on meta with streams as large as those of normally distributed weights."""
     tensors = dict(packed.tensors)
     for stream in packed.layout.streams.values():
         for role, shape in LAUNCHES[stream.coding].usual(packed.shape).items():
@@ -246,13 +246,13 @@ def usual(packed: PackedWeight) -> PackedWeight:
 
 
 def has_dequantize(packed: PackedWeight, out: Tensor) -> bool:
-    """Whether kernels can decode and dequantize in one launch, in registers: weights of out's dtype, by whole words."""
+    """Whether kernels can decode and dequantize in one launch, in registers: needs out's dtype and whole words."""
     pairs = _pairs(packed)
     return pairs is not None and out.dtype == PAIRED[pairs.type][0] and out.is_contiguous() and _are_wide(packed, pairs, out)
 
 
 def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
-    """The launches that decode streams and write weights to `out`; has_dequantize must hold.  Raises FormatError."""
+    """The launches that decode streams and write weights to `out`; requires has_dequantize.  Raises FormatError."""
     pairs = _pairs(packed)
     assert pairs is not None
     stream = packed.layout.streams[pairs.stream]
@@ -263,7 +263,7 @@ def dequantize_calls(packed: PackedWeight, out: Tensor) -> Iterator[Call]:
 
 
 def has_skinny(x: Tensor, packed: PackedWeight) -> bool:
-    """Whether kernels can multiply x [M, K] with weights that they decode in registers."""
+    """Whether kernels can decode weights in registers and multiply x [M, K] by them."""
     pairs = _pairs(packed)
     if pairs is None or x.dtype != PAIRED[pairs.type][0] or not _are_wide(packed, pairs, x):
         return False
@@ -272,9 +272,10 @@ def has_skinny(x: Tensor, packed: PackedWeight) -> bool:
 
 
 def skinny_calls(x: Tensor, packed: PackedWeight, bias: Tensor | None, out: Tensor) -> Iterator[Call]:
-    """The launches that write x @ w.T + bias to `out`; has_skinny must hold.  Bits of a row do not depend on other rows.
+    """The launches that write x @ w.T + bias to `out`; requires has_skinny.  A row's bits do not depend on other rows.
 
-    Raises FormatError."""
+    Raises FormatError.
+    """
     pairs = _pairs(packed)
     assert pairs is not None
     stream = packed.layout.streams[pairs.stream]
@@ -289,7 +290,7 @@ def _pairs(packed: PackedWeight) -> Pairs | None:
 
 
 def _are_wide(packed: PackedWeight, pairs: Pairs, other: Tensor) -> bool:
-    """Whether rows are whole lines of 128 columns, and tensors begin where loads of 16 bytes may."""
+    """Whether rows are whole lines of 128 columns, and tensors are aligned for loads of 16 bytes."""
     wide = [packed.tensors[name] for name in (*packed.layout.streams[pairs.stream].names.values(), pairs.uncoded)]
     return packed.shape[1] % 128 == 0 and all(
         tensor.is_meta or tensor.data_ptr() % 16 == 0 for tensor in (*wide, other) if tensor.numel())

@@ -1,4 +1,4 @@
-"""Tables of numbers, or of rows of them, that decode looks up by a code."""
+"""Lookup tables of numbers, or of rows of numbers, that decode indexes by a code."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from qdsl.runtime.weight.arrays import as_type
 
 KINDS = {"f32": torch.float32, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8}
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-FEW = 16                                                         # entries up to which a traced lookup is worth its length
+FEW = 16                                                         # entries up to which a traced lookup is short enough
 
 
 def entries(rows: Tensor, codes: Tensor) -> Tensor:
-    """The rows [..., entries, columns] that integer codes choose, each code below the entries: the codes' shape, and columns.
+    """The rows of tables [..., entries, columns] at integer codes, which must be in range: the codes' shape, then columns.
 
-    Axes before the entries are those of the codes, or 1.  Raises RuntimeError in a program that is traced, where whole tensors
-    would be looked up.
+    Axes before the entries are those of the codes, or 1.  Raises RuntimeError in a traced program, because it would look whole
+    tensors up.
     """
     if isinstance(codes, FakeTensor):
         raise RuntimeError("rows are not looked up in a program that is traced")
-    if rows.dim() > 2:                                           # many tables: as one, each behind the one before
+    if rows.dim() > 2:                                           # many tables become one long table
         count = rows.shape[:-2].numel()
         first = torch.arange(0, count * rows.shape[-2], rows.shape[-2], dtype=torch.int32, device=rows.device)
         codes = codes + first.view(rows.shape[:-2])
@@ -36,7 +36,7 @@ def entries(rows: Tensor, codes: Tensor) -> Tensor:
 
 
 def lookup(numbers: Tensor, codes: Tensor) -> Tensor:
-    """The numbers of stored tables [..., entries] that integer codes choose, each code below the entries: the codes' shape.
+    """The numbers of stored tables [..., entries] at integer codes, which must be in range: the codes' shape.
 
     Axes before the entries are those of the codes, or 1.
     """
@@ -44,9 +44,9 @@ def lookup(numbers: Tensor, codes: Tensor) -> Tensor:
 
 
 class Table:
-    """Numbers as float32, int32 or int8, brought to a device when it first asks for them.
+    """A table of numbers as float32, int32 or int8, copied to a device at first use.
 
-    `table[codes]` has the codes' shape, and the columns of a table of rows after it.
+    `table[codes]` has the codes' shape, followed by the columns of a table of rows.
     """
 
     __slots__ = ("_bits", "_on", "_pairs", "numbers", "values")
@@ -69,13 +69,13 @@ class Table:
         return self._on[device]
 
     def halves(self, count: int, unit: float) -> Table:
-        """The bits of the first numbers over `unit` in float16, 0 for a unit of 0, and then of those numbers in bfloat16."""
+        """The bits of `count` numbers divided by `unit` in float16, 0 for a unit of 0, then of these in bfloat16."""
         numbers = self.values[:count].float()
         halves = ((numbers / (unit or torch.inf)).half(), numbers.bfloat16())
         return Table("i16", *torch.cat([half.view(torch.int16) for half in halves]).tolist())
 
     def with_codes(self, function: Callable[[Tensor, Tensor], Tensor], count: int) -> Table:
-        """The table of function(row, code) for all rows and `count` codes: row r with code c is row r + c * rows."""
+        """The table of function(row, code) for all rows and `count` codes: entry r + c * rows is row r with code c."""
         codes = torch.arange(count, dtype=torch.int32, device="cpu")[:, None, None]
         rows = self.values if self.values.is_floating_point() else self.values.to(torch.int32)
         numbers = function(rows, codes).flatten(0, 1)
@@ -84,7 +84,7 @@ class Table:
         return Table(kind, *numbers.flatten().tolist(), columns=numbers.shape[1])
 
     def __getitem__(self, codes: Tensor) -> Tensor:
-        """The numbers, or rows, of integer codes, each within the table."""
+        """The numbers, or rows, at integer codes, which must be in range."""
         if isinstance(codes, FakeTensor):
             return self._chosen(codes)
         values = self.on(codes.device)
@@ -93,14 +93,14 @@ class Table:
             words = as_type(codes.flatten(), torch.int16)
             return self.pairs().index_select(0, words.to(torch.int32)).view(values.dtype).view(codes.shape)
         if values.dim() > 1 and values.dtype == torch.int8 and values.shape[1] in WORDS:
-            values = values.view(WORDS[values.shape[1]]).flatten()          # a row is a word: looked up ten times as fast
+            values = values.view(WORDS[values.shape[1]]).flatten()          # a row is one word, and looked up ten times as fast
         elif values.dim() > 1:
             return entries(values, codes)
         selected = values.index_select(0, codes.flatten().to(torch.int32))
         return selected.view(self.values.dtype).view(*codes.shape, *self.values.shape[1:])
 
     def pairs(self) -> Tensor:
-        """The numbers of two codes as one word, at the word of the codes' bytes: half as many are looked up."""
+        """The numbers of two codes as one word, at the word of both code bytes, to halve the lookups."""
         if self._pairs is None:
             words = torch.arange(FEW << 8, device="cpu")
             codes = torch.stack([words, words >> 8], -1).bitwise_and_(FEW - 1).clamp_(max=len(self.values) - 1)
@@ -108,7 +108,7 @@ class Table:
         return self._pairs
 
     def _chosen(self, codes: Tensor) -> Tensor:
-        """As __getitem__, by selecting on one bit of the codes at a time: operations that a compiler vectorizes.
+        """As __getitem__, by selecting on one bit of the codes at a time, which a compiler can vectorize.
 
         Raises RuntimeError for a table that is too long for that.
         """

@@ -1,4 +1,4 @@
-"""Walking a weight in tiles that fit a cache, cut where its storage and its blocks allow."""
+"""Iterates over a weight in tiles that fit a cache, at borders that its storage and blocks allow."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from qdsl.runtime.weight.arrays import empty
 from qdsl.runtime.weight.layout import Field, Variant
 from qdsl.runtime.weight.packed import FormatError, PackedWeight, UnrepresentableValue
 
-TILE = 1 << 20                                                   # weights per tile: few enough for a cache, many enough per call
+TILE = 1 << 20                                                   # weights per tile: they fit a cache, and calls stay few
 
 
 def row_tiles(packed: PackedWeight, weights: int = TILE) -> Iterator[tuple[int, int]]:
-    """Row ranges of about `weights` weights, where the storage and its blocks can be cut."""
+    """Row ranges of about `weights` weights, at borders that the storage and its blocks allow."""
     n, k = packed.shape
     least = packed.step("N")
     rows = max(1, weights // max(1, k) // least) * least
@@ -28,9 +28,9 @@ def row_tiles(packed: PackedWeight, weights: int = TILE) -> Iterator[tuple[int, 
 
 
 def decode_rows(packed: PackedWeight, start: int, stop: int, out: Tensor) -> None:
-    """Weights of rows [start, stop) into out [stop - start, K], in rectangles in which all blocks are whole or alone.
+    """Decode rows [start, stop) into out [stop - start, K], in rectangles in which all blocks are whole or alone.
 
-    They have about as many weights as a tile, even where the storage cannot be cut so.
+    A rectangle has about as many weights as a tile, even if the storage has no such borders.
     """
     part = packed if (start, stop) == (0, packed.shape[0]) else packed.cut("N", start, stop)
     variant = packed.variant
@@ -51,7 +51,7 @@ def decode_rows(packed: PackedWeight, start: int, stop: int, out: Tensor) -> Non
 
 
 def _decode_flat(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str, int], out: Tensor) -> None:
-    """Rows one after the other: whole blocks, then the short one that is left; of scattered blocks, some weights of each."""
+    """Decode rows one by one: whole blocks, then the partial one; for scattered blocks, some weights of each."""
     target = out if out.is_contiguous() else empty(out.shape, out.dtype, out.device)
     cut = axis(variant.cuts[1])
     shared = {name for name in fields if cut.dim == "1" and len(variant.fields[name].axes) < 2}
@@ -69,7 +69,7 @@ def _decode_flat(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[
 
 
 def _flat_piece(field: Field, values: Tensor, start: int, stop: int, sizes: Mapping[str, int]) -> Tensor:
-    """The values of flat positions [start, stop), which are whole blocks or one."""
+    """The values of flat positions [start, stop), which are whole blocks or a single one."""
     if [axis.dim for axis in field.axes] == ["N", "K"]:
         return values.flatten()[start:stop]
     by = [axis.by(sizes) for axis in field.axes if axis.dim == "N*K"]
@@ -78,9 +78,9 @@ def _flat_piece(field: Field, values: Tensor, start: int, stop: int, sizes: Mapp
 
 def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], options: Mapping[str, Any], step: int = 1,
                 ) -> Iterator[dict[str, Tensor]]:
-    """The fields that a variant's encode scheme chooses, for a tile of rows after the other: whole blocks, multiples of `step`.
+    """The fields that a variant's encode scheme chooses, by tiles of rows: whole blocks, multiples of `step`.
 
-    Raises FormatError for a weight that is not finite, and where encode does.
+    Raises FormatError for a weight that is not finite, and if encode does.
     """
     assert variant.encode is not None
     n, k = weight.shape
@@ -103,14 +103,14 @@ def encode_rows(variant: Variant, weight: Tensor, sizes: Mapping[str, int], opti
             fields = dict(variant.encode(part, **options))
         except UnrepresentableValue as error:
             if any(field.axes and field.axes[0].dim == "N*K" for field in chosen):
-                variant.encode(weight, **options)                # blocks of the flat position: it says which
-            raise error.after(start // max(blocks)) from None    # what does not fit is of the blocks of most rows, the scale's
+                variant.encode(weight, **options)                # it raises for blocks of the flat position
+            raise error.after(start // max(blocks)) from None    # the error counts the longest blocks, which have the scale
         yield fields
 
 
 def _nothing(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str, int], shape: tuple[int, int],
              ) -> dict[str, Tensor]:
-    """Fields of a single zero, cut to those of an empty weight."""
+    """Fields of a single zero, sliced to those of an empty weight."""
     empty_fields = dict(fields)
     for name, field in fields.items():
         for place, field_axis in enumerate(variant.fields[name].axes):
@@ -120,7 +120,7 @@ def _nothing(variant: Variant, fields: Mapping[str, Tensor], sizes: Mapping[str,
 
 
 def _check_finite(weight: Tensor, start: int = 0) -> None:
-    """Raises FormatError with the first row that is not, counted from `start`."""
+    """Raises FormatError with the first weight that is not finite, with rows counted from `start`."""
     if math.isfinite(float(weight.sum())):                       # one fast pass; a sum that overflows is checked again
         return
     if not bool(torch.isfinite(weight).all()):
@@ -129,7 +129,7 @@ def _check_finite(weight: Tensor, start: int = 0) -> None:
 
 
 def unpack(packed: PackedWeight) -> dict[str, Tensor]:
-    """The fields of a weight; an index whose columns lie in order is left out, as one that is not stored."""
+    """The fields of a weight, without an index of columns in order, as if it was not stored."""
     layout = packed.layout
     assert packed.order is None, "tiles are decoded with columns as they are stored"
     tensors = [packed.tensors.get(name) if name not in packed.in_order else None for name in layout.coded]
@@ -141,7 +141,7 @@ def _indices(variant: Variant) -> set[str]:
 
 
 def _pieces(length: int, step: int, most: int) -> Iterator[tuple[int, int]]:
-    """Whole blocks, as many as `most` has, then the short one that is left."""
+    """Ranges of whole blocks, at most `most` long, then the partial block."""
     whole = length // step * step
     by = max(1, most // step) * step
     for start in range(0, whole, by):
@@ -153,7 +153,7 @@ def _pieces(length: int, step: int, most: int) -> Iterator[tuple[int, int]]:
 def _rectangle(variant: Variant, sizes: Mapping[str, int], name: str, field: Tensor, rows: tuple[int, int],
                columns: tuple[int, int]) -> Tensor:
     for place, field_axis in enumerate(variant.fields[name].axes):
-        if field_axis.dim == "1":                                # a stored table's
+        if field_axis.dim == "1":                                # of a stored table
             continue
         start, stop = rows if field_axis.dim == "N" else columns
         by = field_axis.by(sizes)

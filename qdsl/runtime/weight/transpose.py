@@ -1,15 +1,15 @@
-"""Changes the storage of a weight by moves of whole words, a cache-sized tile at a time, never one byte per code.
+"""Changes the storage of a weight by moving whole words, one cache-sized tile at a time, never one byte per code.
 
-Where the bits of a piece lie at digits of its coordinates in both storages, the change permutes digits of (word, bit in word).
-Digits that stay outside of words are axes of a view, and moving them is a copy.  A digit of 2 that leaves a word changes
-places with one that comes in, for pairs of words a and b that differ in that digit alone:
+If the bits of a piece are at digits of its coordinates in both storages, the change permutes digits of (word, bit in word).
+Digits that stay outside of words are axes of a view, and moving them is a copy.  A digit of 2 that leaves a word swaps places
+with one that enters, for pairs of words a and b that differ only in that digit:
 
     t = ((a >> s) ^ b) & m;  b ^= t;  a ^= t << s
 
-where s is the bit's step in the word and m the bits at which it is 0.  Two digits that only change places inside of words take
-the same with a for b.  AWQ to GPTQ is so three rounds for the digits of 8 rows and 8 columns, then one copy.
+Here s is the bit's step in the word and m the bits at which it is 0.  Two digits that swap places inside of words take the same
+with a for b.  So AWQ to GPTQ is three rounds for the digits of 8 rows and 8 columns, then one copy.
 
-Columns that move all over K (act-order) are gathered in between, when all digits of k are outside of words.
+Act-order columns are gathered in between, when all digits of k are outside of words.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from torch import Tensor
 from qdsl.runtime.weight.bits import Placed
 
 WORDS = {32: torch.int32, 16: torch.int16, 8: torch.int8}
-TILE = 1 << 16                                                   # words per tile: what is worked on fits a cache
-SHARED = 1 << 17                                                 # the same for each of several threads, whose calls cost more
-GATHERED = 1 << 21                                               # bits of a tile whose columns are gathered
-LAUNCHED = 1 << 24                                               # words per tile where every step is a launch
+TILE = 1 << 16                                                   # words per tile: the workspace fits a cache
+SHARED = 1 << 17                                                 # the same per thread of several, whose calls cost more
+GATHERED = 1 << 21                                               # bits of a tile with gathered columns
+LAUNCHED = 1 << 24                                               # words per tile if every step is a launch
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis of the words at work: extent, and its steps in words of the source and of the result.
+    """An axis of the workspace: extent, and its steps in words of the source and of the result.
 
-    A step of None means that the digit is not there: only index 0 is read (the rest is 0), or written.
+    A step of None means that the digit is absent: only index 0 is read (the rest is 0), or written.
     """
 
     extent: int
@@ -46,7 +46,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The digit of `step` bits in a word changes places with that of `axis`, or where it is None with that of `other` bits."""
+    """Swaps the digit of `step` bits in a word with that of `axis`, or with that of `other` bits if axis is None."""
 
     step: int
     axis: int | None
@@ -55,9 +55,9 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Words of `bits` bits, and their axes in the order in which they are worked on.
+    """Words of `bits` bits, and their axes in the order of work.
 
-    first, last: the word at which source and result begin.  clear: bits that no element has, which become 0.
+    first, last: the first word of source and result.  clear: bits that no element has, which become 0.
     """
 
     bits: int
@@ -69,13 +69,13 @@ class Plan:
 
     @property
     def filled(self) -> int:
-        """How many bits of the result are written."""
+        """The number of result bits that are written."""
         return self.bits * math.prod(axis.extent for axis in self.axes if axis.result is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Digit:
-    """A digit of an element's coordinates or bits, with its steps in bits in both storages; None where it has none."""
+    """A digit of an element's coordinates or bits, with its steps in bits in both storages; None if absent."""
 
     extent: int
     source: int | None
@@ -84,9 +84,9 @@ class _Digit:
 
 @lru_cache(maxsize=256)
 def plan(source: Placed, result: Placed, width: int) -> Plan | None:
-    """How a piece of `width` bits goes from one place to the other; None where it does not move by digits of words.
+    """The plan that moves a piece of `width` bits from one place to the other; None if digits of words cannot do it.
 
-    Words are as long as they can be, but rather have all their bits from the piece.
+    Prefers words whose bits all belong to the piece, then long words.
     """
     best: Plan | None = None
     for bits in WORDS:
@@ -103,7 +103,7 @@ def plan(source: Placed, result: Placed, width: int) -> Plan | None:
 
 
 def _digits(source: Placed, result: Placed, width: int, bits: int) -> list[_Digit] | None:
-    """The digits that both places have in common, those inside of words of `bits` bits two by two; None where there are none."""
+    """The common digits of both places, those inside of words of `bits` bits split into twos; None if there are none."""
     if width & (width - 1) or width > bits or any(at % bits for at in (source.start, source.size, result.start, result.size)):
         return None
     digits = [_Digit(2, 1 << i, 1 << i) for i in range(width.bit_length() - 1)]
@@ -127,7 +127,7 @@ def _digits(source: Placed, result: Placed, width: int, bits: int) -> list[_Digi
 
 
 def _at_words(digits: Sequence[tuple[int, int]], bits: int) -> list[tuple[int, int]] | None:
-    """The same digits, each inside or outside of words."""
+    """The digits, split so that each is inside or outside of words."""
     placed: list[tuple[int, int]] = []
     for extent, step in digits:
         if step >= bits or extent * step <= bits:
@@ -142,7 +142,7 @@ def _at_words(digits: Sequence[tuple[int, int]], bits: int) -> list[tuple[int, i
 
 
 def _refined(left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]) -> list[_Digit] | None:
-    """Two lists of digits of one coordinate, fastest first, cut at the same weights."""
+    """Two lists of digits of one coordinate, fastest first, split at the same weights."""
     sides = []
     weights = {1}
     for digits in (left, right):
@@ -172,7 +172,7 @@ def _by_two(digit: _Digit) -> list[_Digit]:
 
 
 def _ordered(digits: Sequence[_Digit], first: int, last: int, bits: int) -> Plan:
-    """The rounds that bring every digit to its place in the word, and the axes in the order that suits them."""
+    """The rounds that bring every digit to its place in the word, and the axes in their best order."""
     inside = {digit.source: digit for digit in digits if digit.source is not None and digit.source < bits}
     wanted = {digit.result: digit for digit in digits if digit.result is not None and digit.result < bits}
     clear = 0
@@ -181,7 +181,7 @@ def _ordered(digits: Sequence[_Digit], first: int, last: int, bits: int) -> Plan
             inside[step] = wanted[step]
             clear |= ~zeros(step, bits)
     outside = [digit for digit in digits if digit not in inside.values() and (digit.source is None or digit.source >= bits)]
-    slots = list(outside)                                        # what each axis holds by now
+    slots = list(outside)                                        # the current digit of each axis
     rounds: list[Round] = []
     while open_ := [step for step in inside if inside[step] != wanted[step]]:
         step = next((step for step in open_ if wanted[step] in slots), open_[0])
@@ -199,7 +199,7 @@ def _ordered(digits: Sequence[_Digit], first: int, last: int, bits: int) -> Plan
 
 
 def _sorted(plan: Plan) -> Plan:
-    """Axes of rounds before the others, those as they lie in the result, these as they lie in the source."""
+    """The axes of rounds first, in the order of the result, then the others in the order of the source."""
     moved = {round.axis for round in plan.rounds}
     far = [(axis.result if i in moved else axis.source) or 0 for i, axis in enumerate(plan.axes)]
     order = sorted(range(len(plan.axes)), key=lambda i: (i not in moved, -far[i]))
@@ -220,7 +220,7 @@ def zeros(step: int, bits: int) -> int:
 
 
 def move(plan: Plan, source: Tensor, result: Tensor) -> None:
-    """Copies a piece from one contiguous tensor to another, of any dtypes, by a plan."""
+    """Copy a piece from one contiguous tensor to another, of any dtypes, by a plan."""
     source, result = _flat(source, plan.bits), _flat(result, plan.bits)
     read = _view(source, plan.first, [(1 if axis.source is None else axis.extent, axis.source) for axis in plan.axes])
     written = _view(result, plan.last, [(1 if axis.result is None else axis.extent, axis.result) for axis in plan.axes])
@@ -239,14 +239,14 @@ def move(plan: Plan, source: Tensor, result: Tensor) -> None:
 
 
 def _flat(tensor: Tensor, bits: int) -> Tensor:
-    """A tensor as words, copied where it does not begin at one."""
+    """A tensor as words, copied if it is not aligned to them."""
     if tensor.storage_offset() * tensor.element_size() * 8 % bits:
         tensor = tensor.clone()
     return tensor.view(-1).view(WORDS[bits])
 
 
 class Workspace:
-    """Words of a tile, and half as many for the differences of a round."""
+    """A tile of words, and half as many words for the differences of a round."""
 
     def __init__(self, plan: Plan, shape: tuple[int, ...], like: Tensor) -> None:
         self.words = like.new_zeros(shape)
@@ -262,13 +262,13 @@ class Workspace:
                                like.new_tensor(_signed(at, plan.bits))))
 
     def _pair(self, round: Round, bits: int) -> tuple[Tensor, Tensor, int, int]:
-        """What changes places: the words, by how many bits, and the bits of the second ones."""
+        """The parts of a swap: both sets of words, the shift, and the mask of the second ones."""
         if round.axis is None:
             return self.words, self.words, round.other - round.step, ~zeros(round.step, bits) & zeros(round.other, bits)
         return self.words.select(round.axis, 0), self.words.select(round.axis, 1), round.step, zeros(round.step, bits)
 
     def take(self, source: Tensor) -> None:
-        """Copies the bits that are moved into the words, the others cleared."""
+        """Copy the bits to move into the words; clear the others."""
         if self.partial:
             self.words.zero_()
         self.words[self.read].copy_(source)
@@ -276,7 +276,7 @@ class Workspace:
             self.words.bitwise_and_(self.clear)
 
     def apply_rounds(self) -> None:
-        """Exchanges the digits of all rounds, in place."""
+        """Swap the digits of all rounds, in place."""
         for a, b, difference, by, at in self.steps:
             torch.bitwise_right_shift(a, by, out=difference)
             difference.bitwise_xor_(b).bitwise_and_(at)
@@ -285,9 +285,9 @@ class Workspace:
 
 
 def gather(source: Placed, result: Placed, width: int, columns: Tensor, stored: Tensor, into: Tensor) -> bool:
-    """Moves column columns[j], int64 [K], of the source to column j; returns False where moves of words cannot do that.
+    """Move column columns[j], int64 [K], of the source to column j; returns False if moves of words cannot do it.
 
-    Rows are few enough for a cache; in between their columns lie one after the other, `width` bits of several rows in a word.
+    The rows must fit a cache; in between, columns are consecutive, with `width` bits of several rows in a word.
     """
     bits = max(WORDS)
     (rows, k) = (math.prod(extent for extent, _ in digits) for digits in source.coordinates)
@@ -320,7 +320,7 @@ Tile = tuple[tuple[int, int], ...]                               # first index a
 
 
 def _tiles(plan: Plan, words: int) -> Iterator[Tile]:
-    """Parts of about `words` words; axes along which both sides move far are cut first, those of rounds never."""
+    """Parts of about `words` words; axes with large steps on both sides are divided first, those of rounds never."""
     lengths = [axis.extent for axis in plan.axes]
     moved = {round.axis for round in plan.rounds}
     free = [i for i, axis in enumerate(plan.axes) if i not in moved and axis.source is not None and axis.result is not None]

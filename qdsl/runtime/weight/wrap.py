@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as a weight: which storage and parameters they fit, and what a user should know of them."""
+"""Finds the storage and parameters that a checkpoint's tensors fit, and wraps them as a weight with notes for the user."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 def wrap(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int] | None, storage: str | None, verify: bool,
          params: Mapping[str, int | str]) -> PackedWeight:
-    """A checkpoint's own tensors, by their names, as a weight; nothing is copied.
+    """The weight that a checkpoint's tensors hold, by their names; nothing is copied.
 
-    shape: (N, K), needed only where the tensors do not decide it.  verify: decode every stream, too.  params: those that the
-    caller states; dtypes and shapes decide the others.  Raises FormatError with the tensor, what it is, and what is needed.
+    shape: (N, K), needed only if the tensors do not determine it.  verify: also decode every stream.  params: the caller's;
+    dtypes and shapes determine the others.  Raises FormatError that names the tensor, its value, and the requirement.
     """
     format.complete(params)
     for name in OF_X:
@@ -55,9 +55,9 @@ def wrap(format: Format, tensors: Mapping[str, Tensor], shape: tuple[int, int] |
 
 
 def unfilled(format: Format, packed: Match | PackedWeight) -> dict[str, Tensor]:
-    """Indices that nobody filled, which producers store as 0 (auto-gptq) or -1 (compressed-tensors), of several groups.
+    """Indices of several groups that the producer never filled, all 0 (auto-gptq) or -1 (compressed-tensors).
 
-    With each what it would be if columns were in order, as they are where it is missing.
+    Returns each with the index of columns in order, which a missing one stands for.
     """
     variant = format.variant(packed.params)
     stored = variant.tensors(packed.storage)
@@ -73,7 +73,7 @@ def unfilled(format: Format, packed: Match | PackedWeight) -> dict[str, Tensor]:
 
 
 def _overflowed_zeros(format: Format, match: Match) -> list[str]:
-    """Tensors whose producer lost fields."""
+    """Notes on tensors whose producer lost fields."""
     widths = {name: rule[name] for rule in format.spec.detect.get("spills", []) if rule.get("storage") == match.storage
              for name in rule if name in match.tensors and not match.tensors[name].is_meta}
     return [name for name, bits in widths.items()
@@ -81,7 +81,7 @@ def _overflowed_zeros(format: Format, match: Match) -> list[str]:
 
 
 def _choose(format: Format, fitting: Sequence[Match]) -> Match:
-    """The only match; of several of one storage and shape the one with default parameters where they are open."""
+    """The only match; among several of one storage and shape the one whose undetermined parameters have defaults."""
     storages = list(dict.fromkeys(match.storage for match in fitting))
     if len(storages) > 1:
         shown_params = {match.storage: "".join(f" {key}={match.params[key]}" for key in format.by) for match in fitting}
